@@ -1,0 +1,383 @@
+"""Every setting of a run: its name, type, default, range and meaning.
+
+Runs in: any process (imports pydantic only). This module hides nothing and is the only home of defaults; `load` reads YAML and
+overrides into it, `checks` holds the rules that span several sections. A `Config` is immutable and complete once loaded: no other
+module supplies a default for a missing setting.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from async_grpo.trainer import Trainer
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A strict, immutable group of settings: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Run(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "async_grpo"
+    """Name of the run; part of its directory and of the MLflow run."""
+    dir: str = "runs/{name}"
+    """Directory of everything the run writes. `{name}` and `{time}` are filled in; with `{time}` every start is a run of its own."""
+    total_steps: Positive | None = None
+    """Learner steps to train. Exactly one of `total_steps` and `epochs` is set."""
+    epochs: Positive | None = None
+    """Passes over the training prompts, rounded down to whole learner steps."""
+
+
+class WarmStart(Section):
+    """Build a small Qwen2-architecture model from scratch and teach it the task's own solutions before RL starts.
+
+    The result is cached by its settings and the seed. It is supervised training and is reported as such.
+    """
+
+    hidden_size: Positive = 128
+    intermediate_size: Positive = 256
+    layers: Positive = 2
+    heads: Positive = 4
+    tie_embeddings: bool = False
+    batch_size: Positive = 256
+    lr: Annotated[float, Field(gt=0)] = 2e-3
+    max_steps: NonNegative = 600
+    """Upper limit of supervised steps; 0 leaves the weights random."""
+    target_accuracy: Fraction = 0.9
+    """Stop the clean phase when greedy accuracy on training problems reaches this."""
+    blur_accuracy: Fraction = 0.5
+    """Then train on partly randomised answers until greedy accuracy has fallen to this: knowledge kept, distribution blurred."""
+    blur_noise: Fraction = 0.3
+    """Share of answer tokens that the blur phase replaces at random."""
+    blur_max_steps: NonNegative = 60
+    """Upper limit of blur steps; 0 leaves the phase out."""
+    cache_dir: str = "~/.cache/async_grpo"
+    """Where warm-started models are kept between runs."""
+
+
+class Model(Section):
+    path: str | None = None
+    """Local directory or hub name of a Hugging Face causal language model. Exactly one of `path` and `warm_start` is set."""
+    warm_start: WarmStart | None = None
+    """Build and warm-start a small model instead of loading one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type of learner and engines; `auto` is float32 on CPU and bfloat16 on GPU."""
+    reference: str | None = None
+    """Model of the KL reference (directory or hub name); null means the initial policy. Used only with `algorithm.use_kl_loss`."""
+    trust_remote_code: bool = False
+    """Allow code that ships with a model to run."""
+
+
+class Verifier(Section):
+    workers: Positive = 1
+    """Verifier child processes per rollout actor."""
+    timeout_s: Seconds = 10.0
+    """Longest time one response may take to score; then the child is killed and replaced."""
+    memory_mb: Positive = 2048
+    """Address-space limit of a verifier child in MiB."""
+    on_error: Literal["drop_group", "zero", "fail"] = "drop_group"
+    """What a verifier crash, timeout or non-finite reward does: re-issue the group, score the response 0, or end the run."""
+
+
+class Task(Section):
+    name: str = "arithmetic"
+    """Built-in task (`arithmetic`, `gsm8k`, `math`, `reasoning_gym`, `jsonl`) or a dotted path `package.module:Class`."""
+    train: str | None = None
+    """Training data: a local JSONL file, or a Hugging Face data set as `name`, `name:config` or `name:config:split`."""
+    eval: str | None = None
+    """Held-out data, same forms as `train`."""
+    options: dict[str, Any] = {}
+    """The task's own settings, checked by the task."""
+    rewards: dict[str, float] = {}
+    """Weight per reward component; empty means the task's own weights."""
+    max_bad_fraction: Fraction = 0.0
+    """Share of malformed data rows that is tolerated (skipped and counted)."""
+    verifier: Verifier = Verifier()
+
+
+class Rollout(Section):
+    rollout_batch_size: Positive = 32
+    """Groups (prompts) that one learner step consumes."""
+    group_size: Positive = 8
+    """Responses sampled per prompt."""
+    prompt_length: Positive = 512
+    """Longest prompt in tokens; a longer one is refused."""
+    response_length: Positive = 512
+    """Longest response in tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; the learner's log-probabilities use the same."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Must stay 1 while training: the learner does not renormalise over the sampler's kept set."""
+    top_k: NonNegative = 0
+    """Must stay 0 (off) while training, for the same reason."""
+    seeded: Literal["auto", "on", "off"] = "auto"
+    """Seed every group by (seed, group_id); `auto` means on at `replay.max_staleness: 0` only."""
+    group_timeout_s: Seconds = 600.0
+    """A group that takes longer to generate and score is aborted and issued again."""
+
+
+class FilterGroups(Section):
+    enable: bool = False
+    """Reject groups without learning signal (all rewards equal) and generate others in their place."""
+    metric: str = "score"
+    """What must vary inside a group: `score` (weighted reward sum), `acc` (the verifier's verdict) or a reward component."""
+    max_num_gen_batches: NonNegative = 20
+    """End the run when this many times `rollout_batch_size` groups were rejected since the last learner step; 0 means no limit."""
+
+
+class Replay(Section):
+    max_staleness: NonNegative = 1
+    """Strict bound on the lag of every trained token, in learner steps; 0 is synchronous."""
+    order: Literal["oldest"] = "oldest"
+    """Which ready groups leave first."""
+    on_stale: Literal["wait"] = "wait"
+    """What happens to a group that would become too old: the learner waits for it in time, so it never does."""
+    max_attempts: Positive = 3
+    """Times a group is issued before it counts as failed."""
+    filter_groups: FilterGroups = FilterGroups()
+
+
+class ClipSchedule(Section):
+    kind: Literal["constant", "harmonic", "exponential"] = "constant"
+    """How the clip interval shrinks with a token's lag k: not at all, eps / (1 + rate k), or eps rate^k."""
+    rate: Annotated[float, Field(ge=0)] = 1.0
+    """Rate of the schedule; for `exponential` at most 1."""
+    floor: Fraction = 0.0
+    """Smallest factor the schedule may reach."""
+
+
+class Importance(Section):
+    level: Literal["none", "token", "sequence"] = "none"
+    """Off-policy weight of the anchor against the behaviour policy. With `anchor: behavior` both are the same policy: `none`."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """Clamp a weight into [lower, upper], or set it to 0 outside."""
+    lower: Annotated[float, Field(ge=0)] = 0.0
+    upper: Annotated[float, Field(gt=0)] = 2.0
+
+
+class OverlongBuffer(Section):
+    enable: bool = False
+    """Soft overlong punishment of DAPO: a linear penalty over the last `len` tokens of the response budget."""
+    len: Positive = 16
+    """Length of the punished tail, in tokens."""
+    penalty_factor: Annotated[float, Field(ge=0)] = 1.0
+    """Penalty of a response that uses the whole budget."""
+
+
+class Algorithm(Section):
+    adv_estimator: Literal["grpo"] = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation (GRPO); false is Dr. GRPO's advantage."""
+    policy_loss: Literal["ppo_clip"] = "ppo_clip"
+    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Half-width of the clip interval around ratio 1, for the sides that have no value of their own."""
+    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] | None = None
+    clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
+    """Clip-higher: a wider upper side (DAPO uses 0.28)."""
+    dual_clip_loss: bool = False
+    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
+    """Bound of the loss for negative advantages when `dual_clip_loss` is on."""
+    clip_schedule: ClipSchedule = ClipSchedule()
+    anchor: Literal["behavior", "recomputed"] = "behavior"
+    """Centre of the trust region: the policy that sampled each token, or the learner's policy before the step."""
+    importance: Importance = Importance()
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    use_kl_loss: bool = False
+    """Add a KL penalty to a frozen reference policy to the loss."""
+    kl_loss_coef: Annotated[float, Field(ge=0)] = 0.001
+    kl_loss_type: Literal["low_var_kl"] = "low_var_kl"
+    """k3, the low-variance estimator."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
+    overlong_buffer: OverlongBuffer = OverlongBuffer()
+    mask_truncated: bool = False
+    """Leave truncated responses out of the loss; they still count in the group statistics."""
+
+    @property
+    def clip_low(self) -> float:
+        """Half-width of the lower side of the clip interval at lag 0."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """Half-width of the upper side of the clip interval at lag 0."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+class Learner(Section):
+    ranks: Positive = 1
+    """DeepSpeed processes."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    ppo_epochs: Positive = 1
+    """Passes over each learner step's batch."""
+    ppo_mini_batch_size: Positive | None = None
+    """Groups per optimizer update; null means the whole batch."""
+    tokens_per_micro_batch: Positive = 16384
+    """Upper limit of prompt and response tokens in one forward pass of one rank."""
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: NonNegative = 0
+    """Optimizer updates over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, over the run's optimizer updates."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global gradient norm."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    deepspeed: dict[str, Any] = {}
+    """Merged into the DeepSpeed configuration; keys that this project sets itself are refused."""
+
+
+class Deadlines(Section):
+    stage_s: Seconds = 120.0
+    """Copying the new weights out of the learner."""
+    receive_s: Seconds = 120.0
+    """Pause, transfer, label and resume of all engines."""
+
+
+class WeightSync(Section):
+    backend: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"
+    """How weights reach the engines; `auto`: shared memory on CPU, `ipc` when colocated on GPU, `nccl` otherwise."""
+    every_steps: Positive = 1
+    """Learner steps per publication; at most `replay.max_staleness + 1`."""
+    kv_cache: Literal["recompute", "keep"] = "recompute"
+    """What running responses do after a publication: recompute their cache under the new weights, or keep the old one."""
+    overlap: bool = True
+    """Let the engines take new weights while the next learner step runs (where the transport allows it)."""
+    self_check: bool = True
+    """At start: publish visibly perturbed weights, compare log-probabilities of learner and engines, restore."""
+    deadlines: Deadlines = Deadlines()
+
+
+class Evaluation(Section):
+    every_steps: NonNegative = 0
+    """Learner steps between evaluations while training; 0 means only before and after."""
+    before: bool = True
+    """Evaluate before the first step (the 'before' of the summary)."""
+    max_samples: Positive = 1000
+    """Held-out problems per evaluation."""
+    sampled: bool = True
+    """Report one sampled response per problem at the training temperature, besides the greedy one."""
+    timeout_s: Seconds = 600.0
+
+
+class Checkpoint(Section):
+    every_steps: NonNegative = 0
+    """Learner steps between checkpoints; 0 means only at the end."""
+    keep: Positive = 2
+    """Newest checkpoints that are kept."""
+    resume: str = "auto"
+    """`auto` continues from the newest complete checkpoint of the run directory, `never` starts anew, a path names a checkpoint."""
+
+
+class Tracking(Section):
+    mlflow: bool = True
+    """Track the run in MLflow; off, MLflow is not even imported."""
+    uri: str | None = None
+    """MLflow tracking URI; null is a SQLite file in the run directory."""
+    experiment: str = "async_grpo"
+    sample_rows: NonNegative = 100
+    """Responses kept for the sample table."""
+
+
+class Watchdog(Section):
+    start_timeout_s: Seconds = 900.0
+    """Longest time until every process of the run is ready."""
+    step_timeout_s: Seconds = 1800.0
+    """Longest time one learner step may take, waiting for its groups included."""
+    probe_timeout_s: Seconds = 30.0
+    """Longest time a health probe of a rollout actor may take."""
+
+
+class RolloutActors(Section):
+    min: Positive = 1
+    """The run goes on with this many."""
+    max: Positive | None = None
+    """The run starts this many; null means as many as the cluster's layout has room for."""
+
+
+class Engine(Section):
+    tensor_parallel_size: Positive = 1
+    max_num_seqs: Positive = 256
+    """Responses generated at the same time by one engine."""
+    kv_cache_gb: Annotated[float, Field(gt=0)] | None = None
+    """KV cache per engine GPU or process in GiB; null: 0.25 on CPU, vLLM's own choice from `gpu_memory_utilization` on GPU."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    enforce_eager: bool | None = None
+    """Run the engine without compilation; null: true on CPU, false on GPU."""
+
+
+class Cluster(Section):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is cuda where the cluster has GPUs."""
+    layout: Literal["split", "colocated"] = "split"
+    """Engines and learner on their own GPUs, or rank i and engine i sharing one."""
+    rollout_actors: RolloutActors = RolloutActors()
+    engine: Engine = Engine()
+    restart_budget: NonNegative = 3
+    """Rollout actor restarts before the run ends with exit code 4."""
+    resources_timeout_s: Seconds = 120.0
+    """Longest wait for the cluster to have what the run needs."""
+
+
+class Config(Section):
+    """One object builds everything: `load_config(path).build()` is a `Trainer`."""
+
+    seed: NonNegative = 0
+    run: Run = Run()
+    model: Model = Model()
+    task: Task = Task()
+    rollout: Rollout = Rollout()
+    replay: Replay = Replay()
+    algorithm: Algorithm = Algorithm()
+    learner: Learner = Learner()
+    weight_sync: WeightSync = WeightSync()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    tracking: Tracking = Tracking()
+    watchdog: Watchdog = Watchdog()
+    cluster: Cluster = Cluster()
+
+    @model_validator(mode="after")
+    def _cross_field(self) -> Config:
+        from async_grpo.config.checks import check
+
+        check(self)
+        return self
+
+    @property
+    def mini_batch_groups(self) -> int:
+        """Groups per optimizer update."""
+        return self.learner.ppo_mini_batch_size or self.rollout.rollout_batch_size
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates per learner step."""
+        return self.learner.ppo_epochs * (self.rollout.rollout_batch_size // self.mini_batch_groups)
+
+    @property
+    def max_outstanding(self) -> int:
+        """B = (K + 1) R: groups issued and not yet contained in live weights."""
+        return (self.replay.max_staleness + 1) * self.rollout.rollout_batch_size
+
+    @property
+    def seeded(self) -> bool:
+        """Whether every group has a sampling seed of its own."""
+        mode = self.rollout.seeded
+        return mode == "on" or (mode == "auto" and self.replay.max_staleness == 0)
+
+    def build(self) -> Trainer:
+        """Build the trainer of this configuration. Nothing starts before its first call."""
+        from async_grpo.trainer import Trainer
+
+        return Trainer(self)

@@ -1,0 +1,331 @@
+"""Everything that crosses a process boundary, and its codec.
+
+Runs in: rollout actors (encode), the replay queue (metadata), learner ranks (decode). Hides the byte layout of a group:
+
+    offset  size  content
+    0       4     magic b"AGRP"
+    4       2     wire version (little endian)
+    6       2     zero
+    8       4     header length h
+    12      4     crc32 of everything after these 16 bytes
+    16      h     msgpack map: ids, lengths, rewards, verdicts, finish reasons, version spans, times (padded to 8 bytes)
+    16+h          int32 prompt tokens | int32 response tokens of all rows | float32 behaviour log-probs | uint8 loss mask
+
+Invariants: facts only (advantages and ratios are derived later); nothing is ever unpickled; every length is checked against the
+frame before an array is made; a decoded group has finite log-probs and a version for every token. `decode_meta` never copies or
+widens a token array, so a reader of metadata costs the same for any response length.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import msgpack
+import numpy as np
+
+WIRE_VERSION = 1
+Buffer = bytes | bytearray | memoryview | np.ndarray
+Role = Literal["train", "baseline"]
+
+_MAGIC = b"AGRP"
+_FIXED = struct.Struct("<4sHHII")
+_BATCH = struct.Struct("<4sI")
+_BATCH_MAGIC = b"AGRB"
+_FINISH_REASONS = ("stop", "length")
+
+
+class WireError(ValueError):
+    """A frame or a group that breaks the format: never padded, never trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTicket:
+    """Permission to produce one group. `policy_version` is the live version at the time of issue."""
+
+    group_id: int
+    attempt: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a response were sampled by `policy_version`."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sampled response.
+
+    response_ids [L] int32; behavior_logprobs [L] float32, under the distribution each token was sampled from; loss_mask [L] uint8,
+    1 on tokens the policy sampled; versions cover [0, L) in order; rewards: raw value by component; verdict: 0/1 or None.
+    """
+
+    response_ids: np.ndarray
+    behavior_logprobs: np.ndarray
+    loss_mask: np.ndarray
+    versions: list[VersionSpan]
+    rewards: dict[str, float]
+    verdict: float | None
+    finish_reason: str
+    role: Role = "train"
+
+
+@dataclass(slots=True)
+class Group:
+    """The rollouts of one prompt: filtered, journaled, trained or dropped whole. prompt_ids [P] int32. Times in Unix seconds."""
+
+    group_id: int
+    attempt: int
+    policy_version: int
+    actor_id: str
+    prompt_ids: np.ndarray
+    rollouts: list[Rollout]
+    times: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RowMeta:
+    """What the driver knows of one rollout: lengths in tokens, rewards and versions, never tokens."""
+
+    role: Role
+    length: int
+    mask_tokens: int
+    rewards: dict[str, float]
+    verdict: float | None
+    finish_reason: str
+    min_version: int
+    max_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMeta:
+    """What the driver and the queue know of one group."""
+
+    group_id: int
+    attempt: int
+    policy_version: int
+    actor_id: str
+    prompt_length: int
+    rows: tuple[RowMeta, ...]
+    times: dict[str, float]
+    nbytes: int
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version that sampled a token of the group."""
+        return min(row.min_version for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one learner step, sorted by group_id."""
+
+    step: int
+    groups: tuple[GroupMeta, ...]
+
+
+def encode_group(group: Group) -> bytes:
+    """One group as a frame. Raises WireError for anything that must not be trained (lengths, non-finite values, aborts)."""
+    header, arrays = _header_of(group), _arrays_of(group)
+    packed = msgpack.packb(header, use_bin_type=True)
+    packed += b"\0" * (-len(packed) % 8)
+    body = b"".join([packed, *[array.tobytes() for array in arrays]])
+    frame = _FIXED.pack(_MAGIC, WIRE_VERSION, 0, len(packed), zlib.crc32(body)) + body
+    decode_meta(frame)
+    return frame
+
+
+def decode_meta(frame: Buffer) -> GroupMeta:
+    """Metadata of a frame, every rule of the format checked. Raises WireError."""
+    header, view, offset = _open(frame)
+    try:
+        rows = header["rows"]
+        prompt_length, n_tokens = int(header["prompt_length"]), sum(int(row["length"]) for row in rows)
+        _check_size(view, offset, prompt_length, n_tokens)
+        logprobs = np.frombuffer(view, np.float32, n_tokens, offset + 4 * (prompt_length + n_tokens))
+        mask = np.frombuffer(view, np.uint8, n_tokens, offset + 4 * (prompt_length + 2 * n_tokens))
+        metas, start = [], 0
+        for index, row in enumerate(rows):
+            stop = start + row["length"]
+            metas.append(_row_meta(index, row, logprobs[start:stop], mask[start:stop]))
+            start = stop
+        meta = GroupMeta(
+            group_id=_natural(header, "group_id"), attempt=_natural(header, "attempt"), policy_version=_natural(header, "policy_version"),
+            actor_id=str(header["actor_id"]), prompt_length=prompt_length, rows=tuple(metas), times=_times(header), nbytes=len(view),
+        )
+    except WireError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise WireError(f"malformed header: {type(error).__name__}: {error}") from error
+    if prompt_length < 1 or not metas:
+        raise WireError(f"group {meta.group_id} has {prompt_length} prompt tokens and {len(metas)} rollouts; both must be at least 1")
+    return meta
+
+
+def decode_group(frame: Buffer) -> Group:
+    """The whole group; arrays are read-only views into `frame`. Raises WireError."""
+    meta = decode_meta(frame)
+    header, view, offset = _open(frame, verify=False)
+    n_tokens = sum(row.length for row in meta.rows)
+    prompt = np.frombuffer(view, np.int32, meta.prompt_length, offset)
+    at = offset + 4 * meta.prompt_length
+    tokens, logprobs = np.frombuffer(view, np.int32, n_tokens, at), np.frombuffer(view, np.float32, n_tokens, at + 4 * n_tokens)
+    mask = np.frombuffer(view, np.uint8, n_tokens, at + 8 * n_tokens)
+    rollouts, start = [], 0
+    for row, raw in zip(meta.rows, header["rows"], strict=True):
+        stop = start + row.length
+        rollouts.append(
+            Rollout(
+                response_ids=tokens[start:stop], behavior_logprobs=logprobs[start:stop], loss_mask=mask[start:stop],
+                versions=[VersionSpan(*span) for span in raw["versions"]], rewards=row.rewards, verdict=row.verdict,
+                finish_reason=row.finish_reason, role=row.role,
+            )
+        )
+        start = stop
+    return Group(
+        group_id=meta.group_id, attempt=meta.attempt, policy_version=meta.policy_version, actor_id=meta.actor_id,
+        prompt_ids=prompt, rollouts=rollouts, times=meta.times,
+    )
+
+
+def pack_frames(frames: list[Buffer]) -> np.ndarray:
+    """Several frames as one uint8 array, which Ray moves out of band."""
+    views = [memoryview(frame).cast("B") for frame in frames]
+    head = _BATCH.pack(_BATCH_MAGIC, len(views)) + struct.pack(f"<{len(views)}Q", *[len(view) for view in views])
+    out = np.empty(len(head) + sum(len(view) for view in views), np.uint8)
+    out[: len(head)] = np.frombuffer(head, np.uint8)
+    at = len(head)
+    for view in views:
+        out[at : at + len(view)] = np.frombuffer(view, np.uint8)
+        at += len(view)
+    return out
+
+
+def unpack_frames(buffer: Buffer) -> list[memoryview]:
+    """Views of the frames that `pack_frames` joined. Raises WireError."""
+    view = memoryview(buffer).cast("B")
+    if len(view) < _BATCH.size:
+        raise WireError(f"a batch of frames needs {_BATCH.size} bytes, got {len(view)}")
+    magic, count = _BATCH.unpack_from(view)
+    at = _BATCH.size + 8 * count
+    if magic != _BATCH_MAGIC or at > len(view):
+        raise WireError("not a batch of frames")
+    sizes = struct.unpack_from(f"<{count}Q", view, _BATCH.size)
+    if at + sum(sizes) != len(view):
+        raise WireError(f"a batch announces {at + sum(sizes)} bytes and has {len(view)}")
+    frames = []
+    for size in sizes:
+        frames.append(view[at : at + size])
+        at += size
+    return frames
+
+
+def _header_of(group: Group) -> dict[str, Any]:
+    rows = [
+        {
+            "role": row.role, "length": len(row.response_ids), "rewards": row.rewards, "verdict": row.verdict,
+            "finish_reason": row.finish_reason, "versions": [list(asdict(span).values()) for span in row.versions],
+        }
+        for row in group.rollouts
+    ]
+    return {
+        "group_id": group.group_id, "attempt": group.attempt, "policy_version": group.policy_version, "actor_id": group.actor_id,
+        "prompt_length": len(group.prompt_ids), "rows": rows, "times": group.times,
+    }
+
+
+def _arrays_of(group: Group) -> list[np.ndarray]:
+    for index, row in enumerate(group.rollouts):
+        lengths = (len(row.response_ids), len(row.behavior_logprobs), len(row.loss_mask))
+        if len(set(lengths)) != 1:
+            raise WireError(f"group {group.group_id} rollout {index}: {lengths} tokens, log-probs and mask entries; they must be equal")
+    columns = [("response_ids", np.int32), ("behavior_logprobs", np.float32), ("loss_mask", np.uint8)]
+    empty = [np.empty(0)]
+    return [np.asarray(group.prompt_ids, np.int32)] + [
+        np.concatenate([np.asarray(getattr(row, name)) for row in group.rollouts] or empty).astype(dtype) for name, dtype in columns
+    ]
+
+
+def _open(frame: Buffer, *, verify: bool = True) -> tuple[dict[str, Any], memoryview, int]:
+    view = memoryview(frame).cast("B")
+    if len(view) < _FIXED.size:
+        raise WireError(f"a frame needs {_FIXED.size} bytes, got {len(view)}")
+    magic, version, _, header_length, checksum = _FIXED.unpack_from(view)
+    if magic != _MAGIC:
+        raise WireError("not a group frame")
+    if version != WIRE_VERSION:
+        raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}")
+    offset = _FIXED.size + header_length
+    if offset > len(view):
+        raise WireError("the header is longer than the frame")
+    if verify and zlib.crc32(view[_FIXED.size :]) != checksum:
+        raise WireError("checksum mismatch")
+    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=max(header_length, 1), strict_map_key=True)
+    unpacker.feed(view[_FIXED.size : offset])
+    try:
+        header = unpacker.unpack()
+    except (msgpack.UnpackException, ValueError) as error:
+        raise WireError(f"the header is not msgpack: {error}") from error
+    if not isinstance(header, dict) or not isinstance(header.get("rows"), list):
+        raise WireError("the header is not a group")
+    return header, view, offset
+
+
+def _check_size(view: memoryview, offset: int, prompt_length: int, n_tokens: int) -> None:
+    expected = offset + 4 * prompt_length + 9 * n_tokens
+    if prompt_length < 0 or n_tokens < 0 or expected != len(view):
+        raise WireError(f"a frame with {prompt_length} + {n_tokens} tokens has {expected} bytes, this one {len(view)}")
+
+
+def _row_meta(index: int, row: dict[str, Any], logprobs: np.ndarray, mask: np.ndarray) -> RowMeta:
+    length, versions, rewards, verdict = _natural(row, "length"), row["versions"], row["rewards"], row["verdict"]
+    if length < 1:
+        raise WireError(f"rollout {index} is empty")
+    if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
+        raise WireError(f"rollout {index} has a log-prob that is not finite or positive")
+    if (mask > 1).any():
+        raise WireError(f"rollout {index} has a loss mask other than 0 and 1")
+    if row["role"] not in ("train", "baseline") or row["finish_reason"] not in _FINISH_REASONS:
+        raise WireError(f"rollout {index} has role {row['role']!r} and finish reason {row['finish_reason']!r}")
+    at = 0
+    for version, start, end in versions:
+        if start != at or end <= start or version < 0:
+            raise WireError(f"rollout {index} has version spans {versions} that do not cover its {length} tokens in order")
+        at = end
+    if at != length:
+        raise WireError(f"rollout {index} has {length} tokens and versions for {at}")
+    if not rewards or not all(isinstance(name, str) and _finite(value) for name, value in rewards.items()):
+        raise WireError(f"rollout {index} has rewards {rewards}; every component must be a finite number")
+    if verdict is not None and not _finite(verdict):
+        raise WireError(f"rollout {index} has verdict {verdict}")
+    return RowMeta(
+        role=row["role"], length=length, mask_tokens=int(mask.sum()), rewards={name: float(value) for name, value in rewards.items()},
+        verdict=None if verdict is None else float(verdict), finish_reason=row["finish_reason"],
+        min_version=min(span[0] for span in versions), max_version=max(span[0] for span in versions),
+    )
+
+
+def _times(header: dict[str, Any]) -> dict[str, float]:
+    times = header["times"]
+    if not all(isinstance(name, str) and _finite(value) for name, value in times.items()):
+        raise WireError(f"times must be finite numbers, got {times}")
+    return {name: float(value) for name, value in times.items()}
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _natural(header: dict[str, Any], name: str) -> int:
+    value = header[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise WireError(f"{name} must be a natural number, got {value!r}")
+    return value
