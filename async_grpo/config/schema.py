@@ -19,6 +19,13 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
+# The learner sets these itself from other settings; `learner.deepspeed` may not contain them. Dots go into nested sections.
+REFUSED_DEEPSPEED_KEYS = frozenset({
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation", "optimizer", "scheduler",
+    "gradient_clipping", "bf16", "fp16", "bfloat16", "amp", "torch_autocast", "data_types", "zero_optimization.stage", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "tensor_parallel", "sequence_parallel_size", "pipeline",
+})
+
 
 class Section(BaseModel):
     """A strict, immutable group of settings: unknown keys and wrong types are errors."""
