@@ -1,0 +1,92 @@
+"""Log-probabilities of given tokens from hidden states, without holding logits of all tokens at once.
+
+Runs in: learner ranks. Hides the chunks, their recomputation and the backward formula. Invariants: softmax in float32 (or better) over
+logits / temperature; at most one [chunk, vocabulary] tensor is kept for the backward pass, and none when there are several chunks; the
+result does not depend on the chunk size; the projection is called at least once, so that every rank touches its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 256 * 2**20
+
+
+def token_logprobs(
+    hidden: Tensor,
+    targets: Tensor,
+    project: Callable[[Tensor], Tensor],
+    *,
+    vocab_size: int,
+    temperature: float,
+    with_entropy: bool,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [N] of `targets` [N] int64 and, if asked for, entropies [N] in nats, from `hidden` [N, H]; both differentiable.
+
+    `project` maps [n, H] to logits [n, vocab_size]; it is called on chunks of n tokens such that n x vocab_size float32 stays under
+    `chunk_bytes`, and once more per chunk in the backward pass when there is more than one. N may be 0. The number of chunks depends on
+    N: a projection that communicates (sharded weights) must gather its weights before. Raises ValueError for mismatched shapes.
+    """
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} must be [N, H] and targets {tuple(targets.shape)} [N]")
+    if not temperature > 0 or vocab_size < 1 or chunk_bytes < 1:
+        raise ValueError(f"temperature {temperature}, vocab_size {vocab_size} and chunk_bytes {chunk_bytes} must be positive")
+
+    def chunk_logprobs(part: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return _LogProbs.apply(project(part), ids, temperature, with_entropy)
+
+    size = max(1, chunk_bytes // (4 * vocab_size))
+    if hidden.shape[0] <= size:
+        logprobs, entropy = chunk_logprobs(hidden, targets)
+        return logprobs, entropy if with_entropy else None
+    results = []
+    for part, ids in zip(hidden.split(size), targets.split(size), strict=True):
+        if torch.is_grad_enabled():
+            results.append(checkpoint(chunk_logprobs, part, ids, use_reentrant=False, preserve_rng_state=False))
+        else:
+            results.append(chunk_logprobs(part, ids))
+    return torch.cat([logprobs for logprobs, _ in results]), torch.cat([entropy for _, entropy in results]) if with_entropy else None
+
+
+class _LogProbs(torch.autograd.Function):
+    """Log-softmax, the picked entry and the entropy in one step, so that only the logits themselves are kept.
+
+    With p = softmax(z), z = logits / T, H = -sum p log p:  d log p_y / dz = onehot(y) - p,  dH / dz = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        logp = _log_softmax(logits, temperature)
+        picked = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        # 0 * -inf (a forbidden token) is 0 in an entropy
+        entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1) if with_entropy else torch.zeros_like(picked)
+        ctx.save_for_backward(logits, targets, entropy)
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        return picked, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_picked: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, entropy = ctx.saved_tensors
+        logp = _log_softmax(logits, ctx.temperature)
+        probs = logp.exp()
+        if ctx.with_entropy:
+            logp.clamp_(min=torch.finfo(logp.dtype).min).add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
+            logp.sub_(grad_picked.unsqueeze(-1)).mul_(probs)
+            grad = logp
+        else:
+            grad = probs.mul_(-grad_picked.unsqueeze(-1))
+        grad.scatter_add_(-1, targets.unsqueeze(-1), grad_picked.unsqueeze(-1).to(grad.dtype))
+        return grad.div_(ctx.temperature).to(logits.dtype), None, None, None
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """A new tensor, float32 at least."""
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.log_softmax(scaled if temperature == 1 else scaled / temperature, -1)

@@ -1,0 +1,36 @@
+"""From reward components to the one number of a response, before any group statistic.
+
+Runs in: the driver and rollout actors (plain numbers, no tensor library). Hides the formulas of reward shaping. Invariant: the same
+components give the same float on every process, in whatever order the components come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+def score(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Weighted sum of the reward components that have a weight; the others are only reported.
+
+    Raises ValueError for a weighted component that the response does not have.
+    """
+    missing = sorted(set(weights) - set(rewards))
+    if missing:
+        raise ValueError(f"the reward has components {sorted(rewards)} but weights name {missing}; correct task.rewards")
+    return math.fsum(weights[name] * rewards[name] for name in weights)
+
+
+def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor: float) -> float:
+    """Soft overlong punishment of a response of `length` tokens, in [-factor, 0], to be added (DAPO, arXiv 2503.14476 eq. 13).
+
+    0 up to max_length - buffer_length, then linear down to -factor at max_length, and -factor beyond. `max_length` is the whole
+    response budget, the punished tail included. Raises ValueError unless 1 <= buffer_length <= max_length and factor >= 0.
+    """
+    if not 1 <= buffer_length <= max_length or factor < 0:
+        raise ValueError(
+            f"overlong penalty over the last {buffer_length} of {max_length} tokens with factor {factor}; "
+            "the buffer must be between 1 and the response length, the factor at least 0"
+        )
+    excess = length - (max_length - buffer_length)
+    return -factor * min(excess / buffer_length, 1.0) if excess > 0 else 0.0

@@ -1,0 +1,98 @@
+"""From the groups of a learner step to the micro-batches of every rank.
+
+Runs in: the driver (plain Python). Hides the dealing of rows. Invariants: every row of an update is on exactly one rank and in one
+micro-batch; all ranks have the same number of micro-batches in an update (ranks that communicate in forward and backward would wait for
+each other otherwise); the same input gives the same plan on every process and in every run, so a resumed run repeats it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ATTENTION_TOKENS = 8192
+"""Row length at which attention costs about as much as the rest of the model; weighs the sum of L^2 against the sum of L."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One response to train. `row` is its place in the group; lengths in tokens of prompt and response.
+
+    `weight` is the loss weight of each of its tokens, with the global normaliser; 0 keeps the row out of the loss.
+    """
+
+    group_id: int
+    row: int
+    prompt_length: int
+    length: int
+    advantage: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank does in a learner step: `updates[u][m]` are its rows of micro-batch m of optimizer update u.
+
+    `group_ids`: the groups whose payload the rank needs, ascending. A micro-batch without rows keeps the rank in step with the others.
+    """
+
+    step: int
+    group_ids: tuple[int, ...]
+    updates: tuple[tuple[tuple[PlanRow, ...], ...], ...]
+
+
+def minibatches(group_ids: Sequence[int], *, seed: int, step: int, epoch: int, groups_per_minibatch: int) -> list[list[int]]:
+    """Groups of each optimizer update of one epoch: a permutation by hash of (seed, step, epoch), cut into minibatches.
+
+    Depends on the set of ids alone, not on their order. The last minibatch is smaller if the division leaves a rest; ids inside a
+    minibatch are ascending. Raises ValueError for a repeated id or a minibatch size below 1.
+    """
+    if groups_per_minibatch < 1 or len(set(group_ids)) != len(group_ids):
+        raise ValueError(f"minibatches of {groups_per_minibatch} groups from ids {list(group_ids)}; at least 1 group each, and no id twice")
+
+    def key(group_id: int) -> tuple[bytes, int]:
+        return hashlib.blake2b(f"{seed}/{step}/{epoch}/{group_id}".encode(), digest_size=16).digest(), group_id
+
+    order = sorted(group_ids, key=key)
+    return [sorted(order[start : start + groups_per_minibatch]) for start in range(0, len(order), groups_per_minibatch)]
+
+
+def deal(rows: Sequence[tuple[int, int]], *, ranks: int, token_budget: int) -> list[list[list[int]]]:
+    """Positions of the rows by rank and micro-batch: result[rank][micro_batch]; `rows` are (prompt_length, response_length).
+
+    Ranks are balanced by tokens plus the sum of L^2 (the attention share). A rank's rows are packed longest first, so that the rows of a
+    micro-batch have similar lengths and the largest micro-batches of all ranks come first and meet each other. A micro-batch stays within
+    `token_budget` tokens, unless it is a single longer row. All ranks have the same number of micro-batches, at least one; missing
+    ones are empty.
+    """
+    if ranks < 1 or token_budget < 1:
+        raise ValueError(f"{ranks} ranks with {token_budget} tokens per micro-batch; both must be at least 1")
+    lengths = [prompt + response for prompt, response in rows]
+    longest_first = sorted(range(len(rows)), key=lambda position: (-lengths[position], position))
+    loads = [(0.0, rank) for rank in range(ranks)]
+    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    room = [0] * ranks
+    for position in longest_first:
+        length = lengths[position]
+        load, rank = heapq.heappop(loads)
+        heapq.heappush(loads, (load + length + length * length / ATTENTION_TOKENS, rank))
+        if not dealt[rank] or length > room[rank]:
+            dealt[rank].append([])
+            room[rank] = token_budget
+        dealt[rank][-1].append(position)
+        room[rank] -= length
+    count = max(1, *(len(batches) for batches in dealt))
+    return [batches + [[] for _ in range(count - len(batches))] for batches in dealt]
+
+
+def make_rank_plans(step: int, updates_rows: list[list[PlanRow]], *, ranks: int, token_budget: int) -> list[RankPlan]:
+    """The plan of every rank for one learner step, from the rows of each optimizer update in order."""
+    updates: list[list[tuple[tuple[PlanRow, ...], ...]]] = [[] for _ in range(ranks)]
+    for rows in updates_rows:
+        dealt = deal([(row.prompt_length, row.length) for row in rows], ranks=ranks, token_budget=token_budget)
+        for rank, batches in enumerate(dealt):
+            updates[rank].append(tuple(tuple(rows[position] for position in batch) for batch in batches))
+    groups = [sorted({row.group_id for batches in plan for batch in batches for row in batch}) for plan in updates]
+    return [RankPlan(step, tuple(ids), tuple(plan)) for ids, plan in zip(groups, updates, strict=True)]
