@@ -134,8 +134,11 @@ class Batch:
 
 def encode_group(group: Group) -> bytes:
     """One group as a frame. Raises WireError for anything that must not be trained (lengths, non-finite values, aborts)."""
-    header, arrays = _header_of(group), _arrays_of(group)
-    packed = msgpack.packb(header, use_bin_type=True)
+    arrays = _arrays_of(group)
+    try:
+        packed = msgpack.packb(_header_of(group), use_bin_type=True)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"group {group.group_id} has a value that is not a plain number or string: {error}") from error
     packed += b"\0" * (-len(packed) % 8)
     body = b"".join([packed, *[array.tobytes() for array in arrays]])
     frame = _FIXED.pack(_MAGIC, WIRE_VERSION, 0, len(packed), zlib.crc32(body)) + body
@@ -148,7 +151,7 @@ def decode_meta(frame: Buffer) -> GroupMeta:
     header, view, offset = _open(frame)
     try:
         rows = header["rows"]
-        prompt_length, n_tokens = int(header["prompt_length"]), sum(int(row["length"]) for row in rows)
+        prompt_length, n_tokens = _natural(header, "prompt_length"), sum(_natural(row, "length") for row in rows)
         _check_size(view, offset, prompt_length, n_tokens)
         logprobs = np.frombuffer(view, np.float32, n_tokens, offset + 4 * (prompt_length + n_tokens))
         mask = np.frombuffer(view, np.uint8, n_tokens, offset + 4 * (prompt_length + 2 * n_tokens))
@@ -168,6 +171,15 @@ def decode_meta(frame: Buffer) -> GroupMeta:
     if prompt_length < 1 or not metas:
         raise WireError(f"group {meta.group_id} has {prompt_length} prompt tokens and {len(metas)} rollouts; both must be at least 1")
     return meta
+
+
+def peek_ticket(frame: Buffer) -> tuple[int, int] | None:
+    """(group_id, attempt) of a frame that `decode_meta` refuses, or None where its header cannot be trusted either."""
+    try:
+        header, _, _ = _open(frame)
+        return _natural(header, "group_id"), _natural(header, "attempt")
+    except (WireError, KeyError):
+        return None
 
 
 def decode_group(frame: Buffer) -> Group:
@@ -197,21 +209,21 @@ def decode_group(frame: Buffer) -> Group:
 
 
 def pack_frames(frames: list[Buffer]) -> np.ndarray:
-    """Several frames as one uint8 array, which Ray moves out of band."""
-    views = [memoryview(frame).cast("B") for frame in frames]
+    """Several frames as one uint8 array, which Ray moves out of band. Every frame starts at a multiple of 8 bytes."""
+    views = [_byte_view(frame) for frame in frames]
     head = _BATCH.pack(_BATCH_MAGIC, len(views)) + struct.pack(f"<{len(views)}Q", *[len(view) for view in views])
-    out = np.empty(len(head) + sum(len(view) for view in views), np.uint8)
+    out = np.zeros(len(head) + sum(_padded(len(view)) for view in views), np.uint8)
     out[: len(head)] = np.frombuffer(head, np.uint8)
     at = len(head)
     for view in views:
         out[at : at + len(view)] = np.frombuffer(view, np.uint8)
-        at += len(view)
+        at += _padded(len(view))
     return out
 
 
 def unpack_frames(buffer: Buffer) -> list[memoryview]:
     """Views of the frames that `pack_frames` joined. Raises WireError."""
-    view = memoryview(buffer).cast("B")
+    view = _byte_view(buffer)
     if len(view) < _BATCH.size:
         raise WireError(f"a batch of frames needs {_BATCH.size} bytes, got {len(view)}")
     magic, count = _BATCH.unpack_from(view)
@@ -219,12 +231,13 @@ def unpack_frames(buffer: Buffer) -> list[memoryview]:
     if magic != _BATCH_MAGIC or at > len(view):
         raise WireError("not a batch of frames")
     sizes = struct.unpack_from(f"<{count}Q", view, _BATCH.size)
-    if at + sum(sizes) != len(view):
-        raise WireError(f"a batch announces {at + sum(sizes)} bytes and has {len(view)}")
+    announced = at + sum(_padded(size) for size in sizes)
+    if announced != len(view):
+        raise WireError(f"a batch announces {announced} bytes and has {len(view)}")
     frames = []
     for size in sizes:
         frames.append(view[at : at + size])
-        at += size
+        at += _padded(size)
     return frames
 
 
@@ -248,18 +261,39 @@ def _arrays_of(group: Group) -> list[np.ndarray]:
         if len(set(lengths)) != 1:
             raise WireError(f"group {group.group_id} rollout {index}: {lengths} tokens, log-probs and mask entries; they must be equal")
     columns = [("response_ids", np.int32), ("behavior_logprobs", np.float32), ("loss_mask", np.uint8)]
-    empty = [np.empty(0)]
-    return [np.asarray(group.prompt_ids, np.int32)] + [
-        np.concatenate([np.asarray(getattr(row, name)) for row in group.rollouts] or empty).astype(dtype) for name, dtype in columns
-    ]
+    prompt = _column(group, "prompt_ids", [group.prompt_ids], np.int32)
+    return [prompt, *[_column(group, name, [getattr(row, name) for row in group.rollouts], dtype) for name, dtype in columns]]
+
+
+def _column(group: Group, name: str, parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    """One array of the frame. Integers must survive the cast: a wrapped token id or mask would be trained as something else."""
+    raw = np.concatenate([np.asarray(part) for part in parts]) if parts else np.empty(0, dtype)
+    if raw.dtype.kind not in "biuf":
+        raise WireError(f"group {group.group_id} has {name} of type {raw.dtype}; they must be numbers")
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = raw.astype(dtype)
+    if dtype is not np.float32 and ((out != raw).any() or (out < 0).any()):
+        raise WireError(f"group {group.group_id} has {name} that are not natural numbers of type {dtype.__name__}")
+    return out
+
+
+def _byte_view(buffer: Buffer) -> memoryview:
+    try:
+        return memoryview(buffer).cast("B").toreadonly()
+    except TypeError as error:
+        raise WireError(f"not a contiguous buffer: {error}") from error
+
+
+def _padded(size: int) -> int:
+    return size + -size % 8
 
 
 def _open(frame: Buffer, *, verify: bool = True) -> tuple[dict[str, Any], memoryview, int]:
-    view = memoryview(frame).cast("B")
+    view = _byte_view(frame)
     if len(view) < _FIXED.size:
         raise WireError(f"a frame needs {_FIXED.size} bytes, got {len(view)}")
-    magic, version, _, header_length, checksum = _FIXED.unpack_from(view)
-    if magic != _MAGIC:
+    magic, version, zero, header_length, checksum = _FIXED.unpack_from(view)
+    if magic != _MAGIC or zero:
         raise WireError("not a group frame")
     if version != WIRE_VERSION:
         raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}")
@@ -297,7 +331,7 @@ def _row_meta(index: int, row: dict[str, Any], logprobs: np.ndarray, mask: np.nd
         raise WireError(f"rollout {index} has role {row['role']!r} and finish reason {row['finish_reason']!r}")
     at = 0
     for version, start, end in versions:
-        if start != at or end <= start or version < 0:
+        if any(type(value) is not int for value in (version, start, end)) or start != at or end <= start or version < 0:
             raise WireError(f"rollout {index} has version spans {versions} that do not cover its {length} tokens in order")
         at = end
     if at != length:
