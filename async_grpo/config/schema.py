@@ -23,7 +23,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 REFUSED_DEEPSPEED_KEYS = frozenset({
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation", "optimizer", "scheduler",
     "gradient_clipping", "bf16", "fp16", "bfloat16", "amp", "torch_autocast", "data_types", "zero_optimization.stage", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "tensor_parallel", "sequence_parallel_size", "pipeline",
+    "zero_force_ds_cpu_optimizer", "steps_per_print", "tensor_parallel", "sequence_parallel_size", "pipeline",
 })
 
 
@@ -51,12 +51,19 @@ class WarmStart(Section):
     """
 
     hidden_size: Positive = 128
+    """Width of the model; each of its heads needs an even share of it."""
     intermediate_size: Positive = 256
+    """Width of the feed-forward layers."""
     layers: Positive = 2
+    """Transformer layers."""
     heads: Positive = 4
+    """Attention heads."""
     tie_embeddings: bool = False
+    """Use the input embedding as the output layer too."""
     batch_size: Positive = 256
+    """Problems per supervised step."""
     lr: Annotated[float, Field(gt=0)] = 2e-3
+    """Learning rate of the supervised steps."""
     max_steps: NonNegative = 600
     """Upper limit of supervised steps; 0 leaves the weights random."""
     target_accuracy: Fraction = 0.9
@@ -168,7 +175,9 @@ class Importance(Section):
     mode: Literal["truncate", "mask"] = "truncate"
     """Clamp a weight into [lower, upper], or set it to 0 outside."""
     lower: Annotated[float, Field(ge=0)] = 0.0
+    """Smallest weight that is neither clamped nor masked."""
     upper: Annotated[float, Field(gt=0)] = 2.0
+    """Largest weight that is neither clamped nor masked."""
 
 
 class OverlongBuffer(Section):
@@ -182,15 +191,19 @@ class OverlongBuffer(Section):
 
 class Algorithm(Section):
     adv_estimator: Literal["grpo"] = "grpo"
+    """How rewards become advantages."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation (GRPO); false is Dr. GRPO's advantage."""
     policy_loss: Literal["ppo_clip"] = "ppo_clip"
+    """Loss of one token."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Half-width of the clip interval around ratio 1, for the sides that have no value of their own."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Half-width of the lower side; null means `clip_ratio`."""
     clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
-    """Clip-higher: a wider upper side (DAPO uses 0.28)."""
+    """Half-width of the upper side; null means `clip_ratio`. Wider than the lower side is clip-higher (DAPO uses 0.28)."""
     dual_clip_loss: bool = False
+    """Bound the loss of negative advantages too."""
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Bound of the loss for negative advantages when `dual_clip_loss` is on."""
     clip_schedule: ClipSchedule = ClipSchedule()
@@ -198,9 +211,11 @@ class Algorithm(Section):
     """Centre of the trust region: the policy that sampled each token, or the learner's policy before the step."""
     importance: Importance = Importance()
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """How token losses become one number; `seq-mean-token-sum-norm` divides by the constant `rollout.response_length` (Dr. GRPO)."""
     use_kl_loss: bool = False
     """Add a KL penalty to a frozen reference policy to the loss."""
     kl_loss_coef: Annotated[float, Field(ge=0)] = 0.001
+    """Weight of the KL penalty."""
     kl_loss_type: Literal["low_var_kl"] = "low_var_kl"
     """k3, the low-variance estimator."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
@@ -224,6 +239,7 @@ class Learner(Section):
     ranks: Positive = 1
     """DeepSpeed processes."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """What DeepSpeed shards over the ranks: nothing, optimizer states, gradients too, parameters too."""
     ppo_epochs: Positive = 1
     """Passes over each learner step's batch."""
     ppo_mini_batch_size: Positive | None = None
@@ -231,8 +247,11 @@ class Learner(Section):
     tokens_per_micro_batch: Positive = 16384
     """Upper limit of prompt and response tokens in one forward pass of one rank."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """Decay rates of AdamW's two averages."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's weight decay."""
     warmup_steps: NonNegative = 0
     """Optimizer updates over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -276,6 +295,7 @@ class Evaluation(Section):
     sampled: bool = True
     """Report one sampled response per problem at the training temperature, besides the greedy one."""
     timeout_s: Seconds = 600.0
+    """Longest time one evaluation may take."""
 
 
 class Checkpoint(Section):
@@ -293,6 +313,7 @@ class Tracking(Section):
     uri: str | None = None
     """MLflow tracking URI; null is a SQLite file in the run directory."""
     experiment: str = "async_grpo"
+    """MLflow experiment."""
     sample_rows: NonNegative = 100
     """Responses kept for the sample table."""
 
@@ -315,11 +336,13 @@ class RolloutActors(Section):
 
 class Engine(Section):
     tensor_parallel_size: Positive = 1
+    """GPUs per engine."""
     max_num_seqs: Positive = 256
     """Responses generated at the same time by one engine."""
     kv_cache_gb: Annotated[float, Field(gt=0)] | None = None
     """KV cache per engine GPU or process in GiB; null: 0.25 on CPU, vLLM's own choice from `gpu_memory_utilization` on GPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that an engine may use."""
     enforce_eager: bool | None = None
     """Run the engine without compilation; null: true on CPU, false on GPU."""
 
@@ -341,6 +364,7 @@ class Config(Section):
     """One object builds everything: `load_config(path).build()` is a `Trainer`."""
 
     seed: NonNegative = 0
+    """Seed of everything random: data order, warm start, minibatches, sampling where it is seeded."""
     run: Run = Run()
     model: Model = Model()
     task: Task = Task()

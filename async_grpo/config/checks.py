@@ -1,0 +1,159 @@
+"""Rules that span several settings.
+
+Runs in: any process (no third-party import). Hides nothing. Invariant: each rule yields one sentence that names the keys, their
+values and what is allowed; a configuration that passes here can be trained as far as its numbers tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
+
+_ABSENT = object()
+_DECIDED_BY = {
+    "train_batch_size": "rollout.rollout_batch_size",
+    "train_micro_batch_size_per_gpu": "learner.tokens_per_micro_batch",
+    "gradient_accumulation_steps": "learner.ppo_mini_batch_size",
+    "optimizer": "learner.lr, learner.betas and learner.weight_decay",
+    "scheduler": "learner.schedule and learner.warmup_steps",
+    "gradient_clipping": "learner.grad_clip",
+    "bf16": "model.dtype",
+    "bfloat16": "model.dtype",
+    "fp16": "model.dtype",
+    "zero_optimization.stage": "learner.zero_stage",
+}
+"""The setting that a user of a refused DeepSpeed key is looking for."""
+
+
+class RuleError(ValueError):
+    """The rules that a configuration breaks; `str(error)` is the first sentence."""
+
+    def __init__(self, sentences: list[str]) -> None:
+        super().__init__(sentences[0])
+        self.sentences = tuple(sentences)
+
+
+def check(config: Config) -> None:
+    """Raise RuleError with a sentence for every rule that `config` breaks."""
+    sentences = [sentence for rules in (_run, _batches, _staleness, _algorithm, _learner, _cluster) for sentence in rules(config)]
+    if sentences:
+        raise RuleError(sentences)
+
+
+def _run(config: Config) -> Iterator[str]:
+    run, model, task, groups = config.run, config.model, config.task, config.replay.filter_groups
+    if (run.total_steps is None) == (run.epochs is None):
+        both = "both are" if run.epochs is not None else "neither is"
+        yield f"Set exactly one of `run.total_steps` and `run.epochs`; {both} set."
+    if run.name in (".", ".."):
+        yield f"`run.name` is {run.name}, which is not a name; allowed are letters, digits, `.`, `_` and `-`."
+    if (model.path is None) == (model.warm_start is None):
+        both = "both are (set the other to null)" if model.path is not None else "neither is"
+        yield f"Set exactly one of `model.path` (a model to load) and `model.warm_start` (a small one to build, `{{}}` for its defaults); {both}."
+    if model.warm_start is not None:
+        hidden, heads = model.warm_start.hidden_size, model.warm_start.heads
+        if hidden % (2 * heads):
+            yield (
+                f"`model.warm_start.hidden_size` is {hidden} and `model.warm_start.heads` is {heads}: each head needs an even number of "
+                f"channels, so hidden_size must be a multiple of {2 * heads}."
+            )
+    known = ("score", "acc", *task.rewards)
+    if groups.enable and task.rewards and groups.metric not in known:
+        yield f"`replay.filter_groups.metric` is {groups.metric!r}; with these `task.rewards` it is one of {', '.join(known)}."
+
+
+def _batches(config: Config) -> Iterator[str]:
+    rollout, learner = config.rollout, config.learner
+    if rollout.rollout_batch_size % config.mini_batch_groups:
+        yield (
+            f"`rollout.rollout_batch_size` is {rollout.rollout_batch_size}, which is not a multiple of `learner.ppo_mini_batch_size` "
+            f"{config.mini_batch_groups} (both count groups)."
+        )
+    if rollout.prompt_length + rollout.response_length > learner.tokens_per_micro_batch:
+        total = rollout.prompt_length + rollout.response_length
+        yield (
+            f"`learner.tokens_per_micro_batch` is {learner.tokens_per_micro_batch}, but one response may need `rollout.prompt_length` "
+            f"{rollout.prompt_length} + `rollout.response_length` {rollout.response_length} = {total} tokens: give at least {total}."
+        )
+    if rollout.top_p != 1 or rollout.top_k != 0:
+        yield (
+            f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}; allowed are 1 and 0, because the learner does not "
+            "renormalise over the sampler's kept set and its ratios would be biased."
+        )
+    if config.algorithm.adv_estimator == "grpo" and rollout.group_size < 2:
+        yield f"`rollout.group_size` is {rollout.group_size}; `algorithm.adv_estimator: grpo` compares responses, so it needs at least 2."
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    every, bound, batch = config.weight_sync.every_steps, config.replay.max_staleness, config.rollout.rollout_batch_size
+    if every > bound + 1:
+        yield (
+            f"`weight_sync.every_steps` is {every}, allowed is at most `replay.max_staleness` + 1 = {bound + 1}: no more than "
+            f"{bound + 1} x {batch} = {config.max_outstanding} groups may be outstanding, {every} steps need {every} x {batch} = {every * batch} "
+            "before a publication frees any, so the slots would never return."
+        )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.rollout
+    schedule, importance, overlong = algorithm.clip_schedule, algorithm.importance, algorithm.overlong_buffer
+    if schedule.kind == "exponential" and schedule.rate > 1:
+        yield (
+            f"`algorithm.clip_schedule.rate` is {schedule.rate:g}; with `kind: exponential` it is at most 1, "
+            "since the clip interval must not widen with lag."
+        )
+    if importance.level != "none" and algorithm.anchor != "recomputed":
+        yield (
+            f"`algorithm.importance.level: {importance.level}` weighs the anchor against the behaviour policy and needs "
+            f"`algorithm.anchor: recomputed`; with `{algorithm.anchor}` both are the same policy."
+        )
+    if importance.lower >= importance.upper:
+        yield f"`algorithm.importance.lower` is {importance.lower:g}; it must be below `algorithm.importance.upper`, {importance.upper:g}."
+    if config.model.reference is not None and not algorithm.use_kl_loss:
+        yield "`model.reference` is given but nothing uses it: set `algorithm.use_kl_loss: true`, or remove it."
+    if overlong.enable and overlong.len > rollout.response_length:
+        yield f"`algorithm.overlong_buffer.len` is {overlong.len}; allowed is at most `rollout.response_length`, {rollout.response_length}."
+
+
+def _learner(config: Config) -> Iterator[str]:
+    for key in sorted(REFUSED_DEEPSPEED_KEYS):
+        node: Any = config.learner.deepspeed
+        for part in key.split("."):
+            node = node.get(part, _ABSENT) if isinstance(node, dict) else _ABSENT
+        if node is not _ABSENT:
+            instead = f"; use {_DECIDED_BY[key]}" if key in _DECIDED_BY else "; remove it"
+            yield f"`learner.deepspeed.{key}` must not be given, because the learner sets it itself{instead}."
+
+
+def _cluster(config: Config) -> Iterator[str]:
+    cluster, actors, ranks, backend = config.cluster, config.cluster.rollout_actors, config.learner.ranks, config.weight_sync.backend
+    if actors.max is not None and actors.min > actors.max:
+        yield f"`cluster.rollout_actors.min` is {actors.min}; it must not exceed `cluster.rollout_actors.max`, {actors.max}."
+    if cluster.device == "cpu" and backend in ("nccl", "ipc"):
+        yield f"`weight_sync.backend: {backend}` needs GPUs, but `cluster.device` is cpu; use auto or shared_memory."
+    if backend == "ipc" and cluster.layout != "colocated":
+        yield "`weight_sync.backend: ipc` needs learner and engine on one GPU: set `cluster.layout: colocated`, or use auto or nccl."
+    if backend == "nccl" and cluster.layout == "colocated":
+        yield "`weight_sync.backend: nccl` cannot join two processes on one GPU; with `cluster.layout: colocated` use auto or ipc."
+    if cluster.layout == "colocated":
+        yield from _colocated(config, ranks)
+
+
+def _colocated(config: Config, ranks: int) -> Iterator[str]:
+    cluster, actors = config.cluster, config.cluster.rollout_actors
+    if cluster.device == "cpu":
+        yield "`cluster.layout: colocated` shares GPUs, but `cluster.device` is cpu; use split."
+    if cluster.engine.tensor_parallel_size != 1:
+        yield (
+            f"`cluster.engine.tensor_parallel_size` is {cluster.engine.tensor_parallel_size}; with `cluster.layout: colocated` it is 1 "
+            "(learner rank i and engine i share one GPU)."
+        )
+    for key, count in (("max", actors.max), ("min", actors.min if actors.max is None and actors.min > ranks else None)):
+        if count is not None and count != ranks:
+            limit = "equal" if key == "max" else "be at most"
+            yield (
+                f"`cluster.rollout_actors.{key}` is {count}; with `cluster.layout: colocated` it must {limit} `learner.ranks`, {ranks} "
+                "(learner rank i and engine i share one GPU)."
+            )

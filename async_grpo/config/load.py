@@ -1,0 +1,301 @@
+"""From a YAML file and overrides to a complete `Config`; every mistake becomes a message of at most three lines.
+
+Runs in: driver (imports pydantic and yaml only). Hides YAML's and pydantic's error reports, did-you-mean, and where a run may write.
+Invariants: the only exception that leaves `load_config`, `resolve` and `preflight_files` for a user's mistake is `ConfigError`; after
+`resolve`, `run.dir` is absolute, has no placeholders, and lies outside the package that a Ray job unpacks and throws away.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import itertools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from async_grpo.config import yaml12
+from async_grpo.config.checks import RuleError
+from async_grpo.config.describe import Setting, settings
+from async_grpo.config.peers import PEERS
+from async_grpo.config.schema import Config
+
+
+class ConfigError(ValueError):
+    """A mistake in the configuration. `str(error)` is what the user sees: at most three lines, with what to do."""
+
+
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    now: datetime | None = None,
+    cwd: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Read `path`, apply `section.key=value` overrides in their order, check everything and resolve `run.dir`. Raises ConfigError.
+
+    An override's value is YAML, and replaces the whole value of its key. An empty file is a configuration without settings.
+    """
+    data, lines = _read_file(Path(path))
+    places = {key: f"{path}, line {line}" for key, line in lines.items()}
+    for text in overrides:
+        _apply_override(data, text, places)
+    for name, setting in settings().items():
+        _empty_section(data, setting.path if setting.section and setting.default is not None else (), name)
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, data, places, str(path))) from None
+    return resolve(config, now=now, cwd=cwd, environ=environ)
+
+
+def dump(config: Config) -> str:
+    """`config` as YAML with every setting; `load_config` reads it back equal."""
+    return yaml12.write(config.model_dump(mode="python"))
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------------------------
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"The configuration file {path} does not exist (current directory: {os.getcwd()}).") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"The configuration file {path} cannot be read: {reason}.") from None
+    try:
+        data, lines = yaml12.read(text)
+    except yaml12.YamlError as error:
+        raise ConfigError(f"{path}{f', line {error.line}' if error.line else ''}: this is not valid YAML: {_one_line(str(error))}.") from None
+    if data is None:
+        return {}, {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a configuration is a mapping of sections (`run:`, `rollout:`, ...), not {_show(data)}.")
+    return copy.deepcopy(data), lines  # aliases in the file share objects, an override must change one place only
+
+
+def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...], str]) -> None:
+    name, equals, raw = text.partition("=")
+    path = tuple(name.strip().split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"The override {_show(text)} is not of the form section.key=value (for example rollout.group_size=8).")
+    try:
+        value, _ = yaml12.read(raw)
+    except yaml12.YamlError as error:
+        raise ConfigError(f"The value of the override {_show(text)} is not valid YAML: {_one_line(str(error))}.") from None
+    node = data
+    for key in path[:-1]:
+        if not isinstance(node.get(key), dict):
+            node[key] = {}
+        node = node[key]
+    node[path[-1]] = value
+    for depth in range(1, len(path) + 1):
+        places[path[:depth]] = f"override {_show(text)}"
+
+
+def _empty_section(data: dict[str, Any], path: tuple[str, ...], name: str) -> None:
+    """A section whose keys are all commented out reads as null: take it as empty."""
+    node: Any = data
+    for key in path[:-1]:
+        node = node.get(key) if isinstance(node, dict) else None
+    if path and isinstance(node, dict) and path[-1] in node and node[path[-1]] is None:
+        node[path[-1]] = {}
+
+
+# ---- explaining ---------------------------------------------------------------------------------------------------------------------
+
+
+def _explain(error: ValidationError, data: dict[str, Any], places: Mapping[tuple[str, ...], str], file: str) -> str:
+    """The first problem in full, unknown keys before wrong values (they are often the cause), and the number of the others."""
+    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+    first = problems[0]
+    more = len(problems) - 1
+    path = tuple(first["loc"])
+    place = places.get(tuple(str(part) for part in path if not isinstance(part, int)), file)
+    if first["type"] == "extra_forbidden":
+        lines = [f"{place}: `{_dotted(path)}` is not a setting.", _suggest(tuple(map(str, path)), first["input"])]
+    elif first["type"] == "value_error":
+        rule = first["ctx"]["error"]
+        more += len(rule.sentences) - 1 if isinstance(rule, RuleError) else 0
+        lines = [f"{place}: {_one_line(str(rule))}"]
+    else:
+        lines = [f"{place}: `{_dotted(path)}` is {_show(first['input'])}; allowed is {_known(path).allowed}."]
+    if more:
+        lines.append(f"({more} more problem{'s' if more > 1 else ''} in this configuration.)")
+    return "\n".join(lines)
+
+
+def _known(path: tuple[Any, ...]) -> Setting:
+    """The setting that holds `path`: itself, or the list or mapping that it lies in."""
+    for end in range(len(path), 0, -1):
+        found = settings().get(_dotted(path[:end]))
+        if found is not None:
+            return found
+    raise AssertionError(f"an error about {path}, which is no setting")
+
+
+def _suggest(path: tuple[str, ...], value: Any) -> str:
+    """One line that helps with the unknown key `path`."""
+    known = settings()
+    parent = ".".join(path[:-1])
+    siblings = [name for name in known if name.rpartition(".")[0] == parent]
+    by_leaf: dict[str, list[str]] = {}
+    for name in known:
+        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    leaf = path[-1]
+    close = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.84)
+    if not close:
+        for inner in (path, *_leaves(path, value)):
+            ours = PEERS.get(inner[-1]) or _one_home(by_leaf.get(inner[-1], []), path)
+            if ours:
+                return f"`{inner[-1] if inner == path else _dotted(inner)}` is `{ours}` here."
+        close = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.6)
+    if close:
+        return f"Did you mean `{_dotted((*path[:-1], close[0]))}`?"
+    near = difflib.get_close_matches(leaf, [*by_leaf, *PEERS], n=1, cutoff=0.8)
+    if near:
+        ours = PEERS.get(near[0]) or " or ".join(by_leaf[near[0]][:3]).replace(" or ", "` or `")
+        return f"Did you mean `{ours}`?"
+    names = ", ".join(name.rpartition(".")[2] for name in siblings)
+    return f"The keys of `{parent}` are {names}." if parent else f"The sections are {names}."
+
+
+def _one_home(homes: list[str], path: tuple[str, ...]) -> str:
+    """The setting that someone who wrote a known key in the wrong place means; empty when several sections have such a key."""
+    near = [name for name in homes if name.split(".")[0] == path[0]] or homes
+    shallow = [name for name in near if name.count(".") == min(name.count(".") for name in near)]
+    return "` or `".join(shallow) if 1 <= len(shallow) <= 2 else ""
+
+
+def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
+    """Paths of the values inside an unknown section."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if isinstance(inner, dict) and inner:
+            yield from _leaves((*path, key), inner)
+        else:
+            yield (*path, key)
+
+
+def _dotted(path: Sequence[Any]) -> str:
+    return _one_line(".".join(str(part) for part in path))
+
+
+def _one_line(text: str) -> str:
+    """`text` without line breaks and without characters that a terminal cannot print."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
+def _show(value: Any) -> str:
+    """`value` as JSON on one line, shortened."""
+    text = _one_line(json.dumps(value, ensure_ascii=False, default=str))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ---- resolving ----------------------------------------------------------------------------------------------------------------------
+
+
+def resolve(
+    config: Config, *, now: datetime | None = None, cwd: str | Path | None = None, environ: Mapping[str, str] | None = None
+) -> Config:
+    """Fill `run.dir`: `{name}`, `{time}` (YYYYmmdd-HHMMSS), `~`, and make it absolute. Idempotent. Raises ConfigError.
+
+    A relative directory is relative to `cwd`; inside the throw-away package of a Ray job to `$ASYNC_GRPO_HOME`, else `~/async_grpo`.
+    """
+    now = now or datetime.now()
+    here = Path(cwd) if cwd is not None else Path.cwd()
+    env = os.environ if environ is None else environ
+    values = {"name": config.run.name, "time": now.strftime("%Y%m%d-%H%M%S")}
+    unknown = [name for name in re.findall(r"\{([^{}]*)\}", config.run.dir) if name not in values]
+    if unknown or not config.run.dir.strip() or "\0" in config.run.dir:
+        raise ConfigError(f"`run.dir` is {_show(config.run.dir)}; allowed is a directory, with {{name}} and {{time}} as placeholders.")
+    directory = _expand(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], config.run.dir), env)
+    if not directory.is_absolute():
+        directory = (_home(env) if _throw_away(here) else here) / directory
+    directory = Path(os.path.normpath(directory))
+    if _throw_away(directory):
+        raise ConfigError(
+            f"`run.dir` is {_show(str(directory))}, inside the package that Ray deletes after the job.\n"
+            "Give a directory outside it (run.dir=/path/that/stays), or a relative one with ASYNC_GRPO_HOME set."
+        )
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(directory)})})
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    home = _expand(env.get("ASYNC_GRPO_HOME") or "~/async_grpo", env)
+    if not home.is_absolute():
+        raise ConfigError(f"ASYNC_GRPO_HOME is {_show(str(home))}; inside a Ray job it must be an absolute directory.")
+    return home
+
+
+def _expand(path: str, env: Mapping[str, str]) -> Path:
+    if path == "~" or path.startswith("~/"):
+        return Path(env.get("HOME") or os.path.expanduser("~")) / path[2:]
+    return Path(os.path.expanduser(path))
+
+
+def _throw_away(path: Path) -> bool:
+    """Whether `path` lies where Ray unpacks a job's working directory, which it deletes when the job has ended."""
+    for parts in (path.parts, Path(os.path.realpath(path)).parts):
+        if any(part.startswith("_ray_pkg_") for part in parts):
+            return True
+        if any(a.startswith("session_") and b == "runtime_resources" for a, b in itertools.pairwise(parts)):
+            return True
+    return False
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------------------
+
+
+def preflight_files(config: Config) -> None:
+    """Check what `config` (resolved) says about files: models, data, the checkpoint to resume, and the run directory, which is created.
+
+    Raises ConfigError. Hub names are checked for their form only; no network is used.
+    """
+    for key, model in (("model.path", config.model.path), ("model.reference", config.model.reference)):
+        if model is not None:
+            _check_model(key, model)
+    for key, data in (("task.train", config.task.train), ("task.eval", config.task.eval)):
+        local = data is not None and (_looks_local(data) or data.endswith((".jsonl", ".json")))
+        if local and not os.path.isfile(os.path.expanduser(data)):
+            raise ConfigError(f"`{key}` is {_show(data)}, and there is no such file (current directory: {os.getcwd()}).")
+    run_dir = Path(config.run.dir)
+    resume = config.checkpoint.resume
+    if resume == "never":
+        for name in ("config.yaml", "checkpoints"):
+            if os.path.exists(run_dir / name):
+                raise ConfigError(
+                    f"`checkpoint.resume` is never, but {run_dir} already holds a run ({name}).\n"
+                    "Choose another run.name or run.dir, remove that directory, or set checkpoint.resume=auto to continue it."
+                )
+    elif resume != "auto" and not os.path.exists(os.path.expanduser(resume)):
+        raise ConfigError(f"`checkpoint.resume` is {_show(resume)}; allowed is auto, never, or the path of an existing checkpoint.")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(f"`run.dir` is {_show(str(run_dir))}, which cannot be created or written: {error.strerror}.") from None
+
+
+def _looks_local(text: str) -> bool:
+    return text.startswith(("/", ".", "~"))
+
+
+def _check_model(key: str, model: str) -> None:
+    path = os.path.expanduser(model)
+    if _looks_local(model) or os.path.exists(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            what = "has no config.json" if os.path.isdir(path) else "is not a directory"
+            raise ConfigError(f"`{key}` is {_show(model)}, which {what}; allowed is a directory of a Hugging Face model, or a hub name.")
+    elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model):
+        raise ConfigError(f"`{key}` is {_show(model)}; allowed is an existing directory, or a hub name of the form organisation/name.")

@@ -1,0 +1,104 @@
+"""YAML as people expect it: version 1.2 scalars, no duplicate keys, nothing executable.
+
+Runs in: any process (imports yaml only). Hides PyYAML, which reads YAML 1.1: there `1e-4` is text, `on` is true, `010` is eight,
+`1:30` is ninety, and the first of two equal keys disappears. Invariant: what `write` writes, `read` reads back equal.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import yaml
+
+_INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
+_SCALARS = (
+    ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("tag:yaml.org,2002:int", _INT, list("-+0123456789")),
+    ("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789")),
+    ("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"]),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader with the scalars of YAML 1.2; mappings have unique text keys and are never recursive."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+
+    def plain_mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not text", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key `{key}` is given twice", key_node.start_mark)
+            seen.add(key)
+        return self.construct_mapping(node, deep=True)
+
+    def plain_list(self, node: yaml.SequenceNode) -> list[Any]:
+        return self.construct_sequence(node, deep=True)
+
+    def plain_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML version would misread as something other than text."""
+
+
+for _tag, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(_tag, _pattern, _first)
+    _Dumper.add_implicit_resolver(_tag, _pattern, _first)
+_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.plain_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:seq", _Loader.plain_list)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.plain_int)
+
+
+class YamlError(ValueError):
+    """The text is not usable YAML. `line` counts from 1, 0 when the place is unknown."""
+
+    def __init__(self, problem: str, line: int = 0) -> None:
+        super().__init__(problem)
+        self.line = line
+
+
+def read(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """The document in `text` (None when empty) and the line, from 1, of every mapping key by its path. Raises YamlError."""
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None, {}
+            value = loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise YamlError(error.problem or "it cannot be parsed", line) from error
+    except yaml.YAMLError as error:
+        raise YamlError("it contains characters that YAML does not allow") from error
+    except RecursionError as error:
+        raise YamlError("it is nested too deeply") from error
+    except ValueError as error:  # an integer with more digits than Python converts, or `!!float` before a word
+        raise YamlError("a number in it cannot be read") from error
+    lines: dict[tuple[str, ...], int] = {}
+    _collect_lines(node, (), lines)
+    return value, lines
+
+
+def _collect_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*path, str(key.value))
+            lines.setdefault(here, key.start_mark.line + 1)
+            _collect_lines(value, here, lines)
+
+
+def write(value: Any) -> str:
+    """`value` (mappings, lists and scalars) as YAML, keys in their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
