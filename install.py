@@ -2,8 +2,8 @@
 
 Runs in: the machine's own Python, standard library only. It hides which package set fits the machine (CUDA or CPU), where the CPU
 build of torch comes from, and that uv, which resolves the packages, does not read pip's configuration. Invariants: the stamp in
-`.venv` names the packages only after a complete installation; an environment holds one set, and a change of set starts an empty environment;
-each error is one sentence that says what to do.
+`.venv` names the packages only after a complete installation; an environment holds one set, and a change of set starts an empty
+environment; each error is one sentence that says what to do.
 """
 
 import sys
@@ -40,6 +40,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 import threading
 import time
 import tomllib
@@ -56,9 +57,9 @@ FREE_GB = {"cpu": 6, "gpu": 16}
 PROBE_SECONDS = 180
 INSTALL_SECONDS = 3600
 
-NETWORK = r"dns error|error sending request|Failed to fetch|[Cc]onnection (refused|reset|error)|NewConnectionError|timed out|tls handshake"
+NETWORK = r"dns error|error sending request|Failed to fetch|[Cc]onnection (refused|reset|error)|NewConnectionError|connection broken|ProxyError|timed out|tls handshake"
 KNOWN_ERRORS = (
-    (NETWORK, "a package source could not be reached: check the network, or the proxy and index settings that `pip config list` shows"),
+    (NETWORK + "|from versions: none", "a package source could not be reached: check the network, or the proxy and index settings that `pip config list` shows"),
     (r"No space left on device|os error 28", "the disk is full: free space, or move the checkout to a larger disk"),
     (r"(gcc|cc|c\+\+|g\+\+)['\"`]? failed|unable to execute|No such file or directory: '(gcc|cc)'|CompileError",
      "a package has to be compiled and no working C compiler was found: install one (Debian, Ubuntu: apt install build-essential)"),
@@ -191,10 +192,21 @@ def detect() -> str:
     return "gpu" if answer.returncode == 0 and "GPU " in answer.stdout else "cpu"
 
 
+def can_compile() -> bool:
+    """Whether a C extension can be built: a compiler and Python's headers."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return headers.exists() and bool(shutil.which("cc") or shutil.which("gcc"))
+
+
+def compiler_hint() -> str:
+    """What to install so that `can_compile` becomes true."""
+    return f"install them (Debian, Ubuntu: apt install build-essential python{sys.version_info[0]}.{sys.version_info[1]}-dev) and repeat"
+
+
 def state(kind: str) -> dict[str, str]:
     """What the stamp records: another value of any entry means that the environment is not the wanted one."""
     digest = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in ("packages.toml", "setup.py")))
-    return {"set": kind, "root": str(ROOT), "packages": digest.hexdigest()}
+    return {"set": kind, "root": str(ROOT), "compiler": "yes" if can_compile() else "no", "packages": digest.hexdigest()}
 
 
 def installed() -> dict[str, str]:
@@ -232,19 +244,20 @@ def make_venv(kind: str) -> None:
             raise InstallError(f"this Python has no {module} module: install it (Debian, Ubuntu: apt install python{version}-venv)")
     if shutil.disk_usage(ROOT).free < FREE_GB[kind] * 1e9:
         raise InstallError(f"the {kind} packages need {FREE_GB[kind]} GB and {ROOT} has less: free space, or move the checkout")
-    if not (shutil.which("cc") or shutil.which("gcc")):
-        raise InstallError("no C compiler was found and Triton needs one: install gcc (Debian, Ubuntu: apt install build-essential)")
-    empty = {**state(kind), "packages": ""}
-    if {**installed(), "packages": ""} != empty:
+    if kind == "gpu" and not can_compile():
+        raise InstallError(f"Triton compiles GPU kernels at run time and needs gcc and Python.h: {compiler_hint()}")
+    before, now = installed(), state(kind)
+    if (before.get("set"), before.get("root")) != (now["set"], now["root"]):
         # Not sys.executable: that may be the Python inside the very environment that is emptied here.
         base = Path(sys.base_prefix) / "bin" / f"python{version}"
         run([str(base if base.exists() else sys.executable), "-m", "venv", "--clear", str(VENV)], env=dict(os.environ), deadline_s=300)
-    STAMP.write_text(json.dumps(empty))
+    STAMP.write_text(json.dumps({**now, "packages": ""}))
 
 
 def probe_with_uv(requirement: str, sources: Sources) -> Answer:
     """Ask uv which version of one requirement it would take for `.venv`; nothing is downloaded but index pages."""
-    command = [str(VENV / "bin" / "uv"), "pip", "compile", "--no-deps", "--no-header", "--no-annotate", "--quiet", "--python", str(PYTHON), "-"]
+    options = ["--no-deps", "--no-header", "--no-annotate", "--quiet", "--python", str(PYTHON)]
+    command = [str(VENV / "bin" / "uv"), "pip", "compile", *options, "-"]
     done = subprocess.run(
         command, check=False, input=requirement, env=sources.environment(), cwd=ROOT, capture_output=True, text=True, timeout=PROBE_SECONDS
     )
@@ -255,11 +268,15 @@ def probe_with_uv(requirement: str, sources: Sources) -> Answer:
 def install_packages(kind: str, pins: dict, sources: Sources) -> None:
     """All packages in one call of the resolver, async_grpo itself editable."""
     command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "-e", f".[{kind},{EXTRAS}]"]
-    if kind == "cpu":
-        overrides = VENV / "overrides.txt"
-        # A marker that is never true removes a package from the resolution; a constraint could not.
-        overrides.write_text("".join(f'{name} ; python_version < "3"\n' for name in pins["installer"]["cpu_leave_out"]))
-        command += ["--override", str(overrides)]
+    left_out = list(pins["installer"]["cpu_leave_out"]) if kind == "cpu" else []
+    if not can_compile():
+        left_out += pins["installer"]["needs_compiler"]
+        names = ", ".join(pins["installer"]["needs_compiler"])
+        print(f"      without {names}, which needs gcc and Python.h: {compiler_hint()}", flush=True)
+    # A marker that is never true removes a package from the resolution; a constraint could not.
+    overrides = VENV / "overrides.txt"
+    overrides.write_text("".join(f'{name} ; python_version < "3"\n' for name in left_out))
+    command += ["--override", str(overrides)]
     run(command, env=sources.environment(), deadline_s=INSTALL_SECONDS)
 
 
@@ -273,7 +290,7 @@ def check(kind: str) -> None:
     print(f"      torch {version}, " + (f"CUDA {cuda}, {gpus} GPU(s)" if kind == "gpu" else "CPU"), flush=True)
     if kind == "gpu" and gpus == "0":
         raise InstallError(
-            f"torch sees no GPU: this build needs an NVIDIA driver for CUDA {cuda} (`nvidia-smi` shows yours); update it, or make install SET=cpu"
+            f"torch sees no GPU: it needs an NVIDIA driver for CUDA {cuda} (`nvidia-smi` shows yours): update it, or make install SET=cpu"
         )
 
 
@@ -316,7 +333,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except subprocess.TimeoutExpired as error:
-        print(f"error: {Path(error.cmd[0]).name} gave no answer within {error.timeout:.0f} s: check the network and try again", file=sys.stderr)
+        name = Path(error.cmd[0]).name
+        print(f"error: {name} gave no answer within {error.timeout:.0f} s: check the network and try again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted; the same command goes on from here", file=sys.stderr)
