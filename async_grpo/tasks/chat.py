@@ -1,0 +1,32 @@
+"""How a question becomes a prompt: chat messages with a system prompt, or plain text.
+
+Runs in: the driver and the rollout actors. Hides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from async_grpo.config import schema
+from async_grpo.tasks.base import Prompt
+
+TAGS = (
+    "Think about the question, then answer it. Respond in exactly this form:\n"
+    "<reasoning>your reasoning</reasoning>\n<answer>the final answer alone</answer>"
+)
+BOXED = "Solve the problem step by step and put the final answer in \\boxed{}."
+
+
+class PromptOptions(schema.Section):
+    style: Literal["chat", "plain"] = "chat"
+    """Chat messages (the model's chat template is applied), or plain text for a model without one."""
+    system: str | None = None
+    """Instruction before the question; null means the task's own, empty means none."""
+
+    def prompt(self, question: str, *, system: str) -> Prompt:
+        """The prompt of `question`; `system` is the task's own instruction."""
+        instruction = system if self.system is None else self.system
+        if self.style == "chat":
+            first = [{"role": "system", "content": instruction}] if instruction else []
+            return [*first, {"role": "user", "content": question}]
+        return f"{instruction}\n\n{question}\n\n" if instruction else f"{question}\n\n"

@@ -1,0 +1,156 @@
+"""Rows from a local JSONL file or a Hugging Face data set, and tasks made of rows.
+
+Runs in: the driver and the rollout actors. Hides where rows come from and what is wrong with some of them. Invariants: a malformed row
+is skipped and counted only up to `task.max_bad_fraction`, above that it is an error that names the rows; a held-out problem whose
+prompt also occurs in training is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from async_grpo.config import schema
+from async_grpo.tasks.base import Problem, Score, TaskError
+
+_SHOWN = 5
+
+
+class BadRow(ValueError):
+    """One row cannot become a problem; the message says what is wrong with it."""
+
+
+def read_rows(source: str, *, split: str) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    """(place, row) of every row of `source`; a line that is not a JSON object comes as BadRow.
+
+    `source` is a JSONL file, or `name`, `name:config`, `name:config:split` of a Hugging Face data set (hub name or local directory);
+    `split` is used where the source names none. Raises TaskError if it cannot be read.
+    """
+    if source.endswith((".jsonl", ".json")) or Path(source).is_file():
+        return _read_jsonl(Path(source).expanduser())
+    return _read_dataset(source, split)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    if not path.is_file():
+        raise TaskError(f"there is no file {path} (looked in {Path.cwd()}); correct task.train or task.eval")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                row = BadRow(f"not JSON ({str(error).splitlines()[0]})")
+            yield f"line {number}", row if isinstance(row, dict | BadRow) else BadRow("not a JSON object")
+
+
+def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    from datasets import load_dataset
+
+    name, _, rest = source.partition(":")
+    config, _, named_split = rest.partition(":")
+    try:
+        dataset = load_dataset(name, config or None, split=named_split or split)
+    except (OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TaskError(f"could not load data set {name!r}, config {config or 'default'!r}, split {named_split or split!r}: {reason}") from error
+    for number, row in enumerate(dataset):
+        yield f"row {number}", row
+
+
+class RowTask(ABC):
+    """A task whose problems are rows of `task.train` and `task.eval`. Data are read on first use, never by the constructor."""
+
+    weights: dict[str, float] = {"correct": 1.0}
+
+    def __init__(self, settings: schema.Task, seed: int) -> None:
+        """`seed` plays no part: the order of problems is decided by `problem_index`."""
+        self._settings = settings
+        self._bad: dict[str, int] = {}
+
+    @abstractmethod
+    def problem(self, row: dict[str, Any]) -> Problem:
+        """The problem of one row. Raises BadRow."""
+
+    @abstractmethod
+    def score(self, response: str, reference: Any) -> Score:
+        """Score one response; see `Task.score`."""
+
+    @property
+    def bad_rows(self) -> int:
+        """Malformed rows skipped so far, in training and held-out data together."""
+        return sum(self._bad.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = blake2b(digest_size=16)
+        digest.update(repr((type(self).__qualname__, sorted(self._settings.options.items()))).encode())
+        for problem in self._train:
+            digest.update(msgpack.packb([problem.prompt, problem.reference, problem.solution]))
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._train)
+
+    def train(self, index: int) -> Problem:
+        if index < 0:
+            raise IndexError(f"problem {index}")
+        return self._train[index]
+
+    def evaluation(self, n: int) -> list[Problem]:
+        return self._held_out[:n]
+
+    @cached_property
+    def _train(self) -> list[Problem]:
+        if self._settings.train is None:
+            raise TaskError(f"task {self._settings.name} needs task.train: a JSONL file or the name of a Hugging Face data set")
+        return self._load(self._settings.train, "train")
+
+    @cached_property
+    def _held_out(self) -> list[Problem]:
+        if self._settings.eval is None:
+            return []
+        problems = self._load(self._settings.eval, "test")
+        seen = {_prompt_key(problem) for problem in self._train}
+        kept = [problem for problem in problems if _prompt_key(problem) not in seen]
+        if problems and not kept:
+            raise TaskError(f"every problem of task.eval ({self._settings.eval}) is also in task.train; name held-out data")
+        return kept
+
+    def _load(self, source: str, split: str) -> list[Problem]:
+        problems, bad = [], []
+        for place, row in read_rows(source, split=split):
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                problems.append(self.problem(row))
+            except BadRow as error:
+                bad.append(f"{place}: {error}")
+        total, allowed = len(problems) + len(bad), self._settings.max_bad_fraction
+        if len(bad) > allowed * total:
+            more = f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+            raise TaskError(f"{source}: {len(bad)} of {total} rows are malformed and task.max_bad_fraction allows {allowed:g} of them: "
+                            f"{'; '.join(bad[:_SHOWN])}{more}")  # fmt: skip
+        self._bad[split] = len(bad)
+        return problems
+
+
+def text_of(row: dict[str, Any], key: str) -> str:
+    """The non-empty text under `key`. Raises BadRow."""
+    if key not in row:
+        raise BadRow(f"no key {key!r}")
+    if not isinstance(row[key], str) or not row[key].strip():
+        raise BadRow(f"{key!r} must be non-empty text, got {row[key]!r:.40}")
+    return row[key]
+
+
+def _prompt_key(problem: Problem) -> bytes:
+    return blake2b(msgpack.packb(problem.prompt), digest_size=16).digest()

@@ -1,0 +1,73 @@
+"""A user's own rows: `prompt` (text) or `messages` (chat), and `answer`; `rewards` and `solution` are optional.
+
+Runs in: the driver, the rollout actors and verifier children. Hides how a response is compared. Reward `correct`: 1 if the response
+matches `answer`; else the largest value among the answers in `rewards`, e.g. {"Lyon": 0.2}, that it matches; else 0. The verdict is 1
+only for `answer` itself.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from async_grpo.config import schema
+from async_grpo.tasks.base import Problem, Prompt, Score, parse_options
+from async_grpo.tasks.data import BadRow, RowTask, text_of
+
+
+class JsonlOptions(schema.Section):
+    match: Literal["exact", "contains", "regex"] = "exact"
+    """The stripped response is the answer, contains it, or holds a match of it as a regular expression."""
+
+
+class Jsonl(RowTask):
+    """Rows with a prompt and an answer, compared as text."""
+
+    def __init__(self, settings: schema.Task, seed: int) -> None:
+        super().__init__(settings, seed)
+        self._match = parse_options(JsonlOptions, settings).match
+
+    def problem(self, row: dict[str, Any]) -> Problem:
+        answer, partial = _answer(row), row.get("rewards") or {}
+        if not isinstance(partial, dict) or not all(isinstance(value, int | float) for value in partial.values()):
+            raise BadRow(f"'rewards' must map other answers to numbers, got {partial!r:.60}")
+        if self._match == "regex":
+            for pattern in (answer, *partial):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise BadRow(f"{pattern!r:.40} is not a regular expression ({error})") from error
+        solution = text_of(row, "solution") if row.get("solution") is not None else None if self._match == "regex" else answer
+        return Problem(_prompt(row), {"answer": answer, "rewards": {key: float(value) for key, value in partial.items()}}, solution)
+
+    def score(self, response: str, reference: Any) -> Score:
+        response = response.strip()
+        if self._matches(response, reference["answer"]):
+            return Score({"correct": 1.0}, 1.0)
+        partial = [value for answer, value in reference["rewards"].items() if self._matches(response, answer)]
+        return Score({"correct": max(partial, default=0.0)}, 0.0)
+
+    def _matches(self, response: str, answer: str) -> bool:
+        if self._match == "regex":
+            return re.search(answer, response) is not None
+        answer = answer.strip()
+        return answer in response if self._match == "contains" else response == answer
+
+
+def _answer(row: dict[str, Any]) -> str:
+    answer = row.get("answer")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return str(answer)
+    return text_of(row, "answer")
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    if "messages" not in row:
+        return text_of(row, "prompt")
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise BadRow("'messages' must be a non-empty list")
+    for message in messages:
+        if not isinstance(message, dict) or set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
+            raise BadRow("every entry of 'messages' must have the texts 'role' and 'content'")
+    return messages

@@ -1,0 +1,39 @@
+r"""Competition mathematics (MATH and alike): rows of `problem` with `answer`, or with a `solution` that holds `\boxed{answer}`.
+
+Runs in: the driver, the rollout actors and verifier children. Hides the answer format. Reward `correct`: the response's last
+`\boxed{...}` equals the reference. A response without a box is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_grpo.config import schema
+from async_grpo.tasks import answers
+from async_grpo.tasks.base import Problem, Score, parse_options
+from async_grpo.tasks.chat import BOXED, PromptOptions
+from async_grpo.tasks.data import BadRow, RowTask, text_of
+
+
+class Math(RowTask):
+    """MATH-style rows from a data set or a JSONL file."""
+
+    def __init__(self, settings: schema.Task, seed: int) -> None:
+        super().__init__(settings, seed)
+        self._options = parse_options(PromptOptions, settings)
+
+    def problem(self, row: dict[str, Any]) -> Problem:
+        question = text_of(row, "problem").strip()
+        solution = text_of(row, "solution") if row.get("solution") is not None else None
+        reference = text_of(row, "answer").strip() if row.get("answer") is not None else answers.boxed(solution or "")
+        if not reference:
+            raise BadRow("no key 'answer' and no \\boxed{} in 'solution'")
+        return Problem(self._options.prompt(question, system=BOXED), reference, solution or f"\\boxed{{{reference}}}")
+
+    def score(self, response: str, reference: Any) -> Score:
+        answer = answers.boxed(response)
+        correct = float(answer is not None and answers.equal(answer, reference))
+        return Score({"correct": correct}, correct)
+
+    def warm_up(self) -> None:
+        answers.warm_up()

@@ -1,0 +1,41 @@
+"""The messages between a verifier pool and its children.
+
+Runs in: rollout actors (parent side) and verifier children. Hides the framing: a 4-byte little-endian length, then msgpack. Invariants:
+no message is longer than `MAX_MESSAGE`; nothing is unpickled; every request is answered item by item, so a deadline counts per item.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgpack
+
+MAX_MESSAGE = 32 * 2**20
+LENGTH = struct.Struct("<I")
+
+
+class MessageTooLarge(ValueError):
+    """A message is longer than MAX_MESSAGE bytes."""
+
+
+def pack(value: Any) -> bytes:
+    """msgpack bytes of one value. Raises TypeError, ValueError or OverflowError for what msgpack cannot hold."""
+    return msgpack.packb(value, use_bin_type=True, unicode_errors="surrogatepass")
+
+
+def unpack(body: bytes) -> Any:
+    """The value of msgpack bytes. Raises ValueError."""
+    return msgpack.unpackb(body, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
+
+
+def frame(body: bytes) -> bytes:
+    """`body` with its length in front. Raises MessageTooLarge."""
+    return LENGTH.pack(checked_length(len(body))) + body
+
+
+def checked_length(length: int) -> int:
+    """`length` if a message may be that long. Raises MessageTooLarge."""
+    if length > MAX_MESSAGE:
+        raise MessageTooLarge(f"a message of {length} bytes; the limit is {MAX_MESSAGE}")
+    return length

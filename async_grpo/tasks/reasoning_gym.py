@@ -1,0 +1,106 @@
+"""Any data set of the reasoning-gym package, scored by its own `score_answer`.
+
+Runs in: the driver, the rollout actors and verifier children. Hides the package. Problems are generated from seeds: training problem i
+comes from `first + i`, where `first` is a function of the run's seed; held-out problems come from seeds that no run trains on and are
+the same for every run. Reward `correct`: the data set's score, in [0, 1]; the verdict is 1 exactly when that score is at least 1.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from functools import cached_property
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from async_grpo.config import schema
+from async_grpo.tasks import answers
+from async_grpo.tasks.base import Problem, Score, TaskError, parse_options
+from async_grpo.tasks.chat import TAGS, PromptOptions
+
+_HELD_OUT_SEED = 2**31
+_MAX_SIZE = 2**30
+
+
+class ReasoningGymOptions(PromptOptions):
+    dataset: str
+    """Name of the data set, e.g. `chain_sum`."""
+    params: dict[str, Any] = {}
+    """The data set's own parameters, without `seed` and `size`."""
+    size: Annotated[int, Field(ge=1, le=_MAX_SIZE)] = 10_000
+    """Number of training problems."""
+
+
+class ReasoningGym:
+    """A procedurally generated reasoning task. A data set with few distinct questions may pose one of them in both parts."""
+
+    weights = {"correct": 1.0}
+
+    def __init__(self, settings: schema.Task, seed: int) -> None:
+        self._options = parse_options(ReasoningGymOptions, settings)
+        reserved = sorted({"seed", "size"} & set(self._options.params))
+        if reserved:
+            raise TaskError(f"task.options.params may not hold {', '.join(reserved)}; use the run's seed and task.options.size")
+        self._first = seed * 1_000_003 % (_HELD_OUT_SEED - _MAX_SIZE)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        from importlib.metadata import version
+
+        return f"reasoning-gym-{version('reasoning-gym')}-{self._options!r}-{self._first}"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def train(self, index: int) -> Problem:
+        if not 0 <= index < len(self):
+            raise IndexError(f"problem {index} of {len(self)}")
+        return self._problem(self._dataset[index])
+
+    def evaluation(self, n: int) -> list[Problem]:
+        held_out = self._create(_HELD_OUT_SEED, max(n, 1))
+        return [self._problem(held_out[index]) for index in range(n)]
+
+    def score(self, response: str, reference: Any) -> Score:
+        answer = answers.tagged(response, "answer")
+        value = float(self._dataset.score_answer(response.strip() if answer is None else answer, ast.literal_eval(reference)))
+        return Score({"correct": value}, float(value >= 1.0))
+
+    def warm_up(self) -> None:
+        self._dataset.score_answer("", self._dataset[0])
+
+    @cached_property
+    def _dataset(self) -> Any:
+        return self._create(self._first, self._options.size)
+
+    def _create(self, seed: int, size: int) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the package's dependencies warn about their own source when first imported
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        name = self._options.dataset
+        if name not in DATASETS:
+            raise TaskError(f"task.options.dataset: reasoning-gym has no data set {name!r}")
+        try:
+            return reasoning_gym.create_dataset(name, seed=seed, size=size, **self._options.params)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise TaskError(f"task.options.params does not fit data set {name}: {error}") from error
+
+    def _problem(self, entry: dict[str, Any]) -> Problem:
+        # A Python literal keeps tuples, which msgpack would turn into lists that some scorers do not accept.
+        reference = repr(_plain(entry))
+        answer = entry["answer"]
+        solution = None if answer is None else f"<reasoning>{answer}</reasoning>\n<answer>{answer}</answer>"
+        return Problem(self._options.prompt(entry["question"], system=TAGS), reference, solution)
+
+
+def _plain(value: Any) -> Any:
+    """`value` with everything that has no Python literal replaced by its text (metadata that scorers do not read)."""
+    if value is None or isinstance(value, str | bool | int | float | complex | bytes):
+        return value
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_plain(item) for item in value)
+    return str(value)

@@ -1,0 +1,80 @@
+"""Finds a task by name and decides which problem a group poses.
+
+Runs in: the driver, the rollout actors and verifier children. Hides the table of built-in tasks, the import of a user's own, and the
+permutation of prompts. Invariant: the problem of a group is a function of seed, data and group_id alone, never of a result.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from hashlib import blake2b
+
+from async_grpo.config import schema
+from async_grpo.tasks.base import Task, TaskError
+
+BUILT_IN = {
+    "arithmetic": "async_grpo.tasks.arithmetic:Arithmetic",
+    "gsm8k": "async_grpo.tasks.gsm8k:Gsm8k",
+    "math": "async_grpo.tasks.math:Math",
+    "reasoning_gym": "async_grpo.tasks.reasoning_gym:ReasoningGym",
+    "jsonl": "async_grpo.tasks.jsonl:Jsonl",
+}
+_ROUNDS = 6
+
+
+def load_task(settings: schema.Task, seed: int) -> Task:
+    """The configured task with its training data read and checked. Raises TaskError."""
+    task = create_task(settings, seed)
+    if len(task) < 1:
+        raise TaskError(f"task {settings.name} has no training problem; check task.train")
+    return task
+
+
+def create_task(settings: schema.Task, seed: int) -> Task:
+    """The configured task without reading its data (what a verifier child needs). Raises TaskError."""
+    path = BUILT_IN.get(settings.name, settings.name)
+    module_name, colon, class_name = path.partition(":")
+    if not colon or not module_name or not class_name:
+        raise TaskError(f"there is no task {settings.name!r}{_did_you_mean(settings.name, BUILT_IN)}; "
+                        f"use one of {', '.join(BUILT_IN)}, or your own as package.module:Class")  # fmt: skip
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise
+        raise TaskError(f"task.name is {settings.name!r}, but there is no module {error.name!r}; is it in the working directory?") from error
+    factory = vars(module).get(class_name)
+    if not callable(factory):
+        raise TaskError(f"module {module_name} has no class {class_name!r}{_did_you_mean(class_name, vars(module))}")
+    return factory(settings, seed)
+
+
+def problem_index(seed: int, fingerprint: str, group_id: int, n: int) -> int:
+    """Index in [0, n) of the problem that `group_id` poses: a fresh pseudo-random permutation of all problems per epoch.
+
+    A Feistel network over the next even power of two, walked until it lands below n (at most 4 steps on average): constant memory.
+    """
+    if n < 1 or group_id < 0:
+        raise ValueError(f"problem_index needs n >= 1 and group_id >= 0, got n {n} and group_id {group_id}")
+    epoch, value = divmod(group_id, n)
+    key = blake2b(f"{seed}\0{fingerprint}\0{epoch}".encode(), digest_size=32).digest()
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    while True:
+        value = _feistel(value, key, half)
+        if value < n:
+            return value
+
+
+def _feistel(value: int, key: bytes, half: int) -> int:
+    mask = (1 << half) - 1
+    left, right = value >> half, value & mask
+    for round_number in range(_ROUNDS):
+        digest = blake2b(right.to_bytes(16, "little"), digest_size=8, key=key, salt=bytes([round_number])).digest()
+        left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+    return left << half | right
+
+
+def _did_you_mean(name: str, known: object) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,286 @@
+"""Scores responses in child processes, so that a verifier that hangs, crashes or eats memory harms one response and nothing else.
+
+Runs in: rollout actors (and the driver, for evaluation), on one event loop. Hides the children, their protocol and their replacement.
+Invariants: every response gets exactly one answer, a Score or a VerifierError, in order; a child has `task.verifier.timeout_s` per
+response and is killed and replaced when it takes longer, dies or runs out of memory; whatever a child says is checked. What an error
+means for the run (`task.verifier.on_error`) is decided by the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections import Counter
+from typing import Any
+
+from async_grpo.config import schema
+from async_grpo.tasks import pipe
+from async_grpo.tasks.base import Score
+
+START_TIMEOUT_S = 120.0
+"""Longest time a child may take to import the task and be ready."""
+_STOP_TIMEOUT_S = 10.0
+_GRACE_S = 0.2
+_CHUNK_ITEMS = 64
+_CHUNK_BYTES = pipe.MAX_MESSAGE // 2
+_KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG")
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+Item = tuple[str, Any]
+
+
+class VerifierError(RuntimeError):
+    """One response could not be scored. `reason` is one of `VerifierPool.REASONS`."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+class VerifierPool:
+    """Children that score responses of one task. All methods belong to one event loop."""
+
+    REASONS = ("timeout", "crash", "memory", "exception", "non_finite", "wrong_type", "not_sendable", "start", "closed")
+
+    def __init__(self, settings: schema.Task, *, seed: int, cpu: set[int] | None = None) -> None:
+        """`cpu`: cores the children may run on; None leaves that to the system. Nothing starts before `start`."""
+        self.errors: Counter[str] = Counter()
+        """Responses that could not be scored, by reason."""
+        self._timeout = settings.verifier.timeout_s
+        self._setup = pipe.pack({"settings": settings.model_dump(), "seed": seed, "cpu": sorted(cpu) if cpu else None})
+        self._children: list[_Child | None] = [None] * settings.verifier.workers
+        self._free: asyncio.Queue[int] = asyncio.Queue()
+        self._started = False
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start all children and wait until they are ready. Raises VerifierError("start") with the child's reason."""
+        if self._started:
+            raise RuntimeError("the verifier pool has already been started")
+        self._started = True
+        outcomes = await asyncio.gather(*(self._child(slot) for slot in range(len(self._children))), return_exceptions=True)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failed:
+            await self.close()
+            raise failed[0]
+        for slot in range(len(self._children)):
+            self._free.put_nowait(slot)
+
+    async def score(self, response: str, reference: Any) -> Score:
+        """Score one response. Raises VerifierError."""
+        outcome = (await self.score_many([(response, reference)]))[0]
+        if isinstance(outcome, VerifierError):
+            raise outcome
+        return outcome
+
+    async def score_many(self, items: list[Item]) -> list[Score | VerifierError]:
+        """Score (response, reference) pairs on all free children; the answers are in the order of `items`.
+
+        Waits for a free child if all are busy; every child frees itself within its deadline per response.
+        """
+        if not self._started:
+            raise RuntimeError("start() the verifier pool first")
+        outcomes: list[Score | VerifierError | None] = [None] * len(items)
+        bodies: dict[int, bytes] = {}
+        for index, item in enumerate(items):
+            try:
+                bodies[index] = pipe.pack(item)
+                if len(bodies[index]) > _CHUNK_BYTES:
+                    raise ValueError(f"it has {len(bodies[index])} bytes, the limit is {_CHUNK_BYTES}")
+            except (TypeError, ValueError, OverflowError) as error:
+                bodies.pop(index, None)
+                outcomes[index] = VerifierError("not_sendable", f"response and reference cannot cross to the verifier: {error}")
+        await asyncio.gather(*(self._score_chunk(chunk, bodies, outcomes) for chunk in self._chunks(bodies)))
+        self.errors.update(outcome.reason for outcome in outcomes if isinstance(outcome, VerifierError))
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    async def close(self) -> None:
+        """Kill all children; what is still being scored ends in VerifierError("closed"). Idempotent."""
+        self._closed = True
+        children = [child for child in self._children if child is not None]
+        self._children = [None] * len(self._children)
+        await asyncio.gather(*(child.kill() for child in children))
+
+    def _chunks(self, bodies: dict[int, bytes]) -> list[list[int]]:
+        most = max(1, min(_CHUNK_ITEMS, -(-len(bodies) // len(self._children))))
+        chunks: list[list[int]] = []
+        size = 0
+        for index, body in bodies.items():
+            if not chunks or len(chunks[-1]) >= most or size + len(body) > _CHUNK_BYTES:
+                chunks.append([])
+                size = 0
+            chunks[-1].append(index)
+            size += len(body)
+        return chunks
+
+    async def _score_chunk(self, chunk: list[int], bodies: dict[int, bytes], outcomes: list[Score | VerifierError | None]) -> None:
+        slot = await self._free.get()
+        try:
+            rest = chunk
+            while rest:
+                done = await self._try(slot, [bodies[index] for index in rest])
+                for index, outcome in zip(rest, done, strict=False):
+                    outcomes[index] = outcome
+                rest = rest[len(done) :]
+        except asyncio.CancelledError:
+            # The child still owes answers to a question nobody waits for: it must not serve the next one.
+            await self._discard(slot)
+            raise
+        finally:
+            self._free.put_nowait(slot)
+
+    async def _try(self, slot: int, bodies: list[bytes]) -> list[Score | VerifierError]:
+        """Answers for a first part of `bodies`, at least one; it ends early where the child had to be replaced."""
+        try:
+            child = await self._child(slot)
+        except VerifierError as error:
+            return [error] * len(bodies)
+        done: list[Score | VerifierError] = []
+        try:
+            await child.send_batch(bodies, self._timeout)
+            while len(done) < len(bodies):
+                done.append(_outcome(await child.receive(self._timeout)))
+                if isinstance(done[-1], VerifierError) and done[-1].reason == "memory":
+                    await self._discard(slot)
+                    break
+        except VerifierError as error:
+            await self._discard(slot)
+            done.append(error)
+        return done
+
+    async def _child(self, slot: int) -> _Child:
+        """The child of a slot, started if it is missing or has died. Raises VerifierError("start") or ("closed")."""
+        if self._closed:
+            raise VerifierError("closed", "the verifier pool has been closed")
+        child = self._children[slot]
+        if child is not None and child.alive:
+            return child
+        await self._discard(slot)
+        child = await _Child.spawn(self._setup)
+        if self._closed:
+            await child.kill()
+            raise VerifierError("closed", "the verifier pool has been closed")
+        self._children[slot] = child
+        return child
+
+    async def _discard(self, slot: int) -> None:
+        child, self._children[slot] = self._children[slot], None
+        if child is not None:
+            await child.kill()
+
+
+class _Child:
+    """One verifier process and its pipe."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._expected: int | None = None
+        """Length of a message whose head has been read and whose body has not."""
+
+    @classmethod
+    async def spawn(cls, setup: bytes) -> _Child:
+        """A child that has imported the task. Raises VerifierError("start")."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "async_grpo.tasks.verifier_child", str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(), start_new_session=True,
+        )  # fmt: skip
+        child = cls(process)
+        try:
+            await child._send(pipe.frame(setup), START_TIMEOUT_S)
+            kind, detail = await child.receive(START_TIMEOUT_S)
+        except VerifierError as error:
+            await child.kill()
+            raise VerifierError("start", f"a verifier child did not get ready ({error}); its own output is on stderr") from error
+        except asyncio.CancelledError:
+            await child.kill()
+            raise
+        if kind != "ready":
+            await child.kill()
+            raise VerifierError("start", f"a verifier child could not construct the task: {detail}")
+        return child
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def send_batch(self, bodies: list[bytes], timeout: float) -> None:
+        """Send packed (response, reference) pairs as one message. Raises VerifierError."""
+        head = b"\xdd" + len(bodies).to_bytes(4, "big")  # msgpack: an array of this many values
+        await self._send(pipe.frame(head + b"".join(bodies)), timeout)
+
+    async def receive(self, timeout: float) -> list[Any]:
+        """The next message within `timeout` seconds. Raises VerifierError("timeout") or ("crash")."""
+        reader = self._process.stdout
+        assert reader is not None
+        try:
+            try:
+                return await self._read(reader, timeout)
+            except TimeoutError:
+                # A parent that was itself busy may find its deadline over and the answer waiting in the pipe.
+                return await self._read(reader, _GRACE_S)
+        except TimeoutError as error:
+            raise VerifierError("timeout", f"no answer within {timeout:g} s (task.verifier.timeout_s)") from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise VerifierError("crash", await self._last_words()) from error
+        except ValueError as error:
+            raise VerifierError("crash", f"the verifier child wrote something else than an answer: {error}") from error
+
+    async def kill(self) -> None:
+        """Kill the process and what it started, and wait for its end."""
+        if self._process.returncode is None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it ended by itself; wait() below collects it
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    async def _send(self, data: bytes, timeout: float) -> None:
+        writer = self._process.stdin
+        assert writer is not None
+        try:
+            async with asyncio.timeout(timeout):
+                writer.write(data)
+                await writer.drain()
+        except TimeoutError as error:
+            raise VerifierError("timeout", f"the verifier child took no message within {timeout:g} s") from error
+        except ConnectionError as error:
+            raise VerifierError("crash", await self._last_words()) from error
+
+    async def _read(self, reader: asyncio.StreamReader, timeout: float) -> list[Any]:
+        async with asyncio.timeout(timeout):
+            if self._expected is None:
+                self._expected = pipe.checked_length(pipe.LENGTH.unpack(await reader.readexactly(pipe.LENGTH.size))[0])
+            message = pipe.unpack(await reader.readexactly(self._expected))
+            self._expected = None
+        if not isinstance(message, list) or len(message) < 2:
+            raise ValueError(f"{message!r:.80}")
+        return message
+
+    async def _last_words(self) -> str:
+        try:
+            async with asyncio.timeout(_GRACE_S):
+                code = await self._process.wait()
+        except TimeoutError:
+            return "the verifier child closed its pipe"
+        return f"the verifier child was killed by signal {-code}" if code < 0 else f"the verifier child ended with exit code {code}"
+
+
+def _outcome(message: list[Any]) -> Score | VerifierError:
+    """The child has checked the values (`check_score`); this checks that it was the child who spoke."""
+    if message[0] == "ok" and len(message) == 3 and isinstance(message[1], dict):
+        return Score(message[1], message[2])
+    if message[0] in VerifierPool.REASONS:
+        return VerifierError(message[0], str(message[1]))
+    raise VerifierError("crash", f"the verifier child answered {message!r:.80}")
+
+
+def _environment() -> dict[str, str]:
+    """A clean environment in which the child can import what this process can."""
+    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    path = [os.path.abspath(entry) for entry in sys.path]
+    return {**kept, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}

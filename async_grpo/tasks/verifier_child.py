@@ -1,0 +1,112 @@
+"""Scores responses for a verifier pool: `python -m async_grpo.tasks.verifier_child <parent pid>`.
+
+Runs in: a verifier child, one fresh interpreter per child, started by `VerifierPool`. Hides the far end of the pipe. Invariants: it
+dies with its parent; its memory is bounded; whatever the task's code prints goes to stderr and never into the protocol; an exception
+of the task is an answer, not a crash. This contains accidents; it is no sandbox against hostile task code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+from async_grpo.tasks import pipe
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until the parent closes the pipe."""
+    _die_with(int(sys.argv[1]))
+    requests, replies = _take_protocol()
+    setup = _receive(requests)
+    if setup is None:
+        return
+    try:
+        task = _prepare(setup)
+    except Exception as error:
+        _send(replies, ["failed", f"{type(error).__name__}: {error}"])
+        return
+    _send(replies, ["ready", ""])
+    components = set(task.weights)
+    while (batch := _receive(requests)) is not None:
+        for response, reference in batch:
+            reply = _score(task, components, response, reference)
+            _send(replies, reply)
+            if reply[0] == "memory":
+                return  # what is left of this process is not to be trusted
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends. End of file on the pipe does it when idle."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that started this verifier is gone")
+
+
+def _take_protocol() -> tuple[BinaryIO, BinaryIO]:
+    """Private copies of stdin and stdout; what task code reads is empty, what it prints goes to stderr."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return requests, replies
+
+
+def _prepare(setup: dict[str, Any]) -> Any:
+    if setup["cpu"]:
+        os.sched_setaffinity(0, setup["cpu"])
+    limit = setup["settings"]["verifier"]["memory_mb"] * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    from async_grpo.config import schema
+    from async_grpo.tasks.base import WarmsUp
+    from async_grpo.tasks.registry import create_task
+
+    task = create_task(schema.Task.model_validate(setup["settings"]), setup["seed"])
+    if isinstance(task, WarmsUp):
+        task.warm_up()
+    return task
+
+
+def _score(task: Any, components: set[str], response: str, reference: Any) -> list[Any]:
+    """["ok", rewards, verdict], or [kind of error, what happened]."""
+    from async_grpo.tasks.base import check_score
+
+    try:
+        raw = task.score(response, reference)
+    except MemoryError:
+        return ["memory", "the verifier ran out of task.verifier.memory_mb"]
+    except Exception as error:
+        return ["exception", f"{type(error).__name__}: {str(error)[:500]}"]
+    try:
+        score = check_score(raw, components)
+    except (TypeError, OverflowError) as error:
+        return ["wrong_type", str(error)[:500]]
+    except ValueError as error:
+        return ["non_finite", str(error)[:500]]
+    return ["ok", score.rewards, score.verdict]
+
+
+def _receive(requests: BinaryIO) -> Any:
+    head = requests.read(pipe.LENGTH.size)
+    if len(head) < pipe.LENGTH.size:
+        return None
+    length = pipe.checked_length(pipe.LENGTH.unpack(head)[0])
+    body = requests.read(length)
+    return pipe.unpack(body) if len(body) == length else None
+
+
+def _send(replies: BinaryIO, message: list[Any]) -> None:
+    replies.write(pipe.frame(pipe.pack(message)))
+
+
+if __name__ == "__main__":
+    main()
