@@ -31,8 +31,8 @@ from async_grpo.wire import Batch, Buffer, GroupMeta, GroupTicket, WireError, de
 
 POLL_MEMORY_S = 2.0
 """An actor that asked for work counts in the division of free slots for this long; a silent one must not reserve them."""
-MAX_FAILED_BATCHES = 4
-"""The run ends when this many times R groups failed for good since the last learner step."""
+MAX_FAILED_GROUPS = 32
+"""The run ends when this many groups and 4 R more failed for good since the last learner step."""
 SNAPSHOT_VERSION = 1
 
 
@@ -355,7 +355,7 @@ class ReplayQueue:
                 f"{rejected} groups were rejected since the last learner step ({_listed(self._rejected_now)}), limit {limit} batches of "
                 f"{size}; make the task easier or harder, sample more responses, or raise replay.filter_groups.max_num_gen_batches"
             )
-        if failed >= MAX_FAILED_BATCHES * size:
+        if failed >= MAX_FAILED_GROUPS + 4 * size:
             raise NoSignal(
                 f"{failed} groups failed since the last learner step after {self.settings.max_attempts} attempts each "
                 f"({_listed(self._failed_now)}); see the logs of the rollout actors"

@@ -1,0 +1,705 @@
+"""The wire format and the replay queue: what a frame may be, and that no schedule breaks the staleness bound or stops the run."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import struct
+import zlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.replay import ledger
+from async_grpo.replay.queue import MAX_FAILED_GROUPS, NoSignal, QueueSettings, ReplayQueue, StalenessError
+from async_grpo.replay.rules import can_leave, fair_share
+from async_grpo.wire import (
+    Batch,
+    Group,
+    GroupMeta,
+    GroupTicket,
+    Rollout,
+    VersionSpan,
+    WireError,
+    decode_group,
+    decode_meta,
+    encode_group,
+    pack_frames,
+    unpack_frames,
+)
+
+HEAD = struct.Struct("<4sHHII")
+OPEN_STATES = ("waiting", "in_flight", "ready", "training")
+
+
+def make_group(
+    ticket: GroupTicket, *, values: tuple[float, ...] = (0.0, 1.0), versions: tuple[int, ...] = (), actor: str = "a", **changes: object
+) -> Group:
+    """A group of `len(values)` rollouts with two tokens per version (the ticket's by default)."""
+    labels = versions or (ticket.policy_version,)
+    spans = [VersionSpan(version, 2 * i, 2 * i + 2) for i, version in enumerate(labels)]
+    n = 2 * len(labels)
+    rollouts = [
+        Rollout(np.arange(n), np.full(n, -0.5), np.ones(n), list(spans), {"correct": value, "format": 1.0}, value, "stop") for value in values
+    ]
+    group = Group(ticket.group_id, ticket.attempt, ticket.policy_version, actor, np.arange(3), rollouts)
+    for name, value in changes.items():
+        setattr(group, name, value)
+    return group
+
+
+def frame_of(ticket: GroupTicket, **options: object) -> bytes:
+    return encode_group(make_group(ticket, **options))
+
+
+def queue_settings(**changes: object) -> QueueSettings:
+    base = QueueSettings(
+        rollout_batch_size=2, max_staleness=1, total_steps=4, group_size=2, max_attempts=2, filter_groups=True, filter_metric="score",
+        max_num_gen_batches=0, weights={"correct": 1.0},
+    )
+    return replace(base, **changes)
+
+
+# ---- the wire ----
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    finite = st.floats(-1e6, 1e6, width=32)
+    rollouts = []
+    for _ in range(draw(st.integers(1, 4))):
+        pieces = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+        ends = list(np.cumsum(pieces))
+        n = int(ends[-1])
+        spans = [VersionSpan(draw(st.integers(0, 9)), int(end) - size, int(end)) for size, end in zip(pieces, ends, strict=True)]
+        rollouts.append(
+            Rollout(
+                response_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n))),
+                behavior_logprobs=np.array(draw(st.lists(st.floats(-1e6, 0, width=32), min_size=n, max_size=n))),
+                loss_mask=np.array(draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))),
+                versions=spans, rewards=draw(st.dictionaries(st.text(), finite, min_size=1, max_size=3)),
+                verdict=draw(st.sampled_from([None, 0.0, 1.0])), finish_reason=draw(st.sampled_from(["stop", "length"])),
+                role=draw(st.sampled_from(["train", "baseline"])),
+            )
+        )
+    prompt = np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)))
+    ids = [draw(st.integers(0, 2**40)) for _ in range(3)]
+    return Group(*ids, draw(st.text()), prompt, rollouts, draw(st.dictionaries(st.text(), finite, max_size=2)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(group=groups())
+def test_a_group_survives_the_wire(group: Group) -> None:
+    back = decode_group(bytearray(encode_group(group)))
+    assert (back.group_id, back.attempt, back.policy_version, back.actor_id, back.times) == (
+        group.group_id, group.attempt, group.policy_version, group.actor_id, group.times
+    )
+    np.testing.assert_array_equal(back.prompt_ids, group.prompt_ids)
+    assert len(back.rollouts) == len(group.rollouts)
+    for got, sent in zip(back.rollouts, group.rollouts, strict=True):
+        for name in ("response_ids", "behavior_logprobs", "loss_mask"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
+            assert not getattr(got, name).flags.writeable
+        facts = ("versions", "rewards", "verdict", "finish_reason", "role")
+        assert [getattr(got, name) for name in facts] == [getattr(sent, name) for name in facts]
+
+
+@settings(max_examples=60, deadline=None)
+@given(group=groups(), data=st.data())
+def test_a_damaged_frame_is_refused(group: Group, data: st.DataObject) -> None:
+    frame = bytearray(encode_group(group))
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(frame) - 1))
+        frame[at] ^= data.draw(st.integers(1, 255))
+    else:
+        frame = frame[: data.draw(st.integers(0, len(frame) - 1))]
+    with pytest.raises(WireError):
+        decode_meta(frame)
+    with pytest.raises(WireError):
+        decode_group(frame)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=4) | st.binary(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
+)
+
+
+def with_header(frame: bytes, change: Callable[[dict], object]) -> bytes:
+    """The frame with another header and a checksum that matches."""
+    length = HEAD.unpack_from(frame)[3]
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(frame[HEAD.size : HEAD.size + length])
+    header = unpacker.unpack()
+    change(header)
+    packed = msgpack.packb(header)
+    packed += b"\0" * (-len(packed) % 8)
+    body = packed + frame[HEAD.size + length :]
+    return HEAD.pack(b"AGRP", 1, 0, len(packed), zlib.crc32(body)) + body
+
+
+@settings(max_examples=120, deadline=None)
+@given(value=values, data=st.data())
+def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObject) -> None:
+    frame = frame_of(GroupTicket(3, 1, 2), times={"start": 1.0})
+
+    def change(header: dict) -> None:
+        at: dict | list = header
+        while True:
+            key = data.draw(st.sampled_from(sorted(at))) if isinstance(at, dict) else data.draw(st.integers(0, len(at) - 1))
+            if isinstance(at[key], dict | list) and at[key] and data.draw(st.booleans()):
+                at = at[key]
+                continue
+            at[key] = value
+            return
+
+    try:
+        meta = decode_meta(with_header(frame, change))
+    except WireError:
+        return
+    numbers = [meta.group_id, meta.attempt, meta.policy_version, meta.prompt_length]
+    numbers += [number for row in meta.rows for number in (row.length, row.mask_tokens, row.min_version, row.max_version)]
+    assert all(type(number) is int and number >= 0 for number in numbers)
+    assert meta.prompt_length == 3 and [row.length for row in meta.rows] == [2, 2]
+    assert all(np.isfinite(list(row.rewards.values())).all() for row in meta.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_ids", np.array([1, 2**32 + 1])), ("response_ids", np.array([1, -2])), ("response_ids", np.array([0.5, 1.0])),
+        ("response_ids", np.array([1])), ("behavior_logprobs", np.array([-0.5, np.nan])), ("behavior_logprobs", np.array([-0.5, -np.inf])),
+        ("behavior_logprobs", np.array([-0.5, 0.2])), ("behavior_logprobs", np.array([None, -0.5])), ("loss_mask", np.array([1, 256])),
+        ("loss_mask", np.array([1, 257])), ("loss_mask", np.array([1, 2])), ("versions", [VersionSpan(0, 0, 1)]), ("versions", []),
+        ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 0, 2)]), ("versions", [VersionSpan(-1, 0, 2)]), ("versions", [VersionSpan(0.5, 0, 2)]),
+        ("rewards", {}), ("rewards", {"correct": float("nan")}), ("rewards", {"correct": object()}), ("finish_reason", "abort"),
+        ("role", "other"),
+    ],
+)
+def test_what_must_not_be_trained_does_not_reach_the_wire(name: str, value: object) -> None:
+    group = make_group(GroupTicket(0, 1, 0))
+    setattr(group.rollouts[1], name, value)
+    with pytest.raises(WireError):
+        encode_group(group)
+
+
+@given(sizes=st.lists(st.integers(0, 40), max_size=5))
+def test_frames_packed_together_come_apart_again(sizes: list[int]) -> None:
+    frames = [bytes(range(size)) for size in sizes]
+    buffer = pack_frames(frames)
+    assert [bytes(view) for view in unpack_frames(buffer)] == frames
+    for broken in (buffer[:-1], buffer[1:], buffer[:7], np.append(buffer, np.uint8(0))):
+        with pytest.raises(WireError):
+            unpack_frames(broken)
+
+
+# ---- one rule at a time ----
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def state_of(queue: ReplayQueue, group_id: int) -> str | int | None:
+    return (await queue.history([group_id]))[group_id]["state"]
+
+
+async def take(queue: ReplayQueue, want: int, *, actor: str = "a", version: int = 0, holding: tuple = ()) -> list[GroupTicket]:
+    tickets = await queue.acquire(actor, version, list(holding), want)
+    assert tickets is not None
+    return tickets
+
+
+def ids(tickets: list[GroupTicket]) -> list[tuple[int, int]]:
+    return [(ticket.group_id, ticket.attempt) for ticket in tickets]
+
+
+async def test_synchronous_training_admits_nothing_before_the_weights_are_live() -> None:
+    queue = ReplayQueue(queue_settings(max_staleness=0))
+    tickets = await take(queue, 9)
+    assert ids(tickets) == [(0, 1), (1, 1)]
+    await queue.put("a", [frame_of(tickets[1])])
+    assert await queue.get_batch(1) is None
+    await queue.put("a", [frame_of(tickets[0])])
+    batch = await queue.get_batch(1)
+    assert [group.group_id for group in batch.groups] == [0, 1]
+    assert await queue.get_batch(2) is None  # step 1 is trained, and still nothing may start
+    assert await take(queue, 9) == []
+    await queue.live(1)
+    assert await take(queue, 9) == []  # this engine serves version 0
+    assert [ticket.policy_version for ticket in await take(queue, 9, version=1)] == [1, 1]
+
+
+async def test_a_filtered_group_frees_its_slot_at_once() -> None:
+    queue = ReplayQueue(queue_settings(max_staleness=0))
+    tickets = await take(queue, 2)
+    verdicts = await queue.put("a", [frame_of(tickets[0], values=(1.0, 1.0)), frame_of(tickets[1])])
+    assert [(verdict.status, verdict.reason) for verdict in verdicts] == [("rejected", "all_right"), ("accepted", "")]
+    (replacement,) = await take(queue, 9)
+    assert (replacement.group_id, replacement.attempt) == (2, 1)
+    await queue.put("a", [frame_of(replacement)])
+    assert [group.group_id for group in (await queue.get_batch(1)).groups] == [1, 2]
+    counts = await queue.counts()
+    assert (counts["rejected"], counts["rejected/all_right"], counts["training"]) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values_", "reason"),
+    [
+        ("score", (0.0, 1.0), None), ("score", (0.0, 0.0), "all_wrong"), ("score", (0.4, 0.4), "all_equal"), ("acc", (1.0, 0.0), None),
+        ("acc", (1.0, 1.0), "all_right"), ("correct", (0.0, 1.0), None), ("format", (0.0, 1.0), "all_equal"), ("missing", (0.0, 1.0), "invalid"),
+    ],
+)
+async def test_the_filter_looks_at_the_metric_it_names(metric: str, values_: tuple[float, ...], reason: str | None) -> None:
+    queue = ReplayQueue(queue_settings(filter_metric=metric))
+    (ticket,) = await take(queue, 1)
+    (verdict,) = await queue.put("a", [frame_of(ticket, values=values_)])
+    assert verdict.status == {None: "accepted", "invalid": "invalid"}.get(reason, "rejected")
+    assert reason in (None, "invalid", verdict.reason)
+
+
+async def test_calls_repeated_after_a_lost_answer_change_nothing() -> None:
+    queue = ReplayQueue(queue_settings(max_staleness=0))
+    tickets = await take(queue, 2)
+    assert await take(queue, 2, holding=[]) == tickets  # the reply got lost: the same tickets, same attempts
+    assert await take(queue, 2, holding=[[0, 1]]) == tickets[1:]
+    frames = [bytearray(frame_of(ticket)) for ticket in tickets]
+    for status in ("accepted", "duplicate"):
+        assert {verdict.status for verdict in await queue.put("a", frames)} == {status}
+    assert await take(queue, 2, holding=[]) == []  # results are in: nothing is lost
+    frames[0][:] = bytes(len(frames[0]))  # the queue owns its copy
+    batch = await queue.get_batch(1)
+    assert await queue.get_batch(1) == batch
+    assert [decode_meta(view).group_id for view in unpack_frames(await queue.payload(1, [1, 0]))] == [1, 0]
+    assert {verdict.status for verdict in await queue.put("a", [frame_of(ticket) for ticket in tickets])} == {"duplicate"}
+    await queue.live(1)
+    await queue.live(1)
+    assert await queue.get_batch(1) == batch
+    for step in (0, 3):
+        with pytest.raises(ValueError, match="out of turn"):
+            await queue.get_batch(step)
+    for step, group_ids in ((1, [0]), (2, [])):
+        with pytest.raises(ValueError, match="payload"):
+            await queue.payload(step, group_ids)
+    for version in (0, 2):
+        with pytest.raises(ValueError, match="cannot be live"):
+            await queue.live(version)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"values": (0.0, 1.0, 1.0)}, {"values": (0.0,)}, {"versions": (0, 1)}, {"policy_version": 1, "versions": (0,)}, {"broken": True}],
+)
+async def test_an_invalid_result_is_a_counted_error_and_is_produced_again(changes: dict) -> None:
+    queue = ReplayQueue(queue_settings(max_staleness=0))
+    tickets = await take(queue, 2)
+    broken = changes.pop("broken", False)
+    frame = frame_of(tickets[0], **changes)
+    if broken:
+        frame = with_header(frame, lambda header: header["rows"][0].update(finish_reason="abort"))
+    (verdict,) = await queue.put("a", [frame])
+    assert (verdict.status, verdict.group_id) == ("invalid", 0) and verdict.reason
+    assert (await queue.counts())["invalid"] == 1
+    assert ids(await take(queue, 2, holding=ids(tickets[1:]))) == [(0, 2)]
+
+
+async def test_a_frame_that_cannot_be_read_leaves_its_ticket_to_be_issued_again() -> None:
+    queue = ReplayQueue(queue_settings())
+    (ticket,) = await take(queue, 1)
+    (verdict,) = await queue.put("a", [frame_of(ticket)[:-3]])
+    assert (verdict.status, verdict.group_id) == ("invalid", -1)
+    assert await take(queue, 0, holding=[]) == [ticket]
+
+
+async def test_results_of_tickets_taken_away_are_late() -> None:
+    queue = ReplayQueue(queue_settings(max_staleness=0))
+    tickets = await take(queue, 2)
+    await queue.fail("b", tickets, "not its own")
+    await queue.fail("a", tickets[:1], "timeout")
+    statuses = [v.status for v in await queue.put("a", [frame_of(tickets[0])]) + await queue.put("b", [frame_of(tickets[1])])]
+    assert statuses == ["late", "late"]
+    assert [(await state_of(queue, 0)), (await state_of(queue, 1))] == ["waiting", "in_flight"]
+    await queue.forfeit("a")
+    assert await queue.acquire("a", 0, [], 2) is None  # declared dead: it gets no slot that nobody would take back
+    assert ids(await take(queue, 9, actor="b")) == [(0, 2), (1, 2)]
+    await queue.fail("b", [GroupTicket(0, 2, 0)], "timeout")
+    assert await state_of(queue, 0) == "failed"
+    assert ids(await take(queue, 9, actor="b", holding=[(1, 2)])) == [(2, 1)]
+
+
+async def test_a_group_issued_again_keeps_its_slot_and_takes_the_live_version() -> None:
+    queue = ReplayQueue(queue_settings(total_steps=9))
+    tickets = await take(queue, 9)
+    await queue.put("a", [frame_of(ticket) for ticket in tickets[:2]])
+    assert (await queue.get_batch(1)) is not None
+    await queue.live(1)
+    await queue.forfeit("a")
+    again = await take(queue, 9, actor="b", version=1)
+    assert again == [GroupTicket(2, 2, 1), GroupTicket(3, 2, 1), GroupTicket(4, 1, 1), GroupTicket(5, 1, 1)]
+
+
+async def test_the_learner_waits_for_the_group_that_is_due() -> None:
+    queue = ReplayQueue(queue_settings())
+    old = await take(queue, 4)
+    await queue.put("a", [frame_of(ticket) for ticket in old[:2]])
+    assert await queue.get_batch(1) is not None
+    await queue.live(1)
+    new = await take(queue, 9, version=1, holding=ids(old[2:]))
+    await queue.put("a", [frame_of(ticket) for ticket in [*new, old[3]]])
+    assert await queue.get_batch(2) is None  # three are ready, but group 2 must be trained now or never
+    await queue.put("a", [frame_of(old[2], versions=(0, 1))])
+    assert [group.group_id for group in (await queue.get_batch(2)).groups] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("staying", "step", "max_staleness", "expected"),
+    [([], 1, 0, True), ([0], 1, 0, False), ([0, 0], 1, 1, True), ([0, 0, 0], 1, 1, False), ([1, 0, 0], 1, 1, True), ([0, 0, 1], 2, 1, False)],
+)
+def test_a_batch_leaves_only_if_the_rest_can_follow_in_time(staying: list[int], step: int, max_staleness: int, expected: bool) -> None:
+    assert can_leave(staying, step=step, max_staleness=max_staleness, batch_size=2) is expected
+
+
+@given(
+    actors=st.dictionaries(st.sampled_from("abcde"), st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1), free=st.integers(0, 25)
+)
+def test_free_slots_go_to_the_actors_with_the_fewest_in_flight(actors: dict[str, tuple[int, int]], free: int) -> None:
+    in_flight, wants = ({name: pair[i] for name, pair in actors.items()} for i in (0, 1))
+    left = free
+    while True:  # every actor asks in turn until nobody gets anything
+        name = min((name for name in wants if wants[name]), key=lambda name: in_flight[name], default=None)
+        share = 0 if name is None else fair_share(name, {k: v for k, v in wants.items() if v}, in_flight, free=left)
+        if not share:
+            break
+        in_flight[name], wants[name], left = in_flight[name] + share, wants[name] - share, left - share
+    assert left == max(0, free - sum(want for _, want in actors.values()))
+    hungry = [in_flight[name] for name in actors if wants[name]]
+    served = [in_flight[name] for name in actors if in_flight[name] > actors[name][0]]
+    assert not hungry or not served or max(served) <= min(hungry) + 1
+
+
+@pytest.mark.parametrize("other", ["asking", "silent", "forfeited", "stale"])
+async def test_only_actors_that_can_take_slots_reserve_them(other: str) -> None:
+    clock = Clock()
+    queue = ReplayQueue(queue_settings(rollout_batch_size=4), clock=clock)
+    tickets = await take(queue, 9)
+    assert len(tickets) == 8
+    assert await take(queue, 4, actor="b", version=7 if other == "stale" else 0) == []
+    await queue.fail("a", tickets[:4], "timeout")
+    clock.now += 60.0 if other == "silent" else 0.1
+    if other == "forfeited":
+        await queue.forfeit("b")
+    mine = await take(queue, 9, holding=ids(tickets[4:]))
+    assert ids(mine) == ([] if other == "asking" else [(0, 2), (1, 2), (2, 2), (3, 2)])  # b has none in flight, a has four
+    if other == "asking":
+        assert len(await take(queue, 4, actor="b")) == 4
+
+
+async def test_a_run_without_signal_ends_with_the_reasons() -> None:
+    queue = ReplayQueue(queue_settings(max_num_gen_batches=2, max_staleness=0))
+    for values_ in ((0.0, 0.0), (0.0, 0.0), (1.0, 1.0)):
+        await queue.put("a", [frame_of(ticket, values=values_) for ticket in await take(queue, 1)])
+    assert await queue.get_batch(1) is None
+    await queue.put("a", [frame_of(ticket, values=(1.0, 1.0)) for ticket in await take(queue, 1)])
+    with pytest.raises(NoSignal, match=r"4 groups.*all_wrong 2.*all_right 2|4 groups.*all_right 2.*all_wrong 2"):
+        await queue.get_batch(1)
+    await queue.put("a", [frame_of(ticket) for ticket in await take(queue, 2)])
+    assert await queue.get_batch(1) is not None  # a batch counts more than the limit, and starts the count anew
+    await queue.live(1)
+    assert await queue.get_batch(2) is None
+
+
+async def test_a_run_in_which_everything_fails_ends_with_the_reasons() -> None:
+    queue = ReplayQueue(queue_settings(max_attempts=1, max_staleness=0))
+    for _ in range(MAX_FAILED_GROUPS // 2 + 4):
+        assert await queue.get_batch(1) is None
+        await queue.fail("a", await take(queue, 2), "verifier timeout")
+    with pytest.raises(NoSignal, match=rf"verifier timeout {MAX_FAILED_GROUPS + 8}"):
+        await queue.get_batch(1)
+
+
+async def test_the_bound_is_asserted_when_a_batch_leaves() -> None:
+    queue = ReplayQueue(queue_settings(trained_steps=1, total_steps=9))
+    tickets = await take(queue, 2, version=1)
+    await queue.put("a", [frame_of(ticket) for ticket in tickets])
+    entry = queue._ledger.entries[0]
+    for version in (0, -1, 2):
+        rows = tuple(replace(row, min_version=min(version, 1), max_version=max(version, 1)) for row in entry.meta.rows)
+        entry.meta = replace(entry.meta, rows=rows)
+        if version == 0:
+            continue  # lag 1 is allowed
+        with pytest.raises(StalenessError, match="group 0"):
+            await queue.get_batch(2)
+
+
+async def test_close_leaves_nothing_open_and_stops_the_actors() -> None:
+    queue = ReplayQueue(queue_settings())
+    tickets = await take(queue, 3)
+    await queue.put("a", [frame_of(tickets[0])])
+    await queue.fail("a", tickets[1:2], "timeout")
+    await queue.close()
+    await queue.close()
+    counts = await queue.counts()
+    assert counts["unused"] == 3 and not any(counts[state] for state in OPEN_STATES)
+    assert await queue.acquire("a", 0, [], 1) is None
+    assert [verdict.status for verdict in await queue.put("a", [frame_of(tickets[2])])] == ["late"]
+    assert await queue.get_batch(1) is None
+
+
+async def test_memory_stays_bounded_over_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "RECENT_GROUPS", 50)
+    steps = 100
+    queue = ReplayQueue(queue_settings(max_staleness=0, total_steps=steps, filter_groups=False))
+    for step in range(1, steps + 1):
+        tickets = await take(queue, 2, version=step - 1)
+        await queue.put("a", [frame_of(ticket) for ticket in tickets])
+        assert await queue.get_batch(step) is not None
+        await queue.live(step)
+    assert (await queue.counts())["trained"] == 2 * steps
+    known = await queue.history(range(2 * steps))
+    assert list(known) == list(range(2 * steps - 50, 2 * steps))
+    assert known[2 * steps - 1] == {"attempt": 1, "state": "trained", "step": steps}
+    assert not queue._ledger.entries and not queue._ledger.held and await queue.acquire("a", steps, [], 2) is None
+
+
+@pytest.mark.parametrize("learner_step", [0, 1])
+async def test_a_snapshot_continues_for_a_learner_before_or_after_the_step_in_training(learner_step: int) -> None:
+    queue = ReplayQueue(queue_settings())
+    tickets = await take(queue, 4)
+    await queue.put("a", [frame_of(ticket) for ticket in tickets[:3]])
+    assert await queue.get_batch(1) is not None
+    snapshot = msgpack.unpackb(msgpack.packb(await queue.snapshot()))
+    restored = ReplayQueue.restore(queue_settings(trained_steps=learner_step), snapshot)
+    expected = [(2, 2, 1), (3, 2, 1), (4, 1, 1), (5, 1, 1)] if learner_step else [(0, 2, 0), (1, 2, 0), (2, 2, 0), (3, 2, 0)]
+    assert await take(restored, 9, actor="b", version=learner_step) == [GroupTicket(*ticket) for ticket in expected]
+    assert (await restored.counts())["trained"] == 2 * learner_step
+    with pytest.raises(ValueError, match="not from the same checkpoint"):
+        ReplayQueue.restore(queue_settings(trained_steps=2), snapshot)
+    smaller = ReplayQueue.restore(queue_settings(max_staleness=0), snapshot)
+    assert ids(await take(smaller, 9)) == [(0, 2), (1, 2)] and (await smaller.counts())["unused"] == 2
+
+
+# ---- random schedules ----
+
+
+@dataclass
+class Actor:
+    name: str
+    version: int
+    slots: int
+    alive: bool = True
+    holding: dict[int, GroupTicket] = field(default_factory=dict)
+
+
+class Simulation:
+    """Invented time: producers with random latencies, rejections, failures, deaths and lost answers against one real queue."""
+
+    def __init__(self, seed: int, max_staleness: int) -> None:
+        self.random = rng = random.Random(1000 * max_staleness + seed)
+        self.settings = queue_settings(
+            rollout_batch_size=rng.randint(1, 4), max_staleness=max_staleness, total_steps=rng.randint(5, 8), max_attempts=rng.randint(2, 4)
+        )
+        self.publish_every = rng.randint(1, max_staleness + 1)
+        self.overlap = rng.random() < 0.5
+        self.hazards = {name: rng.choice([0.0, 0.05, 0.3]) for name in ("reject", "fail", "lost_reply", "lost_ack", "invalid")}
+        self.death_rate = rng.choice([0.0, 0.02, 0.1])
+        self.restarts = rng.random() < 0.5
+        self.step_time = rng.choice([0.1, 1.0, 5.0])
+        self.now = 0.0
+        self.generation = 0
+        self.queue = ReplayQueue(self.settings, clock=lambda: self.now)
+        self.events: list[tuple[float, int, int, Callable[[], Awaitable[None]]]] = []
+        self.serial = 0
+        self.actors: dict[str, Actor] = {}
+        self.trained: dict[int, int] = {}
+        self.step = 0
+        self.published = 0
+        self.publishing = False
+        self.done = False
+
+    def later(self, delay: float, call: Callable[[], Awaitable[None]]) -> None:
+        self.serial += 1
+        heapq.heappush(self.events, (self.now + delay, self.serial, self.generation, call))
+
+    def chance(self, name: str) -> bool:
+        return self.random.random() < self.hazards[name]
+
+    async def run(self) -> None:
+        for _ in range(self.random.randint(1, 4)):
+            self.start_actor(0.0)
+        self.later(0.0, self.poll_batch)
+        for _ in range(60_000):
+            if self.done:
+                break
+            self.now, _, generation, call = heapq.heappop(self.events)
+            if generation == self.generation:
+                await call()
+                await self.check_ledger()
+        assert self.done, f"stuck at step {self.step} of {self.settings.total_steps}: {await self.queue.metrics()}"
+
+    async def check_ledger(self) -> None:
+        counts, snapshot = await self.queue.counts(), await self.queue.snapshot()
+        states = [counts[s] for s in (*OPEN_STATES, "trained", "rejected", "failed", "expired", "skipped", "unused")]
+        assert sum(states) == snapshot["next_group_id"]
+        assert sum(states[:4]) <= self.settings.capacity
+
+    # producers
+
+    def start_actor(self, delay: float) -> None:
+        self.serial += 1
+        actor = Actor(f"actor-{self.serial}", 0 if self.random.random() < 0.5 else self.published, self.random.randint(1, 8))
+        self.actors[actor.name] = actor
+
+        async def join() -> None:  # a newcomer may have started from old weights; it takes the live ones later
+            actor.version = max(actor.version, self.published)
+
+        self.later(delay + self.random.random(), join)
+        self.later(delay, lambda: self.poll_tickets(actor))
+
+    async def poll_tickets(self, actor: Actor) -> None:
+        if not actor.alive:
+            return
+        if self.random.random() < self.death_rate:
+            await self.die(actor)
+            return
+        holding = [(ticket.group_id, ticket.attempt) for ticket in actor.holding.values()]
+        tickets = await self.queue.acquire(actor.name, actor.version, holding, actor.slots - len(holding))
+        if tickets is None:
+            return
+        if not self.chance("lost_reply"):
+            for ticket in tickets:
+                assert ticket.policy_version <= actor.version
+                actor.holding[ticket.group_id] = ticket
+                latency = self.random.choice([0.1, 0.3, 1.0, 1.0, 20.0]) * self.random.random()
+                self.later(latency, lambda t=ticket: self.finish(actor, t))
+        self.later(0.05 + 0.3 * self.random.random(), lambda: self.poll_tickets(actor))
+
+    async def die(self, actor: Actor) -> None:
+        actor.alive = False
+        delay = self.random.random()
+
+        async def declared_dead() -> None:
+            await self.queue.forfeit(actor.name)
+            del self.actors[actor.name]
+            self.start_actor(self.random.random())
+
+        self.later(delay, declared_dead)
+
+    async def finish(self, actor: Actor, ticket: GroupTicket) -> None:
+        """The group is complete; a dead actor's last frame may still arrive."""
+        if actor.holding.get(ticket.group_id) != ticket or (not actor.alive and self.random.random() < 0.5):
+            return
+        versions = sorted({ticket.policy_version, self.random.randint(ticket.policy_version, actor.version), actor.version})
+        values_ = (1.0, 1.0) if self.chance("reject") else (0.0, 1.0)
+        if self.chance("fail"):
+            await self.queue.fail(actor.name, [ticket], "timeout")
+        elif self.chance("invalid"):
+            verdicts = await self.queue.put(actor.name, [frame_of(ticket, values=(0.0,))])
+            assert verdicts[0].status in ("invalid", "late")
+        else:
+            frame = frame_of(ticket, values=values_, versions=tuple(versions))
+            first = await self.queue.put(actor.name, [frame])
+            assert first[0].status in ("accepted", "rejected", "late")
+            if self.chance("lost_ack"):
+                again = await self.queue.put(actor.name, [frame])
+                assert again[0].status == ("late" if first[0].status == "late" else "duplicate")
+        actor.holding.pop(ticket.group_id, None)
+
+    # learner
+
+    async def poll_batch(self) -> None:
+        batch = await self.queue.get_batch(self.step + 1)
+        if batch is None:
+            self.later(0.1, self.poll_batch)
+            return
+        assert await self.queue.get_batch(self.step + 1) is batch
+        self.check_batch(batch)
+        frames = unpack_frames(await self.queue.payload(batch.step, [group.group_id for group in batch.groups]))
+        assert [decode_meta(frame).group_id for frame in frames] == [group.group_id for group in batch.groups]
+        self.later(self.step_time * self.random.random(), self.end_step)
+
+    def check_batch(self, batch: Batch) -> None:
+        def lags(group: GroupMeta) -> list[int]:
+            return [batch.step - 1 - version for row in group.rows for version in (row.min_version, row.max_version)]
+
+        group_ids = [group.group_id for group in batch.groups]
+        assert group_ids == sorted(group_ids) and len(group_ids) == self.settings.rollout_batch_size
+        assert all(0 <= lag <= self.settings.max_staleness for group in batch.groups for lag in lags(group))
+        for group_id in group_ids:
+            assert group_id not in self.trained, f"group {group_id} is trained by steps {self.trained[group_id]} and {batch.step}"
+            self.trained[group_id] = batch.step
+
+    async def end_step(self) -> None:
+        if self.publishing:  # the last publication is still on its way
+            self.later(0.1, self.end_step)
+            return
+        self.step += 1
+        if self.restarts and self.step == 3:
+            await self.restart()
+        elif self.step == self.settings.total_steps:
+            await self.queue.live(self.step)
+            await self.finish_run()
+        elif self.step % self.publish_every == 0:
+            self.publish()
+            if self.overlap:
+                self.later(0.0, self.poll_batch)
+        else:
+            self.later(0.0, self.poll_batch)
+
+    def publish(self) -> None:
+        version, self.publishing = self.step, True
+        for actor in self.actors.values():
+            async def receive(actor: Actor = actor) -> None:
+                actor.version = max(actor.version, version)
+
+            self.later(self.random.random(), receive)
+
+        async def acknowledged() -> None:
+            for actor in self.actors.values():
+                actor.version = max(actor.version, version)
+            self.published, self.publishing = version, False
+            await self.queue.live(version)
+            if not self.overlap:
+                self.later(0.0, self.poll_batch)
+
+        self.later(1.0 + 3.0 * self.random.random(), acknowledged)
+
+    async def restart(self) -> None:
+        """The whole run starts again from a checkpoint taken at the end of this step."""
+        snapshot = msgpack.unpackb(msgpack.packb(await self.queue.snapshot()))
+        self.settings = replace(self.settings, trained_steps=self.step)
+        self.queue = ReplayQueue.restore(self.settings, snapshot, clock=lambda: self.now)
+        self.generation += 1
+        self.actors, self.published = {}, self.step
+        for _ in range(self.random.randint(1, 3)):
+            self.start_actor(self.random.random())
+        self.later(0.0, self.poll_batch)
+
+    async def finish_run(self) -> None:
+        assert await self.queue.acquire("late", self.step, [], 3) is None
+        await self.queue.close()
+        counts = await self.queue.counts()
+        assert not any(counts[state] for state in OPEN_STATES)
+        assert counts["trained"] == len(self.trained) == self.settings.total_steps * self.settings.rollout_batch_size
+        self.done = True
+
+
+@pytest.mark.parametrize("max_staleness", range(5))
+def test_no_schedule_breaks_the_bound_or_stops_the_run(max_staleness: int) -> None:
+    async def all_schedules() -> None:
+        for seed in range(64):
+            try:
+                await Simulation(seed, max_staleness).run()
+            except Exception as error:
+                raise AssertionError(f"schedule {seed} at max_staleness {max_staleness}: {error}") from error
+
+    asyncio.run(all_schedules())
