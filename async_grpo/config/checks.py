@@ -43,7 +43,7 @@ def check(config: Config) -> None:
 
 
 def _run(config: Config) -> Iterator[str]:
-    run, model, task, groups = config.run, config.model, config.task, config.replay.filter_groups
+    run, model, groups = config.run, config.model, config.replay.filter_groups
     if (run.total_steps is None) == (run.epochs is None):
         both = "both are" if run.epochs is not None else "neither is"
         yield f"Set exactly one of `run.total_steps` and `run.epochs`; {both} set."
@@ -59,9 +59,8 @@ def _run(config: Config) -> Iterator[str]:
                 f"`model.warm_start.hidden_size` is {hidden} and `model.warm_start.heads` is {heads}: each head needs an even number of "
                 f"channels, so hidden_size must be a multiple of {2 * heads}."
             )
-    known = ("score", "acc", *task.rewards)
-    if groups.enable and task.rewards and groups.metric not in known:
-        yield f"`replay.filter_groups.metric` is {groups.metric!r}; with these `task.rewards` it is one of {', '.join(known)}."
+    if groups.enable and not groups.metric:
+        yield "`replay.filter_groups.metric` is empty; allowed are score, acc, or the name of a reward component."
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -125,6 +124,9 @@ def _learner(config: Config) -> Iterator[str]:
         if node is not _ABSENT:
             instead = f"; use {_DECIDED_BY[key]}" if key in _DECIDED_BY else "; remove it"
             yield f"`learner.deepspeed.{key}` must not be given, because the learner sets it itself{instead}."
+    zero = config.learner.deepspeed.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        yield f"`learner.deepspeed.zero_optimization` is {zero!r}; allowed is a mapping."
 
 
 def _cluster(config: Config) -> Iterator[str]:

@@ -7,7 +7,6 @@ Invariants: the only exception that leaves `load_config`, `resolve` and `preflig
 
 from __future__ import annotations
 
-import copy
 import difflib
 import itertools
 import json
@@ -81,7 +80,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
         return {}, {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of sections (`run:`, `rollout:`, ...), not {_show(data)}.")
-    return copy.deepcopy(data), lines  # aliases in the file share objects, an override must change one place only
+    return data, lines
 
 
 def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...], str]) -> None:
@@ -95,8 +94,8 @@ def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...
         raise ConfigError(f"The value of the override {_show(text)} is not valid YAML: {_one_line(str(error))}.") from None
     node = data
     for key in path[:-1]:
-        if not isinstance(node.get(key), dict):
-            node[key] = {}
+        inner = node.get(key)
+        node[key] = dict(inner) if isinstance(inner, dict) else {}  # a copy: aliases in the file share their mapping
         node = node[key]
     node[path[-1]] = value
     for depth in range(1, len(path) + 1):

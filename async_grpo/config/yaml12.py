@@ -50,6 +50,12 @@ class _Dumper(yaml.SafeDumper):
     """Quotes what either YAML version would misread as something other than text."""
 
 
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # PyYAML loses some line breaks (U+0085) in any other style.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _text)
 for _tag, _pattern, _first in _SCALARS:
     _Loader.add_implicit_resolver(_tag, _pattern, _first)
     _Dumper.add_implicit_resolver(_tag, _pattern, _first)
