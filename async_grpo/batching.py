@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 ATTENTION_TOKENS = 8192
 """Row length at which attention costs about as much as the rest of the model; weighs the sum of L^2 against the sum of L."""
+PADDING = 2
+"""Attention pads the rows of a micro-batch to the longest one: padded, they hold at most this many times the token budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ def deal(rows: Sequence[tuple[int, int]], *, ranks: int, token_budget: int) -> l
 
     Ranks are balanced by tokens plus the sum of L^2 (the attention share). A rank's rows are packed longest first, so that the rows of a
     micro-batch have similar lengths and the largest micro-batches of all ranks come first and meet each other. A micro-batch stays within
-    `token_budget` tokens, unless it is a single longer row. All ranks have the same number of micro-batches, at least one; missing
-    ones are empty.
+    `token_budget` tokens (and PADDING times that when its rows are padded to the longest), unless it is a single longer row. All ranks
+    have the same number of micro-batches, at least one; missing ones are empty. Raises ValueError for arguments below 1.
     """
     if ranks < 1 or token_budget < 1:
         raise ValueError(f"{ranks} ranks with {token_budget} tokens per micro-batch; both must be at least 1")
@@ -78,7 +80,8 @@ def deal(rows: Sequence[tuple[int, int]], *, ranks: int, token_budget: int) -> l
         length = lengths[position]
         load, rank = heapq.heappop(loads)
         heapq.heappush(loads, (load + length + length * length / ATTENTION_TOKENS, rank))
-        if not dealt[rank] or length > room[rank]:
+        batch = dealt[rank][-1] if dealt[rank] else []
+        if not batch or length > room[rank] or (len(batch) + 1) * lengths[batch[0]] > PADDING * token_budget:
             dealt[rank].append([])
             room[rank] = token_budget
         dealt[rank][-1].append(position)

@@ -15,6 +15,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 256 * 2**20
+MIN_LOGP = -1000.0
+"""Far below where exp() is 0: a forbidden token (logit -inf) adds 0 to the entropy and its gradient, and not 0 * inf."""
 
 
 def token_logprobs(
@@ -64,8 +66,7 @@ class _LogProbs(torch.autograd.Function):
     def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
         logp = _log_softmax(logits, temperature)
         picked = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        # 0 * -inf (a forbidden token) is 0 in an entropy
-        entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1) if with_entropy else torch.zeros_like(picked)
+        entropy = -(logp.exp() * logp.clamp(min=MIN_LOGP)).sum(-1) if with_entropy else torch.zeros_like(picked)
         ctx.save_for_backward(logits, targets, entropy)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         return picked, entropy
@@ -77,7 +78,7 @@ class _LogProbs(torch.autograd.Function):
         logp = _log_softmax(logits, ctx.temperature)
         probs = logp.exp()
         if ctx.with_entropy:
-            logp.clamp_(min=torch.finfo(logp.dtype).min).add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
+            logp.clamp_(min=MIN_LOGP).add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
             logp.sub_(grad_picked.unsqueeze(-1)).mul_(probs)
             grad = logp
         else:

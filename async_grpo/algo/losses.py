@@ -93,8 +93,12 @@ def policy_loss(
     if name not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {name!r}; choose one of {sorted(POLICY_LOSSES)}")
     others = {
-        "anchor_logprobs": anchor_logprobs, "behavior_logprobs": behavior_logprobs, "advantages": advantages, "loss_mask": loss_mask,
-        "staleness": staleness, **({} if weights is None else {"weights": weights}),
+        "anchor_logprobs": anchor_logprobs,
+        "behavior_logprobs": behavior_logprobs,
+        "advantages": advantages,
+        "loss_mask": loss_mask,
+        "staleness": staleness,
+        **({} if weights is None else {"weights": weights}),
     }
     for key, tensor in others.items():
         if tensor.shape != logprobs.shape:
@@ -117,21 +121,20 @@ def policy_loss(
 
 
 def _ppo_clip(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
-    """l = -min(r A, clip(r, lower, upper) A) (arXiv 1707.06347); dual clip: l <= -c A where A < 0 (arXiv 1912.09729)."""
+    """l = -min(r A, clip(r, lower, upper) A) (arXiv 1707.06347); dual clip: l <= -c A where A < 0 (arXiv 1912.09729).
+
+    Written as a choice of the ratio: the same value, and a ratio exactly on a bound keeps its whole gradient, where `minimum` would
+    halve it. That matters for an interval that has shrunk to the point 1, at ratio 1.
+    """
     ratio, advantages = terms.log_ratio.exp(), terms.advantages
-    clipped = torch.minimum(torch.maximum(ratio, terms.lower), terms.upper)
-    loss = torch.maximum(-ratio * advantages, -clipped * advantages)
+    clipped_low, clipped_high = (advantages < 0) & (ratio < terms.lower), (advantages > 0) & (ratio > terms.upper)
+    loss = -advantages * torch.where(clipped_low, terms.lower, torch.where(clipped_high, terms.upper, ratio))
     dual_clipped = torch.zeros_like(advantages, dtype=torch.bool)
     if terms.clip.dual is not None:
         bound = -terms.clip.dual * advantages
         dual_clipped = (advantages < 0) & (loss > bound)
         loss = torch.where(dual_clipped, bound, loss)
-    return loss, {
-        "ratio": ratio,
-        "clipped_low": (advantages < 0) & (ratio < terms.lower),
-        "clipped_high": (advantages > 0) & (ratio > terms.upper),
-        "dual_clipped": dual_clipped,
-    }
+    return loss, {"ratio": ratio, "clipped_low": clipped_low, "clipped_high": clipped_high, "dual_clipped": dual_clipped}
 
 
 POLICY_LOSSES: dict[str, Callable[[Terms], tuple[Tensor, dict[str, Tensor]]]] = {"ppo_clip": _ppo_clip}

@@ -81,7 +81,8 @@ class MetricSums:
     def means(self) -> dict[str, float]:
         """Sum / count per name, the extremes, and the effective sample size (sum rho)^2 / (n sum rho^2), a share in (0, 1]."""
         self._settle()
-        out = {name: total / count for name, (total, count) in self._sums.items() if count > 0 and not (total == 0 and name.endswith(SHARE))}
+        absent = {name for name, (total, _) in self._sums.items() if total == 0 and name.endswith(SHARE)}
+        out = {name: total / count for name, (total, count) in self._sums.items() if count > 0 and name not in absent}
         for name in [name for name in out if name.endswith("/rho_sq")]:
             square, mean = out.pop(name), out[name.removesuffix("_sq")]
             out[name.removesuffix("rho_sq") + "ess"] = mean * mean / square
@@ -154,9 +155,18 @@ def loss_metrics(
     mismatch = anchor_logprobs - behavior_logprobs
     rho = (log_ratio + mismatch).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     columns = {
-        "pg_loss": token_loss, "ppo_kl": -log_ratio, "approx_kl": torch.expm1(clamped) - clamped, "pg_clipfrac": clipped_low | clipped_high,
-        "pg_clipfrac_low": clipped_low, "pg_clipfrac_high": clipped_high, "pg_clipfrac_dual": dual_clipped, "ratio": ratio,
-        "abs_log_ratio": log_ratio.abs(), "rho": rho, "rho_sq": rho.square(), "advantage": advantages,
+        "pg_loss": token_loss,
+        "ppo_kl": -log_ratio,
+        "approx_kl": torch.expm1(clamped) - clamped,
+        "pg_clipfrac": clipped_low | clipped_high,
+        "pg_clipfrac_low": clipped_low,
+        "pg_clipfrac_high": clipped_high,
+        "pg_clipfrac_dual": dual_clipped,
+        "ratio": ratio,
+        "abs_log_ratio": log_ratio.abs(),
+        "rho": rho,
+        "rho_sq": rho.square(),
+        "advantage": advantages,
     }
     if anchor_logprobs is not behavior_logprobs:
         columns["rollout_mismatch"] = mismatch.abs()
