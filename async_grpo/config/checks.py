@@ -51,7 +51,10 @@ def _run(config: Config) -> Iterator[str]:
         yield f"`run.name` is {run.name}, which is not a name; allowed are letters, digits, `.`, `_` and `-`."
     if (model.path is None) == (model.warm_start is None):
         both = "both are (set the other to null)" if model.path is not None else "neither is"
-        yield f"Set exactly one of `model.path` (a model to load) and `model.warm_start` (a small one to build, `{{}}` for its defaults); {both}."
+        yield (
+            "Set exactly one of `model.path` (a model to load) and `model.warm_start` (a small one to build, `{}` for its defaults); "
+            f"{both}."
+        )
     if model.warm_start is not None:
         hidden, heads = model.warm_start.hidden_size, model.warm_start.heads
         if hidden % (2 * heads):
@@ -78,8 +81,8 @@ def _batches(config: Config) -> Iterator[str]:
         )
     if rollout.top_p != 1 or rollout.top_k != 0:
         yield (
-            f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}; allowed are 1 and 0, because the learner does not "
-            "renormalise over the sampler's kept set and its ratios would be biased."
+            f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}; allowed are 1 and 0, because the learner does "
+            "not renormalise over the sampler's kept set and its ratios would be biased."
         )
     if config.algorithm.adv_estimator == "grpo" and rollout.group_size < 2:
         yield f"`rollout.group_size` is {rollout.group_size}; `algorithm.adv_estimator: grpo` compares responses, so it needs at least 2."
@@ -90,8 +93,8 @@ def _staleness(config: Config) -> Iterator[str]:
     if every > bound + 1:
         yield (
             f"`weight_sync.every_steps` is {every}, allowed is at most `replay.max_staleness` + 1 = {bound + 1}: no more than "
-            f"{bound + 1} x {batch} = {config.max_outstanding} groups may be outstanding, {every} steps need {every} x {batch} = {every * batch} "
-            "before a publication frees any, so the slots would never return."
+            f"{bound + 1} x {batch} = {config.max_outstanding} groups may be outstanding, {every} steps need {every} x {batch} = "
+            f"{every * batch} before a publication frees any, so the slots would never return."
         )
 
 

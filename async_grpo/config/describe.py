@@ -45,7 +45,11 @@ def settings() -> dict[str, Setting]:
             description = spec.get("description") or (inner or {}).get("description", "")
             allowed = _section_words(inner, spec) if inner else _words(spec)
             found[name] = Setting(
-                name=name, section=inner is not None, allowed=allowed, default=spec.get("default"), description=" ".join(description.split())
+                name=name,
+                section=inner is not None,
+                allowed=allowed,
+                default=spec.get("default"),
+                description=" ".join(description.split()),
             )
             if inner:
                 visit(inner, f"{name}.")

@@ -75,7 +75,9 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     try:
         data, lines = yaml12.read(text)
     except yaml12.YamlError as error:
-        raise ConfigError(f"{path}{f', line {error.line}' if error.line else ''}: this is not valid YAML: {_one_line(str(error))}.") from None
+        raise ConfigError(
+            f"{path}{f', line {error.line}' if error.line else ''}: this is not valid YAML: {_one_line(str(error))}."
+        ) from None
     if data is None:
         return {}, {}
     if not isinstance(data, dict):

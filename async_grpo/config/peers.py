@@ -93,7 +93,9 @@ _NAMES: dict[str, str] = {
     "tracking.experiment": "project_name project wandb_project mlflow_experiment",
     "cluster.layout": "colocate colocate_all colocate_all_models hybrid_engine vllm_mode",
     "cluster.rollout_actors.max": "num_engines vllm_num_engines num_inference_engines num_workers rollout_num_engines",
-    "cluster.engine.tensor_parallel_size": "tensor_model_parallel_size vllm_tensor_parallel_size inference_engine_tensor_parallel_size tp_size",
+    "cluster.engine.tensor_parallel_size": (
+        "tensor_model_parallel_size vllm_tensor_parallel_size inference_engine_tensor_parallel_size tp_size"
+    ),
     "cluster.engine.max_num_seqs": "max_concurrent_rollouts max_running_requests max_num_batched_seqs",
     "cluster.engine.gpu_memory_utilization": "vllm_gpu_memory_utilization mem_fraction_static",
 }
