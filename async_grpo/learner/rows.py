@@ -1,0 +1,144 @@
+"""The rows of a learner step on one rank, from the wire to tensors.
+
+Runs in: learner ranks. Hides the decoding of the payload. Invariant: every token's lag lies between 0 and the configured bound, checked
+here for every row that is planned; a row outside ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_grpo import wire
+from async_grpo.batching import PlanRow, RankPlan
+
+RowKey = tuple[int, int]
+
+
+class StalenessError(RuntimeError):
+    """A planned token is older than the bound, or newer than the policy that trains on it."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One response of L tokens with its prompt; arrays are views into the payload.
+
+    behavior [L] float32; mask [L] uint8; lag [L] int64; anchor and reference [L] float32 once computed.
+    """
+
+    prompt: np.ndarray
+    response: np.ndarray
+    behavior: np.ndarray
+    mask: np.ndarray
+    lag: np.ndarray
+    anchor: np.ndarray | None = None
+    reference: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """Prompt and response."""
+        return self.prompt, self.response
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Everything the loss needs of the M response tokens of a micro-batch, each [M]. `weights`: loss weight, 0 off the mask."""
+
+    behavior: Tensor
+    anchor: Tensor
+    reference: Tensor | None
+    advantages: Tensor
+    mask: Tensor
+    lag: Tensor
+    weights: Tensor
+    row_index: Tensor
+
+
+def decode_rows(plan: RankPlan, payload: wire.Buffer, *, max_staleness: int) -> dict[RowKey, Row]:
+    """The planned rows by (group_id, row). Raises StalenessError, and ValueError for a payload that is not what the plan names."""
+    groups = {group.group_id: group for group in map(wire.decode_group, wire.unpack_frames(payload))}
+    if set(groups) != set(plan.group_ids):
+        raise ValueError(f"step {plan.step}: the payload holds groups {sorted(groups)}, the plan needs {sorted(plan.group_ids)}")
+    rows: dict[RowKey, Row] = {}
+    for planned in (row for update in plan.updates for micro_batch in update for row in micro_batch):
+        key = (planned.group_id, planned.row)
+        if key in rows:
+            continue
+        group = groups[planned.group_id]
+        rollout = group.rollouts[planned.row]
+        if (len(group.prompt_ids), len(rollout.response_ids)) != (planned.prompt_length, planned.length):
+            raise ValueError(f"step {plan.step}: group {key[0]} row {key[1]} does not have the planned lengths {planned}")
+        lag = np.concatenate([np.full(span.end - span.start, plan.step - 1 - span.policy_version, np.int64) for span in rollout.versions])
+        if lag.min() < 0 or lag.max() > max_staleness:
+            raise StalenessError(
+                f"step {plan.step}: group {key[0]} row {key[1]} has tokens with lag {lag.min()} to {lag.max()}, outside 0 to "
+                f"replay.max_staleness {max_staleness}; this is a bug in admission or labelling, please report it"
+            )
+        rows[key] = Row(group.prompt_ids, rollout.response_ids, rollout.behavior_logprobs, rollout.loss_mask, lag)
+    return rows
+
+
+def token_batch(planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.device) -> TokenBatch:
+    """Token tensors of rows in packed order; without rows, those of the one dummy token, outside mask and loss."""
+    lengths = [row.length for row in planned]
+
+    def column(arrays: list[np.ndarray], dtype: type[np.generic]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays or [np.zeros(1)]).astype(dtype)).to(device)
+
+    def spread(values: list[float], dtype: type[np.generic]) -> Tensor:
+        return column([np.full(length, value) for length, value in zip(lengths, values, strict=True)], dtype)
+
+    behavior, mask = column([row.behavior for row in rows], np.float32), column([row.mask for row in rows], np.uint8)
+    anchored, referred = [row.anchor is not None for row in rows], [row.reference is not None for row in rows]
+    return TokenBatch(
+        behavior=behavior,
+        anchor=column([row.anchor for row in rows], np.float32) if anchored and all(anchored) else behavior,
+        reference=column([row.reference for row in rows], np.float32) if referred and all(referred) else None,
+        advantages=spread([row.advantage for row in planned], np.float32),
+        mask=mask,
+        lag=column([row.lag for row in rows], np.int64),
+        weights=spread([row.weight for row in planned], np.float32) * mask,
+        row_index=spread(list(range(len(planned))), np.int64),
+    )
+
+
+def chunks(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Positions in order, cut so that a chunk stays within `token_budget` tokens unless it is a single longer row."""
+    out: list[list[int]] = []
+    held = 0
+    for position, length in enumerate(lengths):
+        if not out or held + length > token_budget:
+            out.append([])
+            held = 0
+        out[-1].append(position)
+        held += length
+    return out
+
+
+def learning_rate(update: int, *, lr: float, warmup: int, schedule: str, total: int) -> float:
+    """Learning rate of optimizer update `update` (from 0): linear warm-up to `lr`, then the schedule, which ends at 0 after `total`."""
+    if update < warmup:
+        return lr * (update + 1) / warmup
+    progress = min((update - warmup) / max(total - warmup, 1), 1.0)
+    shapes = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return lr * shapes[schedule]
+
+
+class Stopwatch:
+    """Seconds of a `with` block."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._start

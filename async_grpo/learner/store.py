@@ -1,0 +1,83 @@
+"""The learner on disk: DeepSpeed checkpoints that resume bit for bit, and models for `from_pretrained`.
+
+Runs in: learner ranks. Hides the file layout. Invariants: a checkpoint continues only under the ranks, ZeRO stage and dtype that wrote
+it; a model file never has more than 4 GiB, so no rank holds a second copy of the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+_TAG = "learner"
+_SHARD_BYTES = 2**32
+
+
+def save(engine: Any, directory: str, client_state: dict[str, Any], *, rank: int, layout: dict[str, Any]) -> None:
+    """Write the engine's state (`client_state`: plain values) and, per rank, its random state and layout. Called on every rank."""
+    engine.save_checkpoint(directory, tag=_TAG, client_state={"async_grpo": client_state}, save_latest=False)
+    random = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        random["cuda"] = torch.cuda.get_rng_state()
+    torch.save({"random": random, "layout": layout}, _rank_file(directory, rank))
+    torch.distributed.barrier()
+
+
+def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> dict[str, Any]:
+    """Restore what `save` wrote and return its client state. Raises ValueError for a missing file or another layout."""
+    path = _rank_file(directory, rank)
+    written = torch.load(path, weights_only=True) if path.is_file() else None
+    if written is None or written["layout"] != layout:
+        found = "no state of this rank" if written is None else f"a learner with {written['layout']}"
+        raise ValueError(f"{directory} holds {found}, this one has {layout}; resume with the settings of the checkpoint")
+    loaded, client_state = engine.load_checkpoint(directory, tag=_TAG)
+    if loaded is None:
+        raise ValueError(f"{directory} holds no DeepSpeed checkpoint")
+    torch.set_rng_state(written["random"]["cpu"])
+    if "cuda" in written["random"]:
+        torch.cuda.set_rng_state(written["random"]["cuda"])
+    return client_state["async_grpo"]
+
+
+def export(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool) -> None:
+    """Write config and safetensors shards from `weights`, which is exhausted on every rank; only where `writes` files appear."""
+    target = Path(directory)
+    shard: dict[str, Tensor] = {}
+    where: dict[str, str] = {}
+    held, total = 0, 0
+    if writes:
+        target.mkdir(parents=True, exist_ok=True)
+        model.config.save_pretrained(target)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(target)
+
+    def flush() -> None:
+        name = f"model-{len(set(where.values())) + 1:05d}.safetensors"
+        save_file(shard, target / name, metadata={"format": "pt"})
+        where.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in weights:
+        if not writes:
+            continue
+        size = tensor.numel() * tensor.element_size()
+        if shard and held + size > _SHARD_BYTES:
+            flush()
+            held = 0
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held, total = held + size, total + size
+    if writes:
+        flush()
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _rank_file(directory: str, rank: int) -> Path:
+    return Path(directory) / f"rank_{rank}.pt"

@@ -1,0 +1,112 @@
+"""DeepSpeed's settings and the differences between its ZeRO stages.
+
+Runs in: learner ranks. Hides where a parameter lives: with stages 0 to 2 every rank holds it whole, with stage 3 a rank holds a
+slice and reading it is collective. DeepSpeed is imported inside functions, because it chooses its accelerator when imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
+
+_GATHER_BYTES = 2**28
+
+
+def start(device: str, *, timeout_s: float) -> None:
+    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; no-op if it exists. timeout_s: of collectives."""
+    cpu = device == "cpu"
+    if cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    else:
+        torch.cuda.set_device(device)
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    # Otherwise DeepSpeed compiles a shared-memory collective at this point, which needs a compiler and ninja; gloo does the same work.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo" if cpu else "nccl", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
+
+
+def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of the policy. Raises ValueError for keys of `learner.deepspeed` that this project sets itself."""
+    learner = config.learner
+    refused = sorted(path for path in _paths(learner.deepspeed) if path in REFUSED_DEEPSPEED_KEYS)
+    if refused:
+        raise ValueError(f"learner.deepspeed may not set {', '.join(refused)}: the learner sets it from the other settings; remove it")
+    bf16 = dtype == torch.bfloat16
+    if bf16 and learner.zero_stage == 0:
+        raise ValueError("learner.zero_stage 0 would add up gradients in bfloat16; set learner.zero_stage to 1, or model.dtype to float32")
+    ours: dict[str, Any] = {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        # backward() only accumulates and step() is the boundary, so every update may have another number of micro-batches.
+        "managed_gradient_accumulation": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # Plain float32 without ZeRO reports no gradient norm: there the learner clips, in a hook of the optimizer.
+        "gradient_clipping": learner.grad_clip if learner.zero_stage > 0 else 0.0,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": learner.zero_stage, "overlap_comm": False},
+        "steps_per_print": 10**9,
+    }
+    if bf16:
+        ours["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merged(ours, learner.deepspeed)
+
+
+def reference_config(*, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of a frozen model that is sharded by stage 3 and has no optimizer."""
+    return {
+        "train_batch_size": world_size, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": dtype == torch.bfloat16}, "zero_optimization": {"stage": 3, "overlap_comm": False}, "steps_per_print": 10**9,
+    }
+
+
+def gathered(parameters: Sequence[nn.Parameter], *, modify: bool = False) -> AbstractContextManager[None]:
+    """Whole parameters inside the block (collective with stage 3, no-op otherwise); `modify`: rank 0's changes are kept on leaving."""
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if modify else None)
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Shape of the whole parameter."""
+    return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
+
+
+def buckets(named: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive tensors, up to 256 MiB a bucket (or one larger tensor): the unit of a gather."""
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in named:
+        size = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
+        if bucket and held + size > _GATHER_BYTES:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((name, tensor))
+        held += size
+    if bucket:
+        yield bucket
+
+
+def _paths(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from _paths(value, f"{prefix}{key}.")
+
+
+def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in extra.items():
+        merged[key] = _merged(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+    return merged
