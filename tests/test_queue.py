@@ -298,11 +298,14 @@ async def test_calls_repeated_after_a_lost_answer_change_nothing() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"values": (0.0, 1.0, 1.0)}, {"values": (0.0,)}, {"versions": (0, 1)}, {"policy_version": 1, "versions": (0,)}, {"broken": True}],
+    [
+        {"values": (0.0, 1.0, 1.0)}, {"values": (0.0,)}, {"versions": (1, 2)}, {"versions": (0, 1)}, {"policy_version": 0, "versions": (1,)},
+        {"broken": True},
+    ],
 )
 async def test_an_invalid_result_is_a_counted_error_and_is_produced_again(changes: dict) -> None:
-    queue = ReplayQueue(queue_settings(max_staleness=0))
-    tickets = await take(queue, 2)
+    queue = ReplayQueue(queue_settings(max_staleness=0, trained_steps=1))
+    tickets = await take(queue, 2, version=1)
     broken = changes.pop("broken", False)
     frame = frame_of(tickets[0], **changes)
     if broken:
@@ -310,7 +313,7 @@ async def test_an_invalid_result_is_a_counted_error_and_is_produced_again(change
     (verdict,) = await queue.put("a", [frame])
     assert (verdict.status, verdict.group_id) == ("invalid", 0) and verdict.reason
     assert (await queue.counts())["invalid"] == 1
-    assert ids(await take(queue, 2, holding=ids(tickets[1:]))) == [(0, 2)]
+    assert ids(await take(queue, 2, version=1, holding=ids(tickets[1:]))) == [(0, 2)]
 
 
 async def test_a_frame_that_cannot_be_read_leaves_its_ticket_to_be_issued_again() -> None:
@@ -359,6 +362,27 @@ async def test_the_learner_waits_for_the_group_that_is_due() -> None:
     assert await queue.get_batch(2) is None  # three are ready, but group 2 must be trained now or never
     await queue.put("a", [frame_of(old[2], versions=(0, 1))])
     assert [group.group_id for group in (await queue.get_batch(2)).groups] == [2, 3]
+
+
+async def test_a_group_that_waits_for_another_attempt_is_not_due() -> None:
+    queue = ReplayQueue(queue_settings())
+    old = await take(queue, 4)
+    await queue.put("a", [frame_of(ticket) for ticket in old[:2]])
+    assert await queue.get_batch(1) is not None
+    await queue.live(1)
+    await queue.put("a", [frame_of(ticket) for ticket in await take(queue, 9, version=1, holding=ids(old[2:]))])
+    assert await queue.get_batch(2) is None
+    await queue.fail("a", old[2:], "timeout")  # their next tokens are of version 1
+    assert [group.group_id for group in (await queue.get_batch(2)).groups] == [4, 5]
+
+
+async def test_weights_free_only_the_slots_of_the_steps_they_contain() -> None:
+    queue = ReplayQueue(queue_settings(max_staleness=2, total_steps=9))
+    await queue.put("a", [frame_of(ticket) for ticket in await take(queue, 9)])
+    for step in (1, 2, 3):
+        assert await queue.get_batch(step) is not None
+    await queue.live(1)
+    assert len(await take(queue, 9, version=1)) == 2
 
 
 @pytest.mark.parametrize(
@@ -688,7 +712,7 @@ class Simulation:
         assert await self.queue.acquire("late", self.step, [], 3) is None
         await self.queue.close()
         counts = await self.queue.counts()
-        assert not any(counts[state] for state in OPEN_STATES)
+        assert not any(counts[state] for state in (*OPEN_STATES, "unused"))  # nothing was issued that the run could not train
         assert counts["trained"] == len(self.trained) == self.settings.total_steps * self.settings.rollout_batch_size
         self.done = True
 
