@@ -17,6 +17,7 @@ import os
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -228,6 +229,7 @@ class _Sender:
         # The schema migration of a new database logs a hundred lines through these.
         for name in ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent", "mlflow.store.db"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", module=r"mlflow\.")  # deprecations inside MLflow, none of which a user can act on
         # Appending to the sample table would draw progress bars into the console.
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         from mlflow import MlflowClient
