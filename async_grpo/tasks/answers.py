@@ -55,12 +55,15 @@ def tagged(text: str, tag: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` with balanced braces; None without one."""
-    marker = "\\boxed{"
-    start = text.rfind(marker)
-    if start < 0:
+    r"""Content of the last `\boxed{...}` (or `\fbox{...}`) with balanced braces, or of `\boxed 5`; None without one."""
+    found = max((text.rfind(command), command) for command in ("\\boxed", "\\fbox"))
+    if found[0] < 0:
         return None
-    start += len(marker)
+    start = found[0] + len(found[1])
+    if not text.startswith("{", start):
+        bare = re.match(r"\s+([^\s$]{1,30})", text[start : start + 40])
+        return bare[1] if bare else None
+    start += 1
     depth = 1
     for at in range(start, min(len(text), start + 10 * MAX_ANSWER)):
         depth += {"{": 1, "}": -1}.get(text[at], 0)

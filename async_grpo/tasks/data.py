@@ -61,7 +61,8 @@ def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]
         dataset = load_dataset(name, config or None, split=named_split or split)
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TaskError(f"could not load data set {name!r}, config {config or 'default'!r}, split {named_split or split!r}: {reason}") from error
+        what = f"data set {name!r}, config {config or 'default'!r}, split {named_split or split!r}"
+        raise TaskError(f"could not load {what}: {reason}") from error
     for number, row in enumerate(dataset):
         yield f"row {number}", row
 

@@ -68,6 +68,6 @@ def _prompt(row: dict[str, Any]) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise BadRow("'messages' must be a non-empty list")
     for message in messages:
-        if not isinstance(message, dict) or set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
+        if not isinstance(message, dict) or set(message) != {"role", "content"} or set(map(type, message.values())) != {str}:
             raise BadRow("every entry of 'messages' must have the texts 'role' and 'content'")
     return messages

@@ -8,10 +8,12 @@ the same for every run. Reward `correct`: the data set's score, in [0, 1]; the v
 from __future__ import annotations
 
 import ast
+import math
 import warnings
 from functools import cached_property
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from async_grpo.config import schema
@@ -96,11 +98,14 @@ class ReasoningGym:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with everything that has no Python literal replaced by its text (metadata that scorers do not read)."""
-    if value is None or isinstance(value, str | bool | int | float | complex | bytes):
-        return value
+    """`value` as built-in types that have a Python literal; anything else (metadata that scorers do not read) becomes its text."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(_plain(item) for item in value)
+    for container in (list, tuple, set):
+        if isinstance(value, container):
+            return container(_plain(item) for item in value)
+    if value is None or type(value) in (str, bytes, bool, int) or (type(value) is float and math.isfinite(value)):
+        return value
     return str(value)

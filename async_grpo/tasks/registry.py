@@ -43,7 +43,7 @@ def create_task(settings: schema.Task, seed: int) -> Task:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
-        raise TaskError(f"task.name is {settings.name!r}, but there is no module {error.name!r}; is it in the working directory?") from error
+        raise TaskError(f"task.name is {settings.name!r}, but there is no module {error.name!r} in the working directory") from error
     factory = vars(module).get(class_name)
     if not callable(factory):
         raise TaskError(f"module {module_name} has no class {class_name!r}{_did_you_mean(class_name, vars(module))}")

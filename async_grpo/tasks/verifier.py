@@ -9,6 +9,7 @@ means for the run (`task.verifier.on_error`) is decided by the caller.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -230,10 +231,8 @@ class _Child:
     async def kill(self) -> None:
         """Kill the process and what it started, and wait for its end."""
         if self._process.returncode is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself; wait() below collects it
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it ended by itself; wait() below collects it
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await self._process.wait()
         assert self._process.stdin is not None
