@@ -53,13 +53,17 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "async_grpo.stamp"
 EXTRAS = "tasks,dev"
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 FREE_GB = {"cpu": 6, "gpu": 16}
 PROBE_SECONDS = 180
 INSTALL_SECONDS = 3600
 
-NETWORK = r"dns error|error sending request|Failed to fetch|[Cc]onnection (refused|reset|error)|NewConnectionError|connection broken|ProxyError|timed out|tls handshake"
+NETWORK = (
+    r"dns error|error sending request|Failed to fetch|[Cc]onnection (refused|reset|error|broken)|NewConnectionError|ProxyError|timed out"
+)
 KNOWN_ERRORS = (
-    (NETWORK + "|from versions: none", "a package source could not be reached: check the network, or the proxy and index settings that `pip config list` shows"),
+    (NETWORK + "|from versions: none",
+     "a package source could not be reached: check the network, or the proxy and index settings that `pip config list` shows"),
     (r"No space left on device|os error 28", "the disk is full: free space, or move the checkout to a larger disk"),
     (r"(gcc|cc|c\+\+|g\+\+)['\"`]? failed|unable to execute|No such file or directory: '(gcc|cc)'|CompileError",
      "a package has to be compiled and no working C compiler was found: install one (Debian, Ubuntu: apt install build-essential)"),
@@ -183,7 +187,7 @@ def explain(output: str) -> str:
 
 def detect() -> str:
     """`gpu` where an NVIDIA driver shows a GPU, else `cpu`."""
-    if any(Path("/proc/driver/nvidia/gpus").glob("*")):
+    if any(DRIVER_GPUS.glob("*")):
         return "gpu"
     smi = shutil.which("nvidia-smi") or "/usr/lib/wsl/lib/nvidia-smi"
     if not os.access(smi, os.X_OK):
