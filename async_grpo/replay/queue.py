@@ -39,6 +39,8 @@ SNAPSHOT_VERSION = 1
 class NoSignal(RuntimeError):
     """Too many groups in a row gave nothing to learn from."""
 
+    exit_code = 3
+
 
 class StalenessError(RuntimeError):
     """A token is older than `max_staleness`, or newer than the learner: a bug that ends the run."""
