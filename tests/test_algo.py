@@ -138,6 +138,9 @@ def test_grpo_survives_large_means_and_has_no_signal_in_equal_groups() -> None:
     rewards = torch.tensor([4096.0, 4096.5, 4097.0, 0.1, 0.1, 0.1, 4096.0])
     expected = torch.tensor([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
     close(row_advantages("grpo", rewards, groups), expected, rtol=0, atol=1e-5)
+    nearly = torch.tensor([1.0, 1.0 + 9e-7, 0.0, 2e-6], dtype=F64)
+    value = row_advantages("grpo", nearly, torch.tensor([0, 0, 1, 1]))
+    assert value[:2].tolist() == [0, 0] and value[2] == -value[3] < -0.4
 
 
 def test_advantages_refuse_what_they_cannot_define() -> None:
@@ -265,6 +268,7 @@ def test_clip_bounds_never_widen_with_lag(clip: Clip) -> None:
     constant = clip_bounds(lags.to(F64), Clip(clip.low, clip.high))
     assert lower[0] == constant[0][0] and upper[0] == constant[1][0]
     assert clip_bounds(lags, clip)[0].dtype == torch.float32
+    assert all(torch.equal(aged, fresh) for aged, fresh in zip(clip_bounds(-lags, clip), clip_bounds(0 * lags, clip), strict=True))
 
 
 @given(seed=seeds, low=st.floats(0.05, 0.4), high=st.floats(0.05, 0.6))
