@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -28,7 +28,7 @@ class ArithmeticOptions(schema.Section):
 class Arithmetic:
     """Virtual training set of 2^20 indices (pairs repeat, as the short ones must); needs no data."""
 
-    weights = {"correct": 1.0}
+    weights: ClassVar[dict[str, float]] = {"correct": 1.0}
 
     def __init__(self, settings: schema.Task, seed: int) -> None:
         """`seed` changes the order in which problems are posed, which is not decided here, and nothing else."""

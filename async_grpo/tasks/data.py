@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 
@@ -70,7 +70,7 @@ def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]
 class RowTask(ABC):
     """A task whose problems are rows of `task.train` and `task.eval`. Data are read on first use, never by the constructor."""
 
-    weights: dict[str, float] = {"correct": 1.0}
+    weights: ClassVar[dict[str, float]] = {"correct": 1.0}
 
     def __init__(self, settings: schema.Task, seed: int) -> None:
         """`seed` plays no part: the order of problems is decided by `problem_index`."""

@@ -8,7 +8,7 @@ independent; a right answer without tags is still right.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from async_grpo.config import schema
 from async_grpo.tasks import answers
@@ -22,7 +22,7 @@ _TAGS_IN_ORDER = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 class Gsm8k(RowTask):
     """GSM8K, or any JSONL file of the same form."""
 
-    weights = {"correct": 2.0, "format": 0.8}
+    weights: ClassVar[dict[str, float]] = {"correct": 2.0, "format": 0.8}
 
     def __init__(self, settings: schema.Task, seed: int) -> None:
         super().__init__(settings, seed)

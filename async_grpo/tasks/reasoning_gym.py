@@ -11,7 +11,7 @@ import ast
 import math
 import warnings
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -28,7 +28,7 @@ _MAX_SIZE = 2**30
 class ReasoningGymOptions(PromptOptions):
     dataset: str
     """Name of the data set, e.g. `chain_sum`."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
     """The data set's own parameters, without `seed` and `size`."""
     size: Annotated[int, Field(ge=1, le=_MAX_SIZE)] = 10_000
     """Number of training problems."""
@@ -37,7 +37,7 @@ class ReasoningGymOptions(PromptOptions):
 class ReasoningGym:
     """A procedurally generated reasoning task. A data set with few distinct questions may pose one of them in both parts."""
 
-    weights = {"correct": 1.0}
+    weights: ClassVar[dict[str, float]] = {"correct": 1.0}
 
     def __init__(self, settings: schema.Task, seed: int) -> None:
         self._options = parse_options(ReasoningGymOptions, settings)

@@ -24,6 +24,7 @@ START_TIMEOUT_S = 120.0
 """Longest time a child may take to import the task and be ready."""
 _STOP_TIMEOUT_S = 10.0
 _GRACE_S = 0.2
+_LAST_WORDS_S = 2.0
 _CHUNK_ITEMS = 64
 _CHUNK_BYTES = pipe.MAX_MESSAGE // 2
 _KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG")
@@ -262,7 +263,7 @@ class _Child:
 
     async def _last_words(self) -> str:
         try:
-            async with asyncio.timeout(_GRACE_S):
+            async with asyncio.timeout(_LAST_WORDS_S):
                 code = await self._process.wait()
         except TimeoutError:
             return "the verifier child closed its pipe"
