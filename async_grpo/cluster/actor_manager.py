@@ -1,0 +1,215 @@
+"""Rollout actors: started, watched, replaced.
+
+Runs in: the driver. One slot per engine; a slot holds one process at a time, under an id that is never used twice.
+
+    starting --start()--> joining --weights served--> alive --run() ends or a probe fails--> dead --budget left--> starting
+
+Invariants: the moment an actor is declared dead it leaves the live set and its tickets are forfeited; every death counts against one
+budget, and the run ends with FaultBudgetSpent when that is spent; no process outlives `stop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from async_grpo.cluster.placement import Placement
+from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
+from async_grpo.cluster.session import Session
+from async_grpo.config.schema import Config
+from async_grpo.errors import FaultBudgetSpent
+from async_grpo.weights.base import UNPUBLISHED, Announcement
+
+PROBE_INTERVAL_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass
+class RemoteEngine:
+    """One rollout actor process, as the driver and the coordinator see it."""
+
+    actor_id: str
+    slot: int
+    tensor_parallel_size: int
+    handle: Any
+
+    async def connect(self, payload: dict[str, Any]) -> None:
+        await self.handle.connect.remote(payload)
+
+    async def receive(self, announcement: Announcement) -> dict[str, float]:
+        return await self.handle.receive.remote(announcement)
+
+    async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
+        return await self.handle.probe_sequences.remote()
+
+
+Join = Callable[[RemoteEngine, Callable[[], None]], Awaitable[None]]
+
+
+class ActorManager:
+    """All rollout actors of a run. `on_fatal` is told once when the run cannot go on."""
+
+    def __init__(
+        self, config: Config, *, session: Session, placement: Placement, queue: Any, model_dir: str, backend: str,
+        on_fatal: Callable[[BaseException], None], note: Callable[[str], None],
+    ) -> None:
+        self._config, self._session, self._placement, self._queue = config, session, placement, queue
+        self._model_dir, self._backend, self._on_fatal, self._note = model_dir, backend, on_fatal, note
+        self._alive: list[RemoteEngine] = []
+        self._incarnations = [0] * len(placement.engines)
+        self._options: list[dict[str, Any]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._join: Join | None = None
+        self._stopping = False
+        self.restarts = 0
+        self.deaths: list[str] = []
+
+    async def start(self, *, colocated_options: list[dict[str, Any]] | None = None) -> None:
+        """Start one actor per slot and wait until all of them have loaded their engine."""
+        slots, timeout_s = list(self._placement.engines), self._config.cluster.resources_timeout_s
+        if colocated_options is not None:
+            self._options = colocated_options
+        else:
+            self._options = [option for slot in slots for option in await self._session.reserve([slot], timeout_s=timeout_s)]
+        engines = [self._create(index) for index in range(len(slots))]
+        await asyncio.gather(*[self._load(engine) for engine in engines])
+        self._alive = engines
+
+    def begin(self, join: Join) -> None:
+        """Let every actor produce groups, and watch them. `join(engine, admit)` brings a newcomer to the live weights."""
+        self._join = join
+        for engine in self._alive:
+            self._spawn(self._watch(engine))
+        self._spawn(self._probe())
+
+    def alive(self) -> Sequence[RemoteEngine]:
+        """Engines that hold or may be given tickets."""
+        return tuple(self._alive)
+
+    async def drop(self, actor_id: str, error: BaseException) -> None:
+        """Declare an actor dead: forfeit its tickets, kill what is left of it, start another in its slot."""
+        engine = next((engine for engine in self._alive if engine.actor_id == actor_id), None)
+        if engine is None or self._stopping:
+            return
+        self._alive.remove(engine)
+        await self._queue.forfeit.remote(actor_id)
+        ray.kill(engine.handle)
+        self._spawn(self._replace(engine, error))
+
+    async def evaluate(self, *, total: int, greedy: bool, samples: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Held-out accuracy over `total` problems, shared out over the living engines; and about `samples` of them as text."""
+        engines = self.alive()
+        if not engines:
+            raise FaultBudgetSpent("no rollout actor is alive to evaluate with")
+        parts = [list(range(index, total, len(engines))) for index in range(len(engines))]
+        share = -(-samples // len(engines))
+        calls = [
+            engine.handle.evaluate.remote(indices=part, total=total, greedy=greedy, samples=share)
+            for engine, part in zip(engines, parts, strict=True)
+        ]
+        results = await asyncio.wait_for(asyncio.gather(*calls), self._config.evaluation.timeout_s)
+        sums = {name: sum(result[name] for result, _ in results) for name in results[0][0]}
+        shown = [row for _, rows in results for row in rows]
+        return sums | {"accuracy": sums["correct"] / max(1.0, sums["problems"])}, shown
+
+    async def counters(self) -> dict[str, float]:
+        """Sums of the living actors' counters since their start."""
+        answers = await asyncio.gather(*[engine.handle.health.remote() for engine in self.alive()], return_exceptions=True)
+        good = [answer for answer in answers if isinstance(answer, dict)]
+        return {name: sum(answer.get(name, 0.0) for answer in good) for name in {name for answer in good for name in answer}}
+
+    async def stop(self) -> None:
+        """Stop all actors and their engines; one that does not answer within its deadline is killed."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        closing = [engine.handle.close.remote() for engine in self._alive]
+        if closing:
+            await asyncio.wait([asyncio.ensure_future(_settled(call)) for call in closing], timeout=CLOSE_TIMEOUT_S)
+        for engine in self._alive:
+            ray.kill(engine.handle)
+        self._alive = []
+
+    def _create(self, slot: int) -> RemoteEngine:
+        actor_id = f"actor-{slot}.{self._incarnations[slot]}"
+        self._incarnations[slot] += 1
+        actor = ray.remote(RolloutProcess).options(max_concurrency=MAX_CALLS, **self._options[slot])
+        handle = actor.remote(
+            self._config, actor_id=actor_id, queue=self._queue, model_dir=self._model_dir, device=self._placement.device,
+            cores=self._placement.engines[slot].cores,
+        )
+        return RemoteEngine(actor_id, slot, self._config.cluster.engine.tensor_parallel_size, handle)
+
+    async def _load(self, engine: RemoteEngine) -> None:
+        await asyncio.wait_for(
+            engine.handle.start.remote(backend=self._backend, label=UNPUBLISHED), self._config.watchdog.start_timeout_s
+        )
+
+    async def _watch(self, engine: RemoteEngine) -> None:
+        try:
+            await engine.handle.run.remote()
+        except ray.exceptions.RayError as error:
+            await self.drop(engine.actor_id, error)
+
+    async def _probe(self) -> None:
+        timeout_s = self._config.watchdog.probe_timeout_s
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            for engine in self.alive():
+                try:
+                    await asyncio.wait_for(engine.handle.health.remote(), timeout_s)
+                except TimeoutError:
+                    await self.drop(engine.actor_id, TimeoutError(f"no answer to a probe within watchdog.probe_timeout_s = {timeout_s:g} s"))
+                except ray.exceptions.RayError as error:
+                    await self.drop(engine.actor_id, error)
+
+    async def _replace(self, dead: RemoteEngine, error: BaseException) -> None:
+        cause = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+        self.deaths.append(f"{dead.actor_id}: {cause}")
+        while True:
+            if self.restarts >= self._config.cluster.restart_budget:
+                self._on_fatal(FaultBudgetSpent(
+                    f"rollout actors died {len(self.deaths)} times, more than cluster.restart_budget = "
+                    f"{self._config.cluster.restart_budget} allows; the last: {self.deaths[-1]}"
+                ))
+                return
+            self.restarts += 1
+            started = time.monotonic()
+            engine = self._create(dead.slot)
+            self._note(f"{dead.actor_id} died ({cause}); its groups are issued again, {engine.actor_id} takes its place")
+            try:
+                await self._load(engine)
+                assert self._join is not None, "begin() comes before any replacement"
+                await self._join(engine, lambda engine=engine: self._alive.append(engine))
+            except (TimeoutError, ray.exceptions.RayError) as failure:
+                ray.kill(engine.handle)
+                cause = f"{type(failure).__name__} while starting {engine.actor_id}"
+                self.deaths.append(cause)
+                continue
+            self._note(f"{engine.actor_id} serves the live weights after {time.monotonic() - started:.0f} s")
+            self._spawn(self._watch(engine))
+            return
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._stopping:
+            self._on_fatal(task.exception())
+
+
+async def _settled(call: Any) -> None:
+    try:
+        await call
+    except ray.exceptions.RayError:
+        pass  # it is being stopped; dead already is just as good

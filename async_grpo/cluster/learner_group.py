@@ -1,0 +1,138 @@
+"""The learner ranks as one object: the same calls for 1 or M ranks.
+
+Runs in: the driver. Hides how many ranks there are: a call goes to all of them and returns when all are done; rank metrics are merged
+as sums and counts. Invariant: every collective call is made on every rank; a rank that dies ends the call with FaultBudgetSpent, since
+the others would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from async_grpo.batching import RankPlan
+from async_grpo.cluster.placement import Placement
+from async_grpo.cluster.processes import LearnerProcess
+from async_grpo.cluster.session import Session
+from async_grpo.config.schema import Config
+from async_grpo.errors import FaultBudgetSpent, Stalled
+from async_grpo.weights.base import Announcement
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class LearnerGroup:
+    """M DeepSpeed ranks. Build it with `await LearnerGroup.start(...)`."""
+
+    def __init__(self, config: Config, handles: list[Any], *, address: str) -> None:
+        self._config, self._handles, self._address = config, handles, address
+        self.state: dict[str, Any] | None = None
+        """What the checkpoint held that the learner resumed from."""
+
+    @classmethod
+    async def start(
+        cls, config: Config, *, session: Session, placement: Placement, queue: Any, model_dir: str, backend: str, key: str,
+        total_updates: int, checkpoint: str | None,
+    ) -> LearnerGroup:
+        """Start all ranks and load the model, or the checkpoint."""
+        slots = list(placement.learners)
+        options = await session.reserve(slots, timeout_s=config.cluster.resources_timeout_s)
+        actor = ray.remote(LearnerProcess)
+        handles = [
+            actor.options(**option).remote(config, rank=rank, cores=slot.cores, queue=queue)
+            for rank, (slot, option) in enumerate(zip(slots, options, strict=True))
+        ]
+        deadline = config.watchdog.start_timeout_s
+        master = await cls._within(handles[0].address.remote(), deadline, "starting the learner")
+        group = cls(config, handles, address=master[0])
+        setup = dict(
+            master=master, model_dir=model_dir, device=placement.device, backend=backend, key=key, total_updates=total_updates,
+            checkpoint=checkpoint,
+        )
+        states = await group._all("setup", timeout_s=deadline, **setup)
+        group.state = states[0]
+        return group
+
+    async def begin(self, plans: Sequence[RankPlan]) -> None:
+        """Start a learner step: every rank fetches its rows."""
+        await self._each("call", [("begin", plan) for plan in plans])
+
+    async def update(self, index: int) -> None:
+        """One optimizer step."""
+        await self._all("call", "update", index)
+
+    async def end(self) -> list[dict[str, Any]]:
+        """End the step; metrics of each rank on the wire form of MetricSums."""
+        return await self._all("call", "end")
+
+    async def save(self, directory: str, state: dict[str, Any]) -> None:
+        """Write a checkpoint of all ranks into `directory`."""
+        await self._all("call", "save", directory, state)
+
+    async def export(self, directory: str) -> None:
+        """Write the model in Hugging Face format into `directory`."""
+        await self._all("call", "export", directory)
+
+    async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+        """Prepare the transport for these engines; one init payload per engine."""
+        return (await self._all("send", "connect", self._address, tensor_parallel_sizes))[0]
+
+    async def rendezvous(self) -> None:
+        """Complete the transport's group, while the engines connect."""
+        await self._all("send", "rendezvous")
+
+    async def stage(self, label: str) -> Announcement:
+        """Copy the weights out of the model."""
+        return (await self._all("send", "stage", label, timeout_s=self._config.weight_sync.deadlines.stage_s))[0]
+
+    async def send(self) -> None:
+        """Push staged weights, for transports that push."""
+        await self._all("send", "send", timeout_s=self._config.weight_sync.deadlines.receive_s)
+
+    async def perturb(self, *, scale: float, seed: int) -> None:
+        """Change the weights visibly until `restore_weights`."""
+        await self._all("perturb", scale=scale, seed=seed)
+
+    async def restore_weights(self) -> None:
+        """Undo `perturb`."""
+        await self._all("restore_weights")
+
+    async def logprobs(self, sequences: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+        """Log-probs of (prompt, response) token lists under the current weights."""
+        return (await self._all("call", "logprobs", sequences))[0]
+
+    async def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return await self._all("pid")
+
+    async def stop(self) -> None:
+        """Stop the ranks; one that does not answer within its deadline is killed."""
+        try:
+            await asyncio.wait_for(asyncio.gather(*[handle.close.remote() for handle in self._handles]), CLOSE_TIMEOUT_S)
+        except (TimeoutError, ray.exceptions.RayError):
+            pass  # killed below either way
+        finally:
+            for handle in self._handles:
+                ray.kill(handle)
+
+    async def _all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        return await self._each(method, [args] * len(self._handles), timeout_s=timeout_s, **kwargs)
+
+    async def _each(self, method: str, arguments: Sequence[tuple], *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        deadline = timeout_s if timeout_s is not None else self._config.watchdog.step_timeout_s
+        calls = [getattr(handle, method).remote(*args, **kwargs) for handle, args in zip(self._handles, arguments, strict=True)]
+        what = f"the learner's {' '.join([method, *[arg for arg in arguments[0] if isinstance(arg, str)][:1]])}"
+        return await self._within(asyncio.gather(*calls), deadline, what)
+
+    @staticmethod
+    async def _within(work: Any, seconds: float, what: str) -> Any:
+        try:
+            return await asyncio.wait_for(work, seconds)
+        except TimeoutError as error:
+            raise Stalled(f"{what} did not finish within {seconds:g} s") from error
+        except ray.exceptions.RayActorError as error:
+            raise FaultBudgetSpent(f"a learner rank died during {what}: {error}") from error

@@ -1,0 +1,137 @@
+"""The classes that Ray runs: thin shells around plain ones.
+
+Runs in: the queue's process, rollout actors, learner ranks. A shell adds what only Ray can give: handles to other actors as ordinary
+clients, packing of byte buffers for out-of-band transport, and environment variables before a library reads them.
+
+All calls of one actor run on one event loop (or one thread, in a learner rank). Ray gives every concurrency group a thread and a loop
+of its own, which an asyncio object does not survive; so there are no groups, and a limit that waiting calls cannot reach instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from async_grpo.config.schema import Config
+from async_grpo.replay.queue import ReplayQueue, Verdict
+from async_grpo.replay.rules import QueueSettings
+from async_grpo.rollout_actor import RolloutActor
+from async_grpo.wire import Buffer, GroupTicket, pack_frames, unpack_frames
+
+MAX_CALLS = 10_000
+CALL_TIMEOUT_S = 60.0
+
+
+class QueueProcess(ReplayQueue):
+    """The replay queue as an actor: frames arrive as one array."""
+
+    def __init__(self, settings: QueueSettings, snapshot: dict[str, Any] | None) -> None:
+        super().__init__(settings)
+        if snapshot is not None:
+            vars(self).update(vars(ReplayQueue.restore(settings, snapshot)))
+
+    async def put_packed(self, actor_id: str, packed: np.ndarray) -> list[Verdict]:
+        """`put` of the frames in one packed array."""
+        return await self.put(actor_id, list(unpack_frames(packed)))
+
+
+class QueueHandle:
+    """The queue as a rollout actor sees it; every call has a deadline."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def acquire(self, actor_id: str, serving_version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket] | None:
+        return await _call(self._handle.acquire.remote(actor_id, serving_version, holding, want))
+
+    async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
+        return await _call(self._handle.put_packed.remote(actor_id, pack_frames(frames)))
+
+    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str) -> None:
+        await _call(self._handle.fail.remote(actor_id, tickets, reason))
+
+
+class RolloutProcess(RolloutActor):
+    """A rollout actor whose queue is a Ray actor."""
+
+    def __init__(self, config: Config, *, actor_id: str, queue: Any, model_dir: str, device: str, cores: Sequence[int]) -> None:
+        super().__init__(config, actor_id=actor_id, queue=QueueHandle(queue), model_dir=model_dir, device=device, cores=cores)
+
+    async def pid(self) -> int:
+        """Process id, for tests and post-mortems."""
+        return os.getpid()
+
+
+class LearnerProcess:
+    """One learner rank: the learner, its half of the weight transport, and its place in the process group."""
+
+    def __init__(self, config: Config, *, rank: int, cores: Sequence[int], queue: Any) -> None:
+        if cores:
+            os.sched_setaffinity(0, cores)
+            os.environ["OMP_NUM_THREADS"] = str(len(cores))
+        self._config, self._rank, self._queue = config, rank, queue
+
+    def address(self) -> tuple[str, int]:
+        """This rank's address and a free port, for the rendezvous of the group."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def setup(
+        self, *, master: tuple[str, int], model_dir: str, device: str, backend: str, key: str, total_updates: int, checkpoint: str | None
+    ) -> dict[str, Any] | None:
+        """Join the group, load the model (and the checkpoint, whose state is returned)."""
+        os.environ.update(
+            RANK=str(self._rank), WORLD_SIZE=str(self._config.learner.ranks), LOCAL_RANK="0",
+            MASTER_ADDR=master[0], MASTER_PORT=str(master[1]),
+        )
+        from async_grpo.learner.learner import Learner
+        from async_grpo.weights.sender import make_sender
+
+        self._learner = Learner(
+            self._config, model_dir=model_dir, fetch=self._fetch, device="cpu" if device == "cpu" else "cuda:0", total_updates=total_updates
+        )
+        state = self._learner.load(checkpoint) if checkpoint is not None else None
+        self._sender = make_sender(backend, self._learner, key=key)
+        self._perturbation: Any = None
+        return state
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the learner."""
+        return getattr(self._learner, name)(*args, **kwargs)
+
+    def send(self, name: str, *args: Any) -> Any:
+        """Call a method of the weight sender."""
+        return getattr(self._sender, name)(*args)
+
+    def perturb(self, *, scale: float, seed: int) -> None:
+        """Change the weights visibly until `restore_weights`."""
+        self._perturbation = self._learner.perturbed(scale=scale, seed=seed)
+        self._perturbation.__enter__()
+
+    def restore_weights(self) -> None:
+        """Undo `perturb`, bit for bit."""
+        self._perturbation.__exit__(None, None, None)
+        self._perturbation = None
+
+    def pid(self) -> int:
+        """Process id, for tests and post-mortems."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Free the transport and leave the process group."""
+        self._sender.close()
+        self._learner.close()
+
+    def _fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
+        return ray.get(self._queue.payload.remote(step, list(group_ids)), timeout=CALL_TIMEOUT_S)
+
+
+async def _call(reference: Any) -> Any:
+    return await asyncio.wait_for(reference, CALL_TIMEOUT_S)

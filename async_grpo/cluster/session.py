@@ -1,0 +1,107 @@
+"""The connection to Ray: join a cluster or start one, see its nodes, reserve places.
+
+Runs in: the driver. Hides how Ray is started and what its placement groups are called.
+
+Invariant: a cluster that was joined is left as it was found; one that was started here ends with `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from async_grpo.cluster.placement import Node, Placement, PlacementError, Slot, describe, place
+from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
+
+POLL_S = 1.0
+
+
+@dataclass
+class Session:
+    """A Ray connection. `local` tells whether the cluster was started here."""
+
+    local: bool
+    _groups: list[PlacementGroup] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, *, processes: int) -> Session:
+        """Join the cluster of RAY_ADDRESS (set inside a Ray job), otherwise start one on loopback with room for `processes`."""
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        joined = bool(os.environ.get("RAY_ADDRESS"))
+        options: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.WARNING)
+        if joined:
+            ray.init(address="auto", **options)
+        else:
+            cpus = max(os.cpu_count() or 1, processes)
+            # Ray replaces a loopback address by the machine's own unless it believes that it cannot form clusters.
+            ray_constants.ENABLE_RAY_CLUSTER = False
+            logging.getLogger("ray").setLevel(logging.ERROR)  # it announces its token authentication as a warning
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+        return cls(local=not joined)
+
+    def nodes(self) -> list[Node]:
+        """Living nodes, the driver's first."""
+        own = ray.get_runtime_context().get_node_id()
+        nodes = [
+            Node(
+                node_id=node["NodeID"], address=node["NodeManagerAddress"], cpus=node["Resources"].get("CPU", 0.0),
+                gpus=node["Resources"].get("GPU", 0.0), cores=tuple(sorted(os.sched_getaffinity(0))) if node["NodeID"] == own else (),
+            )
+            for node in ray.nodes() if node["Alive"]
+        ]
+        return sorted(nodes, key=lambda node: (node.node_id != own, node.node_id))
+
+    async def wait_for_room(self, config: Config) -> Placement:
+        """The placement, as soon as the cluster has room for it. Raises SetupError at `cluster.resources_timeout_s`."""
+        deadline = time.monotonic() + config.cluster.resources_timeout_s
+        while True:
+            nodes = self.nodes()
+            try:
+                return place(config, nodes)
+            except PlacementError as error:
+                growing = not self.local and time.monotonic() < deadline
+                if not growing:
+                    raise SetupError(str(error)) from error
+            await asyncio.sleep(POLL_S)
+
+    async def reserve(self, slots: list[Slot], *, timeout_s: float) -> list[dict[str, Any]]:
+        """Reserve one bundle per slot on its node; returns Ray actor options per slot. Raises SetupError at the deadline."""
+        bundles = [{"CPU": slot.cpus, **({"GPU": float(-(-slot.gpus // 1))} if slot.gpus else {})} for slot in slots]
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=[{"ray.io/node-id": slot.node_id} for slot in slots])
+        try:
+            await asyncio.wait_for(group.ready(), timeout_s)
+        except TimeoutError as error:
+            remove_placement_group(group)
+            raise SetupError(
+                f"the cluster did not free {bundles} within cluster.resources_timeout_s = {timeout_s:g} s; it has {describe(self.nodes())}"
+            ) from error
+        self._groups.append(group)
+        return [
+            {
+                "num_cpus": slot.cpus, "num_gpus": slot.gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            }
+            for index, slot in enumerate(slots)
+        ]
+
+    def on_this_node(self) -> dict[str, Any]:
+        """Ray actor options for a process beside the driver that needs no reserved resources."""
+        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)}
+
+    def close(self) -> None:
+        """Free the reservations and disconnect; a cluster started here ends."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
+        ray.shutdown()

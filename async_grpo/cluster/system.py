@@ -1,0 +1,186 @@
+"""All processes of a run, started in parallel and taken down in order.
+
+Runs in: the driver. The composition root: it gives the plain parts (loop, coordinator) the Ray-backed ones (queue, actor manager,
+learner group). Start-up is a race on purpose: the engines need longest, so the learner loads beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from async_grpo.cluster.actor_manager import ActorManager
+from async_grpo.cluster.learner_group import LearnerGroup
+from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, QueueProcess
+from async_grpo.cluster.session import Session
+from async_grpo.config.schema import Config
+from async_grpo.loop import Loop
+from async_grpo.replay.rules import QueueSettings
+from async_grpo.weights.coordinator import Coordinator
+from async_grpo.weights.sender import resolve_backend
+from async_grpo.weights.shared_memory import remove_segments
+from async_grpo.wire import Batch
+
+SPARE_PROCESSES = 1
+
+
+class QueueClient:
+    """The queue as the loop sees it."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def get_batch(self, step: int) -> Batch | None:
+        return await self._call(self._handle.get_batch.remote(step))
+
+    async def metrics(self) -> dict[str, float]:
+        return await self._call(self._handle.metrics.remote())
+
+    async def live(self, version: int) -> None:
+        await self._call(self._handle.live.remote(version))
+
+    async def counts(self) -> dict[str, int]:
+        return await self._call(self._handle.counts.remote())
+
+    async def history(self, group_ids: list[int]) -> dict[int, dict[str, Any]]:
+        return await self._call(self._handle.history.remote(group_ids))
+
+    async def snapshot(self) -> dict[str, Any]:
+        return await self._call(self._handle.snapshot.remote())
+
+    async def close(self) -> None:
+        await self._call(self._handle.close.remote())
+
+    @staticmethod
+    async def _call(reference: Awaitable[Any]) -> Any:
+        return await asyncio.wait_for(reference, CALL_TIMEOUT_S)
+
+
+class System:
+    """Queue, rollout actors, learner ranks, coordinator and loop of one run."""
+
+    def __init__(self, config: Config, *, total_steps: int, weights: dict[str, float], key: str) -> None:
+        self._config, self._total_steps, self._weights, self._key = config, total_steps, weights, key
+        self._session: Session | None = None
+        self.actors: ActorManager | None = None
+        self.learner: LearnerGroup | None = None
+        self.loop: Loop | None = None
+        self.device = ""
+        self.model_dir = ""
+        self._producing = False
+
+    def connect(self) -> None:
+        """Join or start Ray; from the main thread, since Ray installs signal handlers."""
+        actors = self._config.cluster.rollout_actors
+        processes = self._config.learner.ranks + (actors.max or actors.min) + SPARE_PROCESSES
+        self._session = Session.open(processes=processes)
+
+    async def start(
+        self, *, model_dir: str, checkpoint: str | None, snapshot: dict[str, Any] | None, steps_done: int,
+        log: Callable[[int, dict[str, float]], None], note: Callable[[str], None],
+    ) -> None:
+        """Start all processes and load model and checkpoint."""
+        assert self._session is not None, "connect() comes first"
+        config, session = self._config, self._session
+        self.model_dir = model_dir
+        placement = await session.wait_for_room(config)
+        self.device = placement.device
+        backend = resolve_backend(config, device=placement.device)
+        queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **session.on_this_node())
+        self._queue_handle = queue.remote(self._queue_settings(steps_done), snapshot)
+        self.queue = QueueClient(self._queue_handle)
+        self.actors = ActorManager(
+            config, session=session, placement=placement, queue=self._queue_handle, model_dir=model_dir, backend=backend,
+            on_fatal=self._fail, note=note,
+        )
+        updates = self._total_steps * config.updates_per_step
+        starting = LearnerGroup.start(
+            config, session=session, placement=placement, queue=self._queue_handle, model_dir=model_dir, backend=backend, key=self._key,
+            total_updates=updates, checkpoint=checkpoint,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.actors.start())
+            learner = tasks.create_task(starting)
+        self.learner = learner.result()
+        self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live)
+        self.loop = Loop(
+            config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
+            total_steps=self._total_steps, steps_done=steps_done, log=log,
+        )
+
+    async def open_weights(self) -> dict[str, float]:
+        """Connect the transport, check it, and make the learner's version live."""
+        return await self.coordinator.start(self.loop.steps_done)
+
+    async def step(self) -> dict[str, float]:
+        """One learner step; the first one lets the actors produce."""
+        if not self._producing:
+            self._producing = True
+            self.actors.begin(self.coordinator.join)
+        return await self.loop.step()
+
+    async def settle(self) -> None:
+        """Wait until the newest weights are live."""
+        await self.loop.finish()
+
+    async def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Held-out metrics of the live weights (no publication is under way meanwhile), and a few samples."""
+        await self.settle()
+        settings, out = self._config.evaluation, {}
+        greedy, samples = await self.actors.evaluate(
+            total=settings.max_samples, greedy=True, samples=self._config.tracking.sample_rows
+        )
+        out |= {"eval/accuracy_greedy": greedy["accuracy"], "eval/problems": greedy["problems"], "eval/errors": greedy["errors"]}
+        if settings.sampled:
+            sampled, _ = await self.actors.evaluate(total=settings.max_samples, greedy=False, samples=0)
+            out |= {"eval/accuracy_sampled": sampled["accuracy"]}
+        return out, samples
+
+    async def save(self, directory: Path) -> dict[str, Any]:
+        """Write the learner's checkpoint and the exported model into `directory`; the queue's snapshot is returned."""
+        await self.settle()
+        snapshot = await self.queue.snapshot()
+        await self.learner.save(str(directory / "learner"), {"step": self.steps_done})
+        await self.learner.export(str(directory / "hf"))
+        return snapshot
+
+    async def stop(self) -> None:
+        """Close the queue, stop actors and learner. Every part is stopped whatever happens to the others."""
+        if self.loop is not None:
+            await self.queue.close()
+        parts = [part for part in (self.actors, self.learner) if part is not None]
+        results = await asyncio.gather(*[part.stop() for part in parts], return_exceptions=True)
+        remove_segments(self._key)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            raise failures[0]
+
+    def disconnect(self) -> None:
+        """Leave Ray, or end the cluster that was started here."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        remove_segments(self._key)
+
+    @property
+    def steps_done(self) -> int:
+        """Learner steps contained in the weights."""
+        return self.loop.steps_done
+
+    def _fail(self, error: BaseException) -> None:
+        if self.loop is not None:
+            self.loop.fail(error)
+
+    def _queue_settings(self, steps_done: int) -> QueueSettings:
+        config = self._config
+        filters = config.replay.filter_groups
+        return QueueSettings(
+            rollout_batch_size=config.rollout.rollout_batch_size, max_staleness=config.replay.max_staleness,
+            total_steps=self._total_steps, group_size=config.rollout.group_size, max_attempts=config.replay.max_attempts,
+            filter_groups=filters.enable, filter_metric=filters.metric, max_num_gen_batches=filters.max_num_gen_batches,
+            weights=self._weights, trained_steps=steps_done,
+        )

@@ -1,0 +1,208 @@
+"""A vLLM engine that generates groups and takes new weights while it does.
+
+Runs in: rollout actors (vLLM's EngineCore is a child process of theirs). Hides vLLM: its environment switches, request objects,
+log-prob containers, pause and resume. Token-in, token-out: no text enters or leaves.
+
+Invariants: `serving` is the label that new tokens carry; it changes only inside `receive`, between the load and the resume. A response
+keeps its tokens over a publication. Every returned token has a finite log-prob under the distribution it was sampled from and a
+version stamped by the engine; anything else raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_grpo.config.schema import Config
+from async_grpo.weights.base import Announcement, is_version, parse_label
+from async_grpo.wire import VersionSpan
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CPU_KV_CACHE_GB = 0.25
+
+
+class EngineError(RuntimeError):
+    """The engine returned something that must not be trained, or died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One response: token_ids [L] int32, logprobs [L] float32 (processed: temperature included), labels by span of tokens."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    labels: list[tuple[str, int, int]]
+    finish_reason: str
+
+    @property
+    def versions(self) -> list[VersionSpan]:
+        """Policy versions by span. Raises ValueError for a label that is no version: such a response cannot be trained."""
+        return [VersionSpan(parse_label(label), start, end) for label, start, end in self.labels]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample: a subset of vLLM's parameters. `seed` None draws from the engine's own generator."""
+
+    n: int
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+
+class Engine:
+    """One vLLM AsyncLLM. Build it with `await Engine.start(...)`."""
+
+    def __init__(self, llm: AsyncLLM, *, stop_token_ids: Sequence[int], recompute: bool) -> None:
+        self._llm, self._stop_token_ids, self._recompute = llm, list(stop_token_ids), recompute
+        self._requests = 0
+        self.serving = ""
+
+    @classmethod
+    async def start(
+        cls, config: Config, *, model_dir: str, device: str, backend: str, stop_token_ids: Sequence[int], label: str, seed: int
+    ) -> Engine:
+        """Load `model_dir` on `device` (`cpu` or `cuda`), ready for publications over `backend`, serving as `label`."""
+        _set_environment(device)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(**_engine_arguments(config, model_dir=model_dir, device=device, backend=backend, seed=seed))
+        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+        engine = cls(llm, stop_token_ids=stop_token_ids, recompute=config.weight_sync.kv_cache == "recompute")
+        await engine._set_label(label)
+        return engine
+
+    @property
+    def serving_version(self) -> int:
+        """Policy version of the weights it serves; -1 before the first publication and during the self-check."""
+        return parse_label(self.serving) if is_version(self.serving) else -1
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
+        """`sampling.n` responses to one prompt, prompt tokens not included. Cancelling the call aborts the request."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._requests += 1
+        params = SamplingParams(
+            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+            top_k=sampling.top_k, seed=sampling.seed, stop_token_ids=self._stop_token_ids, logprobs=0, flat_logprobs=True,
+            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        # The salt keeps prefix caches of different versions apart.
+        prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": self.serving}
+        final = None
+        async for output in self._llm.generate(prompt, params, f"r{self._requests}"):
+            final = output
+        if final is None or len(final.outputs) != sampling.n:
+            raise EngineError(f"the engine returned {0 if final is None else len(final.outputs)} of {sampling.n} responses")
+        return [_completion(output) for output in sorted(final.outputs, key=lambda output: output.index)]
+
+    async def connect(self, payload: dict[str, Any]) -> None:
+        """Prepare the workers for publications (for NCCL: join the group; blocks until the learner joins too)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=payload))
+
+    async def receive(self, announcement: Announcement) -> dict[str, float]:
+        """Serve the announced weights: pause with requests kept, load, label, resume. Returns seconds by phase.
+
+        When this raises, the engine may hold a mixture of weights and stays paused: its actor must be replaced.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        started = time.perf_counter()
+        await self._llm.pause_generation(mode="keep", clear_cache=self._recompute)
+        paused = time.perf_counter()
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=announcement.payload))
+        await self._llm.finish_weight_update()
+        loaded = time.perf_counter()
+        await self._set_label(announcement.label)
+        await self._llm.resume_generation()
+        resumed = time.perf_counter()
+        return {"pause": paused - started, "load": loaded - paused, "resume": resumed - loaded, "total": resumed - started}
+
+    async def check(self) -> None:
+        """Raise EngineError when the EngineCore process is gone."""
+        try:
+            await self._llm.check_health()
+        except Exception as error:  # vLLM's own types differ by cause; all of them mean the same to the caller
+            raise EngineError(f"the engine is not healthy: {error}") from error
+
+    def close(self) -> None:
+        """Stop the EngineCore process."""
+        self._llm.shutdown()
+
+    async def _set_label(self, label: str) -> None:
+        await self._llm.update_weight_version(label)
+        self.serving = label
+
+
+def stop_tokens(model_dir: str, eos_token_id: int | None) -> list[int]:
+    """Token ids that end a response: the tokenizer's eos and those of the model's generation configuration."""
+    from transformers.utils import cached_file
+
+    ids = set() if eos_token_id is None else {eos_token_id}
+    found = cached_file(model_dir, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    if found is not None:
+        eos = json.loads(Path(found).read_text(encoding="utf-8")).get("eos_token_id")
+        ids |= set(eos) if isinstance(eos, list) else {eos} if eos is not None else set()
+    if not ids:
+        raise ValueError(f"{model_dir} names no end-of-sequence token, so no response could end; add one to its tokenizer")
+    return sorted(ids)
+
+
+def _set_environment(device: str) -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if device == "cpu":
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # keeps the `uni` executor: one EngineCore child, no second worker process
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling small sampler functions would take 18 s at the first request
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _engine_arguments(config: Config, *, model_dir: str, device: str, backend: str, seed: int) -> dict[str, Any]:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    settings, cpu = config.cluster.engine, device == "cpu"
+    dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16"
+    kv_cache_gb = settings.kv_cache_gb if settings.kv_cache_gb is not None else CPU_KV_CACHE_GB if cpu else None
+    arguments: dict[str, Any] = dict(
+        model=model_dir, dtype=dtype, seed=seed, max_model_len=config.rollout.prompt_length + config.rollout.response_length,
+        max_num_seqs=settings.max_num_seqs, skip_tokenizer_init=True, trust_remote_code=config.model.trust_remote_code,
+        logprobs_mode="processed_logprobs", generation_config="vllm", disable_log_stats=True,
+        tensor_parallel_size=settings.tensor_parallel_size, gpu_memory_utilization=settings.gpu_memory_utilization,
+        enforce_eager=cpu if settings.enforce_eager is None else settings.enforce_eager,
+        weight_transfer_config=WeightTransferConfig(backend=backend), worker_extension_cls="async_grpo.weights.worker.WorkerExtension",
+        kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+    )
+    if cpu:
+        arguments |= dict(distributed_executor_backend="uni", block_size=32)
+    return arguments
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    length = len(output.token_ids)
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"a response ended with {output.finish_reason!r}; it is not trained")
+    if output.logprobs is None or len(output.logprobs.logprobs) != length or list(output.logprobs.token_ids) != list(output.token_ids):
+        raise EngineError(f"a response of {length} tokens came without one log-prob per token; it is not trained")
+    labels = [(span.version, span.start, span.end) for span in output.weight_versions or []]
+    return Completion(
+        token_ids=np.asarray(output.token_ids, np.int32), logprobs=np.asarray(output.logprobs.logprobs, np.float32),
+        labels=labels, finish_reason=output.finish_reason,
+    )

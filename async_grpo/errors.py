@@ -1,0 +1,40 @@
+"""Why a run ends, and with which exit code.
+
+Runs in: any process. An exception that ends a run carries its exit code as a class attribute; one without is a bug and exits with 1.
+"""
+
+from __future__ import annotations
+
+EXIT_MEANING = {
+    0: "done",
+    1: "an unexpected error; the traceback above says where",
+    2: "the configuration, an input file or the cluster's resources do not fit",
+    3: "the data has no learning signal left",
+    4: "a process died too often, or one died that cannot be replaced",
+    5: "the run stalled: a wait reached its deadline",
+    6: "a loss or gradient was not finite",
+}
+
+
+class RunError(Exception):
+    """Ends the run in an orderly way with a message for the user."""
+
+    exit_code = 1
+
+
+class SetupError(RunError):
+    """Found out before training: the configuration, the files or the cluster do not fit."""
+
+    exit_code = 2
+
+
+class FaultBudgetSpent(RunError):
+    """More processes died than `cluster.restart_budget` allows, or one died that has no replacement."""
+
+    exit_code = 4
+
+
+class Stalled(RunError):
+    """A wait reached its deadline."""
+
+    exit_code = 5

@@ -1,0 +1,145 @@
+"""The training loop.
+
+Runs in: the driver. Sees ids, lengths, raw rewards and versions, never tokens.
+
+       tickets (group_id, attempt, policy_version)
+     +-------------------------------------------+
+     v                                           |
+    RolloutActor x N  -- groups (msgpack) -->  ReplayQueue  -- metadata -->  loop: plan, row mathematics
+     vLLM engine, verifier children             | owns admission, order       |
+     ^                                          |                             v  begin / update / end
+     |                                          +---- payload -->  Learner rank x M (DeepSpeed): token mathematics
+     +------------- weights, version v -------------------------------------+
+
+One learner step:  take(step) -> plan -> begin -> update x (epochs x minibatches) -> end -> publish(version = step) -> log
+
+Invariants: step numbers start at 1 and the weights after step s are version s; a batch has exactly `rollout_batch_size` groups; nothing
+waits longer than `watchdog.step_timeout_s`, and a failure elsewhere (`fail`) ends every wait at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from async_grpo.algo.metrics import MetricSums
+from async_grpo.batching import RankPlan
+from async_grpo.config.schema import Config
+from async_grpo.errors import Stalled
+from async_grpo.planning import make_plans
+from async_grpo.wire import Batch
+
+POLL_S = 0.005
+
+
+class QueueSide(Protocol):
+    """The queue as the loop sees it."""
+
+    async def get_batch(self, step: int) -> Batch | None: ...
+    async def metrics(self) -> dict[str, float]: ...
+
+
+class LearnerSide(Protocol):
+    """The learner group as the loop sees it."""
+
+    async def begin(self, plans: Sequence[RankPlan]) -> None: ...
+    async def update(self, index: int) -> None: ...
+    async def end(self) -> list[dict[str, Any]]: ...
+
+
+class Publisher(Protocol):
+    """The coordinator as the loop sees it."""
+
+    async def publish(self, version: int) -> float: ...
+    async def refresh(self, version: int) -> None: ...
+    async def wait(self) -> None: ...
+
+
+class Loop:
+    """Trains step by step. `log(step, metrics)` is called after every step."""
+
+    def __init__(
+        self, config: Config, *, queue: QueueSide, learner: LearnerSide, publisher: Publisher, weights: dict[str, float],
+        total_steps: int, steps_done: int, log: Callable[[int, dict[str, float]], None],
+    ) -> None:
+        self._config, self._queue, self._learner, self._publisher = config, queue, learner, publisher
+        self._weights, self.total_steps, self.steps_done, self._log = weights, total_steps, steps_done, log
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.tokens = 0
+        self.lag_sum = self.lag_max = 0.0
+        self.durations: list[float] = []
+        self.seconds: dict[str, float] = {"train": 0.0, "wait": 0.0, "publish": 0.0, "wall": 0.0}
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error at its next wait; the first error wins."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # looked at: nobody may be waiting any more
+
+    async def step(self) -> dict[str, float]:
+        """One learner step; its metrics."""
+        step, started = self.steps_done + 1, time.perf_counter()
+        batch = await self._take(step)
+        taken = time.perf_counter()
+        plans, metrics = make_plans(self._config, batch, self._weights)
+        sums = await self._guard(self._train(plans))
+        trained = time.perf_counter()
+        self.steps_done = step
+        published = 0.0
+        if step % self._config.weight_sync.every_steps == 0:
+            published = await self._guard(self._publisher.publish(step))
+        wall = time.perf_counter() - started
+        metrics |= sums.means() | await self._guard(self._queue.metrics())
+        metrics |= self._times(wall=wall, wait=taken - started, train=trained - taken, publish=published, metrics=metrics)
+        self._log(step, metrics)
+        return metrics
+
+    async def finish(self) -> None:
+        """Wait until the last publication is live."""
+        await self._guard(self._publisher.wait())
+
+    async def _train(self, plans: list[RankPlan]) -> MetricSums:
+        await self._learner.begin(plans)
+        for index in range(len(plans[0].updates)):
+            await self._learner.update(index)
+        sums = MetricSums()
+        for rank in await self._learner.end():
+            sums.merge(MetricSums.from_wire(rank))
+        return sums
+
+    async def _take(self, step: int) -> Batch:
+        timeout_s = self._config.watchdog.step_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            batch = await self._guard(self._queue.get_batch(step))
+            if batch is not None:
+                return batch
+            if time.monotonic() > deadline:
+                counts = {name: int(value) for name, value in (await self._queue.metrics()).items() if value and "/" in name}
+                raise Stalled(f"no batch for learner step {step} within watchdog.step_timeout_s = {timeout_s:g} s; the queue has {counts}")
+            await self._guard(self._publisher.refresh(step - 1))
+            await asyncio.sleep(POLL_S)
+
+    async def _guard(self, work: Awaitable[Any]) -> Any:
+        """The result of `work`, unless the run fails first."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        return self._failure.result()
+
+    def _times(self, *, wall: float, wait: float, train: float, publish: float, metrics: dict[str, float]) -> dict[str, float]:
+        for name, value in (("wall", wall), ("wait", wait), ("train", train), ("publish", publish)):
+            self.seconds[name] += value
+        self.durations.append(wall)
+        self.tokens += int(metrics["rollout/response_tokens"])
+        self.lag_sum += metrics["train/lag_mean"]
+        self.lag_max = max(self.lag_max, metrics["train/lag_max"])
+        return {
+            "time/step": wall, "time/wait": wait, "time/train": train, "time/publish": publish, "time/learner_idle": wait / wall,
+            "train/tokens_per_s": metrics["rollout/response_tokens"] / wall,
+            "replay/lag_mean": metrics["train/lag_mean"], "replay/lag_max": metrics["train/lag_max"],
+        }

@@ -1,0 +1,280 @@
+"""One side of the system: tickets in, scored groups out.
+
+Runs in: rollout actors. Knows nothing of learner steps. The flow of one group:
+
+    ticket -> prompt tokens -> engine: n responses -> verifier children: rewards -> frame -> outbox -> queue.put (batched)
+
+Invariants: a group stays in `holding` until the queue has answered its `put` or `fail`, so nothing that was completed can be lost
+with a message; a group that cannot be completed is failed by name with its reason, and only a dead engine or queue ends `run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from async_grpo.config.schema import Config
+from async_grpo.engine import Completion, Engine, EngineError, Sampling, stop_tokens
+from async_grpo.replay.queue import Verdict
+from async_grpo.tasks.base import Problem, Score
+from async_grpo.tasks.registry import load_task, problem_index
+from async_grpo.tasks.verifier import VerifierError, VerifierPool
+from async_grpo.weights.base import Announcement
+from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, encode_group
+
+POLL_S = 0.02
+HEARTBEAT_S = 0.5
+PROBE_PROMPTS, PROBE_TOKENS = 4, 16
+
+
+class QueueClient(Protocol):
+    """The queue as a rollout actor sees it."""
+
+    async def acquire(self, actor_id: str, serving_version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket] | None: ...
+    async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]: ...
+    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str) -> None: ...
+
+
+class PromptTooLong(ValueError):
+    """A prompt has more tokens than `rollout.prompt_length`."""
+
+
+class RolloutActor:
+    """Generates groups for the tickets it acquires, until the queue closes."""
+
+    def __init__(self, config: Config, *, actor_id: str, queue: QueueClient, model_dir: str, device: str, cores: Sequence[int]) -> None:
+        if cores:
+            os.sched_setaffinity(0, cores)  # before the engine exists: its process inherits the affinity
+        self.actor_id = actor_id
+        self._config, self._queue, self._model_dir, self._device = config, queue, model_dir, device
+        self._cores = set(cores)
+        self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._outbox: list[tuple[GroupTicket, bytes]] = []
+        self._changed = asyncio.Event()
+        self._counts: Counter[str] = Counter()
+
+    async def start(self, *, backend: str, label: str) -> None:
+        """Load tokenizer, task, verifiers and engine, serving as `label`."""
+        from transformers import AutoTokenizer
+
+        config = self._config
+        self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir, trust_remote_code=config.model.trust_remote_code)
+        self._task = load_task(config.task, config.seed)
+        self._verifiers = VerifierPool(config.task, seed=config.seed, cpu=None)
+        starting = asyncio.create_task(self._verifiers.start())
+        self._engine = await Engine.start(
+            config, model_dir=self._model_dir, device=self._device, backend=backend, label=label,
+            stop_token_ids=stop_tokens(self._model_dir, self._tokenizer.eos_token_id), seed=_hash31(config.seed, self.actor_id),
+        )
+        await starting
+
+    async def run(self) -> None:
+        """Produce groups until the queue closes. Raises when the engine or the queue is gone."""
+        capacity = -(-self._config.cluster.engine.max_num_seqs // self._config.rollout.group_size) + 1
+        sender = asyncio.create_task(self._send_outbox())
+        polled = 0.0
+        try:
+            while True:
+                want = max(0, capacity - len(self._groups))
+                if want or time.monotonic() - polled > HEARTBEAT_S:
+                    polled = time.monotonic()
+                    tickets = await self._queue.acquire(self.actor_id, self._engine.serving_version, list(self._groups), want)
+                    if tickets is None:
+                        return
+                    for ticket in tickets:
+                        self._start_group(ticket)
+                    if tickets and want > len(tickets):
+                        continue
+                await self._wait_for_change(POLL_S if want else HEARTBEAT_S)
+                for task in [sender, *self._groups.values()]:
+                    if task.done() and task.exception() is not None:
+                        raise task.exception()
+        finally:
+            pending = [sender, *self._groups.values()]
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            self._groups.clear()
+            self._outbox.clear()
+
+    async def connect(self, payload: dict[str, Any]) -> None:
+        """Prepare the engine for publications."""
+        await self._engine.connect(payload)
+
+    async def receive(self, announcement: Announcement) -> dict[str, float]:
+        """Take and serve the announced weights; seconds by phase."""
+        times = await self._engine.receive(announcement)
+        self._counts["paused_s"] += times["total"]
+        self._changed.set()
+        return times
+
+    async def evaluate(self, *, indices: Sequence[int], total: int, greedy: bool, samples: int) -> tuple[dict[str, float], list[dict]]:
+        """Score one response to each of these held-out problems (of the first `total`): sums over problems, and some of them as text."""
+        problems = self._task.evaluation(total)
+        slots = asyncio.Semaphore(2 * self._config.cluster.engine.max_num_seqs)
+        sampling = self._sampling(n=1, temperature=0.0 if greedy else self._config.rollout.temperature, seed=None)
+
+        async def one(problem: Problem) -> tuple[str, int]:
+            async with slots:
+                [completion] = await self._engine.generate(self._encode(problem), sampling)
+            return self._text(completion), len(completion.token_ids)
+
+        answers = await asyncio.gather(*[one(problems[index]) for index in indices])
+        results = await self._verifiers.score_many(
+            [(text, problems[index].reference) for index, (text, _) in zip(indices, answers, strict=True)]
+        )
+        scores = [score for score in results if isinstance(score, Score)]
+        sums = {
+            "problems": float(len(results)), "tokens": float(sum(length for _, length in answers)),
+            "correct": float(sum((score.verdict or 0.0) >= 1.0 for score in scores)), "errors": float(len(results) - len(scores)),
+        }
+        shown = list(zip(indices, answers, results, strict=True))[:samples]
+        return sums, [
+            {
+                "prompt": problems[index].prompt, "response": text, "tokens": length,
+                **({"rewards": result.rewards, "verdict": result.verdict} if isinstance(result, Score) else {"error": str(result)}),
+            }
+            for index, (text, length), result in shown
+        ]
+
+    async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
+        """A few greedy responses as (prompt, response, log-probs), for the comparison with the learner."""
+        sampling = self._sampling(n=1, temperature=self._config.rollout.temperature, seed=1)
+        sampling = Sampling(n=1, max_tokens=min(sampling.max_tokens, PROBE_TOKENS), temperature=sampling.temperature, seed=1)
+        prompts = [self._encode(problem) for problem in self._task.evaluation(PROBE_PROMPTS)]
+        answers = await asyncio.gather(*[self._engine.generate(prompt, sampling) for prompt in prompts])
+        return [(prompt, answer.token_ids.tolist(), answer.logprobs) for prompt, [answer] in zip(prompts, answers, strict=True)]
+
+    async def health(self) -> dict[str, float]:
+        """Counters since the start; raises when the engine is dead."""
+        await self._engine.check()
+        return {name: float(value) for name, value in self._counts.items()} | {"in_flight": float(len(self._groups))}
+
+    async def close(self) -> None:
+        """Stop the engine and the verifiers."""
+        await self._verifiers.close()
+        self._engine.close()
+
+    def _start_group(self, ticket: GroupTicket) -> None:
+        key = (ticket.group_id, ticket.attempt)
+        if key not in self._groups:
+            self._groups[key] = asyncio.create_task(self._produce(ticket))
+
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+        self._changed.clear()
+
+    async def _produce(self, ticket: GroupTicket) -> None:
+        try:
+            async with asyncio.timeout(self._config.rollout.group_timeout_s):
+                frame = encode_group(await self._group(ticket))
+        except TimeoutError:
+            await self._fail(ticket, f"timeout: no result within rollout.group_timeout_s = {self._config.rollout.group_timeout_s} s")
+        except VerifierError as error:
+            if self._config.task.verifier.on_error == "fail":
+                raise
+            await self._fail(ticket, f"verifier: {error}")
+        except (EngineError, WireError, PromptTooLong) as error:
+            await self._engine.check()  # a dead engine ends the run of this actor instead of failing group after group
+            await self._fail(ticket, f"{type(error).__name__}: {error}")
+        else:
+            self._outbox.append((ticket, frame))
+            self._changed.set()
+            self._outbox_event.set()
+
+    async def _group(self, ticket: GroupTicket) -> Group:
+        config, started = self._config, time.time()
+        problem = self._task.train(problem_index(config.seed, self._task.fingerprint, ticket.group_id, len(self._task)))
+        prompt_ids = self._encode(problem)
+        seed = _hash63(config.seed, ticket.group_id) if config.seeded else None
+        sampling = self._sampling(n=config.rollout.group_size, temperature=config.rollout.temperature, seed=seed)
+        completions = await self._engine.generate(prompt_ids, sampling)
+        generated = time.time()
+        scores = await self._score(problem, completions)
+        self._counts["groups"] += 1
+        self._counts["tokens"] += sum(len(completion.token_ids) for completion in completions)
+        rollouts = [
+            Rollout(
+                response_ids=completion.token_ids, behavior_logprobs=completion.logprobs,
+                loss_mask=np.ones(len(completion.token_ids), np.uint8), versions=completion.versions,
+                rewards=score.rewards, verdict=score.verdict, finish_reason=completion.finish_reason,
+            )
+            for completion, score in zip(completions, scores, strict=True)
+        ]
+        return Group(
+            group_id=ticket.group_id, attempt=ticket.attempt, policy_version=ticket.policy_version, actor_id=self.actor_id,
+            prompt_ids=np.asarray(prompt_ids, np.int32), rollouts=rollouts,
+            times={"started": started, "generated": generated, "scored": time.time()},
+        )
+
+    async def _score(self, problem: Problem, completions: list[Completion]) -> list[Score]:
+        results = await self._verifiers.score_many([(self._text(completion), problem.reference) for completion in completions])
+        scores = []
+        for result in results:
+            if isinstance(result, VerifierError):
+                self._counts["verifier_errors"] += 1
+                if self._config.task.verifier.on_error != "zero":
+                    raise result
+                result = Score(rewards={name: 0.0 for name in self._task.weights}, verdict=0.0)
+            scores.append(result)
+        return scores
+
+    async def _send_outbox(self) -> None:
+        """Put whatever is ready in one call; what comes meanwhile goes with the next."""
+        self._outbox_event = asyncio.Event()
+        while True:
+            await self._outbox_event.wait()
+            self._outbox_event.clear()
+            batch = list(self._outbox)
+            if not batch:
+                continue
+            verdicts = await self._queue.put(self.actor_id, [frame for _, frame in batch])
+            for verdict in verdicts:
+                self._counts[f"put_{verdict.status}"] += 1
+            del self._outbox[: len(batch)]
+            for ticket, _ in batch:
+                self._groups.pop((ticket.group_id, ticket.attempt), None)
+            self._changed.set()
+
+    async def _fail(self, ticket: GroupTicket, reason: str) -> None:
+        self._counts["failed"] += 1
+        await self._queue.fail(self.actor_id, [ticket], reason)
+        self._groups.pop((ticket.group_id, ticket.attempt), None)
+        self._changed.set()
+
+    def _sampling(self, *, n: int, temperature: float, seed: int | None) -> Sampling:
+        rollout = self._config.rollout
+        return Sampling(
+            n=n, max_tokens=rollout.response_length, temperature=temperature, top_p=rollout.top_p, top_k=rollout.top_k, seed=seed
+        )
+
+    def _encode(self, problem: Problem) -> list[int]:
+        if isinstance(problem.prompt, str):
+            ids = self._tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self._tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        if len(ids) > self._config.rollout.prompt_length:
+            raise PromptTooLong(f"a prompt has {len(ids)} tokens, rollout.prompt_length is {self._config.rollout.prompt_length}")
+        return list(ids)
+
+    def _text(self, completion: Completion) -> str:
+        return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
+def _hash63(*parts: object) -> int:
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _hash31(*parts: object) -> int:
+    return _hash63(*parts) >> 32

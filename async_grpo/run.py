@@ -1,0 +1,102 @@
+"""The command line: `python -m async_grpo.run configs/quickstart.yaml [section.key=value ...]`.
+
+Runs in: the driver. Exit codes: see `async_grpo.errors`. The last line of the output names the code and its meaning, because
+`ray job` reports only success or failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+
+from async_grpo.config.load import ConfigError, load_config
+from async_grpo.console import Console
+from async_grpo.errors import EXIT_MEANING, RunError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what the YAML file says; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m async_grpo.run", description="Asynchronous GRPO training from one YAML file.")
+    parser.add_argument("config", help="YAML file, for example configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace those of the file")
+    arguments = parser.parse_args(argv)
+    console = Console()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        trainer = config.build()
+        trainer.check()
+    except (ConfigError, RunError) as error:
+        return _end(console, 2, str(error))
+    return _train(trainer, console)
+
+
+def _train(trainer, console: Console) -> int:  # noqa: ANN001 - Trainer, which is imported only after the configuration is checked
+    from async_grpo.summary import summarise
+
+    status, code, message = "FAILED", 1, ""
+    try:
+        _on_signal(trainer, console)
+        trainer.start()
+        _on_signal(trainer, console)  # again: Ray installs a handler of its own
+        if trainer.config.evaluation.before and trainer.steps_done == 0:
+            trainer.evaluate()
+        trainer.train()
+        if not trainer.stop_requested:
+            trainer.evaluate()
+        final = trainer.save()
+        rows = summarise(trainer, final)
+        trainer.stop("KILLED" if trainer.stop_requested else "FINISHED")
+        console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
+        status, code = "FINISHED", 0
+    except RunError as error:
+        code, message = error.exit_code, str(error)
+    except Exception as error:  # every error ends the run; those that carry an exit code are explained, the others are bugs
+        code, message = _explained(error)
+    finally:
+        if status == "FAILED":
+            trainer.stop("FAILED")
+    return _end(console, code, message)
+
+
+def _explained(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of an error, through the layers that a remote call or a task group put around it."""
+    seen: list[BaseException] = [error]
+    while seen:
+        current = seen.pop(0)
+        if isinstance(current, BaseExceptionGroup):
+            seen.extend(current.exceptions)
+        cause = getattr(current, "cause", None)
+        for candidate in (cause, current):
+            code = getattr(candidate, "exit_code", None)
+            if isinstance(code, int):
+                return code, str(candidate)
+    traceback.print_exception(error)
+    return 1, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _on_signal(trainer, console: Console) -> None:  # noqa: ANN001
+    def handle(number: int, frame: FrameType | None) -> None:
+        if trainer.stop_requested:
+            os._exit(128 + number)
+        trainer.request_stop()
+        console.info(f"{signal.Signals(number).name}: finishing this learner step, then saving; a second signal ends at once")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+
+
+def _end(console: Console, code: int, message: str) -> int:
+    if message:
+        console.error(message)
+    if code not in (0, 2):
+        console.error(f"exit code {code}: {EXIT_MEANING.get(code, EXIT_MEANING[1])}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""What a finished run tells the person who started it.
+
+Runs in: the driver.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from async_grpo.trainer import Trainer
+
+
+def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
+    """Rows (label, text) of the closing table, from the running trainer and its last checkpoint."""
+    system, config = trainer.system, trainer.config
+    loop, times = system.loop, system.coordinator.times
+    rows = _accuracy(trainer)
+    steps, seconds = len(loop.durations), max(trainer.rl_seconds, 1e-9)
+    rows += [
+        ("learner steps", f"{steps} in {seconds:.0f} s ({seconds / max(steps, 1):.2f} s each); {trainer.steps_done} of {trainer.total_steps} in all"),
+        ("tokens trained", f"{loop.tokens:,} response tokens, {loop.tokens / seconds:,.0f} per second"),
+        ("staleness", f"mean {loop.lag_sum / max(steps, 1):.2f}, largest {loop.lag_max:.0f} learner steps (bound {config.replay.max_staleness})"),
+        ("publications", f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of its time for them"),
+        ("learner time", f"{loop.seconds['train'] / seconds:.0%} training, {loop.seconds['wait'] / seconds:.0%} waiting for groups"),
+    ]
+    if system.actors.restarts:
+        rows.append(("restarts", f"{system.actors.restarts} rollout actors replaced"))
+    rows.append(("checkpoint", f"{checkpoint} (Hugging Face format in hf/)"))
+    if trainer.tracker is not None and trainer.tracker.run_id is not None:
+        rows.append(("MLflow", f"run {trainer.tracker.run_id}; look at it with: mlflow ui --backend-store-uri {trainer.tracker.uri}"))
+    rows.append(("next", f"python -m async_grpo.run CONFIG.yaml run.total_steps={2 * trainer.total_steps} run.dir={trainer.run_dir} continues this run"))
+    return rows
+
+
+def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
+    if not trainer.evaluations:
+        return []
+    (first, before), (last, after) = trainer.evaluations[0], trainer.evaluations[-1]
+    rows = []
+    for key, label in (("eval/accuracy_greedy", "held-out accuracy, greedy"), ("eval/accuracy_sampled", "held-out accuracy, sampled")):
+        if key in after:
+            text = f"{after[key]:.1%} after step {last}"
+            rows.append((label, text if last == first else f"{before[key]:.1%} -> {text}"))
+    return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, none of them in training")]

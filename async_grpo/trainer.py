@@ -1,0 +1,279 @@
+"""A run, from its configuration to its end: everything built, connected, and taken down again.
+
+Runs in: the driver. `Config.build()` returns a Trainer; its calls block, so that a script or a notebook can drive it step by step,
+while an event loop in a thread of its own keeps rollout actors, publications and health probes going between the calls.
+
+Invariants: whatever way a run ends, `stop` leaves no process, shared-memory segment or open MLflow run behind; a checkpoint is taken
+between learner steps only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Self
+
+from async_grpo import checkpoint
+from async_grpo.cluster.system import System
+from async_grpo.config.load import dump, preflight_files, resolve
+from async_grpo.config.schema import Config
+from async_grpo.console import Console
+from async_grpo.errors import RunError, SetupError
+from async_grpo.tasks.base import TaskError, task_weights
+from async_grpo.tasks.registry import load_task
+from async_grpo.tracking import Tracker
+
+WARM_START_TIMEOUT_S = 1800.0
+
+
+class Trainer:
+    """One run. Use it as a context manager, or call `stop`."""
+
+    def __init__(self, config: Config, *, console: Console | None = None) -> None:
+        self.config = resolve(config)
+        self.run_dir = Path(self.config.run.dir)
+        self.console = console or Console()
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self._task_weights: dict[str, float] = {}
+        self._system: System | None = None
+        self._tracker: Tracker | None = None
+        self._checkpoint: Path | None = None
+        self._stop_requested = threading.Event()
+        self._saved_at: int | None = None
+        self._rl_seconds = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="async_grpo-loop", daemon=True)
+
+    # ---- the calls of a user ----
+
+    def check(self) -> None:
+        """Find everything that is wrong with the configuration, its files and its task, before any process starts. Raises SetupError."""
+        try:
+            preflight_files(self.config)
+            task = load_task(self.config.task, self.config.seed)
+            self._task_weights = task_weights(self.config.task, task)
+            problems = len(task)
+        except (TaskError, ValueError) as error:
+            raise SetupError(str(error)) from error
+        run, batch = self.config.run, self.config.rollout.rollout_batch_size
+        self.total_steps = run.total_steps if run.total_steps is not None else (run.epochs or 0) * problems // batch
+        if self.total_steps < 1:
+            raise SetupError(f"{run.epochs} epochs of {problems} problems are less than one batch of {batch} groups; raise run.epochs")
+        self._checkpoint = self._find_checkpoint()
+
+    def start(self) -> None:
+        """Start the run's processes, verify the weight transport, and continue from a checkpoint if there is one."""
+        if self._system is not None:
+            return
+        self.check()
+        (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        manifest = checkpoint.verify(self._checkpoint) if self._checkpoint is not None else None
+        model_dir = self._model_dir()
+        with self.console.phase("starting Ray"):
+            system = System(self.config, total_steps=self.total_steps, weights=self._task_weights, key=uuid.uuid4().hex[:12])
+            self._system = system
+            self._thread.start()
+            system.connect()
+        self._tracker = Tracker(self.config, run_dir=self.run_dir, resume_run_id=manifest and manifest["mlflow_run_id"])
+        tracking = threading.Thread(target=self._start_tracking, name="async_grpo-tracking", daemon=True)
+        tracking.start()
+        with self.console.phase("starting engines and learner"):
+            queue = json.loads((self._checkpoint / "queue.json").read_text()) if self._checkpoint is not None else None
+            self._run(system.start(
+                model_dir=model_dir, checkpoint=None if self._checkpoint is None else str(self._checkpoint), snapshot=queue,
+                steps_done=manifest["step"] if manifest else 0, log=self._log, note=self.console.info,
+            ))
+        with self.console.phase("connecting weights" + (" and checking them" if self.config.weight_sync.self_check else "")):
+            self._log_measurements(self._run(system.open_weights()))
+        tracking.join()
+        if self._tracking_error is not None:
+            raise self._tracking_error
+        if manifest:
+            self.console.info(f"resumed {self._checkpoint} at step {manifest['step']} of {self.total_steps}")
+
+    def train(self, steps: int | None = None) -> dict[str, float]:
+        """Train until the end of the run, or `steps` more learner steps; metrics of the last step."""
+        self.start()
+        system, metrics = self._running(), {}
+        last = self.total_steps if steps is None else min(self.total_steps, self.steps_done + steps)
+        evaluation, saving = self.config.evaluation.every_steps, self.config.checkpoint.every_steps
+        started = time.perf_counter()
+        while self.steps_done < last and not self._stop_requested.is_set():
+            metrics = self._run(system.step())
+            if saving and self.steps_done % saving == 0 and self.steps_done < self.total_steps:
+                self.save()
+            if evaluation and self.steps_done % evaluation == 0 and self.steps_done < self.total_steps:
+                self.evaluate()
+        self._run(system.settle())
+        self._rl_seconds += time.perf_counter() - started
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy of the newest weights: greedy and, if configured, sampled at the training temperature."""
+        self.start()
+        with self.console.phase(f"evaluating on {self.config.evaluation.max_samples} held-out problems"):
+            result, samples = self._run(self._running().evaluate())
+        self.evaluations.append((self.steps_done, result))
+        self._log(self.steps_done, result)
+        if self._tracker is not None and samples:
+            self._tracker.log_samples([{"step": self.steps_done, **sample} for sample in samples])
+        return result
+
+    def save(self) -> Path:
+        """Write a checkpoint of the run as it is now, with the model in Hugging Face format, and return its directory."""
+        system, step = self._running(), self.steps_done
+        directory = checkpoint.begin(self.run_dir, step)
+        with self.console.phase(f"saving a checkpoint of step {step}"):
+            snapshot = self._run(system.save(directory))
+            (directory / "queue.json").write_text(json.dumps(snapshot), encoding="utf-8")
+            self._copy_tokenizer(directory / "hf")
+            final = checkpoint.commit(directory, {
+                "step": step, "total_steps": self.total_steps, "mlflow_run_id": self._tracker.run_id if self._tracker else None,
+                "config": self.config.model_dump(mode="json"),
+            })
+        checkpoint.prune(self.run_dir, self.config.checkpoint.keep)
+        self._saved_at = step
+        return final
+
+    def restore(self, path: str | Path) -> None:
+        """Continue from this checkpoint instead of the configured one; before `start`. Raises SetupError if it is not complete."""
+        if self._system is not None:
+            raise RunError("restore comes before start: a running system cannot be set back")
+        self.config = self.config.model_copy(
+            update={"checkpoint": self.config.checkpoint.model_copy(update={"resume": str(path)})}
+        )
+        self.check()
+
+    def request_stop(self) -> None:
+        """Ask `train` to return after the current learner step (safe in a signal handler)."""
+        self._stop_requested.set()
+
+    def stop(self, status: str = "FINISHED") -> None:
+        """Stop every process of the run and close tracking. Safe to call twice, and after an error."""
+        system, self._system = self._system, None
+        try:
+            if system is not None and self._thread.is_alive():
+                self._run(system.stop())
+        finally:
+            if system is not None:
+                system.disconnect()
+            tracker, self._tracker = self._tracker, None
+            if tracker is not None:
+                tracker.finish(status)
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(timeout=10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.stop("FINISHED" if error is None else "FAILED")
+
+    @property
+    def steps_done(self) -> int:
+        """Learner steps contained in the weights."""
+        return self._running().steps_done
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether somebody asked the run to end early."""
+        return self._stop_requested.is_set()
+
+    @property
+    def tracker(self) -> Tracker | None:
+        """Where the metrics go, while the run is on."""
+        return self._tracker
+
+    @property
+    def system(self) -> System:
+        """The running system, for those who want to look inside."""
+        return self._running()
+
+    @property
+    def rl_seconds(self) -> float:
+        """Wall time spent in `train`."""
+        return self._rl_seconds
+
+    @property
+    def saved_at(self) -> int | None:
+        """Step of the newest checkpoint that this process wrote."""
+        return self._saved_at
+
+    # ---- inside ----
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _running(self) -> System:
+        if self._system is None:
+            raise RunError("the run is not started, or stopped already")
+        return self._system
+
+    def _find_checkpoint(self) -> Path | None:
+        resume = self.config.checkpoint.resume
+        if resume == "never":
+            return None
+        found = checkpoint.latest(self.run_dir) if resume == "auto" else Path(resume).expanduser()
+        if found is not None:
+            try:
+                manifest = checkpoint.read(found)
+            except checkpoint.CheckpointError as error:
+                raise SetupError(str(error)) from error
+            if manifest["step"] > self.total_steps:
+                raise SetupError(f"{found} is of step {manifest['step']}, the run ends at step {self.total_steps}; raise run.total_steps")
+        return found
+
+    def _model_dir(self) -> str:
+        if self.config.model.warm_start is None:
+            local = Path(self.config.model.path).expanduser()
+            return str(local) if local.exists() else self.config.model.path
+        from async_grpo.warm_start import WarmStartError, ensure_warm_start
+
+        try:
+            return ensure_warm_start(self.config, progress=self.console.info, timeout_s=WARM_START_TIMEOUT_S)
+        except WarmStartError as error:
+            raise SetupError(str(error)) from error
+
+    def _start_tracking(self) -> None:
+        self._tracking_error: BaseException | None = None
+        try:
+            self._tracker.start()
+        except Exception as error:  # raised again in the main thread, where somebody can act on it
+            self._tracking_error = SetupError(f"MLflow at {self.config.tracking.uri or 'the run directory'} cannot be used: {error}")
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._tracker is not None:
+            self._tracker.log(step, metrics)
+        if "time/step" in metrics:
+            self.console.step(step, self.total_steps, metrics)
+
+    def _log_measurements(self, measured: dict[str, float]) -> None:
+        if measured:
+            self.console.info(
+                "weights arrive: after a test publication the engines' log-probs differ from the learner's by at most "
+                f"{measured['weights/self_check_error']:.1e} (the test moved them by {measured['weights/self_check_moved']:.2f})"
+            )
+
+    def _copy_tokenizer(self, target: Path) -> None:
+        source = Path(self._running().model_dir)
+        if source.is_dir():
+            for file in source.iterdir():
+                if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")):
+                    shutil.copy2(file, target / file.name)
+        else:
+            from transformers import AutoTokenizer
+
+            trust = self.config.model.trust_remote_code
+            AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust).save_pretrained(target)

@@ -1,0 +1,119 @@
+"""Publications reach a running engine: one response lives through several, and every token's stamp and log-prob are true."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import uuid
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_grpo.config.schema import Config
+from async_grpo.engine import Engine, Sampling
+from async_grpo.weights.base import version_label
+from async_grpo.weights.shared_memory import SharedMemorySender, TornRead, segment_path
+from tests.models import ModuleOwner, write_model
+
+PROMPT = list(range(5, 17))
+
+
+def perturbed(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """A copy that is visibly different everywhere, norms included."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * parameter.pow(2).mean().sqrt().clamp_min(0.05) * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def learner_logprobs(model: torch.nn.Module, prompt: list[int], response: np.ndarray, temperature: float) -> np.ndarray:
+    """Log-probs of a response by one plain forward pass."""
+    ids = torch.tensor([prompt + response.tolist()])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.float().log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+async def generate_through_publications(engine: Engine, sender: SharedMemorySender, owner: ModuleOwner, models: list) -> list:
+    """Start long responses, publish models 1 and 2 while they run, return them."""
+    sampling = Sampling(n=6, max_tokens=600, temperature=0.8, seed=7)
+    task = asyncio.create_task(engine.generate(PROMPT, sampling))
+    for version in (1, 2):
+        await asyncio.sleep(0.4)
+        assert not task.done(), "the responses ended before the publication; make them longer"
+        owner.model = models[version]
+        await engine.receive(sender.stage(version_label(version)))
+    return await asyncio.wait_for(task, 60)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_response_lives_through_two_publications(tmp_path, tied):
+    directory = write_model(tmp_path / "model", tied=tied, positions=1024)
+    base = AutoModelForCausalLM.from_pretrained(directory).float().eval()
+    base.generation_config.eos_token_id = None
+    models = [base, perturbed(base, 1), perturbed(base, 2)]
+    config = Config.model_validate({
+        "run": {"total_steps": 1}, "model": {"path": directory},
+        "rollout": {"prompt_length": 32, "response_length": 700},
+        "cluster": {"engine": {"max_num_seqs": 8}},
+    })
+    owner, key = ModuleOwner(base), f"test-{uuid.uuid4().hex[:8]}"
+    sender = SharedMemorySender(owner, key=key)
+
+    async def scenario():
+        engine = await Engine.start(
+            config, model_dir=directory, device="cpu", backend="shared_memory", stop_token_ids=[], label=version_label(0), seed=1
+        )
+        try:
+            [payload] = sender.connect("127.0.0.1", [1])
+            await engine.connect(payload)
+            completions = await generate_through_publications(engine, sender, owner, models)
+            stale = sender.stage(version_label(3))
+            sender.stage(version_label(4)), sender.stage(version_label(5))
+            with pytest.raises(Exception, match="announcement is for write"):
+                await engine.receive(stale)
+            return completions
+        finally:
+            engine.close()
+
+    completions = asyncio.run(scenario())
+    sender.close()
+    assert not segment_path(key, 0).exists() and not segment_path(key, 1).exists()
+    spanning = 0
+    for completion in completions:
+        versions = [span.policy_version for span in completion.versions]
+        assert versions == sorted(versions) and completion.versions[-1].end == len(completion.token_ids)
+        spanning += len(set(versions)) >= 3
+        by_version = [learner_logprobs(model, PROMPT, completion.token_ids, 0.8) for model in models]
+        for span in completion.versions:
+            recorded = completion.logprobs[span.start : span.end]
+            assert np.abs(recorded - by_version[span.policy_version][span.start : span.end]).max() < 1e-4
+            if span.policy_version > 0 and span.end - span.start > 20:
+                before = by_version[span.policy_version - 1][span.start : span.end]
+                assert np.abs(recorded - before).mean() > 1e-3
+    assert spanning >= 1
+
+
+def test_a_torn_segment_is_refused(tmp_path):
+    from async_grpo.weights.shared_memory import SegmentReader
+
+    owner = ModuleOwner(torch.nn.Linear(4, 3))
+    sender = SharedMemorySender(owner, key=f"test-{uuid.uuid4().hex[:8]}")
+    try:
+        [payload] = sender.connect("127.0.0.1", [1])
+        reader = SegmentReader(payload["layout"], payload["nbytes"])
+        first = sender.stage("v1").payload
+        got = dict(reader.tensors(**first))
+        assert torch.equal(got["weight"], owner.model.weight) and torch.equal(got["bias"], owner.model.bias)
+        sender.stage("v2")
+        reader.verify(**first)
+        sender.stage("v3")
+        with pytest.raises(TornRead):
+            reader.verify(**first)
+        assert segment_path(sender._key, 0).stat().st_mode & 0o777 == 0o600
+    finally:
+        sender.close()
