@@ -241,7 +241,7 @@ def run(command: list[str], *, env: dict[str, str], deadline_s: float) -> None:
 
 
 def make_venv(kind: str) -> None:
-    """An environment with this Python, emptied first when it belongs to another set or another place."""
+    """An environment with this Python, emptied first when it belongs to another set or another place; a foreign one is adopted."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
@@ -251,7 +251,9 @@ def make_venv(kind: str) -> None:
     if kind == "gpu" and not can_compile():
         raise InstallError(f"Triton compiles GPU kernels at run time and needs gcc and Python.h: {compiler_hint()}")
     before, now = installed(), state(kind)
-    if (before.get("set"), before.get("root")) != (now["set"], now["root"]):
+    # pip comes last when an environment is made: without it the making was interrupted.
+    usable = PYTHON.exists() and (VENV / "bin" / "pip").exists()
+    if not usable or (before and (before["set"], before["root"]) != (now["set"], now["root"])):
         # Not sys.executable: that may be the Python inside the very environment that is emptied here.
         base = Path(sys.base_prefix) / "bin" / f"python{version}"
         run([str(base if base.exists() else sys.executable), "-m", "venv", "--clear", str(VENV)], env=dict(os.environ), deadline_s=300)

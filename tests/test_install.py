@@ -33,6 +33,7 @@ def checkout(tmp_path, monkeypatch):
     venv = tmp_path / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").touch()
+    (venv / "bin" / "pip").touch()
     monkeypatch.setattr(installer, "ROOT", tmp_path)
     monkeypatch.setattr(installer, "VENV", venv)
     monkeypatch.setattr(installer, "PYTHON", venv / "bin" / "python")
@@ -214,17 +215,27 @@ def test_the_machine_decides_by_its_driver(tmp_path, monkeypatch, script, kind):
     assert installer.detect() == "gpu"
 
 
-def test_another_set_starts_an_empty_environment_and_the_same_set_does_not(checkout, monkeypatch):
+@pytest.mark.parametrize(
+    ("stamp", "pip", "emptied"),
+    [
+        ({"set": "cpu"}, True, False),
+        ({}, True, False),  # an environment that something else made is adopted
+        ({"set": "gpu"}, True, True),
+        ({"set": "cpu", "root": "/elsewhere"}, True, True),
+        ({}, False, True),  # interrupted while it was made
+    ],
+)
+def test_an_environment_is_emptied_only_when_it_cannot_be_used(checkout, monkeypatch, stamp, pip, emptied):
     commands = []
     monkeypatch.setattr(installer, "run", lambda command, **_: commands.append(command))
-    monkeypatch.setattr(installer, "can_compile", lambda: True)
-    monkeypatch.setattr(installer, "FREE_GB", {"cpu": 0, "gpu": 0})
-    complete("cpu")
+    monkeypatch.setattr(installer, "FREE_GB", {"cpu": 0})
+    if stamp:
+        installer.STAMP.write_text(installer.json.dumps({**installer.state("cpu"), **stamp}))
+    if not pip:
+        (installer.VENV / "bin" / "pip").unlink()
     installer.make_venv("cpu")
-    assert commands == []
-    assert not installer.installed()["packages"]  # from here until the end it counts as incomplete
-    installer.make_venv("gpu")
-    assert "--clear" in commands[0]
+    assert [("--clear" in command) for command in commands] == [True] * emptied
+    assert installer.installed() == {**installer.state("cpu"), "packages": ""}  # from here until the end it counts as incomplete
 
 
 @pytest.mark.parametrize(("missing", "says"), [("venv", "python3.*-venv"), ("disk", "GB"), ("gcc", "build-essential")])
