@@ -31,7 +31,7 @@ from async_grpo.batching import PlanRow, RankPlan
 from async_grpo.config.schema import Config
 from async_grpo.learner import store, zero
 from async_grpo.learner.model import Packed, PolicyModel, load_model, pack
-from async_grpo.learner.rows import Row, RowKey, Stopwatch, TokenBatch, chunks, decode_rows, learning_rate, token_batch
+from async_grpo.learner.rows import Row, RowKey, Stopwatch, chunks, decode_rows, learning_rate, token_batch
 
 Fetch = Callable[[int, Sequence[int]], wire.Buffer]
 
@@ -152,14 +152,16 @@ class Learner:
         return self._metrics.to_wire()
 
     def _loss(self, planned: Sequence[PlanRow]) -> Tensor:
-        """This rank's share of the loss from one micro-batch: a scalar to be added to the others."""
+        """This rank's share of the loss from one micro-batch: a scalar to be added to the others.
+
+        Without rows the dummy token takes the same path with weight 0: ZeRO-3 compares the order of backward hooks between ranks, which
+        depends on the outputs that the loss uses.
+        """
         algorithm = self.config.algorithm
         planned = [row for row in planned if row.weight != 0]
         packed = pack([self._rows[row.group_id, row.row].tokens for row in planned], self._torch_device)
         logprobs, entropy = self.engine(packed, self.config.rollout.temperature, True)
-        if not planned:
-            return logprobs.sum() * 0.0
-        planned = [planned[position] for position in packed.order]
+        planned = [planned[position] for position in packed.order if planned]
         batch = token_batch(planned, [self._rows[row.group_id, row.row] for row in planned], self._torch_device)
         weights = None
         if algorithm.importance.level != "none":
@@ -172,18 +174,19 @@ class Learner:
             loss_mask=batch.mask, staleness=batch.lag, clip=self._clip, weights=weights,
         )
         kl = None if batch.reference is None else kl_penalty(logprobs, batch.reference, algorithm.kl_loss_type)
-        self._count(packed, batch)
-        loss_metrics(
-            self._metrics, token_loss=token_loss, anchor_logprobs=batch.anchor, behavior_logprobs=batch.behavior, advantages=batch.advantages,
-            staleness=batch.lag, mask=batch.mask, weights=weights, kl=kl, entropy=entropy, **diagnostics,
-        )
+        if planned:
+            self._count(packed)
+            loss_metrics(
+                self._metrics, token_loss=token_loss, anchor_logprobs=batch.anchor, behavior_logprobs=batch.behavior,
+                advantages=batch.advantages, staleness=batch.lag, mask=batch.mask, weights=weights, kl=kl, entropy=entropy, **diagnostics,
+            )
         if kl is not None:
             token_loss = token_loss + algorithm.kl_loss_coef * kl
         if algorithm.entropy_coef:
             token_loss = token_loss - algorithm.entropy_coef * entropy
         return aggregate_loss(token_loss, batch.weights)
 
-    def _count(self, packed: Packed, batch: TokenBatch) -> None:
+    def _count(self, packed: Packed) -> None:
         """train/padding: share of attention positions that hold no token; train/micro_batch_tokens: tokens per forward pass."""
         computed, padded = packed.input_ids.numel(), sum(bucket.rows * bucket.width for bucket in packed.buckets)
         self._metrics.add_value("train/padding", padded - computed, padded)

@@ -1,0 +1,178 @@
+"""Groups, plans and a slow reference for the learner's tests: rows one at a time through plain Hugging Face attention, losses from formulas."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_grpo import wire
+from async_grpo.batching import PlanRow, RankPlan
+from async_grpo.config.schema import Config
+
+STEP = 3
+LR, CLIP_NORM = 3e-3, 0.7
+KL_COEF, ENTROPY_COEF, TEMPERATURE = 0.3, 0.05, 0.8
+
+
+@dataclass
+class Case:
+    """A batch of groups, the planned rows of each optimizer update, and their frames."""
+
+    groups: dict[int, wire.Group]
+    updates: list[list[PlanRow]]
+
+    def fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
+        assert step == STEP
+        return wire.pack_frames([wire.encode_group(self.groups[group_id]) for group_id in group_ids])
+
+    def plan(self, splits: list[list[list[int]]]) -> RankPlan:
+        """A rank's plan: per update its micro-batches as positions in the update's rows."""
+        updates = tuple(tuple(tuple(rows[k] for k in part) for part in split) for rows, split in zip(self.updates, splits, strict=True))
+        return RankPlan(STEP, tuple(sorted({row.group_id for update in updates for part in update for row in part})), updates)
+
+
+def make_case(directory: str, *, n_groups: int = 3, rows: int = 4, n_updates: int = 1, vocab: int = 100, seed: int = 0) -> Case:
+    """Random groups, sampled by a policy near the model in `directory`: mixed lengths and lags, masked tokens, a row outside the loss.
+
+    One update has all rows; more alternate between the two halves, so four updates are two epochs of two minibatches.
+    """
+    model = plain_model(directory)
+    rng = np.random.default_rng(seed)
+    groups = {}
+    for group_id in range(10, 10 + n_groups):
+        rollouts = []
+        prompt = rng.integers(3, vocab, int(rng.integers(1, 9))).astype(np.int32)
+        for index in range(rows):
+            length = int(rng.integers(1, 25))
+            cut = int(rng.integers(0, length))
+            spans = [wire.VersionSpan(STEP - 2, 0, cut)] if cut else []
+            mask = np.ones(length, np.uint8)
+            mask[rng.integers(0, length)] = index != 1
+            response = rng.integers(3, vocab, length).astype(np.int32)
+            with torch.no_grad():
+                logprobs = picked(row_distribution(model, prompt, response), response).numpy() + rng.normal(0, 0.1, length)
+            rollouts.append(wire.Rollout(
+                response_ids=response, behavior_logprobs=np.minimum(logprobs, 0).astype(np.float32), loss_mask=mask,
+                versions=[*spans, wire.VersionSpan(STEP - 1, cut, length)], rewards={"score": 1.0}, verdict=1.0, finish_reason="stop",
+            ))
+        groups[group_id] = wire.Group(group_id, 0, STEP - 2, "actor", prompt, rollouts, {})
+    planned = [
+        PlanRow(group_id, index, len(group.prompt_ids), len(row.response_ids), float(rng.normal()), 0.0 if index == 2 else float(rng.uniform(0.01, 0.05)))
+        for group_id, group in groups.items() for index, row in enumerate(group.rollouts)
+    ]
+    half = planned[: len(planned) // 2], planned[len(planned) // 2 :]
+    return Case(groups, [planned] if n_updates == 1 else [half[k % 2] for k in range(n_updates)])
+
+
+def split(rows: Sequence[int], parts: int) -> list[list[int]]:
+    """Uneven micro-batches of the positions; some are empty if there are more parts than rows."""
+    return [list(rows[part::parts]) for part in range(parts)]
+
+
+def make_config(**changes: dict[str, Any]) -> Config:
+    """A configuration that uses every term of the loss; `changes` by section."""
+    values: dict[str, Any] = {
+        "model": {"path": "unused"}, "run": {"total_steps": 10},
+        "rollout": {"prompt_length": 16, "response_length": 32, "temperature": TEMPERATURE, "rollout_batch_size": 4},
+        "replay": {"max_staleness": 1},
+        "algorithm": {
+            "anchor": "recomputed", "importance": {"level": "sequence", "upper": 2.0}, "use_kl_loss": True, "kl_loss_coef": KL_COEF,
+            "entropy_coef": ENTROPY_COEF, "clip_ratio": 0.2, "clip_schedule": {"kind": "harmonic"},
+        },
+        "learner": {"lr": LR, "grad_clip": CLIP_NORM, "weight_decay": 0.1, "zero_stage": 1, "tokens_per_micro_batch": 48},
+    }
+    for section, change in changes.items():
+        values[section] = {**values.get(section, {}), **change}
+    return Config.model_validate(values)
+
+
+def plain_model(directory: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").train()
+
+
+def row_distribution(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
+    """Log-softmax at the temperature, [L, V], of one row alone."""
+    tokens = torch.tensor(np.concatenate([prompt, response])).long()[None]
+    logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float() / TEMPERATURE, -1)
+
+
+def picked(distribution: torch.Tensor, response: np.ndarray) -> torch.Tensor:
+    return distribution.gather(-1, torch.tensor(response).long()[:, None])[:, 0]
+
+
+def reference_losses(model: torch.nn.Module, frozen: torch.nn.Module, case: Case) -> list[dict[str, float]]:
+    """Train `model` on all updates of the case, token by token; returns loss and gradient norm before clipping of each update."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    rows = {(row.group_id, row.row): row for update in case.updates for row in update}
+    with torch.no_grad():
+        anchors = {key: picked(row_distribution(model, *_tokens(case, row)), _tokens(case, row)[1]) for key, row in rows.items()}
+        refs = {key: picked(row_distribution(frozen, *_tokens(case, row)), _tokens(case, row)[1]) for key, row in rows.items()}
+    history = []
+    for update in case.updates:
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for row in update:
+            if row.weight:
+                loss = loss + _row_loss(model, case, row, anchors[row.group_id, row.row], refs[row.group_id, row.row])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        history.append({"train/loss": loss.item(), "train/grad_norm": norm.item()})
+    return history
+
+
+def _tokens(case: Case, row: PlanRow) -> tuple[np.ndarray, np.ndarray]:
+    group = case.groups[row.group_id]
+    return group.prompt_ids, group.rollouts[row.row].response_ids
+
+
+def _row_loss(model: torch.nn.Module, case: Case, row: PlanRow, anchor: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    prompt, response = _tokens(case, row)
+    rollout = case.groups[row.group_id].rollouts[row.row]
+    distribution = row_distribution(model, prompt, response)
+    current = picked(distribution, response)
+    in_loss = [t for t in range(len(response)) if rollout.loss_mask[t]]
+    behavior = torch.tensor(rollout.behavior_logprobs)
+    importance = min(math.exp(max(-20.0, min(20.0, sum(float(anchor[t] - behavior[t]) for t in in_loss)))), 2.0)
+    total = torch.zeros(())
+    for t in in_loss:
+        version = next(span.policy_version for span in rollout.versions if span.start <= t < span.end)
+        width = 0.2 / (1 + (STEP - 1 - version))
+        ratio = torch.exp(current[t] - anchor[t])
+        clipped = torch.clamp(ratio, 1 - width, 1 + width)
+        policy = -importance * torch.minimum(ratio * row.advantage, clipped * row.advantage)
+        kl = torch.exp(ref[t] - current[t]) - 1 - (ref[t] - current[t])
+        entropy = -(distribution[t].exp() * distribution[t]).sum()
+        total = total + row.weight * (policy + KL_COEF * kl - ENTROPY_COEF * entropy)
+    return total
+
+
+def set_rank(rank: int, world_size: int, port: int) -> None:
+    """What the caller of a learner sets before it is built."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def write_neighbour(source: str, path: str) -> str:
+    """The model in `source`, slightly changed: a reference policy whose KL is small but not zero."""
+    model = plain_model(source)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return path

@@ -1,0 +1,333 @@
+"""The learner against a slow loop: gradients whatever the split, ZeRO stage and number of ranks; checkpoints, exports, errors."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from async_grpo.algo.metrics import MetricSums
+from async_grpo.config.schema import Config
+from async_grpo.learner import model as model_module
+from async_grpo.learner.learner import Learner, NonFinite
+from async_grpo.learner.model import load_model, pack
+from async_grpo.learner.rows import StalenessError, learning_rate
+from async_grpo.learner.zero import deepspeed_config
+from tests.learner_case import (
+    TEMPERATURE,
+    Case,
+    free_port,
+    make_case,
+    make_config,
+    picked,
+    plain_model,
+    reference_losses,
+    row_distribution,
+    set_rank,
+    split,
+    write_neighbour,
+)
+from tests.models import write_model
+
+DEADLINE_S = 150.0
+# All parameters of the test model are below the default threshold, under which ZeRO-3 keeps whole copies.
+SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of a policy, a tied policy and a reference."""
+    path = tmp_path_factory.mktemp("models")
+    plain = write_model(path / "plain")
+    return {"plain": plain, "tied": write_model(path / "tied", tied=True), "reference": write_neighbour(plain, str(path / "reference"))}
+
+
+@contextmanager
+def open_learner(config: Config, models: dict[str, str], case: Case, *, name: str = "plain", rank: int = 0, world: int = 1, port: int = 0) -> Iterator[Learner]:
+    set_rank(rank, world, port or free_port())
+    learner = Learner(config, model_dir=models[name], fetch=case.fetch, device="cpu", total_updates=10)
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def config_of(models: dict[str, str], stage: int, *, ranks: int = 1, **learner: Any) -> Config:
+    values = {"zero_stage": stage, "ranks": ranks, "deepspeed": SHARD_ALL, "lr": 3e-3, "grad_clip": 0.7, "weight_decay": 0.1, "tokens_per_micro_batch": 48}
+    return make_config(model={"reference": models["reference"]}, learner={**values, **learner})
+
+
+def copy_weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.named_weights()}
+
+
+def expected(models: dict[str, str], name: str, case: Case) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    model = plain_model(models[name])
+    history = reference_losses(model, plain_model(models["reference"]), case)
+    return history, {key: parameter.detach() for key, parameter in model.named_parameters()}
+
+
+def assert_close(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """AdamW divides by the size of a gradient entry, so entries near 0 magnify rounding: compare each tensor as a whole, then entries."""
+    assert weights.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert (weights[key] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-4, key
+        torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-3)
+
+
+def bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[key], other[key]) for key in one | other)
+
+
+def train(learner: Learner, case: Case, splits: list[list[list[int]]], *, updates: range | None = None) -> list[dict[str, float]]:
+    """One learner step; returns loss and gradient norm of each update, taken as differences of the sums."""
+    learner.begin(case.plan(splits))
+    history, seen = [], {"train/loss": 0.0, "train/grad_norm": 0.0}
+    for index in updates or range(len(splits)):
+        learner.update(index)
+        sums = {key: learner._metrics.to_wire()["sums"][key][0] for key in seen}
+        history.append({key: sums[key] - seen[key] for key in seen})
+        seen = sums
+    learner.end()
+    return history
+
+
+def assert_history(history: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    assert len(history) == len(wanted)
+    for got, want in zip(history, wanted, strict=True):
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-5)
+
+
+# -- model ------------------------------------------------------------------------------------------------------------
+
+
+def write_llama(path: Path) -> str:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, initializer_range=0.15,
+    )).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_a_packed_row_equals_the_row_alone(architecture: str, models: dict[str, str], tmp_path: Path) -> None:
+    directory = models["plain"] if architecture == "qwen2" else write_llama(tmp_path)
+    rng = np.random.default_rng(3)
+    rows = [(rng.integers(3, 100, p), rng.integers(3, 100, r)) for p, r in [(1, 1), (5, 60), (7, 30), (2, 9), (30, 1), (4, 30), (1, 2)]]
+    policy = load_model(directory, dtype=torch.float32, longest_row=100, gradient_checkpointing=False, trust_remote_code=False)
+    alone = plain_model(directory)
+    packed = pack(rows, torch.device("cpu"))
+    assert packed.input_ids.shape == (1, sum(len(prompt) + len(response) - 1 for prompt, response in rows))
+    assert len(packed.buckets) > 2 and sum(b.rows * b.width for b in packed.buckets) < 2 * packed.input_ids.numel()
+    logprobs, entropy = policy(packed, TEMPERATURE, True)
+    wanted = [row_distribution(alone, *rows[k]) for k in packed.order]
+    wanted_logprobs = torch.cat([picked(d, rows[k][1]) for d, k in zip(wanted, packed.order, strict=True)])
+    torch.testing.assert_close(logprobs, wanted_logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, torch.cat([-(d.exp() * d).sum(-1) for d in wanted]), rtol=0, atol=1e-5)
+    logprobs.sin().sum().backward()
+    wanted_logprobs.sin().sum().backward()
+    gradients = {name.removeprefix("hf."): parameter.grad for name, parameter in policy.named_parameters()}
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_models_that_would_be_wrong_are_refused(models: dict[str, str], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models["plain"])
+    model.config.use_sliding_window, model.config.sliding_window = True, 20
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    model.save_pretrained(tmp_path)
+    arguments = {"dtype": torch.float32, "gradient_checkpointing": False, "trust_remote_code": False}
+    with pytest.raises(ValueError, match="sliding window of 20"):
+        load_model(str(tmp_path), longest_row=21, **arguments)
+    policy = load_model(str(tmp_path), longest_row=20, **arguments)
+    with pytest.raises(ValueError, match="sliding window of 20"):
+        policy(pack([(np.arange(3, 13), np.arange(3, 16))], torch.device("cpu")), 1.0, False)
+    model.config.logit_scale = 0.5
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="logit_scale"):
+        load_model(str(tmp_path), longest_row=20, **arguments)
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "name"), [(0, "plain"), (1, "tied"), (2, "plain"), (3, "tied")])
+def test_the_gradient_does_not_depend_on_the_micro_batches(stage: int, name: str, models: dict[str, str]) -> None:
+    case = make_case(models[name], n_updates=4)
+    history, weights = expected(models, name, case)
+    for parts in (1, 3, 7):
+        with open_learner(config_of(models, stage), models, case, name=name) as learner:
+            assert_history(train(learner, case, [split(range(len(rows)), parts) for rows in case.updates]), history)
+            assert_close(copy_weights(learner), weights)
+
+
+def test_gradient_checkpointing_and_a_chunked_head_change_nothing(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "token_logprobs", functools.partial(model_module.token_logprobs, chunk_bytes=7 * 4 * 100))
+    case = make_case(models["plain"])
+    history, weights = expected(models, "plain", case)
+    with open_learner(config_of(models, 3, gradient_checkpointing=True), models, case) as learner:
+        assert_history(train(learner, case, [split(range(12), 2)]), history)
+        assert_close(copy_weights(learner), weights)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_trains_near_float32(stage: int, models: dict[str, str]) -> None:
+    case = make_case(models["plain"])
+    history, weights = expected(models, "plain", case)
+    config = config_of(models, stage)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    with open_learner(config, models, case) as learner:
+        (got,) = train(learner, case, [split(range(12), 3)])
+        assert got["train/grad_norm"] == pytest.approx(history[0]["train/grad_norm"], rel=0.1)
+        assert {dtype for _, _, dtype in learner.weight_metadata()} == {"bfloat16"}
+        trained = copy_weights(learner)
+    start = dict(plain_model(models["plain"]).named_parameters())
+    moves = [torch.cat([(tree[key].float() - start[key]).flatten() for key in start]) for tree in (trained, weights)]
+    assert torch.cosine_similarity(*moves, dim=0) > 0.7
+
+
+def test_metrics_are_sums_of_the_step(models: dict[str, str]) -> None:
+    case = make_case(models["plain"])
+    with open_learner(config_of(models, 1), models, case) as learner:
+        learner.begin(case.plan([split(range(12), 3)]))
+        learner.update(0)
+        means = MetricSums.from_wire(learner.end()).means()
+    rows = [(case.groups[row.group_id].rollouts[row.row]) for row in case.updates[0] if row.weight]
+    lags = [2 - span.policy_version for row in rows for span in row.versions for t in range(span.start, span.end) if row.loss_mask[t]]
+    assert means["train/lag_mean"] == pytest.approx(np.mean(lags))
+    assert means["train/lr"] == 3e-3
+    assert 0 < means["train/padding"] < 0.5
+    assert {"train/loss", "train/grad_norm", "train/entropy", "train/kl", "train/lag_1/ratio", "time/learner_update"} <= means.keys()
+
+
+def test_log_probs_come_in_the_order_asked_for(models: dict[str, str]) -> None:
+    case = make_case(models["plain"])
+    rng = np.random.default_rng(0)
+    sequences = [(rng.integers(3, 100, p).tolist(), rng.integers(3, 100, r).tolist()) for p, r in [(3, 4), (20, 25), (1, 1), (9, 30)]]
+    with open_learner(config_of(models, 1), models, case) as learner:
+        got = learner.logprobs(sequences)
+    for values, (prompt, response) in zip(got, sequences, strict=True):
+        assert values.dtype == np.float32
+        wanted = picked(row_distribution(plain_model(models["plain"]), np.array(prompt), np.array(response)), np.array(response))
+        np.testing.assert_allclose(values, wanted.detach().numpy(), atol=1e-5)
+
+
+def test_a_token_outside_the_staleness_bound_ends_the_step(models: dict[str, str]) -> None:
+    case = make_case(models["plain"])
+    with open_learner(config_of(models, 0), models, case) as learner:
+        for version in (0, 3):  # lags 2 and -1 at step 3 with max_staleness 1
+            span = case.groups[11].rollouts[0].versions[-1]
+            case.groups[11].rollouts[0].versions[-1] = type(span)(version, span.start, span.end)
+            with pytest.raises(StalenessError, match="group 11 row 0"):
+                learner.begin(case.plan([split(range(12), 1)]))
+
+
+def test_deepspeed_keys_of_the_learner_are_refused(models: dict[str, str]) -> None:
+    for keys, name in (({"gradient_clipping": 1.0}, "gradient_clipping"), ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage")):
+        config = config_of(models, 1)
+        config = config.model_copy(update={"learner": config.learner.model_copy(update={"deepspeed": keys})})
+        with pytest.raises(ValueError, match=name):
+            deepspeed_config(config, dtype=torch.float32, world_size=1)
+    merged = deepspeed_config(config_of(models, 2), dtype=torch.float32, world_size=2)
+    assert merged["zero_optimization"] == {"stage": 2, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
+
+
+def test_learning_rate_schedules() -> None:
+    def rates(schedule: str) -> list[float]:
+        return [learning_rate(k, lr=1.0, warmup=2, schedule=schedule, total=6) for k in range(7)]
+
+    assert rates("constant") == [0.5, 1, 1, 1, 1, 1, 1]
+    assert rates("linear") == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
+    assert rates("cosine") == pytest.approx([0.5, 1, 1, 0.853553, 0.5, 0.146447, 0], abs=1e-6)
+
+
+# -- two ranks --------------------------------------------------------------------------------------------------------
+
+# Rank 0 has five rows in three micro-batches, rank 1 one row in one; rank 1's others are empty.
+RANK_SPLITS = {0: [[0, 3], [1, 2], [4]], 1: [[5], [], []]}
+
+
+def rank_main(rank: int, ports: list[int], path: str, models: dict[str, str]) -> None:
+    """One of two ranks: the whole sweep over ZeRO stages. The first failure of either rank is raised in the test."""
+    torch.set_num_threads(1)
+    for stage in range(4):
+        sweep_stage(rank, stage, ports[3 * stage : 3 * stage + 3], Path(path) / str(stage), models)
+
+
+def sweep_stage(rank: int, stage: int, ports: list[int], path: Path, models: dict[str, str]) -> None:
+    name = "plain" if stage % 2 else "tied"
+    case = make_case(models[name], n_updates=4)
+    history, weights = expected(models, name, case)
+    config, splits = config_of(models, stage, ranks=2), [RANK_SPLITS[rank]] * 4
+    place = {"name": name, "rank": rank, "world": 2}
+    with open_learner(config, models, case, port=ports[0], **place) as learner:
+        got = train(learner, case, splits, updates=range(2))
+        learner.save(str(path / "checkpoint"), {"step": 7})
+        got += train_rest(learner, case, splits)
+        assert_history(got[:2], history[:2])
+        trained = copy_weights(learner)
+    with open_learner(config, models, case, port=ports[1], **place) as learner:
+        check_weights_out(learner, path, rank)
+        assert learner.load(str(path / "checkpoint")) == {"step": 7}
+        train_rest(learner, case, splits)
+        assert bitwise(copy_weights(learner), trained)
+        before = trained
+        broken = [[row for row in update] for update in case.updates]
+        broken[0][0] = type(broken[0][0])(**{**fields(broken[0][0]), "advantage": float("nan")})
+        learner.begin(Case(case.groups, broken).plan(splits))
+        with pytest.raises(NonFinite) as error:
+            learner.update(0)
+        assert broken[0][0].group_id in error.value.group_ids
+        assert bitwise(copy_weights(learner), before)
+    with open_learner(config, models, case, port=ports[2], **place) as learner:
+        assert_history(train(learner, case, splits), history)
+        assert_close(copy_weights(learner), weights)
+
+
+def train_rest(learner: Learner, case: Case, splits: list[list[list[int]]]) -> list[dict[str, float]]:
+    """Updates 2 and 3 of a step that begins anew, as after a resume."""
+    return train(learner, case, splits, updates=range(2, 4))
+
+
+def fields(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__slots__}
+
+
+def check_weights_out(learner: Learner, path: Path, rank: int) -> None:
+    """Names, shapes, export and perturbation, on untrained weights."""
+    before = copy_weights(learner)
+    assert [(key, tuple(tensor.shape), "float32") for key, tensor in before.items()] == learner.weight_metadata()
+    probe = [([5, 6, 7], [8, 9, 10, 11])] * (1 + 3 * rank)  # ranks may ask for different amounts of work
+    at_start = learner.logprobs(probe)[0]
+    with learner.perturbed(scale=0.2, seed=4):
+        moved = copy_weights(learner)
+        assert abs(learner.logprobs(probe)[0] - at_start).max() > 1e-3
+        both: list[Any] = [None, None]
+        torch.distributed.all_gather_object(both, moved)
+        assert bitwise(*both)
+        for key, tensor in before.items():
+            assert (moved[key] - tensor).norm().item() == pytest.approx(0.2 * tensor.norm().item(), rel=0.3, abs=1e-6)
+    assert bitwise(copy_weights(learner), before)
+    assert np.array_equal(learner.logprobs(probe)[0], at_start)
+    learner.export(str(path / "export"))
+    assert bitwise(dict(AutoModelForCausalLM.from_pretrained(path / "export").named_parameters()), before)
+
+
+def test_two_ranks_equal_one_for_every_zero_stage(models: dict[str, str], tmp_path: Path) -> None:
+    ports = [free_port() for _ in range(12)]
+    context = torch.multiprocessing.spawn(rank_main, (ports, str(tmp_path), models), nprocs=2, join=False)
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while not context.join(timeout=1.0, grace_period=2.0):
+            assert time.monotonic() < deadline, "the two ranks did not finish in time"
+    finally:
+        for process in context.processes:
+            process.kill()
