@@ -60,16 +60,18 @@ class WarmStart(Section):
     """Attention heads."""
     tie_embeddings: bool = False
     """Use the input embedding as the output layer too."""
-    batch_size: Positive = 256
+    batch_size: Positive = 128
     """Problems per supervised step."""
-    lr: Annotated[float, Field(gt=0)] = 2e-3
+    lr: Annotated[float, Field(gt=0)] = 3e-3
     """Learning rate of the supervised steps."""
-    max_steps: NonNegative = 600
+    max_steps: NonNegative = 1000
     """Upper limit of supervised steps; 0 leaves the weights random."""
     target_accuracy: Fraction = 0.9
     """Stop the clean phase when greedy accuracy on training problems reaches this."""
     blur_accuracy: Fraction = 0.5
     """Then train on partly randomised answers until greedy accuracy has fallen to this: knowledge kept, distribution blurred."""
+    blur_sampled_accuracy: Fraction = 0.25
+    """The blur phase also goes on until the accuracy of answers sampled at temperature 1 has fallen to this."""
     blur_noise: Fraction = 0.3
     """Share of answer tokens that the blur phase replaces at random."""
     blur_max_steps: NonNegative = 60
