@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator
@@ -87,11 +88,11 @@ def bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
     return all(torch.equal(one[key], other[key]) for key in one | other)
 
 
-def train(learner: Learner, case: Case, splits: list[list[list[int]]], *, updates: range | None = None) -> list[dict[str, float]]:
+def train(learner: Learner, case: Case, splits: list[list[list[int]]]) -> list[dict[str, float]]:
     """One learner step; returns loss and gradient norm of each update, taken as differences of the sums."""
     learner.begin(case.plan(splits))
     history, seen = [], {"train/loss": 0.0, "train/grad_norm": 0.0}
-    for index in updates or range(len(splits)):
+    for index in range(len(splits)):
         learner.update(index)
         sums = {key: learner._metrics.to_wire()["sums"][key][0] for key in seen}
         history.append({key: sums[key] - seen[key] for key in seen})
@@ -259,7 +260,7 @@ def rank_main(rank: int, ports: list[int], path: str, models: dict[str, str]) ->
     """One of two ranks: the whole sweep over ZeRO stages. The first failure of either rank is raised in the test."""
     torch.set_num_threads(1)
     for stage in range(4):
-        sweep_stage(rank, stage, ports[3 * stage : 3 * stage + 3], Path(path) / str(stage), models)
+        sweep_stage(rank, stage, ports[2 * stage : 2 * stage + 2], Path(path) / str(stage), models)
 
 
 def sweep_stage(rank: int, stage: int, ports: list[int], path: Path, models: dict[str, str]) -> None:
@@ -269,36 +270,29 @@ def sweep_stage(rank: int, stage: int, ports: list[int], path: Path, models: dic
     config, splits = config_of(models, stage, ranks=2), [RANK_SPLITS[rank]] * 4
     place = {"name": name, "rank": rank, "world": 2}
     with open_learner(config, models, case, port=ports[0], **place) as learner:
-        got = train(learner, case, splits, updates=range(2))
-        learner.save(str(path / "checkpoint"), {"step": 7})
-        got += train_rest(learner, case, splits)
-        assert_history(got[:2], history[:2])
-        trained = copy_weights(learner)
-    with open_learner(config, models, case, port=ports[1], **place) as learner:
         check_weights_out(learner, path, rank)
-        assert learner.load(str(path / "checkpoint")) == {"step": 7}
-        train_rest(learner, case, splits)
-        assert bitwise(copy_weights(learner), trained)
-        before = trained
-        broken = [[row for row in update] for update in case.updates]
-        broken[0][0] = type(broken[0][0])(**{**fields(broken[0][0]), "advantage": float("nan")})
-        learner.begin(Case(case.groups, broken).plan(splits))
-        with pytest.raises(NonFinite) as error:
-            learner.update(0)
-        assert broken[0][0].group_id in error.value.group_ids
-        assert bitwise(copy_weights(learner), before)
-    with open_learner(config, models, case, port=ports[2], **place) as learner:
         assert_history(train(learner, case, splits), history)
         assert_close(copy_weights(learner), weights)
+        learner.save(str(path / "checkpoint"), {"step": 7})
+        train(learner, case, splits)
+        continued = copy_weights(learner)
+    with open_learner(config, models, case, port=ports[1], **place) as learner:
+        assert learner.load(str(path / "checkpoint")) == {"step": 7}
+        train(learner, case, splits)
+        assert bitwise(copy_weights(learner), continued)
+        check_non_finite(learner, case, splits)
 
 
-def train_rest(learner: Learner, case: Case, splits: list[list[list[int]]]) -> list[dict[str, float]]:
-    """Updates 2 and 3 of a step that begins anew, as after a resume."""
-    return train(learner, case, splits, updates=range(2, 4))
-
-
-def fields(row: Any) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__slots__}
+def check_non_finite(learner: Learner, case: Case, splits: list[list[list[int]]]) -> None:
+    """A row of rank 0 without a finite loss stops both ranks, before any weight changes."""
+    before = copy_weights(learner)
+    broken = [list(update) for update in case.updates]
+    broken[0][0] = dataclasses.replace(broken[0][0], advantage=float("nan"))
+    learner.begin(Case(case.groups, broken).plan(splits))
+    with pytest.raises(NonFinite) as error:
+        learner.update(0)
+    assert broken[0][0].group_id in error.value.group_ids
+    assert bitwise(copy_weights(learner), before)
 
 
 def check_weights_out(learner: Learner, path: Path, rank: int) -> None:
@@ -322,7 +316,7 @@ def check_weights_out(learner: Learner, path: Path, rank: int) -> None:
 
 
 def test_two_ranks_equal_one_for_every_zero_stage(models: dict[str, str], tmp_path: Path) -> None:
-    ports = [free_port() for _ in range(12)]
+    ports = [free_port() for _ in range(8)]
     context = torch.multiprocessing.spawn(rank_main, (ports, str(tmp_path), models), nprocs=2, join=False)
     deadline = time.monotonic() + DEADLINE_S
     try:

@@ -127,7 +127,10 @@ class Learner:
         self._plan = plan
 
     def update(self, index: int) -> None:
-        """One optimizer step over `plan.updates[index]`. Raises NonFinite on every rank, and leaves float32 weights as they were for a loss."""
+        """One optimizer step over `plan.updates[index]`.
+
+        Raises NonFinite on every rank: for a loss before any weight changes; for a gradient norm after, so the weights must not be used.
+        """
         if self._plan is None:
             raise RuntimeError(f"update {index} without begin")
         with Stopwatch() as watch:

@@ -7,6 +7,7 @@ slice and reading it is collective. DeepSpeed is imported inside functions, beca
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -32,6 +33,8 @@ def start(device: str, *, timeout_s: float) -> None:
 
     # Otherwise DeepSpeed compiles a shared-memory collective at this point, which needs a compiler and ninja; gloo does the same work.
     __compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed calls collectives by names that torch has deprecated; every call would print a warning.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     deepspeed.init_distributed(dist_backend="gloo" if cpu else "nccl", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
 
 
