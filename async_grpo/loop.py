@@ -67,6 +67,7 @@ class Loop:
         self._config, self._queue, self._learner, self._publisher = config, queue, learner, publisher
         self._weights, self.total_steps, self.steps_done, self._log = weights, total_steps, steps_done, log
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._published = steps_done
         self.tokens = 0
         self.lag_sum = self.lag_max = 0.0
         self.durations: list[float] = []
@@ -89,7 +90,7 @@ class Loop:
         self.steps_done = step
         published = 0.0
         if step % self._config.weight_sync.every_steps == 0:
-            published = await self._guard(self._publisher.publish(step))
+            published = await self._publish(step)
         wall = time.perf_counter() - started
         metrics |= sums.means() | await self._guard(self._queue.metrics())
         metrics |= self._times(wall=wall, wait=taken - started, train=trained - taken, publish=published, metrics=metrics)
@@ -97,8 +98,15 @@ class Loop:
         return metrics
 
     async def finish(self) -> None:
-        """Wait until the last publication is live."""
+        """Publish the newest weights if the last step was not one of `weight_sync.every_steps`, and wait until they are live."""
+        if self._published < self.steps_done:
+            await self._publish(self.steps_done)
         await self._guard(self._publisher.wait())
+
+    async def _publish(self, version: int) -> float:
+        waited = await self._guard(self._publisher.publish(version))
+        self._published = version
+        return waited
 
     async def _train(self, plans: list[RankPlan]) -> MetricSums:
         await self._learner.begin(plans)
@@ -125,21 +133,21 @@ class Loop:
     async def _guard(self, work: Awaitable[Any]) -> Any:
         """The result of `work`, unless the run fails first."""
         task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        task.cancel()
-        return self._failure.result()
+        try:
+            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            return self._failure.result() if self._failure.done() else task.result()
+        finally:
+            task.cancel()
 
     def _times(self, *, wall: float, wait: float, train: float, publish: float, metrics: dict[str, float]) -> dict[str, float]:
         for name, value in (("wall", wall), ("wait", wait), ("train", train), ("publish", publish)):
             self.seconds[name] += value
         self.durations.append(wall)
         self.tokens += int(metrics["rollout/response_tokens"])
-        self.lag_sum += metrics["train/lag_mean"]
-        self.lag_max = max(self.lag_max, metrics["train/lag_max"])
-        return {
+        lags = {f"replay/{name}": metrics[f"train/{name}"] for name in ("lag_mean", "lag_max") if f"train/{name}" in metrics}
+        self.lag_sum += lags.get("replay/lag_mean", 0.0)  # absent when no token of the batch is in the loss
+        self.lag_max = max(self.lag_max, lags.get("replay/lag_max", 0.0))
+        return lags | {
             "time/step": wall, "time/wait": wait, "time/train": train, "time/publish": publish, "time/learner_idle": wait / wall,
             "train/tokens_per_s": metrics["rollout/response_tokens"] / wall,
-            "replay/lag_mean": metrics["train/lag_mean"], "replay/lag_max": metrics["train/lag_max"],
         }

@@ -38,7 +38,8 @@ def make_plans(config: Config, batch: Batch, weights: dict[str, float]) -> tuple
         for ids in minibatches(
             list(prompts), seed=config.seed, step=batch.step, epoch=epoch, groups_per_minibatch=config.mini_batch_groups
         ):
-            chosen = [key for key in keys if key[0] in set(ids)]
+            members = set(ids)
+            chosen = [key for key in keys if key[0] in members]
             tokens = [rows[key].mask_tokens if in_loss[key] else 0 for key in chosen]
             per_row = row_weights(algorithm.loss_agg_mode, tokens, max_response_length=config.rollout.response_length)
             updates.append([
@@ -65,7 +66,10 @@ def _metrics(
     metas = [rows[key] for key in scores]
     n = len(metas)
     verdicts = [row.verdict for row in metas if row.verdict is not None]
-    constant = [zero_variance([shaped[key] for key in scores if key[0] == group.group_id]) for group in batch.groups]
+    constant = [
+        zero_variance([shaped[group.group_id, index] for index, row in enumerate(group.rows) if row.role == "train"])
+        for group in batch.groups
+    ]
     out = {
         "rollout/score": sum(scores.values()) / n,
         "rollout/shaped_reward": sum(shaped.values()) / n,
@@ -81,6 +85,7 @@ def _metrics(
     }
     if verdicts:
         out["rollout/accuracy"] = sum(verdicts) / len(verdicts)
-    for name in metas[0].rewards:
-        out[f"rollout/reward/{name}"] = sum(row.rewards[name] for row in metas) / n
+    for name in sorted({name for row in metas for name in row.rewards}):
+        values = [row.rewards[name] for row in metas if name in row.rewards]
+        out[f"rollout/reward/{name}"] = sum(values) / len(values)
     return out

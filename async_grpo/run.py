@@ -65,16 +65,14 @@ def _train(trainer, console: Console) -> int:  # noqa: ANN001 - Trainer, which i
 
 def _explained(error: BaseException) -> tuple[int, str]:
     """Exit code and message of an error, through the layers that a remote call or a task group put around it."""
-    seen: list[BaseException] = [error]
-    while seen:
-        current = seen.pop(0)
-        if isinstance(current, BaseExceptionGroup):
-            seen.extend(current.exceptions)
-        cause = getattr(current, "cause", None)
-        for candidate in (cause, current):
-            code = getattr(candidate, "exit_code", None)
-            if isinstance(code, int):
-                return code, str(candidate)
+    layers: list[BaseException] = [error]
+    for current in layers:  # grows while it is read
+        inside = current.exceptions if isinstance(current, BaseExceptionGroup) else (getattr(current, "cause", None),)
+        inside = [layer for layer in inside if isinstance(layer, BaseException) and all(layer is not known for known in layers)]
+        layers.extend(inside)
+        code = getattr(current, "exit_code", None)
+        if isinstance(code, int) and not inside:  # the innermost says it without the traceback that a remote call prepends
+            return code, str(current)
     traceback.print_exception(error)
     return 1, f"{type(error).__name__}: {error}".splitlines()[0]
 

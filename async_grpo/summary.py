@@ -19,9 +19,15 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     rows = _accuracy(trainer)
     steps, seconds = len(loop.durations), max(trainer.rl_seconds, 1e-9)
     rows += [
-        ("learner steps", f"{steps} in {seconds:.0f} s ({seconds / max(steps, 1):.2f} s each); {trainer.steps_done} of {trainer.total_steps} in all"),
+        (
+            "learner steps",
+            f"{steps} in {seconds:.0f} s ({seconds / max(steps, 1):.2f} s each); {trainer.steps_done} of {trainer.total_steps} in all",
+        ),
         ("tokens trained", f"{loop.tokens:,} response tokens, {loop.tokens / seconds:,.0f} per second"),
-        ("staleness", f"mean {loop.lag_sum / max(steps, 1):.2f}, largest {loop.lag_max:.0f} learner steps (bound {config.replay.max_staleness})"),
+        (
+            "staleness",
+            f"mean {loop.lag_sum / max(steps, 1):.2f}, largest {loop.lag_max:.0f} learner steps (bound {config.replay.max_staleness})",
+        ),
         ("publications", f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of its time for them"),
         ("learner time", f"{loop.seconds['train'] / seconds:.0%} training, {loop.seconds['wait'] / seconds:.0%} waiting for groups"),
     ]
@@ -30,8 +36,16 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     rows.append(("checkpoint", f"{checkpoint} (Hugging Face format in hf/)"))
     if trainer.tracker is not None and trainer.tracker.run_id is not None:
         rows.append(("MLflow", f"run {trainer.tracker.run_id}; look at it with: mlflow ui --backend-store-uri {trainer.tracker.uri}"))
-    rows.append(("next", f"python -m async_grpo.run CONFIG.yaml run.total_steps={2 * trainer.total_steps} run.dir={trainer.run_dir} continues this run"))
+    rows.append(("next", f"python -m async_grpo.run CONFIG.yaml {_longer(trainer)}run.dir={trainer.run_dir} continues this run"))
     return rows
+
+
+def _longer(trainer: Trainer) -> str:
+    """The override with which a finished run goes on; one that was stopped early needs none."""
+    run = trainer.config.run
+    if trainer.steps_done < trainer.total_steps:
+        return ""
+    return f"run.total_steps={2 * run.total_steps} " if run.total_steps is not None else f"run.epochs={2 * (run.epochs or 1)} "
 
 
 def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:

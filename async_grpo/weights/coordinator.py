@@ -5,9 +5,9 @@ Runs in: the driver. Draws on two sides that it does not know from the inside:
     publish(version):   wait for the publication before -> learner.stage -> [ engines.receive || learner.send ] -> queue.live
                         |<------- the learner waits ------>|<--- with `overlap`, the next learner step runs here --->|
 
-Invariants: at most one publication is under way; a version is declared live only when every engine of the set serves it; an engine
-that fails to receive is dropped by the manager, which forfeits its tickets; newcomers take the newest announcement under the same
-lock, so they never race a publication.
+Invariants: at most one publication is under way; a version is declared live only when every connected engine of the set serves it (one
+that is not connected serves nothing yet and holds no tickets); an engine that fails to receive is dropped by the manager, which forfeits
+its tickets; newcomers take the newest announcement under the same lock, so they never race a publication.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import numpy as np
 from async_grpo.config.schema import Config
 from async_grpo.weights.base import SELF_CHECK, Announcement, version_label
 
-SELF_CHECK_SCALE = 0.05
+SELF_CHECK_SCALES = (0.05, 0.1, 0.2)
+"""Perturbations tried in turn until one moves log-probs by more than CONTRAST times what sampler and learner may differ by anyway."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-VISIBLE = 1e-3
+CONTRAST = 2.0
 
 
 class SelfCheckFailed(RuntimeError):
@@ -92,7 +93,7 @@ class Coordinator:
             measured: dict[str, float] = {}
             if self._config.weight_sync.self_check:
                 measured = await self._self_check(list(self._engines.alive()))
-            await self._transfer(version_label(version))
+            _raise_first(await self._transfer(version_label(version)))
         await self._live(version)
         return measured
 
@@ -100,7 +101,7 @@ class Coordinator:
         """Publish the learner's current weights as `version`; returns the seconds that the learner had to wait."""
         started = time.perf_counter()
         await self.wait()
-        await self._lock.acquire()
+        await self._lock.acquire()  # `_finish` releases it
         try:
             if self._backend == "nccl" and self._members() != self._connected:
                 await self._connect_all()  # a group with a dead member would hang in its first collective
@@ -119,8 +120,8 @@ class Coordinator:
     async def wait(self) -> None:
         """Wait for the publication under way; raises what it raised."""
         if self._running is not None:
-            running, self._running = self._running, None
-            await running
+            await asyncio.wait({self._running})  # a waiter that gives up leaves the publication alone
+            self._running.result()
 
     async def join(self, engine: EngineHandle, admit: Callable[[], None]) -> None:
         """Bring a newcomer to the newest published weights and `admit` it to the set before another publication can begin.
@@ -135,20 +136,27 @@ class Coordinator:
             [payload] = await self._learner.connect([engine.tensor_parallel_size])
             await self._deadline(engine.connect(payload), f"connecting {engine.actor_id}")
             await self._deadline(engine.receive(self._newest), f"publishing to {engine.actor_id}")
+            self._connected.add(engine.actor_id)
             admit()
 
     async def refresh(self, version: int) -> None:
-        """Between learner steps: form the NCCL group again when its members changed, and send the current weights to all."""
-        if self._backend == "nccl" and self._members() != self._connected:
+        """Between learner steps: raise what a publication under way has raised; with NCCL, bring newcomers in.
+
+        That forms a new group and sends the current weights, which are `version`, to all of it: newcomers serve what is live, or nothing.
+        """
+        if self._running is not None and self._running.done():
+            await self.wait()
+        if self._backend == "nccl" and self._members() - self._connected:
             await self.wait()
             async with self._lock:
                 await self._connect_all()
-                await self._transfer(version_label(version))
+                await self._drop(await self._transfer(version_label(version)))
+            await self._live(version)
 
     async def _finish(self, announcement: Announcement, version: int) -> None:
         started = time.perf_counter()
         try:
-            await self._send(announcement)
+            await self._drop(await self._send(announcement))
         finally:
             self._lock.release()
         await self._live(version)
@@ -164,22 +172,24 @@ class Coordinator:
     def _members(self) -> set[str]:
         return {engine.actor_id for engine in self._engines.alive()}
 
-    async def _transfer(self, label: str) -> None:
-        await self._send(await self._learner.stage(label))
+    async def _transfer(self, label: str) -> dict[str, BaseException]:
+        return await self._send(await self._learner.stage(label))
 
-    async def _send(self, announcement: Announcement) -> None:
-        """Every live engine takes the announced weights; those that cannot are dropped."""
-        engines = list(self._engines.alive())
+    async def _send(self, announcement: Announcement) -> dict[str, BaseException]:
+        """Every connected engine takes the announced weights; what went wrong by actor id."""
+        engines = [engine for engine in self._engines.alive() if engine.actor_id in self._connected]
         receiving = [self._deadline(engine.receive(announcement), f"publishing to {engine.actor_id}") for engine in engines]
-        _, *results = await asyncio.gather(self._learner.send(), *receiving, return_exceptions=True)
+        sent, *results = await asyncio.gather(self._learner.send(), *receiving, return_exceptions=True)
+        if isinstance(sent, BaseException):
+            raise sent
         self._newest = announcement
-        if isinstance(_, BaseException):
-            raise _
         paused = [result["total"] for result in results if isinstance(result, dict)]
         self.times.engines_paused += sum(paused) / max(1, len(paused))
-        for engine, result in zip(engines, results, strict=True):
-            if isinstance(result, BaseException):
-                await self._engines.drop(engine.actor_id, result)
+        return {engine.actor_id: result for engine, result in zip(engines, results, strict=True) if isinstance(result, BaseException)}
+
+    async def _drop(self, failures: dict[str, BaseException]) -> None:
+        for actor_id, error in failures.items():
+            await self._engines.drop(actor_id, error)
 
     async def _deadline(self, work: Awaitable[Any], what: str) -> Any:
         seconds = self._config.weight_sync.deadlines.receive_s
@@ -190,26 +200,47 @@ class Coordinator:
 
     async def _self_check(self, engines: list[EngineHandle]) -> dict[str, float]:
         """Publish perturbed weights and compare log-probs: the load path of every engine, seen from both sides."""
-        await self._learner.perturb(scale=SELF_CHECK_SCALE, seed=self._config.seed)
-        await self._transfer(SELF_CHECK)
-        probes = [await engine.probe_sequences() for engine in engines]
+        tolerance = TOLERANCE["bfloat16" if self._config.model.dtype == "bfloat16" or self._backend != "shared_memory" else "float32"]
+        for scale in SELF_CHECK_SCALES:
+            errors, moved = await self._measure(engines, scale=scale)
+            for actor_id, error in errors.items():
+                if not error < tolerance:
+                    raise SelfCheckFailed(
+                        f"after a test publication engine {actor_id} computes log-probs that differ from the learner's by {error:.2g} "
+                        f"(allowed {tolerance:g}): weights do not arrive where they should over {self._backend}; training would silently "
+                        "use the wrong policy"
+                    )
+            if moved > CONTRAST * tolerance:
+                return {"weights/self_check_error": max(errors.values()), "weights/self_check_moved": moved}
+        raise SelfCheckFailed(
+            f"the test perturbation moved log-probs by {moved:.2g} only, too little to tell whether weights arrive (engine and learner may "
+            f"differ by {tolerance:g}); set weight_sync.self_check: false to start without the check"
+        )
+
+    async def _measure(self, engines: list[EngineHandle], *, scale: float) -> tuple[dict[str, float], float]:
+        """Largest error of every engine under perturbed weights, and the smallest of what the perturbation moved on each one's answers."""
+        await self._learner.perturb(scale=scale, seed=self._config.seed)
+        _raise_first(await self._transfer(SELF_CHECK))
+        asking = [self._deadline(engine.probe_sequences(), f"the test responses of {engine.actor_id}") for engine in engines]
+        probes = await asyncio.gather(*asking)
         sequences = [(prompt, response) for probe in probes for prompt, response, _ in probe]
         perturbed = await self._learner.logprobs(sequences)
         await self._learner.restore_weights()
         true = await self._learner.logprobs(sequences)
-        tolerance = TOLERANCE["bfloat16" if self._config.model.dtype == "bfloat16" or self._backend != "shared_memory" else "float32"]
-        worst, moved, rows = 0.0, 0.0, iter(zip(perturbed, true, strict=True))
+        rows = iter(zip(perturbed, true, strict=True))
+        errors, moved = {}, []
         for engine, probe in zip(engines, probes, strict=True):
-            for _, _, served in probe:
-                expected, before = next(rows)
-                error = float(np.abs(served - expected).max())
-                worst, moved = max(worst, error), max(moved, float(np.abs(expected - before).max()))
-                if not error < tolerance:
-                    raise SelfCheckFailed(
-                        f"after a test publication engine {engine.actor_id} computes log-probs that differ from the learner's by "
-                        f"{error:.2g} (allowed {tolerance:g}): weights do not arrive where they should over {self._backend}; training would "
-                        "silently use the wrong policy"
-                    )
-        if moved < VISIBLE:
-            raise SelfCheckFailed(f"the test perturbation moved log-probs by {moved:.2g} only, too little to check anything")
-        return {"weights/self_check_error": worst, "weights/self_check_moved": moved}
+            own = [(served, *next(rows)) for _, _, served in probe]
+            errors[engine.actor_id] = _largest([served - expected for served, expected, _ in own])
+            moved.append(_largest([expected - before for _, expected, before in own]))
+        return errors, float(np.min(moved))
+
+
+def _largest(differences: list[np.ndarray]) -> float:
+    """Largest absolute entry; not a number if one entry is not, 0 without entries."""
+    return float(np.abs(np.concatenate(differences)).max()) if differences else 0.0
+
+
+def _raise_first(failures: dict[str, BaseException]) -> None:
+    for error in failures.values():
+        raise error

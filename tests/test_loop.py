@@ -1,0 +1,370 @@
+"""The training loop and its row mathematics, with a fake queue, learner and publisher; how errors and the summary are worded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from async_grpo.algo.advantages import row_advantages
+from async_grpo.batching import PlanRow, RankPlan
+from async_grpo.config.schema import Config
+from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
+from async_grpo.loop import Loop
+from async_grpo.planning import make_plans
+from async_grpo.run import _explained
+from async_grpo.summary import summarise
+from async_grpo.wire import Batch, GroupMeta, RowMeta
+
+GROUPS, ROWS, LIMIT = 4, 3, 16
+WEIGHTS = {"correct": 1.0, "format": 0.5}
+
+
+def config(*, run: dict[str, Any] | None = None, ranks: int = 1, every: int = 1, timeout_s: float = 5.0, epochs: int = 1,
+           minibatch: int | None = None, **algorithm: Any) -> Config:
+    return Config.model_validate({
+        "run": run or {"total_steps": 9}, "model": {"path": "m"}, "algorithm": algorithm, "watchdog": {"step_timeout_s": timeout_s},
+        "rollout": {"rollout_batch_size": GROUPS, "group_size": ROWS, "prompt_length": 8, "response_length": LIMIT},
+        "learner": {"ranks": ranks, "ppo_epochs": epochs, "ppo_mini_batch_size": minibatch, "tokens_per_micro_batch": 24},
+        "replay": {"max_staleness": 2}, "weight_sync": {"every_steps": every},
+    })
+
+
+def row(group: int, index: int) -> RowMeta:
+    """Length 2 to 13 tokens, one of them not sampled by the policy; row 2 of odd groups is cut off; row 0 mixes two versions."""
+    length = 2 + (5 * group + 4 * index) % 12
+    return RowMeta(
+        role="train", length=length, mask_tokens=length - 1,
+        rewards={"correct": float(index == group % 3), "format": 0.1 * index, "note": 7.0}, verdict=float(index == group % 3),
+        finish_reason="length" if index == 2 and group % 2 else "stop", min_version=0, max_version=int(index == 0),
+    )
+
+
+def batch_of(step: int) -> Batch:
+    times = {"started": 1.0, "generated": 3.0, "scored": 3.5}
+    ids = range(10 * step, 10 * step + GROUPS)
+    return Batch(step, tuple(
+        GroupMeta(group, 0, 0, "a", 3 + group % 3, tuple(row(group, index) for index in range(ROWS)), times, 100) for group in ids
+    ))
+
+
+def rows_by_update(plans: Sequence[RankPlan]) -> list[list[PlanRow]]:
+    """Rows of every optimizer update, over all ranks and micro-batches."""
+    return [
+        [entry for plan in plans for micro_batch in plan.updates[index] for entry in micro_batch] for index in range(len(plans[0].updates))
+    ]
+
+
+def one_update(plans: Sequence[RankPlan]) -> dict[tuple[int, int], PlanRow]:
+    [rows] = rows_by_update(plans)
+    return {(entry.group_id, entry.row): entry for entry in rows}
+
+
+def tokens_of(entry: PlanRow) -> int:
+    return row(entry.group_id, entry.row).mask_tokens
+
+
+# ---- row mathematics ----
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize(("epochs", "minibatch", "updates"), [(1, None, 1), (1, 2, 2), (3, 1, 12)])
+def test_plans_cover_every_row_once_per_epoch(ranks: int, epochs: int, minibatch: int | None, updates: int) -> None:
+    plans, _ = make_plans(config(ranks=ranks, epochs=epochs, minibatch=minibatch), batch_of(4), WEIGHTS)
+    assert len(plans) == ranks
+    rows = rows_by_update(plans)
+    assert len(rows) == updates
+    assert [plan.step for plan in plans] == [4] * ranks
+    everything = {(40 + group, index) for group in range(GROUPS) for index in range(ROWS)}
+    for epoch in range(epochs):
+        of_epoch = rows[epoch * updates // epochs : (epoch + 1) * updates // epochs]
+        assert Counter((entry.group_id, entry.row) for update in of_epoch for entry in update) == Counter(dict.fromkeys(everything, 1))
+        assert {len({entry.group_id for entry in update}) for update in of_epoch} == {minibatch or GROUPS}, "a group is never split"
+    for plan in plans:
+        needed = {entry.group_id for update in plan.updates for micro_batch in update for entry in micro_batch}
+        assert plan.group_ids == tuple(sorted(needed))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_token_mean_weights_sum_to_one_per_update(ranks: int) -> None:
+    plans, _ = make_plans(config(ranks=ranks, epochs=2, minibatch=2), batch_of(4), WEIGHTS)
+    for update in rows_by_update(plans):
+        assert sum(entry.weight * tokens_of(entry) for entry in update) == pytest.approx(1.0, abs=1e-12)
+        assert len({entry.weight for entry in update}) == 1
+
+
+def test_sequence_mean_weights_and_the_constant_norm() -> None:
+    plans, _ = make_plans(config(loss_agg_mode="seq-mean-token-mean"), batch_of(4), WEIGHTS)
+    for entry in one_update(plans).values():
+        assert entry.weight * tokens_of(entry) == pytest.approx(1 / (GROUPS * ROWS))
+    plans, _ = make_plans(config(loss_agg_mode="seq-mean-token-sum-norm"), batch_of(4), WEIGHTS)
+    assert {round(1 / entry.weight) for entry in one_update(plans).values()} == {GROUPS * ROWS * LIMIT}
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+def test_advantages_are_those_of_the_weighted_scores(by_std: bool) -> None:
+    plans, metrics = make_plans(config(norm_adv_by_std_in_grpo=by_std), batch_of(4), WEIGHTS)
+    keys = sorted(one_update(plans))
+    scores = [row(*key).rewards["correct"] + 0.5 * row(*key).rewards["format"] for key in keys]
+    expected = row_advantages(
+        "grpo", torch.tensor(scores, dtype=torch.float64), torch.tensor([group for group, _ in keys]), norm_adv_by_std_in_grpo=by_std
+    )
+    assert [one_update(plans)[key].advantage for key in keys] == pytest.approx(expected.tolist(), abs=1e-9)
+    assert metrics["rollout/score"] == pytest.approx(sum(scores) / len(scores))
+    if not by_std:  # worked by hand: group 40 has scores 0, 1.05, 0.1 and the mean 1.15 / 3
+        by_hand = [-1.15 / 3, 1.05 - 1.15 / 3, 0.1 - 1.15 / 3]
+        assert [one_update(plans)[40, index].advantage for index in range(3)] == pytest.approx(by_hand)
+
+
+def test_the_overlong_penalty_enters_the_advantages() -> None:
+    plain, before = make_plans(config(norm_adv_by_std_in_grpo=False), batch_of(4), WEIGHTS)
+    settings = config(norm_adv_by_std_in_grpo=False, overlong_buffer={"enable": True, "len": 8, "penalty_factor": 2.0})
+    shaped, after = make_plans(settings, batch_of(4), WEIGHTS)
+    penalty = {key: -2.0 * max(0, row(*key).length - 8) / 8 for key in one_update(plain)}  # 8 = 16 tokens - the buffer of 8
+    assert min(penalty.values()) < 0
+    for (group, index), entry in one_update(shaped).items():
+        mean = sum(penalty[group, other] for other in range(ROWS)) / ROWS
+        difference = entry.advantage - one_update(plain)[group, index].advantage
+        assert difference == pytest.approx(penalty[group, index] - mean, abs=1e-9)
+    assert after["rollout/score"] == before["rollout/score"], "the score is what the verifier said"
+    assert after["rollout/shaped_reward"] == pytest.approx(before["rollout/score"] + sum(penalty.values()) / len(penalty))
+
+
+def test_masked_truncated_rows_have_no_weight_but_count_in_their_group() -> None:
+    plain, _ = make_plans(config(), batch_of(4), WEIGHTS)
+    masked, metrics = make_plans(config(mask_truncated=True), batch_of(4), WEIGHTS)
+    cut = {(41, 2), (43, 2)}
+    entries = one_update(masked)
+    assert {key for key, entry in entries.items() if entry.weight == 0} == cut
+    assert sum(entry.weight * tokens_of(entry) for entry in entries.values()) == pytest.approx(1.0)
+    assert {key: entry.advantage for key, entry in entries.items()} == {key: entry.advantage for key, entry in one_update(plain).items()}
+    assert metrics["rollout/masked_rows"] == pytest.approx(2 / 12) == metrics["rollout/truncated"]
+
+
+def test_row_metrics() -> None:
+    _, metrics = make_plans(config(), batch_of(4), WEIGHTS)
+    rows = [row(group, index) for group in range(40, 44) for index in range(ROWS)]
+    assert metrics["rollout/accuracy"] == pytest.approx(1 / 3)
+    assert metrics["rollout/response_tokens"] == sum(meta.length for meta in rows)
+    assert metrics["rollout/response_length_max"] == max(meta.length for meta in rows)
+    assert metrics["rollout/mixed_version_rows"] == pytest.approx(1 / 3)
+    assert metrics["rollout/zero_std_groups"] == 0
+    assert (metrics["rollout/generate_s"], metrics["rollout/verify_s"]) == (2.0, 0.5)
+    assert metrics["rollout/reward/note"] == pytest.approx(7.0)
+
+
+# ---- the loop ----
+
+
+class Fakes:
+    """Queue, learner and publisher in one, with every call in order."""
+
+    def __init__(self, settings: Config, *, steps_done: int = 0, empty_answers: int = 0, lags: bool = True) -> None:
+        self.events: list[str] = []
+        self.plans: list[RankPlan] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.empty_answers, self.lags = empty_answers, lags
+        self.training: asyncio.Event | None = None
+        self.loop = Loop(
+            settings, queue=self, learner=self, publisher=self, weights=WEIGHTS, total_steps=9, steps_done=steps_done,
+            log=lambda step, metrics: self.logged.append((step, metrics)),
+        )
+
+    async def get_batch(self, step: int) -> Batch | None:
+        if self.empty_answers:
+            self.empty_answers -= 1
+            return None
+        self.events.append(f"take {step}")
+        return batch_of(step)
+
+    async def metrics(self) -> dict[str, float]:
+        return {"replay/ready": 3.0, "replay/in_flight": 5.0, "replay/failed": 0.0}
+
+    async def begin(self, plans: Sequence[RankPlan]) -> None:
+        self.plans = list(plans)
+        self.events.append("begin")
+        if self.training is not None:
+            await self.training.wait()
+
+    async def update(self, index: int) -> None:
+        self.events.append(f"update {index}")
+
+    async def end(self) -> list[dict[str, Any]]:
+        self.events.append("end")
+        lags = {"sums": {"train/lag_mean": [3.0, 4.0]}, "lows": {}}
+        other = {"sums": {"train/lag_mean": [1.0, 4.0]}, "lows": {}}
+        if not self.lags:
+            return [{"sums": {}, "highs": {}, "lows": {}}]
+        return [lags | {"highs": {"train/lag_max": 2.0}}, other | {"highs": {"train/lag_max": 1.0}}]
+
+    async def publish(self, version: int) -> float:
+        self.events.append(f"publish {version}")
+        return 0.5
+
+    async def refresh(self, version: int) -> None:
+        self.events.append(f"refresh {version}")
+
+    async def wait(self) -> None:
+        self.events.append("wait")
+
+
+def test_a_step_in_order() -> None:
+    async def scenario() -> None:
+        run = Fakes(config(epochs=2, minibatch=2), empty_answers=1)
+        await run.loop.step()
+        assert run.events == ["refresh 0", "take 1", "begin", "update 0", "update 1", "update 2", "update 3", "end", "publish 1"]
+        assert run.loop.steps_done == 1
+        await run.loop.step()
+        assert run.events[9:11] == ["take 2", "begin"]
+        assert [step for step, _ in run.logged] == [1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_publishes_every_k_steps_and_the_rest_at_the_end() -> None:
+    async def scenario() -> None:
+        run = Fakes(config(every=2), steps_done=4)
+        for _ in range(3):
+            await run.loop.step()
+        assert [event for event in run.events if event.startswith(("take", "publish"))] == ["take 5", "take 6", "publish 6", "take 7"]
+        await run.loop.finish()
+        assert run.events[-2:] == ["publish 7", "wait"], "an evaluation after the last step must see its weights"
+        await run.loop.finish()
+        assert run.events[-2:] == ["wait", "wait"]
+
+    asyncio.run(scenario())
+
+
+def test_metrics_of_a_step() -> None:
+    async def scenario() -> None:
+        run = Fakes(config())
+        metrics = await run.loop.step()
+        assert metrics["train/lag_mean"] == metrics["replay/lag_mean"] == pytest.approx(0.5), "sums over ranks, not a mean of means"
+        assert metrics["train/lag_max"] == metrics["replay/lag_max"] == 2
+        assert metrics["replay/ready"] == 3
+        assert metrics["time/publish"] == 0.5
+        assert 0 <= metrics["time/learner_idle"] <= 1
+        await run.loop.step()
+        assert (run.loop.lag_sum, run.loop.lag_max) == (pytest.approx(1.0), 2)
+        groups = [*batch_of(1).groups, *batch_of(2).groups]
+        assert run.loop.tokens == sum(meta.length for group in groups for meta in group.rows)
+        assert len(run.loop.durations) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_step_whose_rows_are_all_masked_is_trained_and_logged() -> None:
+    async def scenario() -> None:
+        run = Fakes(config(), lags=False)
+        metrics = await run.loop.step()
+        assert "replay/lag_mean" not in metrics
+        assert (run.loop.lag_sum, run.loop.lag_max, run.loop.steps_done) == (0, 0, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_ends_a_wait_at_once() -> None:
+    async def scenario() -> None:
+        run = Fakes(config(timeout_s=1000), empty_answers=10**9)
+        waiting = asyncio.create_task(run.loop.step())
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        run.loop.fail(FaultBudgetSpent("the actors died"))
+        run.loop.fail(RuntimeError("a later error"))
+        with pytest.raises(FaultBudgetSpent, match="the actors died"):
+            await asyncio.wait_for(waiting, 2)
+        with pytest.raises(FaultBudgetSpent):
+            await run.loop.finish()
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_ends_training_at_once() -> None:
+    async def scenario() -> None:
+        run = Fakes(config(timeout_s=1000))
+        run.training = asyncio.Event()
+        waiting = asyncio.create_task(run.loop.step())
+        await asyncio.sleep(0.02)
+        assert run.events[-1] == "begin"
+        run.loop.fail(FaultBudgetSpent("a rank died"))
+        with pytest.raises(FaultBudgetSpent):
+            await asyncio.wait_for(waiting, 2)
+        assert run.loop.steps_done == 0
+        assert "end" not in run.events
+
+    asyncio.run(scenario())
+
+
+def test_a_stalled_queue_ends_the_run_with_its_counts() -> None:
+    async def scenario() -> None:
+        run = Fakes(config(timeout_s=0.05), steps_done=2, empty_answers=10**9)
+        with pytest.raises(Stalled) as caught:
+            await asyncio.wait_for(run.loop.step(), 5)
+        message = str(caught.value)
+        assert "learner step 3" in message
+        assert "watchdog.step_timeout_s = 0.05 s" in message
+        assert "'replay/ready': 3" in message
+        assert "'replay/in_flight': 5" in message
+        assert "failed" not in message, "counts of zero say nothing"
+
+    asyncio.run(scenario())
+
+
+# ---- how a run ends ----
+
+
+def remote(error: BaseException) -> Exception:
+    """An error as a remote call raises it: of the same class, with a traceback as its text, and the original as `cause`."""
+    kind = type(f"Remote({type(error).__name__})", (Exception,), {"exit_code": getattr(error, "exit_code", None)})
+    wrapped = kind(f"Traceback ...\n{error}")
+    wrapped.cause = error
+    return wrapped
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda error: error,
+    remote,
+    lambda error: remote(remote(error)),
+    lambda error: ExceptionGroup("start", [ValueError("cancelled beside it"), error]),
+    lambda error: ExceptionGroup("outer", [ExceptionGroup("inner", [remote(error)])]),
+    lambda error: remote(ExceptionGroup("in the process", [error])),
+])
+def test_exit_code_and_message_through_layers(wrap: Callable[[Exception], Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _explained(wrap(SetupError("no room"))) == (2, "no room")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrap", [lambda error: error, remote, lambda error: ExceptionGroup("start", [error])])
+def test_an_unexpected_error_shows_its_traceback(wrap: Callable[[Exception], Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = _explained(wrap(KeyError("x")))
+    assert code == 1
+    assert "\n" not in message
+    assert "KeyError" in capsys.readouterr().err
+
+
+def fake_trainer(settings: Config, *, steps: int = 4, total: int = 4, lags: float = 2.0) -> SimpleNamespace:
+    loop = SimpleNamespace(durations=[1.0] * steps, tokens=1000, lag_sum=lags, lag_max=1.0, seconds={"train": 2.0, "wait": 1.0})
+    coordinator = SimpleNamespace(times=SimpleNamespace(count=4, learner_waited=0.4))
+    return SimpleNamespace(
+        system=SimpleNamespace(loop=loop, coordinator=coordinator, actors=SimpleNamespace(restarts=0)), config=settings,
+        rl_seconds=4.0, steps_done=steps, total_steps=total, tracker=None, run_dir=Path("/runs/r"),
+        evaluations=[(0, {"eval/accuracy_greedy": 0.25, "eval/problems": 8.0}), (4, {"eval/accuracy_greedy": 0.5, "eval/problems": 8.0})],
+    )
+
+
+def test_summary_says_what_happened_and_how_to_go_on() -> None:
+    text = dict(summarise(fake_trainer(config(run={"total_steps": 4})), Path("/runs/r/c")))
+    assert text["held-out accuracy, greedy"] == "25.0% -> 50.0% after step 4"
+    assert text["staleness"] == "mean 0.50, largest 1 learner steps (bound 2)"
+    assert text["publications"] == "4; the learner waited 10.0% of its time for them"
+    assert text["learner time"] == "50% training, 25% waiting for groups"
+    assert "run.total_steps=8 run.dir=/runs/r" in text["next"]
+    assert "run.epochs=6 run.dir=/runs/r" in dict(summarise(fake_trainer(config(run={"epochs": 3})), Path("c")))["next"]
+    early = dict(summarise(fake_trainer(config(run={"total_steps": 9}), total=9), Path("c")))["next"]
+    assert "total_steps" not in early

@@ -1,0 +1,149 @@
+"""Where processes go on invented clusters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from async_grpo.cluster.placement import Node, Placement, PlacementError, place
+from async_grpo.config.schema import Config
+
+
+def config(*, ranks: int = 1, size: int = 1, backend: str = "auto", **cluster: Any) -> Config:
+    return Config.model_validate({
+        "run": {"total_steps": 1}, "model": {"path": "m"}, "learner": {"ranks": ranks}, "weight_sync": {"backend": backend},
+        "cluster": {"engine": {"tensor_parallel_size": size}, **cluster},
+    })
+
+
+def cpu(cores: int) -> list[Node]:
+    return [Node("n0", "10.0.0.1", float(cores), 0.0, tuple(range(cores)))]
+
+
+def gpu(*gpus: int) -> list[Node]:
+    return [Node(f"n{index}", f"10.0.0.{index + 1}", 64.0, float(count)) for index, count in enumerate(gpus)]
+
+
+def nodes_of(placement: Placement) -> tuple[list[str], list[str]]:
+    return [slot.node_id for slot in placement.learners], [slot.node_id for slot in placement.engines]
+
+
+@pytest.mark.parametrize(("cores", "engines"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 2), (64, 2)])
+def test_cpu_engines_and_cores(cores: int, engines: int) -> None:
+    placement = place(config(), cpu(cores))
+    assert placement.device == "cpu"
+    assert (len(placement.learners), len(placement.engines)) == (1, engines)
+    slots = [*placement.learners, *placement.engines]
+    assert sum(slot.cpus for slot in slots) <= cores
+    assert all(slot.cpus > 0 and slot.gpus == 0 for slot in slots)
+    pinned = [core for slot in slots for core in slot.cores]
+    assert len(pinned) == len(set(pinned)), "a core has two owners"
+    if cores == 1:
+        assert not pinned, "two processes on one core are not pinned"
+    else:
+        assert all(slot.cores for slot in slots)
+    if cores >= 3:
+        assert len(pinned) < cores, "the driver and the queue have no core left"
+
+
+def test_cpu_spare_cores_go_to_verifiers_then_to_the_learner() -> None:
+    placement = place(config(), cpu(8))
+    assert [len(slot.cores) for slot in placement.engines] == [2, 2]
+    assert len(placement.learners[0].cores) == 3
+
+
+def test_cpu_without_known_cores_is_not_pinned() -> None:
+    placement = place(config(), [Node("n0", "10.0.0.1", 8.0, 0.0)])
+    assert len(placement.engines) == 2
+    assert not any(slot.cores for slot in [*placement.learners, *placement.engines])
+
+
+def test_cpu_affinity_with_gaps_is_respected() -> None:
+    placement = place(config(), [Node("n0", "10.0.0.1", 64.0, 0.0, (3, 9, 17))])
+    pinned = {core for slot in [*placement.learners, *placement.engines] for core in slot.cores}
+    assert pinned <= {3, 9, 17}
+    assert len(placement.engines) == 1, "three cores are too few for two engines, however many CPUs Ray was told of"
+
+
+def test_cpu_stays_on_the_first_node() -> None:
+    nodes = [*cpu(4), Node("n1", "10.0.0.2", 128.0, 0.0)]
+    learners, engines = nodes_of(place(config(ranks=2), nodes))
+    assert {*learners, *engines} == {"n0"}
+
+
+def test_cpu_min_and_max_actors() -> None:
+    assert len(place(config(rollout_actors={"min": 3}), cpu(2)).engines) == 3
+    assert len(place(config(rollout_actors={"max": 1}), cpu(8)).engines) == 1
+    assert len(place(config(rollout_actors={"max": 4}), cpu(2)).engines) == 4
+
+
+def test_one_gpu_colocated() -> None:
+    placement = place(config(layout="colocated"), gpu(1))
+    assert placement.device == "cuda"
+    assert placement.learners == placement.engines
+    assert [slot.gpus for slot in placement.learners] == [0.5]
+
+
+def test_colocated_pairs_share_a_node() -> None:
+    placement = place(config(ranks=4, layout="colocated"), gpu(2, 8))
+    learners, engines = nodes_of(placement)
+    assert learners == engines == ["n1"] * 4
+
+
+@pytest.mark.parametrize(("size", "engines"), [(1, 4), (2, 2), (4, 1)])
+def test_eight_gpus_split(size: int, engines: int) -> None:
+    placement = place(config(ranks=4, size=size), gpu(8))
+    assert [slot.gpus for slot in placement.learners] == [1.0] * 4
+    assert [slot.gpus for slot in placement.engines] == [float(size)] * engines
+    assert placement.rank_offsets == tuple(1 + size * index for index in range(engines))
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "size", "learners", "engines"), [
+    ((8, 8), 4, 1, ["n0"] * 4, 12),
+    ((8, 8), 8, 4, ["n0"] * 8, 2),
+    ((8, 8), 4, 4, ["n0"] * 4, 3),
+    ((8, 8), 12, 2, ["n0"] * 8 + ["n1"] * 4, 2),
+    ((8, 4), 4, 8, ["n1"] * 4, 1),  # on n0 the learner would break up the only node that holds an engine
+    ((4, 8), 2, 4, ["n0"] * 2, 2),
+    ((0, 8), 4, 4, ["n1"] * 4, 1),
+    ((3, 3, 3), 1, 2, ["n0"], 3),  # one GPU of each node is of no use to an engine: the learner takes such a one
+])
+def test_several_nodes(gpus: tuple[int, ...], ranks: int, size: int, learners: list[str], engines: int) -> None:
+    placement = place(config(ranks=ranks, size=size), gpu(*gpus))
+    placed, served = nodes_of(placement)
+    assert placed == learners, "a node's ranks are neighbours"
+    assert len(served) == engines
+    used = Counter(placed) + Counter({node: count * size for node, count in Counter(served).items()})
+    assert all(used[node.node_id] <= node.gpus for node in gpu(*gpus)), "an engine spans nodes, or a GPU is used twice"
+
+
+def test_max_below_room_and_too_many() -> None:
+    assert len(place(config(ranks=4, rollout_actors={"max": 2}), gpu(8)).engines) == 2
+    with pytest.raises(PlacementError, match=r"5 rollout actors, the cluster has room for 4: 10\.0\.0\.1: 64 CPUs, 8 GPUs"):
+        place(config(ranks=4, rollout_actors={"max": 5}), gpu(8))
+    with pytest.raises(PlacementError, match="5 rollout actors, the cluster has room for 4"):
+        place(config(ranks=4, rollout_actors={"min": 5}), gpu(8))
+
+
+@pytest.mark.parametrize(("settings", "nodes", "message"), [
+    ({"ranks": 9}, gpu(4, 4), r"9 learner ranks with a GPU each: 10\.0\.0\.1: 64 CPUs, 4 GPUs; 10\.0\.0\.2: 64 CPUs, 4 GPUs"),
+    ({"ranks": 4}, gpu(4), "4 learner ranks with a GPU each, 1 GPUs per engine and 1 rollout actors, the cluster has room for 0"),
+    ({"ranks": 2, "size": 4}, gpu(4, 2, 2), None),
+    ({"ranks": 4, "size": 8}, gpu(4, 4, 4), "8 GPUs per engine and 1 rollout actors, the cluster has room for 0"),
+    ({"ranks": 2, "layout": "colocated"}, gpu(1), "2 GPUs that a learner rank and an engine share"),
+    ({"device": "cuda"}, cpu(4), "1 learner ranks with a GPU each: 10.0.0.1: 4 CPUs, 0 GPUs"),
+    ({}, [], "the cluster has no nodes"),
+    ({}, [Node("n0", "10.0.0.1", 0.0, 0.0)], "1 learner ranks and 1 rollout actors on CPU: 10.0.0.1: 0 CPUs"),
+    ({"layout": "colocated"}, cpu(4), "cluster.layout: colocated needs GPUs and the run would be on CPU: 10.0.0.1: 4 CPUs"),
+    ({"backend": "nccl"}, cpu(4), "weight_sync.backend: nccl needs GPUs"),
+    ({"size": 2}, cpu(4), "cluster.engine.tensor_parallel_size: 2 needs GPUs"),
+    ({"ranks": 8, "backend": "shared_memory"}, gpu(8, 8), "shared_memory needs learner and engines on one node"),
+])
+def test_too_small_or_contradictory(settings: dict[str, Any], nodes: list[Node], message: str | None) -> None:
+    if message is None:
+        assert nodes_of(place(config(**settings), nodes)) == (["n1"] * 2, ["n0"])
+        return
+    with pytest.raises(PlacementError, match=message):
+        place(config(**settings), nodes)
