@@ -67,9 +67,9 @@ def warm_start(config: Config, *, progress: Callable[[str], None]) -> str:
     directory = cache_path(config, task)
     if is_cached(directory):
         return str(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
     from async_grpo import warm_start_model
 
-    directory.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         report = warm_start_model.train(
@@ -137,14 +137,17 @@ def _publish(draft: Path, directory: Path) -> None:
 
 
 def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float) -> None:
-    """Run this module as a process; every wait ends at the deadline and the child never outlives the call."""
+    """Run this module as a process; every wait ends at the deadline and the child never outlives the call.
+
+    The caller's OMP_NUM_THREADS is meant for processes that share the machine; while the child runs, nothing else does.
+    """
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     deadline = time.monotonic() + timeout_s
     child = subprocess.Popen(
         [sys.executable, "-m", "async_grpo.warm_start"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace",
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
     )  # fmt: skip
     assert child.stdin is not None and child.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()
@@ -185,10 +188,6 @@ def _tail(last: collections.deque[str]) -> str:
 def main() -> None:
     """The child process: the configuration as JSON on standard input, progress lines on standard output."""
     config = Config.model_validate_json(sys.stdin.read())
-    import torch
-
-    # The parent's OMP_NUM_THREADS is meant for processes that share the machine; nothing else runs yet.
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     warm_start(config, progress=lambda text: print(f"{_PROGRESS}{text}", flush=True))
 
 

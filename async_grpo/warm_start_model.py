@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from async_grpo.config.schema import WarmStart
@@ -115,10 +116,21 @@ def train(settings: WarmStart, *, seed: int, batch: Callable[[int, int], list[Pa
     blur_steps = trainer.blur(progress, seed) if clean_steps else 0
     blurred = measure(model, probe)
     report = Report(clean_steps, clean, blur_steps, blurred, time.monotonic() - started)
-    model.generation_config.do_sample = True
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    _save(model, tokenizer, out)
     return report
+
+
+def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, out: Path) -> None:
+    # What `model.save_pretrained` would write; but that imports every installed training framework first, which takes seconds.
+    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(out)
+    model.generation_config.do_sample = True
+    model.generation_config.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 @torch.no_grad()

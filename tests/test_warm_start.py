@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_grpo import warm_start, warm_start_model
@@ -130,6 +131,15 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
     )
     assert first == again != other
+
+
+def test_tied_embeddings_are_stored_once_and_load(tmp_path: Path) -> None:
+    directory = warm_start.warm_start(_config(tmp_path, tie_embeddings=True), progress=_quiet)
+    with safe_open(Path(directory) / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118 (not a mapping)
+        stored = file.get_tensor("model.embed_tokens.weight")
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.equal(model.lm_head.weight, stored)
 
 
 def test_it_learns_and_the_blur_takes_accuracy_away_again(tmp_path: Path) -> None:
