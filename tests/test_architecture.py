@@ -1,0 +1,196 @@
+"""The shape of the package: imports go down, every library has its home, files and functions stay small, no error is swallowed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+LAYERS = {
+    0: "config wire errors",
+    1: "algo",
+    2: "replay tasks batching weights",
+    3: "engine learner checkpoint tracking console report warm_start warm_start_model",
+    4: "rollout_actor loop planning",
+    5: "cluster",
+    6: "run status trainer summary",
+}
+LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split()}
+
+BESIDE = {("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary")}
+"""Modules of one layer that are one part in two files."""
+
+UPWARD = {("config.schema", "trainer"): "`Config.build()` is how a user gets a Trainer; imported when it is called"}
+"""The only imports that go up, with their reason."""
+
+LIBRARIES = {
+    "config": "pydantic yaml",
+    "errors": "",
+    "wire": "msgpack numpy",
+    "algo": "torch",
+    "algo.filters": "",  # plain numbers: the queue uses them
+    "algo.rewards": "",
+    "replay": "msgpack numpy",
+    "tasks": "datasets math_verify reasoning_gym pydantic msgpack numpy",
+    "batching": "",
+    "weights": "torch vllm numpy",
+    "weights.base": "torch",  # what the driver imports
+    "weights.sender": "torch",
+    "weights.coordinator": "numpy",
+    "weights.shared_memory": "torch",  # a learner on CPU does without vLLM
+    "engine": "vllm numpy transformers",
+    "learner": "torch deepspeed transformers peft numpy safetensors",
+    "checkpoint": "",
+    "tracking": "mlflow",
+    "console": "rich",
+    "report": "matplotlib",
+    "warm_start": "torch",
+    "warm_start_model": "torch tokenizers transformers safetensors",
+    "rollout_actor": "numpy transformers",  # the tokenizer
+    "loop": "",
+    "planning": "torch",
+    "cluster": "ray numpy",
+    "cluster.placement": "",  # tested without a cluster
+    "trainer": "transformers",  # the tokenizer of the exported model
+    "run": "",
+    "status": "",
+    "summary": "",
+}
+"""Third-party libraries per module; the longest matching name counts."""
+
+LONG_FILES = {"config/schema.py": "every setting of a run with its meaning, in one place"}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name inside the package -> file."""
+    return {str(path.relative_to(PACKAGE).with_suffix("")).replace("/", "."): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of all imports, also those inside functions, but not of `if TYPE_CHECKING:` blocks. `from a import b` gives `a.b`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for branch in node.orelse:
+                yield from imports(ast.Module([branch], []))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+        else:
+            yield from imports(node)
+
+
+def check_imports(name: str, tree: ast.AST) -> list[str]:
+    """What module `name` imports against the table."""
+    top, faults = name.split(".")[0], []
+    if top not in LAYER:
+        return [f"{name} is in no layer"]
+    for target in imports(tree):
+        first, _, rest = target.partition(".")
+        if not first:
+            faults.append(f"{name} has a relative import {target}")
+        elif first == "async_grpo":
+            other = rest.split(".")[0]
+            allowed = other == top or (top, other) in BESIDE or (name, other) in UPWARD
+            if not allowed and not LAYER.get(other, 99) < LAYER[top]:
+                faults.append(f"{name} (layer {LAYER[top]}) imports {other} (layer {LAYER.get(other)})")
+        elif first not in sys.stdlib_module_names:
+            key = name
+            while key not in LIBRARIES:
+                key = key.rpartition(".")[0]
+            if first not in LIBRARIES[key].split():
+                faults.append(f"{name} imports {first}; {key} may import: {LIBRARIES[key] or 'nothing'}")
+    return faults
+
+
+def check_code(name: str, tree: ast.AST) -> list[str]:
+    """Functions that are too long, errors that are swallowed, parts that do not exist yet."""
+    faults = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES:
+            faults.append(f"{name}: {node.name} has {node.end_lineno - node.lineno + 1} lines")
+        elif isinstance(node, ast.ExceptHandler):
+            caught = set() if node.type is None else {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)}
+            empty = all(isinstance(line, ast.Pass | ast.Continue | ast.Break) or _is_constant(line) for line in node.body)
+            if node.type is None or (empty and caught & {"Exception", "BaseException"}):
+                faults.append(f"{name}:{node.lineno} swallows every error")
+        elif isinstance(node, ast.Name) and node.id == "NotImplementedError":
+            faults.append(f"{name}:{node.lineno} is not implemented")
+    return faults
+
+
+def _is_constant(line: ast.stmt) -> bool:
+    """`...`, a string, or a bare `return`."""
+    return (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)) or (isinstance(line, ast.Return) and line.value is None)
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules().items() if path.name != "__init__.py"}
+
+
+def test_imports_go_down_and_libraries_stay_at_home(trees: dict[str, ast.Module]) -> None:
+    assert len(trees) > 40, "the package is not where this test looks"
+    assert [fault for name, tree in trees.items() for fault in check_imports(name, tree)] == []
+
+
+def test_the_permitted_upward_imports_exist(trees: dict[str, ast.Module]) -> None:
+    for name, other in UPWARD:
+        assert any(target.startswith(f"async_grpo.{other}") for target in imports(trees[name])), f"{name} -> {other} is no longer needed"
+
+
+def test_functions_are_short_and_errors_are_not_swallowed(trees: dict[str, ast.Module]) -> None:
+    assert [fault for name, tree in trees.items() for fault in check_code(name, tree)] == []
+
+
+def test_files_are_short_and_package_files_empty() -> None:
+    for path in modules().values():
+        lines, name = len(path.read_text(encoding="utf-8").splitlines()), str(path.relative_to(PACKAGE))
+        if path.name == "__init__.py":
+            assert lines == 0, f"{name} is not empty"
+        assert lines <= MAX_FILE_LINES or name in LONG_FILES, f"{name} has {lines} lines"
+    for folder in {path.parent for path in modules().values()}:
+        assert (folder / "__init__.py").exists(), f"{folder} is no package"
+
+
+@pytest.mark.parametrize(("name", "source", "fault"), [
+    ("loop", "import ray", "loop imports ray"),
+    ("learner.x", "def f():\n    from mlflow import log_metric", "learner.x imports mlflow"),
+    ("wire", "import torch.nn", "wire imports torch"),
+    ("algo.filters", "import torch", "algo.filters imports torch"),
+    ("tasks.x", "if True:\n    import vllm", "tasks.x imports vllm"),
+    ("replay.x", "try:\n    import torch\nexcept ImportError:\n    raise", "replay.x imports torch"),
+    ("algo.x", "from async_grpo.wire import Batch\nfrom async_grpo import replay", "algo.x (layer 1) imports replay (layer 2)"),
+    ("loop", "from async_grpo.rollout_actor import RolloutActor", "loop (layer 4) imports rollout_actor (layer 4)"),
+    ("config.load", "from async_grpo.trainer import Trainer", "config.load (layer 0) imports trainer (layer 6)"),
+    ("batching", "from . import wire", "batching has a relative import"),
+    ("helpers", "", "helpers is in no layer"),
+])
+def test_a_bad_import_is_found(name: str, source: str, fault: str) -> None:
+    [found] = check_imports(name, ast.parse(source))
+    assert found.startswith(fault)
+
+
+def test_typing_only_imports_are_free() -> None:
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ray\nelse:\n    import torch"
+    assert check_imports("wire", ast.parse(source)) == ["wire imports torch; wire may import: msgpack numpy"]
+
+
+@pytest.mark.parametrize(("source", "fault"), [
+    ("try:\n    f()\nexcept:\n    g()", "x:3 swallows"),
+    ("try:\n    f()\nexcept Exception:\n    pass", "x:3 swallows"),
+    ("try:\n    f()\nexcept (OSError, Exception) as error:\n    ...", "x:3 swallows"),
+    ("for i in x:\n    try:\n        f()\n    except BaseException:\n        continue", "x:4 swallows"),
+    ("def f():\n    raise NotImplementedError", "x:2 is not implemented"),
+    ("def f():\n" + "    g()\n" * 60, "x: f has 61 lines"),
+])
+def test_bad_code_is_found(source: str, fault: str) -> None:
+    [found] = check_code("x", ast.parse(source))
+    assert found.startswith(fault)
+    assert check_code("x", ast.parse("try:\n    f()\nexcept ValueError:\n    pass\ndef g():\n" + "    h()\n" * 59)) == []
