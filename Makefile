@@ -8,6 +8,8 @@ PYTHON ?= python3
 SET ?= auto
 ARGS ?=
 IN_VENV := . .venv/bin/activate &&
+# An engine imports some 10,000 modules: without cached bytecode every start of every process would compile them again.
+export PYTHONDONTWRITEBYTECODE :=
 # Tests that need a GPU stay out of a CPU environment; install.py knows which one .venv is.
 NO_GPU_TESTS = $$([ "$$($(PYTHON) install.py --set $(SET) --which)" = gpu ] || echo "and not gpu")
 

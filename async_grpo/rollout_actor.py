@@ -22,6 +22,7 @@ import numpy as np
 
 from async_grpo.config.schema import Config
 from async_grpo.engine import Completion, Engine, EngineError, Sampling, stop_tokens
+from async_grpo.errors import SetupError
 from async_grpo.replay.queue import Verdict
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.registry import load_task, problem_index
@@ -67,6 +68,11 @@ class RolloutActor:
         config = self._config
         self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir, trust_remote_code=config.model.trust_remote_code)
         self._task = load_task(config.task, config.seed)
+        if not isinstance(self._task.train(0).prompt, str) and self._tokenizer.chat_template is None:
+            raise SetupError(
+                f"task {config.task.name} asks in chat messages, but the tokenizer of {self._model_dir} has no chat template; "
+                "use an instruction-tuned model, or the task's plain style (task.options.style=plain)"
+            )
         self._verifiers = VerifierPool(config.task, seed=config.seed, cpu=None)
         starting = asyncio.create_task(self._verifiers.start())
         self._engine = await Engine.start(

@@ -86,7 +86,7 @@ class Trainer:
         with self.console.phase("starting engines and learner"):
             queue = json.loads((self._checkpoint / "queue.json").read_text()) if self._checkpoint is not None else None
             self._run(system.start(
-                model_dir=model_dir, checkpoint=None if self._checkpoint is None else str(self._checkpoint), snapshot=queue,
+                model_dir=model_dir, checkpoint=None if self._checkpoint is None else str(self._checkpoint / "learner"), snapshot=queue,
                 steps_done=manifest["step"] if manifest else 0, log=self._log, note=self.console.info,
             ))
         with self.console.phase("connecting weights" + (" and checking them" if self.config.weight_sync.self_check else "")):

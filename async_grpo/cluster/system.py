@@ -49,6 +49,9 @@ class QueueClient:
     async def history(self, group_ids: list[int]) -> dict[int, dict[str, Any]]:
         return await self._call(self._handle.history.remote(group_ids))
 
+    async def held(self) -> dict[str, list[tuple[int, int]]]:
+        return await self._call(self._handle.held.remote())
+
     async def snapshot(self) -> dict[str, Any]:
         return await self._call(self._handle.snapshot.remote())
 

@@ -192,6 +192,10 @@ class ReplayQueue:
         """Attempt, state and learner step of each id, as far as it is remembered (all with a slot, and the last few thousand)."""
         return self._ledger.history(group_ids)
 
+    async def held(self) -> dict[str, list[tuple[int, int]]]:
+        """(group_id, attempt) in flight at each actor."""
+        return {actor_id: [(entry.group_id, entry.attempt) for entry in self._ledger.held_by(actor_id)] for actor_id in self._ledger.held}
+
     async def metrics(self) -> dict[str, float]:
         """Numbers to log, as `replay/...` paths. Times in seconds, lags in learner steps."""
         ready = self._ledger.slots[State.READY].values()
