@@ -181,17 +181,17 @@ def _engine_arguments(config: Config, *, model_dir: str, device: str, backend: s
     settings, cpu = config.cluster.engine, device == "cpu"
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16"
     kv_cache_gb = settings.kv_cache_gb if settings.kv_cache_gb is not None else CPU_KV_CACHE_GB if cpu else None
-    arguments: dict[str, Any] = dict(
-        model=model_dir, dtype=dtype, seed=seed, max_model_len=config.rollout.prompt_length + config.rollout.response_length,
-        max_num_seqs=settings.max_num_seqs, skip_tokenizer_init=True, trust_remote_code=config.model.trust_remote_code,
-        logprobs_mode="processed_logprobs", generation_config="vllm", disable_log_stats=True,
-        tensor_parallel_size=settings.tensor_parallel_size, gpu_memory_utilization=settings.gpu_memory_utilization,
-        enforce_eager=cpu if settings.enforce_eager is None else settings.enforce_eager,
-        weight_transfer_config=WeightTransferConfig(backend=backend), worker_extension_cls="async_grpo.weights.worker.WorkerExtension",
-        kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
-    )
+    arguments: dict[str, Any] = {
+        "model": model_dir, "dtype": dtype, "seed": seed, "max_model_len": config.rollout.prompt_length + config.rollout.response_length,
+        "max_num_seqs": settings.max_num_seqs, "skip_tokenizer_init": True, "trust_remote_code": config.model.trust_remote_code,
+        "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "disable_log_stats": True,
+        "tensor_parallel_size": settings.tensor_parallel_size, "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enforce_eager": cpu if settings.enforce_eager is None else settings.enforce_eager,
+        "weight_transfer_config": WeightTransferConfig(backend=backend), "worker_extension_cls": "async_grpo.weights.worker.WorkerExtension",
+        "kv_cache_memory_bytes": None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+    }
     if cpu:
-        arguments |= dict(distributed_executor_backend="uni", block_size=32)
+        arguments |= {"distributed_executor_backend": "uni", "block_size": 32}
     return arguments
 
 

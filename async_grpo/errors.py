@@ -12,7 +12,7 @@ EXIT_MEANING = {
     3: "the data has no learning signal left",
     4: "a process died too often, or one died that cannot be replaced",
     5: "the run stalled: a wait reached its deadline",
-    6: "a loss or gradient was not finite",
+    6: "the numbers are wrong: a loss or gradient is not finite, or an engine does not compute with the learner's weights",
 }
 
 

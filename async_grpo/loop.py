@@ -53,6 +53,7 @@ class Publisher(Protocol):
     """The coordinator as the loop sees it."""
 
     async def publish(self, version: int) -> float: ...
+    def measurements(self) -> dict[str, float]: ...
     async def refresh(self, version: int) -> None: ...
     async def wait(self) -> None: ...
 
@@ -92,7 +93,7 @@ class Loop:
         if step % self._config.weight_sync.every_steps == 0:
             published = await self._publish(step)
         wall = time.perf_counter() - started
-        metrics |= sums.means() | await self._guard(self._queue.metrics())
+        metrics |= sums.means() | await self._guard(self._queue.metrics()) | self._publisher.measurements()
         metrics |= self._times(wall=wall, wait=taken - started, train=trained - taken, publish=published, metrics=metrics)
         self._log(step, metrics)
         return metrics

@@ -52,10 +52,10 @@ class RolloutActor:
 
     def __init__(self, config: Config, *, actor_id: str, queue: QueueClient, model_dir: str, device: str, cores: Sequence[int]) -> None:
         if cores:
-            os.sched_setaffinity(0, cores)  # before the engine exists: its process inherits the affinity
+            os.sched_setaffinity(0, cores[:1])  # the engine's process inherits this; `start` gives the rest to everything else
         self.actor_id = actor_id
         self._config, self._queue, self._model_dir, self._device = config, queue, model_dir, device
-        self._cores = set(cores)
+        self._cores = list(cores)
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._outbox: list[tuple[GroupTicket, bytes]] = []
         self._changed = asyncio.Event()
@@ -73,13 +73,15 @@ class RolloutActor:
                 f"task {config.task.name} asks in chat messages, but the tokenizer of {self._model_dir} has no chat template; "
                 "use an instruction-tuned model, or the task's plain style (task.options.style=plain)"
             )
-        self._verifiers = VerifierPool(config.task, seed=config.seed, cpu=None)
+        self._verifiers = VerifierPool(config.task, seed=config.seed, cpu=set(self._cores[1:]) or None)
         starting = asyncio.create_task(self._verifiers.start())
         self._engine = await Engine.start(
             config, model_dir=self._model_dir, device=self._device, backend=backend, label=label,
             stop_token_ids=stop_tokens(self._model_dir, self._tokenizer.eos_token_id), seed=_hash31(config.seed, self.actor_id),
         )
         await starting
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
 
     async def run(self) -> None:
         """Produce groups until the queue closes. Raises when the engine or the queue is gone."""

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _train(trainer, console)
 
 
-def _train(trainer, console: Console) -> int:  # noqa: ANN001 - Trainer, which is imported only after the configuration is checked
+def _train(trainer, console: Console) -> int:
     from async_grpo.summary import summarise
 
     status, code, message = "FAILED", 1, ""
@@ -55,12 +55,20 @@ def _train(trainer, console: Console) -> int:  # noqa: ANN001 - Trainer, which i
         status, code = "FINISHED", 0
     except RunError as error:
         code, message = error.exit_code, str(error)
-    except Exception as error:  # every error ends the run; those that carry an exit code are explained, the others are bugs
+    except Exception as error:  # noqa: BLE001 - every error ends the run; those that carry an exit code are explained, the others are bugs
         code, message = _explained(error)
     finally:
         if status == "FAILED":
-            trainer.stop("FAILED")
+            _stop_after_error(trainer, console)
     return _end(console, code, message)
+
+
+def _stop_after_error(trainer, console: Console) -> None:
+    """Take the run down; what goes wrong here is shown, but does not replace the error that ended the run."""
+    try:
+        trainer.stop("FAILED")
+    except Exception as error:  # noqa: BLE001 - shown; the exit code is the first error's
+        console.error(f"and the clean-up was not complete: {type(error).__name__}: {error}".splitlines()[0])
 
 
 def _explained(error: BaseException) -> tuple[int, str]:
@@ -77,7 +85,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
     return 1, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _on_signal(trainer, console: Console) -> None:  # noqa: ANN001
+def _on_signal(trainer, console: Console) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         if trainer.stop_requested:
             os._exit(128 + number)

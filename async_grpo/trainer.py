@@ -59,6 +59,7 @@ class Trainer:
             task = load_task(self.config.task, self.config.seed)
             self._task_weights = task_weights(self.config.task, task)
             problems = len(task)
+            self._check_filter_metric()
         except (TaskError, ValueError) as error:
             raise SetupError(str(error)) from error
         run, batch = self.config.run, self.config.rollout.rollout_batch_size
@@ -76,7 +77,7 @@ class Trainer:
         manifest = checkpoint.verify(self._checkpoint) if self._checkpoint is not None else None
         model_dir = self._model_dir()
         with self.console.phase("starting Ray"):
-            system = System(self.config, total_steps=self.total_steps, weights=self._task_weights, key=uuid.uuid4().hex[:12])
+            system = System(self.config, total_steps=self.total_steps, weights=self._task_weights, key=uuid.uuid4().hex[:8])
             self._system = system
             self._thread.start()
             system.connect()
@@ -221,6 +222,13 @@ class Trainer:
             raise RunError("the run is not started, or stopped already")
         return self._system
 
+    def _check_filter_metric(self) -> None:
+        filters, known = self.config.replay.filter_groups, ["score", "acc", *self._task_weights]
+        if filters.enable and filters.metric not in known:
+            raise SetupError(
+                f"`replay.filter_groups.metric` is {filters.metric!r}; for task {self.config.task.name} it is one of {', '.join(known)}."
+            )
+
     def _find_checkpoint(self) -> Path | None:
         resume = self.config.checkpoint.resume
         if resume == "never":
@@ -250,7 +258,7 @@ class Trainer:
         self._tracking_error: BaseException | None = None
         try:
             self._tracker.start()
-        except Exception as error:  # raised again in the main thread, where somebody can act on it
+        except Exception as error:  # noqa: BLE001 - raised again in the main thread, where somebody can act on it
             self._tracking_error = SetupError(f"MLflow at {self.config.tracking.uri or 'the run directory'} cannot be used: {error}")
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:

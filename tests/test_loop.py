@@ -207,6 +207,9 @@ class Fakes:
         self.events.append(f"publish {version}")
         return 0.5
 
+    def measurements(self) -> dict[str, float]:
+        return {}
+
     async def refresh(self, version: int) -> None:
         self.events.append(f"refresh {version}")
 

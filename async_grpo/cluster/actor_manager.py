@@ -21,7 +21,6 @@ import ray
 
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
-from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent
 from async_grpo.weights.base import UNPUBLISHED, Announcement
@@ -56,28 +55,22 @@ class ActorManager:
     """All rollout actors of a run. `on_fatal` is told once when the run cannot go on."""
 
     def __init__(
-        self, config: Config, *, session: Session, placement: Placement, queue: Any, model_dir: str, backend: str,
+        self, config: Config, *, placement: Placement, options: list[dict[str, Any]], queue: Any, model_dir: str, backend: str,
         on_fatal: Callable[[BaseException], None], note: Callable[[str], None],
     ) -> None:
-        self._config, self._session, self._placement, self._queue = config, session, placement, queue
+        self._config, self._placement, self._options, self._queue = config, placement, options, queue
         self._model_dir, self._backend, self._on_fatal, self._note = model_dir, backend, on_fatal, note
         self._alive: list[RemoteEngine] = []
         self._incarnations = [0] * len(placement.engines)
-        self._options: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._join: Join | None = None
         self._stopping = False
         self.restarts = 0
         self.deaths: list[str] = []
 
-    async def start(self, *, colocated_options: list[dict[str, Any]] | None = None) -> None:
+    async def start(self) -> None:
         """Start one actor per slot and wait until all of them have loaded their engine."""
-        slots, timeout_s = list(self._placement.engines), self._config.cluster.resources_timeout_s
-        if colocated_options is not None:
-            self._options = colocated_options
-        else:
-            self._options = [option for slot in slots for option in await self._session.reserve([slot], timeout_s=timeout_s)]
-        engines = [self._create(index) for index in range(len(slots))]
+        engines = [self._create(index) for index in range(len(self._options))]
         await asyncio.gather(*[self._load(engine) for engine in engines])
         self._alive = engines
 

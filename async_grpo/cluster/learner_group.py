@@ -17,7 +17,6 @@ import ray
 from async_grpo.batching import RankPlan
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import LearnerProcess
-from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, Stalled
 from async_grpo.weights.base import Announcement
@@ -35,24 +34,22 @@ class LearnerGroup:
 
     @classmethod
     async def start(
-        cls, config: Config, *, session: Session, placement: Placement, queue: Any, model_dir: str, backend: str, key: str,
+        cls, config: Config, *, placement: Placement, options: list[dict[str, Any]], queue: Any, model_dir: str, backend: str, key: str,
         total_updates: int, checkpoint: str | None,
     ) -> LearnerGroup:
-        """Start all ranks and load the model, or the checkpoint."""
-        slots = list(placement.learners)
-        options = await session.reserve(slots, timeout_s=config.cluster.resources_timeout_s)
+        """Start all ranks with these Ray options, and load the model, or the checkpoint."""
         actor = ray.remote(LearnerProcess)
         handles = [
             actor.options(**option).remote(config, rank=rank, cores=slot.cores, queue=queue)
-            for rank, (slot, option) in enumerate(zip(slots, options, strict=True))
+            for rank, (slot, option) in enumerate(zip(placement.learners, options, strict=True))
         ]
         deadline = config.watchdog.start_timeout_s
         master = await cls._within(handles[0].address.remote(), deadline, "starting the learner")
         group = cls(config, handles, address=master[0])
-        setup = dict(
-            master=master, model_dir=model_dir, device=placement.device, backend=backend, key=key, total_updates=total_updates,
-            checkpoint=checkpoint,
-        )
+        setup = {
+            "master": master, "model_dir": model_dir, "device": placement.device, "backend": backend, "key": key, "total_updates": total_updates,
+            "checkpoint": checkpoint,
+        }
         states = await group._all("setup", timeout_s=deadline, **setup)
         group.state = states[0]
         return group

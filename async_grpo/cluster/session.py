@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 
 POLL_S = 1.0
+CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -39,14 +41,14 @@ class Session:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         joined = bool(os.environ.get("RAY_ADDRESS"))
-        options: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.WARNING)
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if joined:
+            _refuse_silent_head(os.environ["RAY_ADDRESS"])
             ray.init(address="auto", **options)
         else:
             cpus = max(os.cpu_count() or 1, processes)
             # Ray replaces a loopback address by the machine's own unless it believes that it cannot form clusters.
             ray_constants.ENABLE_RAY_CLUSTER = False
-            logging.getLogger("ray").setLevel(logging.ERROR)  # it announces its token authentication as a warning
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
         return cls(local=not joined)
 
@@ -75,9 +77,14 @@ class Session:
                     raise SetupError(str(error)) from error
             await asyncio.sleep(POLL_S)
 
-    async def reserve(self, slots: list[Slot], *, timeout_s: float) -> list[dict[str, Any]]:
-        """Reserve one bundle per slot on its node; returns Ray actor options per slot. Raises SetupError at the deadline."""
-        bundles = [{"CPU": slot.cpus, **({"GPU": float(-(-slot.gpus // 1))} if slot.gpus else {})} for slot in slots]
+    async def reserve(self, slots: list[Slot], *, timeout_s: float, sharers: int = 1) -> list[dict[str, Any]]:
+        """Reserve one bundle per slot on its node, for `sharers` processes each; returns Ray actor options of one process per slot.
+
+        Raises SetupError at the deadline.
+        """
+        bundles = [
+            {"CPU": slot.cpus * sharers, **({"GPU": slot.gpus * sharers} if slot.gpus else {})} for slot in slots
+        ]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=[{"ray.io/node-id": slot.node_id} for slot in slots])
         try:
             await asyncio.wait_for(group.ready(), timeout_s)
@@ -105,3 +112,14 @@ class Session:
             remove_placement_group(group)
         self._groups = []
         ray.shutdown()
+
+
+def _refuse_silent_head(address: str) -> None:
+    """Ray would try for minutes to reach a cluster that is not there. Raises SetupError after a few seconds."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return  # `auto`, or a scheme that Ray resolves itself
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise SetupError(f"RAY_ADDRESS is {address}, and no Ray cluster answers there ({error}); start one, or unset RAY_ADDRESS") from error

@@ -15,6 +15,7 @@ import ray
 
 from async_grpo.cluster.actor_manager import ActorManager
 from async_grpo.cluster.learner_group import LearnerGroup
+from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
@@ -93,17 +94,18 @@ class System:
         placement = await session.wait_for_room(config)
         self.device = placement.device
         backend = resolve_backend(config, device=placement.device)
+        learner_options, engine_options = await self._reserve(placement)
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **session.on_this_node())
         self._queue_handle = queue.remote(self._queue_settings(steps_done), snapshot)
         self.queue = QueueClient(self._queue_handle)
         self.actors = ActorManager(
-            config, session=session, placement=placement, queue=self._queue_handle, model_dir=model_dir, backend=backend,
+            config, placement=placement, options=engine_options, queue=self._queue_handle, model_dir=model_dir, backend=backend,
             on_fatal=self._fail, note=note,
         )
         updates = self._total_steps * config.updates_per_step
         starting = LearnerGroup.start(
-            config, session=session, placement=placement, queue=self._queue_handle, model_dir=model_dir, backend=backend, key=self._key,
-            total_updates=updates, checkpoint=checkpoint,
+            config, placement=placement, options=learner_options, queue=self._queue_handle, model_dir=model_dir, backend=backend,
+            key=self._key, total_updates=updates, checkpoint=checkpoint,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.actors.start())
@@ -173,6 +175,16 @@ class System:
     def steps_done(self) -> int:
         """Learner steps contained in the weights."""
         return self.loop.steps_done
+
+    async def _reserve(self, placement: Placement) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Ray options of every learner rank and engine; colocated, rank i and engine i share one bundle."""
+        session, timeout_s = self._session, self._config.cluster.resources_timeout_s
+        if placement.device == "cuda" and self._config.cluster.layout == "colocated":
+            shared = await session.reserve(list(placement.learners), timeout_s=timeout_s, sharers=2)
+            return shared, shared
+        learners = await session.reserve(list(placement.learners), timeout_s=timeout_s)
+        engines = [await session.reserve([slot], timeout_s=timeout_s) for slot in placement.engines]
+        return learners, [option for [option] in engines]
 
     def _fail(self, error: BaseException) -> None:
         if self.loop is not None:

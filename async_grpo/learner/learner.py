@@ -39,6 +39,8 @@ Fetch = Callable[[int, Sequence[int]], wire.Buffer]
 class NonFinite(RuntimeError):
     """An update whose loss or gradient norm is not finite. `group_ids`: the groups it came from, of all ranks."""
 
+    exit_code = 6
+
     def __init__(self, what: str, group_ids: Sequence[int]) -> None:
         super().__init__(f"the {what} is not finite; groups {list(group_ids)}")
         self.group_ids = list(group_ids)

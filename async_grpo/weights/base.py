@@ -59,7 +59,7 @@ class WeightOwner(Protocol):
     def weight_metadata(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Name, full shape and dtype name (`float32`) of every published tensor."""
 
-    def named_weights(self):  # noqa: ANN201 - an iterator of (str, torch.Tensor), valid until the next item
+    def named_weights(self):
         """The tensors, collective over the learner ranks."""
 
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_grpo.config.schema import Config
+from async_grpo.errors import RunError
 from async_grpo.weights.base import SELF_CHECK, Announcement, version_label
 
 SELF_CHECK_SCALES = (0.05, 0.1, 0.2)
@@ -29,8 +30,10 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 CONTRAST = 2.0
 
 
-class SelfCheckFailed(RuntimeError):
+class SelfCheckFailed(RunError):
     """An engine does not compute with the weights that it was sent."""
+
+    exit_code = 6
 
 
 class LearnerSide(Protocol):
@@ -116,6 +119,14 @@ class Coordinator:
         self.times.count += 1
         self.times.learner_waited += waited
         return waited
+
+    def measurements(self) -> dict[str, float]:
+        """Publications so far, and seconds per publication: waited by the learner, paused by an engine, until live."""
+        times, count = self.times, max(1, self.times.count)
+        return {
+            "weights/publications": float(times.count), "weights/learner_waited_s": times.learner_waited / count,
+            "weights/engine_paused_s": times.engines_paused / count, "weights/until_live_s": times.wall / count,
+        }
 
     async def wait(self) -> None:
         """Wait for the publication under way; raises what it raised."""

@@ -4,8 +4,8 @@ Runs in: learner rank 0 (SharedMemorySender), EngineCore processes (SegmentReade
 /dev/shm, written in turn, so that a publication is staged while engines still read the one before; the mappings are reused, because
 fresh pages cost several times the copy itself.
 
-Invariants: segment files are private to the user (0600) and carry the run's key; their owner removes them on `close`, and
-`remove_segments(key)` removes what a killed owner left. The header's sequence number is odd while a write is in progress and is
+Invariants: segment files are private to the user (0600) and carry the run's key and their owner's process id; the owner removes them on
+`close`, the driver by key at the end of the run, and the next run those of owners that no longer live. The header's sequence number is odd while a write is in progress and is
 checked before and after a read: a torn copy is an error, never loaded silently.
 """
 
@@ -35,14 +35,22 @@ class TornRead(RuntimeError):
 
 
 def segment_path(key: str, index: int) -> Path:
-    """File of segment `index` (0 or 1) of the run with this key."""
-    return SEGMENT_DIR / f"async_grpo-{key}-weights-{index}"
+    """File of segment `index` (0 or 1) that this process owns in the run with this key."""
+    return SEGMENT_DIR / f"async_grpo-{key}-{os.getpid()}-weights-{index}"
 
 
 def remove_segments(key: str) -> None:
-    """Remove the segments of a run, also of one whose learner was killed."""
-    for index in (0, 1):
-        segment_path(key, index).unlink(missing_ok=True)
+    """Remove the segments of a run on this machine, also of one whose learner was killed."""
+    for path in SEGMENT_DIR.glob(f"async_grpo-{key}-*-weights-?"):
+        path.unlink(missing_ok=True)
+
+
+def remove_abandoned_segments() -> None:
+    """Remove segments whose owner, named in the file name, no longer lives: what a killed run left behind."""
+    for path in SEGMENT_DIR.glob("async_grpo-*-weights-?"):
+        owner = path.name.split("-")[-3]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            path.unlink(missing_ok=True)
 
 
 class _Mapping:
@@ -85,7 +93,7 @@ class SharedMemorySender:
 
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         if self._owner.rank == 0 and not self._segments:
-            remove_segments(self._key)
+            remove_abandoned_segments()
             self._segments = [_Mapping(segment_path(self._key, index), self._nbytes, create=True) for index in (0, 1)]
         return [{"layout": self._layout, "nbytes": self._nbytes} for _ in tensor_parallel_sizes]
 
