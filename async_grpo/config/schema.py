@@ -70,7 +70,7 @@ class WarmStart(Section):
     """Stop the clean phase when greedy accuracy on training problems reaches this."""
     blur_accuracy: Fraction = 0.5
     """Then train on partly randomised answers until greedy accuracy has fallen to this: knowledge kept, distribution blurred."""
-    blur_sampled_accuracy: Fraction = 0.25
+    blur_sampled_accuracy: Fraction = 0.3
     """The blur phase also goes on until the accuracy of answers sampled at temperature 1 has fallen to this."""
     blur_noise: Fraction = 0.3
     """Share of answer tokens that the blur phase replaces at random."""
