@@ -6,7 +6,7 @@ layout and the order of writes:
     <run_dir>/checkpoints/step_000123/
         learner/        the learner's own files (weights, optimizer, RNG states)
         hf/             the model as any Hugging Face tool reads it
-        queue.json      the position in the journal and the state of the replay queue
+        queue.json      the groups that were outstanding in the replay queue, and its counters
         manifest.json   what the caller wants to remember, and every file with its size and, up to 64 MiB, its sha256
 
 Invariants: a checkpoint is written under a temporary name and renamed last, after the manifest and every file are on the disk, so a

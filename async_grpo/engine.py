@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-CPU_KV_CACHE_GB = 0.25
+CPU_KV_CACHE_GB, SHARED_GPU_KV_CACHE_GB = 0.25, 4.0
 
 
 class EngineError(RuntimeError):
@@ -180,7 +180,9 @@ def _engine_arguments(config: Config, *, model_dir: str, device: str, backend: s
 
     settings, cpu = config.cluster.engine, device == "cpu"
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16"
-    kv_cache_gb = settings.kv_cache_gb if settings.kv_cache_gb is not None else CPU_KV_CACHE_GB if cpu else None
+    kv_cache_gb = settings.kv_cache_gb
+    if kv_cache_gb is None:
+        kv_cache_gb = CPU_KV_CACHE_GB if cpu else SHARED_GPU_KV_CACHE_GB if backend == "ipc" else None
     arguments: dict[str, Any] = {
         "model": model_dir, "dtype": dtype, "seed": seed, "max_model_len": config.rollout.prompt_length + config.rollout.response_length,
         "max_num_seqs": settings.max_num_seqs, "skip_tokenizer_init": True, "trust_remote_code": config.model.trust_remote_code,

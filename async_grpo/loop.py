@@ -145,10 +145,9 @@ class Loop:
             self.seconds[name] += value
         self.durations.append(wall)
         self.tokens += int(metrics["rollout/response_tokens"])
-        lags = {f"replay/{name}": metrics[f"train/{name}"] for name in ("lag_mean", "lag_max") if f"train/{name}" in metrics}
-        self.lag_sum += lags.get("replay/lag_mean", 0.0)  # absent when no token of the batch is in the loss
-        self.lag_max = max(self.lag_max, lags.get("replay/lag_max", 0.0))
-        return lags | {
+        self.lag_sum += metrics.get("train/lag_mean", 0.0)  # absent when no token of the batch is in the loss
+        self.lag_max = max(self.lag_max, metrics.get("train/lag_max", 0.0))
+        return {
             "time/step": wall, "time/wait": wait, "time/train": train, "time/publish": publish, "time/learner_idle": wait / wall,
             "train/tokens_per_s": metrics["rollout/response_tokens"] / wall,
         }

@@ -30,7 +30,7 @@ from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.base import Announcement
 from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, encode_group
 
-POLL_S = 0.02
+POLL_S, BUSY_POLL_S = 0.02, 0.1
 HEARTBEAT_S = 0.5
 PROBE_PROMPTS, PROBE_TOKENS = 4, 16
 
@@ -51,11 +51,9 @@ class RolloutActor:
     """Generates groups for the tickets it acquires, until the queue closes."""
 
     def __init__(self, config: Config, *, actor_id: str, queue: QueueClient, model_dir: str, device: str, cores: Sequence[int]) -> None:
-        if cores:
-            os.sched_setaffinity(0, cores[:1])  # the engine's process inherits this; `start` gives the rest to everything else
         self.actor_id = actor_id
         self._config, self._queue, self._model_dir, self._device = config, queue, model_dir, device
-        self._cores = list(cores)
+        self._cores = set(cores)
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._outbox: list[tuple[GroupTicket, bytes]] = []
         self._changed = asyncio.Event()
@@ -73,15 +71,17 @@ class RolloutActor:
                 f"task {config.task.name} asks in chat messages, but the tokenizer of {self._model_dir} has no chat template; "
                 "use an instruction-tuned model, or the task's plain style (task.options.style=plain)"
             )
-        self._verifiers = VerifierPool(config.task, seed=config.seed, cpu=set(self._cores[1:]) or None)
+        everywhere = os.sched_getaffinity(0)
+        self._verifiers = VerifierPool(config.task, seed=config.seed, cpu=everywhere - self._cores or everywhere)
         starting = asyncio.create_task(self._verifiers.start())
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)  # for the engine's process, which inherits it
         self._engine = await Engine.start(
             config, model_dir=self._model_dir, device=self._device, backend=backend, label=label,
             stop_token_ids=stop_tokens(self._model_dir, self._tokenizer.eos_token_id), seed=_hash31(config.seed, self.actor_id),
         )
         await starting
-        if self._cores:
-            os.sched_setaffinity(0, self._cores)
+        os.sched_setaffinity(0, everywhere)  # requests are prepared and answers read wherever a core is free
 
     async def run(self) -> None:
         """Produce groups until the queue closes. Raises when the engine or the queue is gone."""
@@ -100,7 +100,7 @@ class RolloutActor:
                         self._start_group(ticket)
                     if tickets and want > len(tickets):
                         continue
-                await self._wait_for_change(POLL_S if want else HEARTBEAT_S)
+                await self._wait_for_change(HEARTBEAT_S if not want else BUSY_POLL_S if 2 * len(self._groups) > capacity else POLL_S)
                 for task in [sender, *self._groups.values()]:
                     if task.done() and task.exception() is not None:
                         raise task.exception()
@@ -156,7 +156,7 @@ class RolloutActor:
         """A few greedy responses as (prompt, response, log-probs), for the comparison with the learner."""
         sampling = self._sampling(n=1, temperature=self._config.rollout.temperature, seed=1)
         sampling = Sampling(n=1, max_tokens=min(sampling.max_tokens, PROBE_TOKENS), temperature=sampling.temperature, seed=1)
-        prompts = [self._encode(problem) for problem in self._task.evaluation(PROBE_PROMPTS)]
+        prompts = [self._encode(problem) for problem in map(self._task.train, range(min(PROBE_PROMPTS, len(self._task))))]
         answers = await asyncio.gather(*[self._engine.generate(prompt, sampling) for prompt in prompts])
         return [(prompt, answer.token_ids.tolist(), answer.logprobs) for prompt, [answer] in zip(prompts, answers, strict=True)]
 

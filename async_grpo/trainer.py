@@ -41,6 +41,8 @@ class Trainer:
         self.console = console or Console()
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self._task_weights: dict[str, float] = {}
+        self._held_out = self.total_steps = 0
+        self._tracking_error: BaseException | None = None
         self._system: System | None = None
         self._tracker: Tracker | None = None
         self._checkpoint: Path | None = None
@@ -59,6 +61,7 @@ class Trainer:
             task = load_task(self.config.task, self.config.seed)
             self._task_weights = task_weights(self.config.task, task)
             problems = len(task)
+            self._held_out = len(task.evaluation(self.config.evaluation.max_samples))
             self._check_filter_metric()
         except (TaskError, ValueError) as error:
             raise SetupError(str(error)) from error
@@ -116,10 +119,16 @@ class Trainer:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the newest weights: greedy and, if configured, sampled at the training temperature."""
+        """Held-out accuracy of the newest weights: greedy and, if configured, sampled at the training temperature.
+
+        Empty when the task has no held-out problems.
+        """
         self.start()
-        with self.console.phase(f"evaluating on {self.config.evaluation.max_samples} held-out problems"):
-            result, samples = self._run(self._running().evaluate())
+        if not self._held_out:
+            self.console.info("no evaluation: the task has no held-out problems (set task.eval)")
+            return {}
+        with self.console.phase(f"evaluating on {self._held_out} held-out problems"):
+            result, samples = self._run(self._running().evaluate(self._held_out))
         self.evaluations.append((self.steps_done, result))
         self._log(self.steps_done, result)
         if self._tracker is not None and samples:
@@ -255,7 +264,6 @@ class Trainer:
             raise SetupError(str(error)) from error
 
     def _start_tracking(self) -> None:
-        self._tracking_error: BaseException | None = None
         try:
             self._tracker.start()
         except Exception as error:  # noqa: BLE001 - raised again in the main thread, where somebody can act on it

@@ -80,7 +80,10 @@ def test_cpu_min_and_max_actors() -> None:
 
 
 def test_one_gpu_colocated() -> None:
+    assert place(config(), gpu(1)) == place(config(layout="colocated"), gpu(1)), "one GPU is shared unless somebody says otherwise"
+    assert not place(config(), gpu(2)).colocated
     placement = place(config(layout="colocated"), gpu(1))
+    assert placement.colocated
     assert placement.device == "cuda"
     assert placement.learners == placement.engines
     assert [slot.gpus for slot in placement.learners] == [0.5]
@@ -129,7 +132,7 @@ def test_max_below_room_and_too_many() -> None:
 
 @pytest.mark.parametrize(("settings", "nodes", "message"), [
     ({"ranks": 9}, gpu(4, 4), r"9 learner ranks with a GPU each: 10\.0\.0\.1: 64 CPUs, 4 GPUs; 10\.0\.0\.2: 64 CPUs, 4 GPUs"),
-    ({"ranks": 4}, gpu(4), "4 learner ranks with a GPU each, 1 GPUs per engine and 1 rollout actors, the cluster has room for 0"),
+    ({"ranks": 4, "layout": "split"}, gpu(4), "4 learner ranks with a GPU each, 1 GPUs per engine and 1 rollout actors, the cluster has room for 0"),
     ({"ranks": 2, "size": 4}, gpu(4, 2, 2), None),
     ({"ranks": 4, "size": 8}, gpu(4, 4, 4), "8 GPUs per engine and 1 rollout actors, the cluster has room for 0"),
     ({"ranks": 2, "layout": "colocated"}, gpu(1), "2 GPUs that a learner rank and an engine share"),

@@ -139,7 +139,7 @@ def test_a_resumed_run_continues_from_the_same_weights(story):
     assert story["resumed_at"] == SAVED
     for now, then in zip(story["resumed_probes"], story["probes"], strict=True):
         assert np.array_equal(now, then)
-    assert story["resumed_metrics"]["replay/lag_max"] <= 1
+    assert story["resumed_metrics"]["train/lag_max"] <= 1
     steps = [entry["step"] for entry in story["resumed_history"].values() if entry["state"] in ("trained", "training")]
     assert steps.count(SAVED + 1) == 4
     assert f"resumed {story['saved']} at step {SAVED}" in story["log2"]

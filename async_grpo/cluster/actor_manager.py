@@ -22,7 +22,7 @@ import ray
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent
+from async_grpo.errors import FaultBudgetSpent, Stalled
 from async_grpo.weights.base import UNPUBLISHED, Announcement
 
 PROBE_INTERVAL_S = 5.0
@@ -106,7 +106,12 @@ class ActorManager:
             engine.handle.evaluate.remote(indices=part, total=total, greedy=greedy, samples=share)
             for engine, part in zip(engines, parts, strict=True)
         ]
-        results = await asyncio.wait_for(asyncio.gather(*calls), self._config.evaluation.timeout_s)
+        try:
+            results = await asyncio.wait_for(asyncio.gather(*calls), self._config.evaluation.timeout_s)
+        except TimeoutError as error:
+            raise Stalled(f"the evaluation took longer than evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s") from error
+        except ray.exceptions.RayActorError as error:
+            raise FaultBudgetSpent(f"a rollout actor died during an evaluation: {error}") from error
         sums = {name: sum(result[name] for result, _ in results) for name in results[0][0]}
         shown = [row for _, rows in results for row in rows]
         return sums | {"accuracy": sums["correct"] / max(1.0, sums["problems"])}, shown
@@ -168,6 +173,9 @@ class ActorManager:
         self.deaths.append(f"{dead.actor_id}: {cause}")
         while True:
             if self.restarts >= self._config.cluster.restart_budget:
+                if len(self._alive) >= self._config.cluster.rollout_actors.min:
+                    self._note(f"{dead.actor_id} died ({cause}); the restart budget is spent, {len(self._alive)} rollout actors go on")
+                    return
                 self._on_fatal(FaultBudgetSpent(
                     f"rollout actors died {len(self.deaths)} times, more than cluster.restart_budget = "
                     f"{self._config.cluster.restart_budget} allows; the last: {self.deaths[-1]}"

@@ -46,6 +46,7 @@ class Placement:
     """`learners[i]` is rank i, `engines[j]` is rollout actor j. `rank_offsets[j]` is engine j's first rank in an NCCL group."""
 
     device: str
+    colocated: bool
     learners: tuple[Slot, ...]
     engines: tuple[Slot, ...]
     rank_offsets: tuple[int, ...]
@@ -58,10 +59,11 @@ def place(config: Config, nodes: list[Node]) -> Placement:
         device = "cuda" if any(node.gpus >= 1 for node in nodes) else "cpu"
     if not nodes:
         raise PlacementError("the cluster has no nodes")
+    colocated = device == "cuda" and _shares_gpus(config, nodes)
     if device == "cpu":
         _refuse_what_needs_gpus(config, nodes)
         learners, engines = _place_cpu(config, nodes)
-    elif config.cluster.layout == "colocated":
+    elif colocated:
         learners, engines = _place_colocated(config, nodes)
     else:
         learners, engines = _place_split(config, nodes)
@@ -70,12 +72,21 @@ def place(config: Config, nodes: list[Node]) -> Placement:
             f"weight_sync.backend: shared_memory needs learner and engines on one node; use auto or nccl: {describe(nodes)}"
         )
     size = config.cluster.engine.tensor_parallel_size
-    return Placement(device, tuple(learners), tuple(engines), tuple(1 + size * index for index in range(len(engines))))
+    return Placement(device, colocated, tuple(learners), tuple(engines), tuple(1 + size * index for index in range(len(engines))))
 
 
 def describe(nodes: list[Node]) -> str:
     """What each node has, for messages."""
     return "; ".join(f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs" for node in nodes) or "no nodes"
+
+
+def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
+    """`cluster.layout`, where `auto` shares GPUs between learner and engines only if the ranks take them all."""
+    ranks, size, layout = config.learner.ranks, config.cluster.engine.tensor_parallel_size, config.cluster.layout
+    if layout != "auto":
+        return layout == "colocated"
+    gpus = sum(int(node.gpus) for node in nodes)
+    return size == 1 and config.weight_sync.backend in ("auto", "ipc") and gpus == ranks
 
 
 def _wanted_engines(config: Config, room: int, asked: str, nodes: list[Node]) -> int:

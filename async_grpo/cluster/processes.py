@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +23,11 @@ from async_grpo.config.schema import Config
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.rollout_actor import RolloutActor
-from async_grpo.wire import Buffer, GroupTicket, pack_frames, unpack_frames
+from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_frames
 
 MAX_CALLS = 10_000
 CALL_TIMEOUT_S = 60.0
+BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
 
 
 class QueueProcess(ReplayQueue):
@@ -35,6 +37,13 @@ class QueueProcess(ReplayQueue):
         super().__init__(settings)
         if snapshot is not None:
             vars(self).update(vars(ReplayQueue.restore(settings, snapshot)))
+
+    async def next_batch(self, step: int) -> Batch | None:
+        """`get_batch`, asked again here for a moment instead of by one remote call after the other."""
+        deadline = time.monotonic() + BATCH_PATIENCE_S
+        while (batch := await self.get_batch(step)) is None and time.monotonic() < deadline:
+            await asyncio.sleep(BATCH_POLL_S)
+        return batch
 
     async def put_packed(self, actor_id: str, packed: np.ndarray) -> list[Verdict]:
         """`put` of the frames in one packed array."""

@@ -19,6 +19,7 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
 from async_grpo.loop import Loop
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.weights.coordinator import Coordinator
@@ -36,7 +37,7 @@ class QueueClient:
         self._handle = handle
 
     async def get_batch(self, step: int) -> Batch | None:
-        return await self._call(self._handle.get_batch.remote(step))
+        return await self._call(self._handle.next_batch.remote(step))
 
     async def metrics(self) -> dict[str, float]:
         return await self._call(self._handle.metrics.remote())
@@ -93,7 +94,8 @@ class System:
         self.model_dir = model_dir
         placement = await session.wait_for_room(config)
         self.device = placement.device
-        backend = resolve_backend(config, device=placement.device)
+        self._refuse_bfloat16_without_zero(placement.device)
+        backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
         learner_options, engine_options = await self._reserve(placement)
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **session.on_this_node())
         self._queue_handle = queue.remote(self._queue_settings(steps_done), snapshot)
@@ -132,16 +134,16 @@ class System:
         """Wait until the newest weights are live."""
         await self.loop.finish()
 
-    async def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Held-out metrics of the live weights (no publication is under way meanwhile), and a few samples."""
+    async def evaluate(self, total: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Held-out metrics of the live weights on `total` problems (no publication is under way meanwhile), and a few samples."""
         await self.settle()
         settings, out = self._config.evaluation, {}
         greedy, samples = await self.actors.evaluate(
-            total=settings.max_samples, greedy=True, samples=self._config.tracking.sample_rows
+            total=total, greedy=True, samples=self._config.tracking.sample_rows
         )
         out |= {"eval/accuracy_greedy": greedy["accuracy"], "eval/problems": greedy["problems"], "eval/errors": greedy["errors"]}
         if settings.sampled:
-            sampled, _ = await self.actors.evaluate(total=settings.max_samples, greedy=False, samples=0)
+            sampled, _ = await self.actors.evaluate(total=total, greedy=False, samples=0)
             out |= {"eval/accuracy_sampled": sampled["accuracy"]}
         return out, samples
 
@@ -176,10 +178,18 @@ class System:
         """Learner steps contained in the weights."""
         return self.loop.steps_done
 
+    def _refuse_bfloat16_without_zero(self, device: str) -> None:
+        dtype = self._config.model.dtype
+        if self._config.learner.zero_stage == 0 and (dtype == "bfloat16" or (dtype == "auto" and device == "cuda")):
+            raise SetupError(
+                "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be added up in bfloat16; use stage 1, 2 or 3, or "
+                "model.dtype=float32."
+            )
+
     async def _reserve(self, placement: Placement) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Ray options of every learner rank and engine; colocated, rank i and engine i share one bundle."""
         session, timeout_s = self._session, self._config.cluster.resources_timeout_s
-        if placement.device == "cuda" and self._config.cluster.layout == "colocated":
+        if placement.colocated:
             shared = await session.reserve(list(placement.learners), timeout_s=timeout_s, sharers=2)
             return shared, shared
         learners = await session.reserve(list(placement.learners), timeout_s=timeout_s)

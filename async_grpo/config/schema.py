@@ -331,7 +331,7 @@ class Watchdog(Section):
 
 class RolloutActors(Section):
     min: Positive = 1
-    """The run goes on with this many."""
+    """When the restart budget is spent the run goes on as long as this many are alive."""
     max: Positive | None = None
     """The run starts this many; null means as many as the cluster's layout has room for."""
 
@@ -342,7 +342,7 @@ class Engine(Section):
     max_num_seqs: Positive = 256
     """Responses generated at the same time by one engine."""
     kv_cache_gb: Annotated[float, Field(gt=0)] | None = None
-    """KV cache per engine GPU or process in GiB; null: 0.25 on CPU, vLLM's own choice from `gpu_memory_utilization` on GPU."""
+    """KV cache per engine GPU or process in GiB; null: 0.25 on CPU, 4 on a GPU that the learner shares, else vLLM's own choice."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that an engine may use."""
     enforce_eager: bool | None = None
@@ -352,8 +352,8 @@ class Engine(Section):
 class Cluster(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is cuda where the cluster has GPUs."""
-    layout: Literal["split", "colocated"] = "split"
-    """Engines and learner on their own GPUs, or rank i and engine i sharing one."""
+    layout: Literal["auto", "split", "colocated"] = "auto"
+    """Engines and learner on their own GPUs, or rank i and engine i sharing one; `auto` shares where there are too few GPUs to split."""
     rollout_actors: RolloutActors = RolloutActors()
     engine: Engine = Engine()
     restart_budget: NonNegative = 3

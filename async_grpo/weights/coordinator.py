@@ -98,6 +98,7 @@ class Coordinator:
                 measured = await self._self_check(list(self._engines.alive()))
             _raise_first(await self._transfer(version_label(version)))
         await self._live(version)
+        self.times = PublicationTimes()  # of the run, without its start
         return measured
 
     async def publish(self, version: int) -> float:
@@ -116,7 +117,6 @@ class Coordinator:
         if not self._config.weight_sync.overlap or self._backend == "nccl":  # NCCL reads the parameters themselves: nothing is staged
             await self.wait()
         waited = time.perf_counter() - started
-        self.times.count += 1
         self.times.learner_waited += waited
         return waited
 
@@ -172,6 +172,7 @@ class Coordinator:
             self._lock.release()
         await self._live(version)
         self.times.wall += time.perf_counter() - started
+        self.times.count += 1
 
     async def _connect_all(self) -> None:
         engines = list(self._engines.alive())

@@ -9,13 +9,13 @@ from async_grpo.config.schema import Config
 from async_grpo.weights.base import WeightOwner, WeightSender
 
 
-def resolve_backend(config: Config, *, device: str) -> str:
+def resolve_backend(config: Config, *, device: str, colocated: bool) -> str:
     """`shared_memory`, `ipc` or `nccl` for this configuration on `device` (`cpu` or `cuda`)."""
     if config.weight_sync.backend != "auto":
         return config.weight_sync.backend
     if device == "cpu":
         return "shared_memory"
-    return "ipc" if config.cluster.layout == "colocated" else "nccl"
+    return "ipc" if colocated else "nccl"
 
 
 def make_sender(backend: str, owner: WeightOwner, *, key: str) -> WeightSender:
