@@ -111,7 +111,12 @@ class Console:
                 self._print(line)
 
     def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Print a two-column table."""
+        """Print a two-column table; outside a terminal every row is one line, whatever its length, so that commands can be copied."""
+        if not self._terminal:
+            width = max((len(_visible(name)) for name, _ in rows), default=0)
+            for line in (title, *(f"  {_visible(name):{width}}   {value}" for name, value in rows)):
+                self._print(line)
+            return
         table = Table(title=_visible(title), title_justify="left", show_header=False, box=rich.box.SIMPLE)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import traceback
@@ -17,6 +18,8 @@ from types import FrameType
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.console import Console
 from async_grpo.errors import EXIT_MEANING, RunError
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +45,7 @@ def _train(trainer, console: Console) -> int:
     try:
         _on_signal(trainer, console)
         trainer.start()
-        _on_signal(trainer, console)  # again: Ray installs a handler of its own
-        if trainer.config.evaluation.before and trainer.steps_done == 0:
+        if trainer.config.evaluation.before and trainer.steps_done == 0 and not trainer.stop_requested:
             trainer.evaluate()
         trainer.train()
         if not trainer.stop_requested:
@@ -54,7 +56,7 @@ def _train(trainer, console: Console) -> int:
         console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
         status, code = "FINISHED", 0
     except RunError as error:
-        code, message = error.exit_code, str(error)
+        code, message = error.exit_code, _plain(str(error))
     except Exception as error:  # noqa: BLE001 - every error ends the run; those that carry an exit code are explained, the others are bugs
         code, message = _explained(error)
     finally:
@@ -68,21 +70,29 @@ def _stop_after_error(trainer, console: Console) -> None:
     try:
         trainer.stop("FAILED")
     except Exception as error:  # noqa: BLE001 - shown; the exit code is the first error's
-        console.error(f"and the clean-up was not complete: {type(error).__name__}: {error}".splitlines()[0])
+        console.error("and the clean-up was not complete: " + _plain(f"{type(error).__name__}: {error}").splitlines()[0])
 
 
 def _explained(error: BaseException) -> tuple[int, str]:
     """Exit code and message of an error, through the layers that a remote call or a task group put around it."""
-    layers: list[BaseException] = [error]
+    layers, causes = [error], []
     for current in layers:  # grows while it is read
         inside = current.exceptions if isinstance(current, BaseExceptionGroup) else (getattr(current, "cause", None),)
         inside = [layer for layer in inside if isinstance(layer, BaseException) and all(layer is not known for known in layers)]
         layers.extend(inside)
+        if inside:
+            continue  # the innermost says it without the traceback that a remote call prepends
         code = getattr(current, "exit_code", None)
-        if isinstance(code, int) and not inside:  # the innermost says it without the traceback that a remote call prepends
-            return code, str(current)
-    traceback.print_exception(error)
-    return 1, f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(code, int):
+            return code, _plain(str(current))
+        causes.append(current)
+    print(_plain("".join(traceback.format_exception(error))), file=sys.stderr, end="")
+    return 1, _plain(f"{type(causes[0]).__name__}: {causes[0]}").splitlines()[0]
+
+
+def _plain(text: str) -> str:
+    """The text without the colours that Ray puts into its exceptions, wherever they are printed."""
+    return _COLOUR.sub("", text)
 
 
 def _on_signal(trainer, console: Console) -> None:
@@ -99,7 +109,7 @@ def _on_signal(trainer, console: Console) -> None:
 def _end(console: Console, code: int, message: str) -> int:
     if message:
         console.error(message)
-    if code not in (0, 2):
+    if code:
         console.error(f"exit code {code}: {EXIT_MEANING.get(code, EXIT_MEANING[1])}")
     return code
 

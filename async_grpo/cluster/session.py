@@ -10,8 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,14 +46,15 @@ class Session:
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         joined = bool(os.environ.get("RAY_ADDRESS"))
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if joined:
-            _refuse_silent_head(os.environ["RAY_ADDRESS"])
-            ray.init(address="auto", **options)
-        else:
-            cpus = max(os.cpu_count() or 1, processes)
-            # Ray replaces a loopback address by the machine's own unless it believes that it cannot form clusters.
-            ray_constants.ENABLE_RAY_CLUSTER = False
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+        with _own_sigterm():
+            if joined:
+                _refuse_silent_head(os.environ["RAY_ADDRESS"])
+                ray.init(address="auto", **options)
+            else:
+                cpus = max(os.cpu_count() or 1, processes)
+                # Ray replaces a loopback address by the machine's own unless it believes that it cannot form clusters.
+                ray_constants.ENABLE_RAY_CLUSTER = False
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
         return cls(local=not joined)
 
     def nodes(self) -> list[Node]:
@@ -112,6 +117,15 @@ class Session:
             remove_placement_group(group)
         self._groups = []
         ray.shutdown()
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the caller's SIGTERM handler, if there is one: Ray installs its own, which would end the run without saving it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _refuse_silent_head(address: str) -> None:
