@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -107,6 +109,28 @@ class Session:
             for index, slot in enumerate(slots)
         ]
 
+    async def check_shared_storage(self, directory: str, node_ids: set[str], *, timeout_s: float) -> None:
+        """Every node reads in `directory` what the driver wrote there, and the driver what they wrote. Raises SetupError."""
+        nodes = [node for node in self.nodes() if node.node_id in node_ids]
+        token = secrets.token_hex(8)
+        own = Path(directory) / f".probe-{token}"
+        try:
+            own.write_text(token)
+            for node in nodes:
+                where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+                answer = _probe_storage.options(num_cpus=0, scheduling_strategy=where).remote(str(own), token, node.node_id)
+                seen = await asyncio.wait_for(answer, timeout_s)
+                if not seen or not own.with_name(f"{own.name}-{node.node_id}").exists():
+                    raise SetupError(
+                        f"node {node.address} does not see {directory} as the driver does; with several nodes run.dir must be storage "
+                        "that all of them share"
+                    )
+        except OSError as error:
+            raise SetupError(f"run.dir {directory} cannot be written: {error.strerror}") from error
+        finally:
+            for path in own.parent.glob(f"{own.name}*"):
+                path.unlink(missing_ok=True)
+
     def on_this_node(self) -> dict[str, Any]:
         """Ray actor options for a process beside the driver that needs no reserved resources."""
         return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)}
@@ -126,6 +150,16 @@ def _own_sigterm() -> Iterator[None]:
     yield
     if callable(handler) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
+
+
+@ray.remote
+def _probe_storage(path: str, token: str, node_id: str) -> bool:
+    """Runs on a node: read the driver's file and write one beside it."""
+    probe = Path(path)
+    if not probe.is_file() or probe.read_text() != token:
+        return False
+    probe.with_name(f"{probe.name}-{node_id}").write_text(token)
+    return True
 
 
 def _refuse_silent_head(address: str) -> None:

@@ -95,6 +95,9 @@ class System:
         placement = await session.wait_for_room(config)
         self.device = placement.device
         self._refuse_bfloat16_without_zero(placement.device)
+        used = {slot.node_id for slot in (*placement.learners, *placement.engines)}
+        if len(session.nodes()) > 1:
+            await session.check_shared_storage(config.run.dir, used, timeout_s=config.cluster.resources_timeout_s)
         backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
         learner_options, engine_options = await self._reserve(placement)
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **session.on_this_node())
