@@ -252,7 +252,7 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["run.name=.."], ["`run.name` is .."]),
     (["model.warm_start=null"], ["`model.path`", "`model.warm_start`", "neither"]),
     (["model.path=a/b"], ["`model.path`", "`model.warm_start`", "both"]),
-    (["model.warm_start={hidden_size: 100, heads: 8}"], ["hidden_size` is 100", "multiple of 16"]),
+    (["model.warm_start={hidden_size: 100, heads: 8}"], ["hidden_size` is 100", "32, 64"]),
     (["learner.ppo_mini_batch_size=7"], ["rollout_batch_size` is 32", "ppo_mini_batch_size` 7"]),
     (["learner.ppo_mini_batch_size=64"], ["not a multiple"]),
     (["weight_sync.every_steps=3"], ["every_steps` is 3", "2 x 32 = 64", "3 x 32 = 96", "never return"]),

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def _config(cache: Path, *, seed: int = 0, digits: int = 1, **settings: object) -> Config:
     small: dict[str, object] = {
-        "hidden_size": 32, "intermediate_size": 32, "layers": 1, "heads": 2, "batch_size": 32, "max_steps": 3, "blur_max_steps": 2,
+        "hidden_size": 32, "intermediate_size": 32, "layers": 1, "heads": 1, "batch_size": 32, "max_steps": 3, "blur_max_steps": 2,
     }  # fmt: skip
     return Config(
         seed=seed,

@@ -27,6 +27,10 @@ _DECIDED_BY = {
 """The setting that a user of a refused DeepSpeed key is looking for."""
 
 
+HEAD_SIZES = (32, 64, 96, 128, 256)
+"""Head sizes that vLLM supports on CPU as well as on GPU."""
+
+
 class RuleError(ValueError):
     """The rules that a configuration breaks; `str(error)` is the first sentence."""
 
@@ -57,10 +61,10 @@ def _run(config: Config) -> Iterator[str]:
         )
     if model.warm_start is not None:
         hidden, heads = model.warm_start.hidden_size, model.warm_start.heads
-        if hidden % (2 * heads):
+        if hidden % heads or hidden // heads not in HEAD_SIZES:
             yield (
-                f"`model.warm_start.hidden_size` is {hidden} and `model.warm_start.heads` is {heads}: each head needs an even number of "
-                f"channels, so hidden_size must be a multiple of {2 * heads}."
+                f"`model.warm_start.hidden_size` is {hidden} and `model.warm_start.heads` is {heads}: hidden_size / heads must be one of "
+                f"the head sizes that the engines' attention has everywhere: {', '.join(map(str, HEAD_SIZES))}."
             )
     if groups.enable and not groups.metric:
         yield "`replay.filter_groups.metric` is empty; allowed are score, acc, or the name of a reward component."
