@@ -34,6 +34,12 @@ class FaultBudgetSpent(RunError):
     exit_code = 4
 
 
+class VerifierFailed(RunError):
+    """A response could not be scored, and `task.verifier.on_error` is `fail`."""
+
+    exit_code = 4
+
+
 class Stalled(RunError):
     """A wait reached its deadline."""
 

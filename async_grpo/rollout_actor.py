@@ -5,7 +5,7 @@ Runs in: rollout actors. Knows nothing of learner steps. The flow of one group:
     ticket -> prompt tokens -> engine: n responses -> verifier children: rewards -> frame -> outbox -> queue.put (batched)
 
 Invariants: a group stays in `holding` until the queue has answered its `put` or `fail`, so nothing that was completed can be lost
-with a message; a group that cannot be completed is failed by name with its reason, and only a dead engine or queue ends `run`.
+with a message; a group that cannot be completed is failed by name with its reason, and only a dead engine or queue, or a verifier error that must end the run, ends `run`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from async_grpo.config.schema import Config
 from async_grpo.engine import Completion, Engine, EngineError, Sampling, stop_tokens
-from async_grpo.errors import SetupError
+from async_grpo.errors import SetupError, VerifierFailed
 from async_grpo.replay.queue import Verdict
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.registry import load_task, problem_index
@@ -124,23 +124,30 @@ class RolloutActor:
         return times
 
     async def evaluate(self, *, indices: Sequence[int], total: int, greedy: bool, samples: int) -> tuple[dict[str, float], list[dict]]:
-        """Score one response to each of these held-out problems (of the first `total`): sums over problems, and some of them as text."""
+        """Score one response to each of these held-out problems (of the first `total`): sums over problems, and some of them as text.
+
+        A prompt that is too long, or a response that cannot be scored, is an error and counts as wrong.
+        """
         problems = self._task.evaluation(total)
         slots = asyncio.Semaphore(2 * self._config.cluster.engine.max_num_seqs)
         sampling = self._sampling(n=1, temperature=0.0 if greedy else self._config.rollout.temperature, seed=None)
 
-        async def one(problem: Problem) -> tuple[str, int]:
+        async def one(problem: Problem) -> tuple[str, int, PromptTooLong | None]:
+            try:
+                prompt = self._encode(problem)
+            except PromptTooLong as error:
+                return "", 0, error
             async with slots:
-                [completion] = await self._engine.generate(self._encode(problem), sampling)
-            return self._text(completion), len(completion.token_ids)
+                [completion] = await self._engine.generate(prompt, sampling)
+            return self._text(completion), len(completion.token_ids), None
 
         answers = await asyncio.gather(*[one(problems[index]) for index in indices])
-        results = await self._verifiers.score_many(
-            [(text, problems[index].reference) for index, (text, _) in zip(indices, answers, strict=True)]
-        )
+        given = [(text, problems[index].reference) for index, (text, _, refused) in zip(indices, answers, strict=True) if refused is None]
+        scored = iter(await self._verifiers.score_many(given))
+        results = [next(scored) if refused is None else refused for _, _, refused in answers]
         scores = [score for score in results if isinstance(score, Score)]
         sums = {
-            "problems": float(len(results)), "tokens": float(sum(length for _, length in answers)),
+            "problems": float(len(results)), "tokens": float(sum(length for _, length, _ in answers)),
             "correct": float(sum((score.verdict or 0.0) >= 1.0 for score in scores)), "errors": float(len(results) - len(scores)),
         }
         shown = list(zip(indices, answers, results, strict=True))[:samples]
@@ -149,7 +156,7 @@ class RolloutActor:
                 "prompt": problems[index].prompt, "response": text, "tokens": length,
                 **({"rewards": result.rewards, "verdict": result.verdict} if isinstance(result, Score) else {"error": str(result)}),
             }
-            for index, (text, length), result in shown
+            for index, (text, length, _), result in shown
         ]
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
@@ -190,7 +197,7 @@ class RolloutActor:
             await self._fail(ticket, f"timeout: no result within rollout.group_timeout_s = {self._config.rollout.group_timeout_s} s")
         except VerifierError as error:
             if self._config.task.verifier.on_error == "fail":
-                raise
+                raise VerifierFailed(f"group {ticket.group_id} could not be scored ({error}) and task.verifier.on_error is fail") from error
             await self._fail(ticket, f"verifier: {error}")
         except (EngineError, WireError, PromptTooLong) as error:
             await self._engine.check()  # a dead engine ends the run of this actor instead of failing group after group

@@ -17,7 +17,7 @@ from types import FrameType
 
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.console import Console
-from async_grpo.errors import EXIT_MEANING, RunError
+from async_grpo.errors import EXIT_MEANING, RunError, Stalled
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -48,9 +48,9 @@ def _train(trainer, console: Console) -> int:
         if trainer.config.evaluation.before and trainer.steps_done == 0 and not trainer.stop_requested:
             trainer.evaluate()
         trainer.train()
+        final = trainer.save()  # before the evaluation: what goes wrong there must not cost the training
         if not trainer.stop_requested:
             trainer.evaluate()
-        final = trainer.save()
         rows = summarise(trainer, final)
         trainer.stop("KILLED" if trainer.stop_requested else "FINISHED")
         console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
@@ -85,6 +85,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
         code = getattr(current, "exit_code", None)
         if isinstance(code, int):
             return code, _plain(str(current))
+        if isinstance(current, TimeoutError) and str(current):
+            return Stalled.exit_code, _plain(str(current))
         causes.append(current)
     print(_plain("".join(traceback.format_exception(error))), file=sys.stderr, end="")
     return 1, _plain(f"{type(causes[0]).__name__}: {causes[0]}").splitlines()[0]

@@ -77,7 +77,10 @@ class Trainer:
             return
         self.check()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        manifest = checkpoint.verify(self._checkpoint) if self._checkpoint is not None else None
+        try:
+            manifest = checkpoint.verify(self._checkpoint) if self._checkpoint is not None else None
+        except checkpoint.CheckpointError as error:
+            raise SetupError(str(error)) from error
         model_dir = self._model_dir()
         with self.console.phase("starting Ray"):
             system = System(self.config, total_steps=self.total_steps, weights=self._task_weights, key=uuid.uuid4().hex[:8])

@@ -323,10 +323,12 @@ def test_nccl_refresh_serves_a_newcomer_and_makes_the_version_live() -> None:
         newcomer = FakeEngine("b0", run.events)
         await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
         assert newcomer.label == "unpublished"
+        assert newcomer not in run.coordinator.serving(), "an evaluation must not ask an engine that holds the first weights"
         # The learner is one step past the last publication: what is sent now is version 1 and has to be live, or nobody gets tickets.
         await run.coordinator.refresh(1)
         assert run.learner.groups[-1] == [1, 1, 1]
         assert [engine.label for engine in run.members] == ["v1"] * 3
+        assert newcomer in run.coordinator.serving()
         assert run.events[-1] == "live 1"
         sent = len(run.events)
         await run.coordinator.refresh(1)

@@ -343,6 +343,10 @@ def test_exit_code_and_message_through_layers(wrap: Callable[[Exception], Except
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_deadline_that_says_what_was_waited_for_is_a_stall() -> None:
+    assert _explained(remote(TimeoutError("starting actor-0.0 took longer than 9 s"))) == (5, "starting actor-0.0 took longer than 9 s")
+
+
 @pytest.mark.parametrize("wrap", [lambda error: error, remote, lambda error: ExceptionGroup("start", [error])])
 def test_an_unexpected_error_shows_its_traceback(wrap: Callable[[Exception], Exception], capsys: pytest.CaptureFixture[str]) -> None:
     code, message = _explained(wrap(KeyError("x")))

@@ -20,9 +20,9 @@ import numpy as np
 import ray
 
 from async_grpo.cluster.placement import Placement
-from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
+from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, RolloutProcess
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, Stalled
+from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
 from async_grpo.weights.base import UNPUBLISHED, Announcement
 
 PROBE_INTERVAL_S = 5.0
@@ -61,6 +61,8 @@ class ActorManager:
         self._config, self._placement, self._options, self._queue = config, placement, options, queue
         self._model_dir, self._backend, self._on_fatal, self._note = model_dir, backend, on_fatal, note
         self._alive: list[RemoteEngine] = []
+        self._processes: dict[str, RemoteEngine] = {}
+        self._counters: dict[str, dict[str, float]] = {}
         self._incarnations = [0] * len(placement.engines)
         self._tasks: set[asyncio.Task[None]] = set()
         self._join: Join | None = None
@@ -85,42 +87,66 @@ class ActorManager:
         """Engines that hold or may be given tickets."""
         return tuple(self._alive)
 
+    def measurements(self) -> dict[str, float]:
+        """What all actors, the dead ones too, have told of errors when they were last probed."""
+        told = self._counters.values()
+        return {
+            "rollout/verifier_errors": sum((counters.get("verifier_errors", 0.0) for counters in told), 0.0),
+            "rollout/attempts_failed": sum((counters.get("failed", 0.0) for counters in told), 0.0),
+        }
+
     async def drop(self, actor_id: str, error: BaseException) -> None:
         """Declare an actor dead: forfeit its tickets, kill what is left of it, start another in its slot."""
         engine = next((engine for engine in self._alive if engine.actor_id == actor_id), None)
         if engine is None or self._stopping:
             return
         self._alive.remove(engine)
-        await self._queue.forfeit.remote(actor_id)
-        ray.kill(engine.handle)
+        await asyncio.wait_for(self._queue.forfeit.remote(actor_id), CALL_TIMEOUT_S)
+        self._kill(engine)
         self._spawn(self._replace(engine, error))
 
-    async def evaluate(self, *, total: int, greedy: bool, samples: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Held-out accuracy over `total` problems, shared out over the living engines; and about `samples` of them as text."""
-        engines = self.alive()
-        if not engines:
-            raise FaultBudgetSpent("no rollout actor is alive to evaluate with")
-        parts = [list(range(index, total, len(engines))) for index in range(len(engines))]
-        share = -(-samples // len(engines))
-        calls = [
-            engine.handle.evaluate.remote(indices=part, total=total, greedy=greedy, samples=share)
-            for engine, part in zip(engines, parts, strict=True)
-        ]
+    async def evaluate(
+        self, ready: Callable[[], Sequence[RemoteEngine]], *, total: int, greedy: bool, samples: int
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Held-out accuracy over `total` problems, shared out over the `ready()` engines; and about `samples` of them as text.
+
+        What an engine that dies leaves undone is shared out again.
+        """
+        left, results = list(range(total)), []
         try:
-            results = await asyncio.wait_for(asyncio.gather(*calls), self._config.evaluation.timeout_s)
+            async with asyncio.timeout(self._config.evaluation.timeout_s):
+                while left:
+                    left, done = await self._evaluate(ready(), left, total=total, greedy=greedy, samples=samples)
+                    results += done
         except TimeoutError as error:
             raise Stalled(f"the evaluation took longer than evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s") from error
-        except ray.exceptions.RayActorError as error:
-            raise FaultBudgetSpent(f"a rollout actor died during an evaluation: {error}") from error
         sums = {name: sum(result[name] for result, _ in results) for name in results[0][0]}
         shown = [row for _, rows in results for row in rows]
         return sums | {"accuracy": sums["correct"] / max(1.0, sums["problems"])}, shown
 
-    async def counters(self) -> dict[str, float]:
-        """Sums of the living actors' counters since their start."""
-        answers = await asyncio.gather(*[engine.handle.health.remote() for engine in self.alive()], return_exceptions=True)
-        good = [answer for answer in answers if isinstance(answer, dict)]
-        return {name: sum(answer.get(name, 0.0) for answer in good) for name in {name for answer in good for name in answer}}
+    async def _evaluate(
+        self, engines: Sequence[RemoteEngine], problems: list[int], *, total: int, greedy: bool, samples: int
+    ) -> tuple[list[int], list[tuple[dict[str, float], list[dict[str, Any]]]]]:
+        """The problems that dead engines left undone, and the answers of the others."""
+        if not engines:
+            raise FaultBudgetSpent("no rollout actor is alive to evaluate with")
+        parts = [problems[index :: len(engines)] for index in range(len(engines))]
+        calls = [
+            engine.handle.evaluate.remote(indices=part, total=total, greedy=greedy, samples=-(-samples // len(engines)))
+            for engine, part in zip(engines, parts, strict=True)
+        ]
+        left, done = [], []
+        for engine, part, answer in zip(engines, parts, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answer, ray.exceptions.RayActorError):
+                if self._join is None:
+                    raise FaultBudgetSpent(f"a rollout actor died before training began: {answer}") from answer
+                await self.drop(engine.actor_id, answer)
+                left += part
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                done.append(answer)
+        return left, done
 
     async def stop(self) -> None:
         """Stop all actors and their engines; one that does not answer within its deadline is killed."""
@@ -131,8 +157,8 @@ class ActorManager:
         closing = [engine.handle.close.remote() for engine in self._alive]
         if closing:
             await asyncio.wait([asyncio.ensure_future(_settled(call)) for call in closing], timeout=CLOSE_TIMEOUT_S)
-        for engine in self._alive:
-            ray.kill(engine.handle)
+        for engine in list(self._processes.values()):  # those that are still starting too
+            self._kill(engine)
         self._alive = []
 
     def _create(self, slot: int) -> RemoteEngine:
@@ -143,16 +169,27 @@ class ActorManager:
             self._config, actor_id=actor_id, queue=self._queue, model_dir=self._model_dir, device=self._placement.device,
             cores=self._placement.engines[slot].cores,
         )
-        return RemoteEngine(actor_id, slot, self._config.cluster.engine.tensor_parallel_size, handle)
+        engine = self._processes[actor_id] = RemoteEngine(actor_id, slot, self._config.cluster.engine.tensor_parallel_size, handle)
+        return engine
+
+    def _kill(self, engine: RemoteEngine) -> None:
+        ray.kill(engine.handle)
+        self._processes.pop(engine.actor_id, None)
 
     async def _load(self, engine: RemoteEngine) -> None:
-        await asyncio.wait_for(
-            engine.handle.start.remote(backend=self._backend, label=UNPUBLISHED), self._config.watchdog.start_timeout_s
-        )
+        seconds = self._config.watchdog.start_timeout_s
+        try:
+            await asyncio.wait_for(engine.handle.start.remote(backend=self._backend, label=UNPUBLISHED), seconds)
+        except TimeoutError as error:
+            raise TimeoutError(f"starting {engine.actor_id} took longer than watchdog.start_timeout_s = {seconds:g} s") from error
 
     async def _watch(self, engine: RemoteEngine) -> None:
         try:
             await engine.handle.run.remote()
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RunError):
+                raise error.cause from error  # not a fault of this process: another one would meet the same
+            await self.drop(engine.actor_id, error)
         except ray.exceptions.RayError as error:
             await self.drop(engine.actor_id, error)
 
@@ -162,7 +199,7 @@ class ActorManager:
             await asyncio.sleep(PROBE_INTERVAL_S)
             for engine in self.alive():
                 try:
-                    await asyncio.wait_for(engine.handle.health.remote(), timeout_s)
+                    self._counters[engine.actor_id] = await asyncio.wait_for(engine.handle.health.remote(), timeout_s)
                 except TimeoutError:
                     await self.drop(engine.actor_id, TimeoutError(f"no answer to a probe within watchdog.probe_timeout_s = {timeout_s:g} s"))
                 except ray.exceptions.RayError as error:
@@ -190,7 +227,7 @@ class ActorManager:
                 assert self._join is not None, "begin() comes before any replacement"
                 await self._join(engine, lambda engine=engine: self._alive.append(engine))
             except (TimeoutError, ray.exceptions.RayError) as failure:
-                ray.kill(engine.handle)
+                self._kill(engine)
                 cause = f"{type(failure).__name__} while starting {engine.actor_id}"
                 self.deaths.append(cause)
                 continue

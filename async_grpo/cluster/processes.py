@@ -20,6 +20,7 @@ import numpy as np
 import ray
 
 from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.rollout_actor import RolloutActor
@@ -106,7 +107,10 @@ class LearnerProcess:
         self._learner = Learner(
             self._config, model_dir=model_dir, fetch=self._fetch, device="cpu" if device == "cpu" else "cuda:0", total_updates=total_updates
         )
-        state = self._learner.load(checkpoint) if checkpoint is not None else None
+        try:
+            state = self._learner.load(checkpoint) if checkpoint is not None else None
+        except ValueError as error:
+            raise SetupError(str(error)) from error
         self._sender = make_sender(backend, self._learner, key=key)
         self._perturbation: Any = None
         return state

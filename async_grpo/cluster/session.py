@@ -125,6 +125,8 @@ class Session:
                         f"node {node.address} does not see {directory} as the driver does; with several nodes run.dir must be storage "
                         "that all of them share"
                     )
+        except TimeoutError as error:  # an OSError too, without anything to say
+            raise SetupError(f"a node did not look at run.dir {directory} within cluster.resources_timeout_s = {timeout_s:g} s") from error
         except OSError as error:
             raise SetupError(f"run.dir {directory} cannot be written: {error.strerror}") from error
         finally:

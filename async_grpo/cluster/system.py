@@ -19,7 +19,7 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
+from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.loop import Loop
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.weights.coordinator import Coordinator
@@ -62,7 +62,12 @@ class QueueClient:
 
     @staticmethod
     async def _call(reference: Awaitable[Any]) -> Any:
-        return await asyncio.wait_for(reference, CALL_TIMEOUT_S)
+        try:
+            return await asyncio.wait_for(reference, CALL_TIMEOUT_S)
+        except TimeoutError as error:
+            raise Stalled(f"the replay queue did not answer within {CALL_TIMEOUT_S:g} s") from error
+        except ray.exceptions.RayActorError as error:
+            raise FaultBudgetSpent(f"the replay queue's process died: {error}") from error
 
 
 class System:
@@ -116,10 +121,12 @@ class System:
             tasks.create_task(self.actors.start())
             learner = tasks.create_task(starting)
         self.learner = learner.result()
+        actors = self.actors
         self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live)
         self.loop = Loop(
             config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
-            total_steps=self._total_steps, steps_done=steps_done, log=log,
+            total_steps=self._total_steps, steps_done=steps_done,
+            log=lambda step, metrics: log(step, metrics | actors.measurements()),
         )
 
     async def open_weights(self) -> dict[str, float]:
@@ -141,12 +148,11 @@ class System:
         """Held-out metrics of the live weights on `total` problems (no publication is under way meanwhile), and a few samples."""
         await self.settle()
         settings, out = self._config.evaluation, {}
-        greedy, samples = await self.actors.evaluate(
-            total=total, greedy=True, samples=self._config.tracking.sample_rows
-        )
+        engines = self.coordinator.serving
+        greedy, samples = await self.actors.evaluate(engines, total=total, greedy=True, samples=self._config.tracking.sample_rows)
         out |= {"eval/accuracy_greedy": greedy["accuracy"], "eval/problems": greedy["problems"], "eval/errors": greedy["errors"]}
         if settings.sampled:
-            sampled, _ = await self.actors.evaluate(total=total, greedy=False, samples=0)
+            sampled, _ = await self.actors.evaluate(engines, total=total, greedy=False, samples=0)
             out |= {"eval/accuracy_sampled": sampled["accuracy"]}
         return out, samples
 
@@ -160,10 +166,9 @@ class System:
 
     async def stop(self) -> None:
         """Close the queue, stop actors and learner. Every part is stopped whatever happens to the others."""
-        if self.loop is not None:
-            await self.queue.close()
+        results = await asyncio.gather(*([self.queue.close()] if self.loop is not None else []), return_exceptions=True)
         parts = [part for part in (self.actors, self.learner) if part is not None]
-        results = await asyncio.gather(*[part.stop() for part in parts], return_exceptions=True)
+        results += await asyncio.gather(*[part.stop() for part in parts], return_exceptions=True)
         remove_segments(self._key)
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:

@@ -128,6 +128,10 @@ class Coordinator:
             "weights/engine_paused_s": times.engines_paused / count, "weights/until_live_s": times.wall / count,
         }
 
+    def serving(self) -> list[EngineHandle]:
+        """Engines that serve the newest publication while none is under way: with NCCL a newcomer lives before it does."""
+        return [engine for engine in self._engines.alive() if engine.actor_id in self._connected]
+
     async def wait(self) -> None:
         """Wait for the publication under way; raises what it raised."""
         if self._running is not None:
@@ -189,7 +193,7 @@ class Coordinator:
 
     async def _send(self, announcement: Announcement) -> dict[str, BaseException]:
         """Every connected engine takes the announced weights; what went wrong by actor id."""
-        engines = [engine for engine in self._engines.alive() if engine.actor_id in self._connected]
+        engines = self.serving()
         receiving = [self._deadline(engine.receive(announcement), f"publishing to {engine.actor_id}") for engine in engines]
         sent, *results = await asyncio.gather(self._learner.send(), *receiving, return_exceptions=True)
         if isinstance(sent, BaseException):

@@ -1,0 +1,124 @@
+"""A rollout actor with a fake engine, verifiers and queue: what becomes of a group, and of a held-out problem."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_grpo.config.schema import Config
+from async_grpo.engine import Completion, EngineError, Sampling
+from async_grpo.errors import VerifierFailed
+from async_grpo.replay.queue import Verdict
+from async_grpo.rollout_actor import RolloutActor
+from async_grpo.tasks.base import Problem, Score
+from async_grpo.tasks.verifier import VerifierError
+from async_grpo.wire import Buffer, GroupMeta, GroupTicket, decode_meta
+
+
+class Tokenizer:
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(range(len(text)))}
+
+    def decode(self, ids: np.ndarray, *, skip_special_tokens: bool) -> str:
+        return "answer"
+
+
+class Task:
+    weights = {"correct": 1.0}
+    fingerprint = "f"
+
+    def __len__(self) -> int:
+        return 3
+
+    def train(self, index: int) -> Problem:
+        return Problem("ask", 1)
+
+    def evaluation(self, n: int) -> list[Problem]:
+        return [Problem(text, 1) for text in ("ask", "asks far too much", "and")][:n]
+
+
+class Parts:
+    """Engine, verifiers and queue in one, and what they were told. Two tickets, then none; closed when both are answered."""
+
+    serving_version = 0
+
+    def __init__(self, *, engine: BaseException | None = None, verifier: VerifierError | None = None, dead: bool = False) -> None:
+        self.engine, self.verifier, self.dead = engine, verifier, dead
+        self.tickets = [GroupTicket(0, 1, 0), GroupTicket(1, 1, 0)]
+        self.frames: list[GroupMeta] = []
+        self.failed: dict[int, str] = {}
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> list[Completion]:
+        if self.engine is not None:
+            raise self.engine
+        ids, logprobs = np.array([7, 8], np.int32), np.array([-1.0, -2.0], np.float32)
+        return [Completion(ids, logprobs, [("v0", 0, 2)], "stop") for _ in range(sampling.n)]
+
+    async def check(self) -> None:
+        if self.dead:
+            raise EngineError("the engine is not healthy")
+
+    async def score_many(self, items: list[tuple[str, Any]]) -> list[Score | VerifierError]:
+        return [self.verifier or Score({"correct": 1.0}, 1.0) for _ in items]
+
+    async def acquire(self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket] | None:
+        given, self.tickets = self.tickets[:want], self.tickets[want:]
+        return None if len(self.frames) + len(self.failed) == 2 else given
+
+    async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
+        self.frames += [decode_meta(frame) for frame in frames]
+        return [Verdict(meta.group_id, meta.attempt, "accepted") for meta in self.frames[-len(frames) :]]
+
+    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str) -> None:
+        self.failed |= {ticket.group_id: reason for ticket in tickets}
+
+
+def actor_of(parts: Parts, *, on_error: str = "drop_group") -> RolloutActor:
+    config = Config.model_validate({
+        "run": {"total_steps": 2}, "model": {"path": "m"}, "task": {"verifier": {"on_error": on_error}},
+        "rollout": {"rollout_batch_size": 2, "group_size": 2, "prompt_length": 4, "response_length": 8},
+    })
+    actor = RolloutActor(config, actor_id="a", queue=parts, model_dir="m", device="cpu", cores=())
+    actor._tokenizer, actor._engine, actor._verifiers, actor._task = Tokenizer(), parts, parts, Task()
+    return actor
+
+
+def run(parts: Parts, **settings: str) -> None:
+    asyncio.run(asyncio.wait_for(actor_of(parts, **settings).run(), 10))
+
+
+def test_every_ticket_becomes_a_frame() -> None:
+    parts = Parts()
+    run(parts)
+    assert sorted(meta.group_id for meta in parts.frames) == [0, 1]
+    assert {len(meta.rows) for meta in parts.frames} == {2}
+    assert not parts.failed
+
+
+def test_a_group_that_cannot_be_generated_is_failed_by_name_and_a_dead_engine_ends_the_actor() -> None:
+    parts = Parts(engine=EngineError("aborted"))
+    run(parts)
+    assert parts.failed == {0: "EngineError: aborted", 1: "EngineError: aborted"}
+    with pytest.raises(EngineError, match="not healthy"):
+        run(Parts(engine=EngineError("aborted"), dead=True))
+
+
+def test_what_a_verifier_error_does_is_configured() -> None:
+    broken = VerifierError("crash", "out of order")
+    dropped, zeros = Parts(verifier=broken), Parts(verifier=broken)
+    run(dropped)
+    assert dropped.failed == dict.fromkeys((0, 1), "verifier: crash: out of order")
+    run(zeros, on_error="zero")
+    assert [row.rewards for meta in zeros.frames for row in meta.rows] == [{"correct": 0.0}] * 4
+    with pytest.raises(VerifierFailed, match="out of order"):
+        run(Parts(verifier=broken), on_error="fail")
+
+
+def test_a_held_out_prompt_that_is_too_long_counts_as_an_error() -> None:
+    sums, shown = asyncio.run(actor_of(Parts()).evaluate(indices=[0, 1, 2], total=3, greedy=True, samples=5))
+    assert sums == {"problems": 3, "tokens": 4, "correct": 2, "errors": 1}
+    assert ["error" in row for row in shown] == [False, True, False]
+    assert "17 tokens" in shown[1]["error"]
