@@ -57,6 +57,7 @@ class RolloutActor:
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._outbox: list[tuple[GroupTicket, bytes]] = []
         self._changed = asyncio.Event()
+        self._produced_at = 0.0
         self._counts: Counter[str] = Counter()
 
     async def start(self, *, backend: str, label: str) -> None:
@@ -85,6 +86,7 @@ class RolloutActor:
 
     async def run(self) -> None:
         """Produce groups until the queue closes. Raises when the engine or the queue is gone."""
+        self._produced_at = time.monotonic()
         capacity = -(-self._config.cluster.engine.max_num_seqs // self._config.rollout.group_size) + 1
         sender = asyncio.create_task(self._send_outbox())
         polled = 0.0
@@ -194,7 +196,10 @@ class RolloutActor:
             async with asyncio.timeout(self._config.rollout.group_timeout_s):
                 frame = encode_group(await self._group(ticket))
         except TimeoutError:
-            await self._fail(ticket, f"timeout: no result within rollout.group_timeout_s = {self._config.rollout.group_timeout_s} s")
+            timeout_s = self._config.rollout.group_timeout_s
+            if time.monotonic() - self._produced_at > timeout_s:  # not one slow group but an engine that hangs: this actor is replaced
+                raise EngineError(f"no group came out of the engine for rollout.group_timeout_s = {timeout_s:g} s") from None
+            await self._fail(ticket, f"timeout: no result within rollout.group_timeout_s = {timeout_s:g} s")
         except VerifierError as error:
             if self._config.task.verifier.on_error == "fail":
                 raise VerifierFailed(f"group {ticket.group_id} could not be scored ({error}) and task.verifier.on_error is fail") from error
@@ -203,6 +208,7 @@ class RolloutActor:
             await self._engine.check()  # a dead engine ends the run of this actor instead of failing group after group
             await self._fail(ticket, f"{type(error).__name__}: {error}")
         else:
+            self._produced_at = time.monotonic()
             self._outbox.append((ticket, frame))
             self._changed.set()
             self._outbox_event.set()
@@ -275,7 +281,7 @@ class RolloutActor:
 
     def _encode(self, problem: Problem) -> list[int]:
         if isinstance(problem.prompt, str):
-            ids = self._tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
+            ids = self._tokenizer(problem.prompt)["input_ids"]  # with what the model expects at a start, such as bos
         else:
             ids = self._tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
         if len(ids) > self._config.rollout.prompt_length:

@@ -19,7 +19,7 @@ from async_grpo.wire import Buffer, GroupMeta, GroupTicket, decode_meta
 
 
 class Tokenizer:
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+    def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": list(range(len(text)))}
 
     def decode(self, ids: np.ndarray, *, skip_special_tokens: bool) -> str:
@@ -46,6 +46,7 @@ class Parts:
     """Engine, verifiers and queue in one, and what they were told. Two tickets, then none; closed when both are answered."""
 
     serving_version = 0
+    hangs = False
 
     def __init__(self, *, engine: BaseException | None = None, verifier: VerifierError | None = None, dead: bool = False) -> None:
         self.engine, self.verifier, self.dead = engine, verifier, dead
@@ -56,6 +57,8 @@ class Parts:
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> list[Completion]:
         if self.engine is not None:
             raise self.engine
+        if self.hangs:
+            await asyncio.sleep(60)
         ids, logprobs = np.array([7, 8], np.int32), np.array([-1.0, -2.0], np.float32)
         return [Completion(ids, logprobs, [("v0", 0, 2)], "stop") for _ in range(sampling.n)]
 
@@ -78,17 +81,17 @@ class Parts:
         self.failed |= {ticket.group_id: reason for ticket in tickets}
 
 
-def actor_of(parts: Parts, *, on_error: str = "drop_group") -> RolloutActor:
+def actor_of(parts: Parts, *, on_error: str = "drop_group", group_timeout_s: float = 600.0) -> RolloutActor:
     config = Config.model_validate({
         "run": {"total_steps": 2}, "model": {"path": "m"}, "task": {"verifier": {"on_error": on_error}},
-        "rollout": {"rollout_batch_size": 2, "group_size": 2, "prompt_length": 4, "response_length": 8},
+        "rollout": {"rollout_batch_size": 2, "group_size": 2, "prompt_length": 4, "response_length": 8, "group_timeout_s": group_timeout_s},
     })
     actor = RolloutActor(config, actor_id="a", queue=parts, model_dir="m", device="cpu", cores=())
     actor._tokenizer, actor._engine, actor._verifiers, actor._task = Tokenizer(), parts, parts, Task()
     return actor
 
 
-def run(parts: Parts, **settings: str) -> None:
+def run(parts: Parts, **settings: Any) -> None:
     asyncio.run(asyncio.wait_for(actor_of(parts, **settings).run(), 10))
 
 
@@ -106,6 +109,13 @@ def test_a_group_that_cannot_be_generated_is_failed_by_name_and_a_dead_engine_en
     assert parts.failed == {0: "EngineError: aborted", 1: "EngineError: aborted"}
     with pytest.raises(EngineError, match="not healthy"):
         run(Parts(engine=EngineError("aborted"), dead=True))
+
+
+def test_an_engine_that_hangs_ends_the_actor() -> None:
+    parts = Parts()
+    parts.hangs = True
+    with pytest.raises(EngineError, match=r"no group came out of the engine for rollout.group_timeout_s = 0.2 s"):
+        run(parts, group_timeout_s=0.2)
 
 
 def test_what_a_verifier_error_does_is_configured() -> None:
