@@ -29,7 +29,7 @@ from async_grpo.config.schema import Config, WarmStart
 from async_grpo.tasks.base import Task
 from async_grpo.tasks.registry import load_task, problem_index
 
-RECIPE_VERSION = 2
+RECIPE_VERSION = 3
 """Raised whenever the same settings would lead to other weights."""
 
 _REPORT = "warm_start.json"

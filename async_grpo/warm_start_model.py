@@ -34,6 +34,7 @@ _INITIALIZER_RANGE = 0.06
 _ROPE_THETA = 100.0
 _WEIGHT_DECAY = 0.3  # shortens the plateau on which some seeds stay for hundreds of steps without it
 _LR_WARMUP_STEPS = 50
+_BLUR_PATIENCE, _BLUR_LR_GROWTH = 15, 1.1
 _CHECK_EVERY = 20
 _CHECK_PROBLEMS = 384
 _IGNORE = -100
@@ -216,10 +217,14 @@ class _Trainer:
         """Train on partly random solutions until greedy and sampled accuracy have fallen to their targets; returns the steps.
 
         The learning rate stays high and the optimizer's second moments are those of the clean phase, so the first noisy steps
-        unsettle the weights at once; many gentle steps would only flatten the distribution and leave the greedy answer right.
+        unsettle the weights at once; many gentle steps would only flatten the distribution and leave the greedy answer right. A seed
+        that holds out gets longer and longer steps.
         """
         settings, noise = self.settings, random.Random(f"blur {seed}")
         for step in range(1, settings.blur_max_steps + 1):
+            if step > _BLUR_PATIENCE:
+                for group in self.optimizer.param_groups:
+                    group["lr"] *= _BLUR_LR_GROWTH
             self._update(self.encoder.encode(_blurred(next(self.stream), settings.blur_noise, noise)))
             accuracy = measure(self.model, self.probe)
             if accuracy.greedy <= settings.blur_accuracy and accuracy.sampled <= settings.blur_sampled_accuracy:
