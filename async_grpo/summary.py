@@ -36,7 +36,9 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     rows.append(("checkpoint", f"{checkpoint} (Hugging Face format in hf/)"))
     if trainer.tracker is not None and trainer.tracker.run_id is not None:
         rows.append(("MLflow", f"run {trainer.tracker.run_id}; look at it with: mlflow ui --backend-store-uri {trainer.tracker.uri}"))
-    rows.append(("next", f"python -m async_grpo.run CONFIG.yaml {_longer(trainer)}run.dir={trainer.run_dir} continues this run"))
+    rows.append(("next", f"python -m async_grpo.run {trainer.run_dir}/config.yaml{_longer(trainer)} continues this run"))
+    if config.replay.max_staleness:
+        rows.append(("to compare", "the same run with replay.max_staleness=0 is synchronous: engines and learner take turns"))
     return rows
 
 
@@ -45,7 +47,7 @@ def _longer(trainer: Trainer) -> str:
     run = trainer.config.run
     if trainer.steps_done < trainer.total_steps:
         return ""
-    return f"run.total_steps={2 * run.total_steps} " if run.total_steps is not None else f"run.epochs={2 * (run.epochs or 1)} "
+    return f" run.total_steps={2 * run.total_steps}" if run.total_steps is not None else f" run.epochs={2 * (run.epochs or 1)}"
 
 
 def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:

@@ -371,7 +371,7 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
     assert text["staleness"] == "mean 0.50, largest 1 learner steps (bound 2)"
     assert text["publications"] == "4; the learner waited 10.0% of its time for them"
     assert text["learner time"] == "50% training, 25% waiting for groups"
-    assert "run.total_steps=8 run.dir=/runs/r" in text["next"]
-    assert "run.epochs=6 run.dir=/runs/r" in dict(summarise(fake_trainer(config(run={"epochs": 3})), Path("c")))["next"]
+    assert "async_grpo.run /runs/r/config.yaml run.total_steps=8 " in text["next"]
+    assert "config.yaml run.epochs=6 " in dict(summarise(fake_trainer(config(run={"epochs": 3})), Path("c")))["next"]
     early = dict(summarise(fake_trainer(config(run={"total_steps": 9}), total=9), Path("c")))["next"]
     assert "total_steps" not in early

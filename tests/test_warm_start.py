@@ -150,7 +150,7 @@ def test_tied_embeddings_are_stored_once_and_load(tmp_path: Path) -> None:
 
 def test_it_learns_and_the_blur_takes_accuracy_away_again(tmp_path: Path) -> None:
     config = _config(
-        tmp_path, hidden_size=64, intermediate_size=64, batch_size=64, max_steps=300, lr=5e-3, blur_noise=1.0, blur_max_steps=40
+        tmp_path, hidden_size=64, intermediate_size=64, heads=2, batch_size=64, max_steps=300, lr=5e-3, blur_noise=1.0, blur_max_steps=40
     )
     report = json.loads((Path(warm_start.warm_start(config, progress=_quiet)) / "warm_start.json").read_text())
     settings = config.model.warm_start
