@@ -150,7 +150,8 @@ class RolloutActor:
         scores = [score for score in results if isinstance(score, Score)]
         sums = {
             "problems": float(len(results)), "tokens": float(sum(length for _, length, _ in answers)),
-            "correct": float(sum((score.verdict or 0.0) >= 1.0 for score in scores)), "errors": float(len(results) - len(scores)),
+            "correct": float(sum(score.verdict is not None and score.verdict >= 1.0 for score in scores)),
+            "judged": float(sum(score.verdict is not None for score in scores)), "errors": float(len(results) - len(scores)),
         }
         shown = list(zip(indices, answers, results, strict=True))[:samples]
         return sums, [

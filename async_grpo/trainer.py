@@ -44,6 +44,7 @@ class Trainer:
         self._held_out = self.total_steps = 0
         self._tracking_error: BaseException | None = None
         self._system: System | None = None
+        self._started = False
         self._tracker: Tracker | None = None
         self._checkpoint: Path | None = None
         self._stop_requested = threading.Event()
@@ -73,8 +74,10 @@ class Trainer:
 
     def start(self) -> None:
         """Start the run's processes, verify the weight transport, and continue from a checkpoint if there is one."""
-        if self._system is not None:
+        if self._started:
             return
+        if self._system is not None:
+            raise RunError("the start failed; call stop, and build a new trainer")
         self.check()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         try:
@@ -101,6 +104,7 @@ class Trainer:
         tracking.join()
         if self._tracking_error is not None:
             raise self._tracking_error
+        self._started = True
         if manifest:
             self.console.info(f"resumed {self._checkpoint} at step {manifest['step']} of {self.total_steps}")
 
@@ -169,7 +173,7 @@ class Trainer:
 
     def stop(self, status: str = "FINISHED") -> None:
         """Stop every process of the run and close tracking. Safe to call twice, and after an error."""
-        system, self._system = self._system, None
+        system, self._system, self._started = self._system, None, False
         try:
             if system is not None and self._thread.is_alive():
                 self._run(system.stop())

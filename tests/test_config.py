@@ -441,3 +441,17 @@ def test_the_configuration_needs_pydantic_and_yaml_only() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment)
     assert result.stdout.strip() == "[]"
+
+
+def test_local_models_and_data_become_absolute_unless_inside_a_package(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    values = {"run": {"total_steps": 1}, "model": {"path": "model"}, "task": {"name": "jsonl", "train": "rows.jsonl", "eval": "org/data:main"}}
+    config = resolve(Config.model_validate(values), now=NOW, cwd=tmp_path, environ={})
+    assert (config.model.path, config.task.train) == (str(tmp_path / "model"), str(tmp_path / "rows.jsonl"))
+    assert config.task.eval == "org/data:main", "a hub name stays what it is"
+    package = tmp_path / "_ray_pkg_0123456789abcdef"
+    package.mkdir()
+    (package / "model").mkdir()
+    inside = resolve(Config.model_validate(values), now=NOW, cwd=package, environ={"ASYNC_GRPO_HOME": str(tmp_path / "home")})
+    assert inside.model.path == "model"

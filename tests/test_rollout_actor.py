@@ -131,6 +131,6 @@ def test_what_a_verifier_error_does_is_configured() -> None:
 
 def test_a_held_out_prompt_that_is_too_long_counts_as_an_error() -> None:
     sums, shown = asyncio.run(actor_of(Parts()).evaluate(indices=[0, 1, 2], total=3, greedy=True, samples=5))
-    assert sums == {"problems": 3, "tokens": 4, "correct": 2, "errors": 1}
+    assert sums == {"problems": 3, "tokens": 4, "correct": 2, "judged": 2, "errors": 1}
     assert ["error" in row for row in shown] == [False, True, False]
     assert "17 tokens" in shown[1]["error"]

@@ -122,7 +122,9 @@ class ActorManager:
             raise Stalled(f"the evaluation took longer than evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s") from error
         sums = {name: sum(result[name] for result, _ in results) for name in results[0][0]}
         shown = [row for _, rows in results for row in rows]
-        return sums | {"accuracy": sums["correct"] / max(1.0, sums["problems"])}, shown
+        if sums["judged"]:  # a task whose verifier gives no verdicts has no accuracy
+            sums["accuracy"] = sums["correct"] / sums["problems"]
+        return sums, shown
 
     async def _evaluate(
         self, engines: Sequence[RemoteEngine], problems: list[int], *, total: int, greedy: bool, samples: int

@@ -150,10 +150,13 @@ class System:
         settings, out = self._config.evaluation, {}
         engines = self.coordinator.serving
         greedy, samples = await self.actors.evaluate(engines, total=total, greedy=True, samples=self._config.tracking.sample_rows)
-        out |= {"eval/accuracy_greedy": greedy["accuracy"], "eval/problems": greedy["problems"], "eval/errors": greedy["errors"]}
+        out |= {"eval/problems": greedy["problems"], "eval/errors": greedy["errors"]}
+        if "accuracy" in greedy:
+            out |= {"eval/accuracy_greedy": greedy["accuracy"]}
         if settings.sampled:
             sampled, _ = await self.actors.evaluate(engines, total=total, greedy=False, samples=0)
-            out |= {"eval/accuracy_sampled": sampled["accuracy"]}
+            if "accuracy" in sampled:
+                out |= {"eval/accuracy_sampled": sampled["accuracy"]}
         return out, samples
 
     async def save(self, directory: Path) -> dict[str, Any]:

@@ -211,6 +211,8 @@ def resolve(
     """Fill `run.dir`: `{name}`, `{time}` (YYYYmmdd-HHMMSS), `~`, and make it absolute. Idempotent. Raises ConfigError.
 
     A relative directory is relative to `cwd`; inside the throw-away package of a Ray job to `$ASYNC_GRPO_HOME`, else `~/async_grpo`.
+    Models and data that exist under `cwd` become absolute too, since the run's processes have other current directories; not inside
+    such a package, which every node unpacks in a place of its own and runs in.
     """
     now = now or datetime.now()
     here = Path(cwd) if cwd is not None else Path.cwd()
@@ -228,7 +230,14 @@ def resolve(
             f"`run.dir` is {_show(str(directory))}, inside the package that Ray deletes after the job.\n"
             "Give a directory outside it (run.dir=/path/that/stays), or a relative one with ASYNC_GRPO_HOME set."
         )
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(directory)})})
+    changes: dict[str, dict[str, str]] = {"run": {"dir": str(directory)}}
+    if not _throw_away(here):
+        for section, names in (("model", ("path", "reference")), ("task", ("train", "eval"))):
+            given = getattr(config, section).model_dump(include=set(names))
+            changes[section] = {name: str(here / path) for name, path in given.items() if path and (here / path).exists()}
+    return config.model_copy(update={
+        section: getattr(config, section).model_copy(update=values) for section, values in changes.items()
+    })
 
 
 def _home(env: Mapping[str, str]) -> Path:
