@@ -52,9 +52,8 @@ async def generate_through_publications(engine: Engine, sender: SharedMemorySend
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_response_lives_through_two_publications(tmp_path, tied):
-    directory = write_model(tmp_path / "model", tied=tied, positions=1024)
+    directory = write_model(tmp_path / "model", tied=tied, positions=1024, ends=False)
     base = AutoModelForCausalLM.from_pretrained(directory).float().eval()
-    base.generation_config.eos_token_id = None
     models = [base, perturbed(base, 1), perturbed(base, 2)]
     config = Config.model_validate({
         "run": {"total_steps": 1}, "model": {"path": directory},

@@ -257,7 +257,7 @@ def test_a_submitted_package_trains_and_leaves_its_run_where_it_stays(cluster, p
     assert {line["step"] for line in steps if "train/loss" in line} == {1, 2}
     assert (run_dir / "checkpoints" / "step_000002" / "manifest.json").is_file()
     [commands] = [line for line in job.lines if "continues this run" in line]
-    assert f"run.dir={run_dir}" in commands
+    assert f"{run_dir}/config.yaml" in commands
 
     assert job.processes >= 4, "the run's processes were not seen at all, so nothing is known about their end"
     assert segments() <= before
