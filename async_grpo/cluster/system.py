@@ -100,6 +100,7 @@ class System:
         placement = await session.wait_for_room(config)
         self.device = placement.device
         self._refuse_bfloat16_without_zero(placement.device)
+        self._refuse_seeds_that_cannot_pause(placement.device)
         used = {slot.node_id for slot in (*placement.learners, *placement.engines)}
         if len(session.nodes()) > 1:
             await session.check_shared_storage(config.run.dir, used, timeout_s=config.cluster.resources_timeout_s)
@@ -195,6 +196,14 @@ class System:
             raise SetupError(
                 "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be added up in bfloat16; use stage 1, 2 or 3, or "
                 "model.dtype=float32."
+            )
+
+    def _refuse_seeds_that_cannot_pause(self, device: str) -> None:
+        config = self._config
+        if device == "cpu" and config.seeded and config.replay.max_staleness > 0 and config.weight_sync.kv_cache == "recompute":
+            raise SetupError(
+                "`rollout.seeded` is on: on CPU, vLLM dies when a seeded response is preempted by a publication; use rollout.seeded=off, "
+                "weight_sync.kv_cache=keep, or replay.max_staleness=0."
             )
 
     async def _reserve(self, placement: Placement) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
