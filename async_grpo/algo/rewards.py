@@ -8,6 +8,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What turns one row's components into its shaped reward: weighted sum -> clamp to [-clip, clip] -> + overlong penalty.
+
+    `clip` None and `overlong_length` 0 leave the step out. `response_length` is the response budget in tokens. Raises ValueError for a
+    negative clip and for a buffer that `overlong_penalty` refuses.
+    """
+
+    weights: Mapping[str, float]
+    response_length: int
+    clip: float | None = None
+    overlong_length: int = 0
+    overlong_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"reward clip {self.clip}; it must be above 0, or null for none")
+        if self.overlong_length:
+            self._penalty(0)
+
+    def shape(self, rewards: Mapping[str, float], length: int) -> float:
+        """The shaped reward of a response of `length` tokens with these components."""
+        value = score(rewards, self.weights)
+        if self.clip is not None:
+            value = min(max(value, -self.clip), self.clip)
+        return value + self._penalty(length) if self.overlong_length else value
+
+    def _penalty(self, length: int) -> float:
+        return overlong_penalty(
+            length, max_length=self.response_length, buffer_length=self.overlong_length, factor=self.overlong_factor
+        )
 
 
 def score(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:

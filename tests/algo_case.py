@@ -1,0 +1,53 @@
+"""Random tokens and comparisons that the tests of `async_grpo.algo` share."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from async_grpo.algo.losses import Clip
+
+F64 = torch.float64
+fast = settings(max_examples=40, deadline=None)
+seeds = st.integers(0, 2**31)
+clips = st.builds(
+    Clip,
+    low=st.floats(0.05, 0.4), high=st.floats(0.05, 0.6), kind=st.sampled_from(["constant", "harmonic", "exponential"]),
+    rate=st.floats(0, 1), floor=st.floats(0, 1), dual=st.sampled_from([None, 1.5, 3.0]),
+)  # fmt: skip
+
+
+def tokens(seed: int, *shape: int, scale: float = 0.4) -> dict[str, Tensor]:
+    """Random arguments of `policy_loss`, with ratios on both sides of the clip interval."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal() -> Tensor:
+        return torch.randn(shape, generator=random, dtype=F64)
+
+    anchor = normal() - 2
+    return {
+        "logprobs": (anchor + scale * normal()).requires_grad_(),
+        "anchor_logprobs": anchor,
+        "behavior_logprobs": anchor + 0.1 * normal(),
+        "advantages": normal(),
+        "loss_mask": torch.randint(0, 4, shape, generator=random).clamp(max=1),
+        "staleness": torch.randint(0, 7, shape, generator=random),
+    }
+
+
+def close(got: Tensor, want: Tensor, *, rtol: float | None = None, atol: float = 1e-7) -> None:
+    """Equal shape and type, and nearly equal values (`torch.testing.assert_close` takes seconds to import)."""
+    assert got.shape == want.shape and got.dtype == want.dtype
+    rtol = (1e-7 if got.dtype == F64 else 1e-5) if rtol is None else rtol
+    assert torch.allclose(got, want, rtol=rtol, atol=atol), f"{got}\n!=\n{want}"
+
+
+def gradient(loss: Tensor, of: Tensor) -> Tensor:
+    return torch.autograd.grad(loss, of, retain_graph=True)[0]
+
+
+def slow_factor(lag: int, clip: Clip) -> float:
+    factor = {"constant": 1.0, "harmonic": 1 / (1 + clip.rate * lag), "exponential": clip.rate**lag}[clip.kind]
+    return max(factor, clip.floor)
