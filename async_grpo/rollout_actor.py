@@ -4,6 +4,8 @@ Runs in: rollout actors. Knows nothing of learner steps. The flow of one group:
 
     ticket -> prompt tokens -> engine: n responses -> verifier children: rewards -> frame -> outbox -> queue.put (batched)
 
+With ReMax (arXiv 2310.10505) the engine also gives one greedy response to the prompt, the last rollout of the group with role `baseline`.
+
 Invariants: a group stays in `holding` until the queue has answered its `put` or `fail`, so nothing that was completed can be lost
 with a message; a group that cannot be completed is failed by name with its reason, and only a dead engine or queue, or a verifier error that must end the run, ends `run`.
 """
@@ -54,6 +56,7 @@ class RolloutActor:
         self.actor_id = actor_id
         self._config, self._queue, self._model_dir, self._device = config, queue, model_dir, device
         self._cores = set(cores)
+        self._baselines = int(config.algorithm.adv_estimator == "remax")  # greedy responses per group
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._outbox: list[tuple[GroupTicket, bytes]] = []
         self._changed = asyncio.Event()
@@ -87,7 +90,7 @@ class RolloutActor:
     async def run(self) -> None:
         """Produce groups until the queue closes. Raises when the engine or the queue is gone."""
         self._produced_at = time.monotonic()
-        capacity = -(-self._config.cluster.engine.max_num_seqs // self._config.rollout.group_size) + 1
+        capacity = -(-self._config.cluster.engine.max_num_seqs // (self._config.rollout.group_size + self._baselines)) + 1
         sender = asyncio.create_task(self._send_outbox())
         polled = 0.0
         try:
@@ -219,25 +222,40 @@ class RolloutActor:
         problem = self._task.train(problem_index(config.seed, self._task.fingerprint, ticket.group_id, len(self._task)))
         prompt_ids = self._encode(problem)
         seed = _hash63(config.seed, ticket.group_id) if config.seeded else None
-        sampling = self._sampling(n=config.rollout.group_size, temperature=config.rollout.temperature, seed=seed)
-        completions = await self._engine.generate(prompt_ids, sampling)
+        completions = await self._generate(prompt_ids, seed=seed)
         generated = time.time()
         scores = await self._score(problem, completions)
+        size = config.rollout.group_size
         self._counts["groups"] += 1
-        self._counts["tokens"] += sum(len(completion.token_ids) for completion in completions)
+        self._counts["tokens"] += sum(len(completion.token_ids) for completion in completions[:size])
+        self._counts["baseline_tokens"] += sum(len(completion.token_ids) for completion in completions[size:])
         rollouts = [
             Rollout(
                 response_ids=completion.token_ids, behavior_logprobs=completion.logprobs,
                 loss_mask=np.ones(len(completion.token_ids), np.uint8), versions=completion.versions,
                 rewards=score.rewards, verdict=score.verdict, finish_reason=completion.finish_reason,
+                role="train" if index < size else "baseline",
             )
-            for completion, score in zip(completions, scores, strict=True)
+            for index, (completion, score) in enumerate(zip(completions, scores, strict=True))
         ]
         return Group(
             group_id=ticket.group_id, attempt=ticket.attempt, policy_version=ticket.policy_version, actor_id=self.actor_id,
             prompt_ids=np.asarray(prompt_ids, np.int32), rollouts=rollouts,
             times={"started": started, "generated": generated, "scored": time.time()},
         )
+
+    async def _generate(self, prompt_ids: list[int], *, seed: int | None) -> list[Completion]:
+        """`group_size` samples, then the greedy responses, all generated at the same time."""
+        rollout = self._config.rollout
+        wanted = [self._sampling(n=rollout.group_size, temperature=rollout.temperature, seed=seed)]
+        wanted += [self._sampling(n=1, temperature=0.0, seed=None)] * self._baselines
+        requests = [asyncio.ensure_future(self._engine.generate(prompt_ids, sampling)) for sampling in wanted]
+        try:
+            answers = await asyncio.gather(*requests)
+        finally:
+            for request in requests:  # when one failed, the other must not go on for nobody
+                request.cancel()
+        return [completion for answer in answers for completion in answer]
 
     async def _score(self, problem: Problem, completions: list[Completion]) -> list[Score]:
         results = await self._verifiers.score_many([(self._text(completion), problem.reference) for completion in completions])

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import ray
 
+from async_grpo.algo.rewards import Shaping
 from async_grpo.cluster.processes import MAX_CALLS, QueueHandle, QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.replay.rules import QueueSettings
@@ -19,6 +20,10 @@ from async_grpo.wire import Group, Rollout, VersionSpan, encode_group, unpack_fr
 
 R, STEPS = 8, 12
 WAITING = 1_200
+SETTINGS = QueueSettings(
+    rollout_batch_size=R, max_staleness=0, total_steps=STEPS, group_size=2, max_attempts=3, max_num_gen_batches=0,
+    shaping=Shaping({"correct": 1.0}, 64),
+)
 
 
 def peak_mb() -> float:
@@ -51,8 +56,7 @@ class Producer:
 
 async def drive(tokens: int) -> dict[str, float]:
     """All steps of a run whose groups have 2 x `tokens` tokens; peak memory afterwards and bytes that went through the queue."""
-    settings = QueueSettings(R, 0, STEPS, 2, 3, False, "score", 0, {"correct": 1.0})
-    queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(settings, None)
+    queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(SETTINGS, None)
     producer = Producer.options(num_cpus=0).remote(queue, tokens)
     passed = fetched = 0
     for step in range(1, STEPS + 1):
@@ -77,8 +81,7 @@ def fetch(queue, step: int, ids: list[int]) -> int:
 
 async def crowd() -> dict[str, float]:
     """1,200 calls of actors are on the queue at once; a put goes through all the same."""
-    settings = QueueSettings(R, 0, STEPS, 2, 3, False, "score", 0, {"correct": 1.0})
-    queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(settings, None)
+    queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(SETTINGS, None)
     await queue.counts.remote()
     producer = Producer.options(num_cpus=0).remote(queue, 8)
     waiting = [queue.acquire.remote(f"actor-{index}", 0, [], 0) for index in range(WAITING)]

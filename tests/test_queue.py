@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import json
+import pickle
 import random
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgpack
 import numpy as np
@@ -16,9 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_grpo.algo.filters import FilterRule
+from async_grpo.algo.rewards import Shaping
 from async_grpo.replay import ledger
+from async_grpo.replay import queue as queue_module
 from async_grpo.replay.queue import MAX_FAILED_GROUPS, NoSignal, QueueSettings, ReplayQueue, StalenessError
 from async_grpo.replay.rules import can_leave, fair_share
+from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import (
     Batch,
     Group,
@@ -39,14 +47,17 @@ OPEN_STATES = ("waiting", "in_flight", "ready", "training")
 
 
 def make_group(
-    ticket: GroupTicket, *, values: tuple[float, ...] = (0.0, 1.0), versions: tuple[int, ...] = (), actor: str = "a", **changes: object
+    ticket: GroupTicket, *, values: tuple[float | None, ...] = (0.0, 1.0), versions: tuple[int, ...] = (), actor: str = "a",
+    baselines: tuple[float, ...] = (), finish: str = "stop", **changes: object,
 ) -> Group:
-    """A group of `len(values)` rollouts with two tokens per version (the ticket's by default)."""
+    """A group of `len(values)` rollouts with two tokens per version (the ticket's by default), then the baselines."""
     labels = versions or (ticket.policy_version,)
     spans = [VersionSpan(version, 2 * i, 2 * i + 2) for i, version in enumerate(labels)]
     n = 2 * len(labels)
     rollouts = [
-        Rollout(np.arange(n), np.full(n, -0.5), np.ones(n), list(spans), {"correct": value, "format": 1.0}, value, "stop") for value in values
+        Rollout(np.arange(n), np.full(n, -0.5), np.ones(n), list(spans), {"correct": value or 0.0, "format": 1.0}, value, finish, role)
+        for role, given_values in (("train", values), ("baseline", baselines))
+        for value in given_values
     ]
     group = Group(ticket.group_id, ticket.attempt, ticket.policy_version, actor, np.arange(3), rollouts)
     for name, value in changes.items():
@@ -60,8 +71,8 @@ def frame_of(ticket: GroupTicket, **options: object) -> bytes:
 
 def queue_settings(**changes: object) -> QueueSettings:
     base = QueueSettings(
-        rollout_batch_size=2, max_staleness=1, total_steps=4, group_size=2, max_attempts=2, filter_groups=True, filter_metric="score",
-        max_num_gen_batches=0, weights={"correct": 1.0},
+        rollout_batch_size=2, max_staleness=1, total_steps=4, group_size=2, max_attempts=2, max_num_gen_batches=0,
+        shaping=Shaping({"correct": 1.0}, 64), filter=FilterRule(),
     )
     return replace(base, **changes)
 
@@ -258,10 +269,11 @@ async def test_a_filtered_group_frees_its_slot_at_once() -> None:
     [
         ("score", (0.0, 1.0), None), ("score", (0.0, 0.0), "all_wrong"), ("score", (0.4, 0.4), "all_equal"), ("acc", (1.0, 0.0), None),
         ("acc", (1.0, 1.0), "all_right"), ("correct", (0.0, 1.0), None), ("format", (0.0, 1.0), "all_equal"), ("missing", (0.0, 1.0), "invalid"),
+        ("acc", (None, 1.0), "invalid"), ("score", (None, 1.0), None), ("seq_reward", (0.0, 1.0), None), ("seq_reward", (0.5, 1.0), "all_equal"),
     ],
 )
-async def test_the_filter_looks_at_the_metric_it_names(metric: str, values_: tuple[float, ...], reason: str | None) -> None:
-    queue = ReplayQueue(queue_settings(filter_metric=metric))
+async def test_the_filter_looks_at_the_metric_it_names(metric: str, values_: tuple[float | None, ...], reason: str | None) -> None:
+    queue = ReplayQueue(queue_settings(filter=FilterRule(metric), shaping=Shaping({"correct": 1.0}, 64, clip=0.5)))
     (ticket,) = await take(queue, 1)
     (verdict,) = await queue.put("a", [frame_of(ticket, values=values_)])
     assert verdict.status == {None: "accepted", "invalid": "invalid"}.get(reason, "rejected")
@@ -482,7 +494,7 @@ async def test_close_leaves_nothing_open_and_stops_the_actors() -> None:
 async def test_memory_stays_bounded_over_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "RECENT_GROUPS", 50)
     steps = 100
-    queue = ReplayQueue(queue_settings(max_staleness=0, total_steps=steps, filter_groups=False))
+    queue = ReplayQueue(queue_settings(max_staleness=0, total_steps=steps, filter=None))
     for step in range(1, steps + 1):
         tickets = await take(queue, 2, version=step - 1)
         await queue.put("a", [frame_of(ticket) for ticket in tickets])
@@ -512,6 +524,126 @@ async def test_a_snapshot_continues_for_a_learner_before_or_after_the_step_in_tr
     assert ids(await take(smaller, 9)) == [(0, 2), (1, 2)] and (await smaller.counts())["unused"] == 2
 
 
+# ---- baselines and retired problems ----
+
+
+@pytest.mark.parametrize(("wanted", "given_", "status"), [
+    (True, (0.0,), "accepted"), (True, (), "invalid"), (True, (0.0, 1.0), "invalid"), (False, (), "accepted"), (False, (0.0,), "invalid"),
+])
+async def test_a_group_carries_exactly_the_baselines_that_the_run_needs(wanted: bool, given_: tuple[float, ...], status: str) -> None:
+    queue = ReplayQueue(queue_settings(baseline=wanted))
+    (ticket,) = await take(queue, 1)
+    (verdict,) = await queue.put("a", [frame_of(ticket, baselines=given_)])
+    assert verdict.status == status
+    assert status == "accepted" or f"{len(given_)} baseline rollouts instead of {int(wanted)}" in verdict.reason
+
+
+async def test_a_baseline_counts_for_the_bound_and_not_for_filter_and_retirement() -> None:
+    queue = ReplayQueue(queue_settings(baseline=True, retire_at=0.6, problem=lambda group_id: group_id % 9, problems=9, trained_steps=1))
+    tickets = await take(queue, 3, version=1)
+    late = make_group(tickets[0], baselines=(1.0,))
+    late.rollouts[-1].versions = [VersionSpan(0, 0, 2)]
+    frames = [encode_group(late), frame_of(tickets[1], values=(0.0, 0.0), baselines=(1.0,)), frame_of(tickets[2], baselines=(1.0,))]
+    verdicts = await queue.put("a", frames)
+    assert [verdict.status for verdict in verdicts] == ["invalid", "rejected", "accepted"]
+    assert "version 0 under a ticket of version 1" in verdicts[0].reason and verdicts[1].reason == "all_wrong"
+    assert (await queue.snapshot())["retired"] == []  # 2 of 3 right with the baseline, 1 of 2 without
+
+
+def retiring(*, problems: int = 5, **changes: object) -> QueueSettings:
+    """A run without filter that retires problems at a pass rate of one half."""
+    problem = partial(problem_index, 7, "data", n=problems)
+    return replace(queue_settings(retire_at=0.5, problem=problem, problems=problems, filter=None, total_steps=50), **changes)
+
+
+async def test_a_retired_problem_is_not_posed_again() -> None:
+    settings_ = pickle.loads(pickle.dumps(retiring()))
+    queue, problem = ReplayQueue(settings_), settings_.problem
+    tickets = await take(queue, 4)
+    values_ = [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0), (None, 1.0)]  # right at a rate of 1, 0, 1/2, and unknown
+    verdicts = await queue.put("a", [frame_of(ticket, values=value) for ticket, value in zip(tickets, values_, strict=True)])
+    assert {verdict.status for verdict in verdicts} == {"accepted"}
+    retired = {problem(0), problem(2)}
+    assert (await queue.metrics())["replay/retired"] == 2.0
+    issued, skipped, step = [], 0, 0
+    for step in range(1, 6):
+        assert await queue.get_batch(step) is not None
+        await queue.live(step)
+        new = await take(queue, 9, version=step)
+        issued += [ticket.group_id for ticket in new]
+        await queue.put("a", [frame_of(ticket, values=(0.0, 0.0)) for ticket in new])
+        skipped = (await queue.counts())["skipped"]
+    assert {problem(group_id) for group_id in issued} == set(range(5)) - retired
+    expected = [group_id for group_id in range(4, max(issued) + 1) if problem(group_id) not in retired]
+    assert issued == expected and skipped == max(issued) + 1 - 4 - len(issued) > 0
+
+
+async def test_retirement_does_not_touch_ids_that_are_issued() -> None:
+    settings_ = retiring(problems=2, max_staleness=3)  # ids 0 to 7 pose both problems four times
+    queue = ReplayQueue(settings_)
+    tickets = await take(queue, 8)
+    await queue.put("a", [frame_of(tickets[0])])
+    await queue.fail("a", tickets[2:4], "timeout")
+    assert ids(await take(queue, 9, holding=ids(tickets[1:2] + tickets[4:]))) == [(2, 2), (3, 2)]
+    verdicts = await queue.put("a", [frame_of(ticket) for ticket in tickets[4:]])
+    assert {verdict.status for verdict in verdicts} == {"accepted"}
+    assert (await queue.counts())["skipped"] == 0
+
+
+@pytest.mark.parametrize("values_", [(1.0, 1.0), (0.0, 1.0)])  # rejected by the filter, and trained
+async def test_a_run_whose_problems_are_all_retired_ends_with_the_reason(values_: tuple[float, ...]) -> None:
+    queue = ReplayQueue(retiring(problems=3, rollout_batch_size=4, max_staleness=0, filter=FilterRule()))
+    tickets = await take(queue, 9)
+    await queue.put("a", [frame_of(ticket, values=values_) for ticket in tickets[:3]])
+    if values_ == (0.0, 1.0):
+        assert await queue.get_batch(1) is None  # the fourth is still to come
+        await queue.put("a", [frame_of(tickets[3])])
+        assert await queue.get_batch(1) is not None
+        await queue.live(1)
+    step = (await queue.snapshot())["steps"] + 1
+    assert await take(queue, 9, version=step - 1, holding=ids(tickets[3:])) == []
+    with pytest.raises(NoSignal, match=rf"all 3 problems are retired.*0.5 or better.*after {step - 1} of 50 steps.*retire_at"):
+        await queue.get_batch(step)
+    assert (await queue.counts())["skipped"] == 0
+
+
+async def test_a_call_passes_over_a_limited_number_of_retired_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "MAX_SKIPS", 6)
+    settings_ = retiring(problems=20, max_staleness=9, rollout_batch_size=4)
+    queue, problem = ReplayQueue(settings_), settings_.problem
+    tickets = await take(queue, 20)  # the first epoch: every problem once
+    kept = problem(37)
+    values_ = {True: (0.0, 0.0), False: (1.0, 1.0)}
+    await queue.put("a", [frame_of(ticket, values=values_[problem(ticket.group_id) == kept]) for ticket in tickets])
+    assert [ids(await take(queue, 1)) for _ in range(3)] == [[], [], [(37, 1)]]  # 20 to 26, 27 to 33, 34 to 37
+    assert (await queue.counts())["skipped"] == 17
+
+
+async def test_a_snapshot_keeps_the_retired_problems() -> None:
+    settings_ = retiring()
+    queue, problem = ReplayQueue(settings_), settings_.problem
+    tickets = await take(queue, 4)
+    await queue.put("a", [frame_of(ticket, values=(1.0, 1.0) if ticket.group_id in (1, 3) else (0.0, 0.0)) for ticket in tickets])
+    assert await queue.get_batch(1) is not None
+    snapshot = json.loads(json.dumps(msgpack.unpackb(msgpack.packb(await queue.snapshot()))))
+    assert snapshot["retired"] == sorted({problem(1), problem(3)})
+    restored = ReplayQueue.restore(replace(settings_, trained_steps=1), snapshot)
+    tickets = await take(restored, 9, actor="b", version=1)
+    assert ids(tickets)[:2] == [(2, 2), (3, 2)]  # issued before: unaffected
+    assert not {problem(ticket.group_id) for ticket in tickets[2:]} & {problem(1), problem(3)}
+    assert (await restored.metrics())["replay/retired"] == 2.0
+    with pytest.raises(ValueError, match="not the same data"):
+        ReplayQueue.restore(replace(retiring(problems=1), trained_steps=1), snapshot | {"retired": [3]})
+    off = ReplayQueue.restore(replace(settings_, trained_steps=1, retire_at=None), snapshot)
+    assert [ticket.group_id for ticket in await take(off, 9, version=1)] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("changes", [{"retire_at": 0.0}, {"retire_at": 1.1}, {"problem": None}, {"problems": 0}])
+def test_settings_that_cannot_retire_are_refused(changes: dict) -> None:
+    with pytest.raises(ValueError, match="retire_at"):
+        replace(retiring(), **changes)
+
+
 # ---- random schedules ----
 
 
@@ -532,6 +664,15 @@ class Simulation:
         self.settings = queue_settings(
             rollout_batch_size=rng.randint(1, 4), max_staleness=max_staleness, total_steps=rng.randint(5, 8), max_attempts=rng.randint(2, 4)
         )
+        if rng.random() < 0.6:
+            problems = rng.choice([2, 9, 25])
+            self.settings = replace(
+                self.settings, retire_at=rng.choice([0.5, 1.0]), problem=partial(problem_index, seed, "data", n=problems), problems=problems
+            )
+        self.settings = replace(self.settings, baseline=rng.random() < 0.5)
+        self.retired: set[int] = set()
+        self.skipped = 0
+        self.ended = ""
         self.publish_every = rng.randint(1, max_staleness + 1)
         self.overlap = rng.random() < 0.5
         self.hazards = {name: rng.choice([0.0, 0.05, 0.3]) for name in ("reject", "fail", "lost_reply", "lost_ack", "invalid")}
@@ -596,9 +737,11 @@ class Simulation:
             await self.die(actor)
             return
         holding = [(ticket.group_id, ticket.attempt) for ticket in actor.holding.values()]
+        first_new = (await self.queue.snapshot())["next_group_id"]
         tickets = await self.queue.acquire(actor.name, actor.version, holding, actor.slots - len(holding))
         if tickets is None:
             return
+        await self.check_new_ids(first_new, {ticket.group_id for ticket in tickets})
         if not self.chance("lost_reply"):
             for ticket in tickets:
                 assert ticket.policy_version <= actor.version
@@ -606,6 +749,14 @@ class Simulation:
                 latency = self.random.choice([0.1, 0.3, 1.0, 1.0, 20.0]) * self.random.random()
                 self.later(latency, lambda t=ticket: self.finish(actor, t))
         self.later(0.05 + 0.3 * self.random.random(), lambda: self.poll_tickets(actor))
+
+    async def check_new_ids(self, first: int, given: set[int]) -> None:
+        """Every new id poses a problem that is not retired and is given out, or a retired one and is skipped."""
+        new = range(first, (await self.queue.snapshot())["next_group_id"])
+        skipped = {group_id for group_id in new if self.settings.problem is not None and self.settings.problem(group_id) in self.retired}
+        assert given & set(new) == set(new) - skipped
+        self.skipped += len(skipped)
+        assert (await self.queue.counts())["skipped"] == self.skipped
 
     async def die(self, actor: Actor) -> None:
         actor.alive = False
@@ -624,15 +775,19 @@ class Simulation:
             return
         versions = sorted({ticket.policy_version, self.random.randint(ticket.policy_version, actor.version), actor.version})
         values_ = (1.0, 1.0) if self.chance("reject") else (0.0, 1.0)
+        baselines = (self.random.choice([0.0, 1.0]),) if self.settings.baseline else ()
         if self.chance("fail"):
             await self.queue.fail(actor.name, [ticket], "timeout")
         elif self.chance("invalid"):
-            verdicts = await self.queue.put(actor.name, [frame_of(ticket, values=(0.0,))])
+            wrong = {"values": (0.0,)} if self.random.random() < 0.5 else {"baselines": () if self.settings.baseline else (1.0,)}
+            verdicts = await self.queue.put(actor.name, [frame_of(ticket, **({"baselines": baselines} | wrong))])
             assert verdicts[0].status in ("invalid", "late")
         else:
-            frame = frame_of(ticket, values=values_, versions=tuple(versions))
+            frame = frame_of(ticket, values=values_, versions=tuple(versions), baselines=baselines)
             first = await self.queue.put(actor.name, [frame])
-            assert first[0].status in ("accepted", "rejected", "late")
+            assert first[0].status in ("rejected" if values_ == (1.0, 1.0) else "accepted", "late")
+            if self.settings.problem is not None and first[0].status != "late" and sum(values_) / 2 >= self.settings.retire_at:
+                self.retired.add(self.settings.problem(ticket.group_id))
             if self.chance("lost_ack"):
                 again = await self.queue.put(actor.name, [frame])
                 assert again[0].status == ("late" if first[0].status == "late" else "duplicate")
@@ -641,7 +796,11 @@ class Simulation:
     # learner
 
     async def poll_batch(self) -> None:
-        batch = await self.queue.get_batch(self.step + 1)
+        try:
+            batch = await self.queue.get_batch(self.step + 1)
+        except NoSignal as error:
+            await self.end_without_problems(str(error))
+            return
         if batch is None:
             self.later(0.1, self.poll_batch)
             return
@@ -714,16 +873,29 @@ class Simulation:
         counts = await self.queue.counts()
         assert not any(counts[state] for state in (*OPEN_STATES, "unused"))  # nothing was issued that the run could not train
         assert counts["trained"] == len(self.trained) == self.settings.total_steps * self.settings.rollout_batch_size
-        self.done = True
+        self.done, self.ended = True, "trained"
+
+    async def end_without_problems(self, message: str) -> None:
+        assert f"all {len(self.retired)} problems are retired" in message and len(self.retired) == self.settings.problems
+        counts = await self.queue.counts()
+        assert sum(counts[state] for state in OPEN_STATES) < self.settings.rollout_batch_size
+        self.done, self.ended = True, "retired"
 
 
 @pytest.mark.parametrize("max_staleness", range(5))
 def test_no_schedule_breaks_the_bound_or_stops_the_run(max_staleness: int) -> None:
+    ended, skipped = Counter(), 0
+
     async def all_schedules() -> None:
+        nonlocal skipped
         for seed in range(64):
+            simulation = Simulation(seed, max_staleness)
             try:
-                await Simulation(seed, max_staleness).run()
+                await simulation.run()
             except Exception as error:
                 raise AssertionError(f"schedule {seed} at max_staleness {max_staleness}: {error}") from error
+            ended[simulation.ended] += 1
+            skipped += simulation.skipped
 
     asyncio.run(all_schedules())
+    assert ended["trained"] > 30 and ended["retired"] > 5 and skipped > 20, f"the schedules show too little: {ended}, {skipped} skipped"

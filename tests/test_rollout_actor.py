@@ -46,27 +46,39 @@ class Parts:
     """Engine, verifiers and queue in one, and what they were told. Two tickets, then none; closed when both are answered."""
 
     serving_version = 0
-    hangs = False
+    hangs = only_greedy_fails = False
 
     def __init__(self, *, engine: BaseException | None = None, verifier: VerifierError | None = None, dead: bool = False) -> None:
         self.engine, self.verifier, self.dead = engine, verifier, dead
         self.tickets = [GroupTicket(0, 1, 0), GroupTicket(1, 1, 0)]
         self.frames: list[GroupMeta] = []
         self.failed: dict[int, str] = {}
+        self.asked: list[tuple[list[int], Sampling]] = []
+        self.scored: list[int] = []
+        self.running = self.most_running = self.cancelled = 0
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> list[Completion]:
-        if self.engine is not None:
+        self.asked.append((prompt_ids, sampling))
+        if self.engine is not None and not (self.only_greedy_fails and sampling.temperature > 0):
             raise self.engine
-        if self.hangs:
-            await asyncio.sleep(60)
-        ids, logprobs = np.array([7, 8], np.int32), np.array([-1.0, -2.0], np.float32)
-        return [Completion(ids, logprobs, [("v0", 0, 2)], "stop") for _ in range(sampling.n)]
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        try:
+            await asyncio.sleep(60 if self.hangs or self.only_greedy_fails else 0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.running -= 1
+        n = 2 if sampling.temperature > 0 else 3
+        ids, logprobs = np.arange(n, dtype=np.int32), np.full(n, -1.0, np.float32)
+        return [Completion(ids, logprobs, [("v0", 0, n)], "stop") for _ in range(sampling.n)]
 
     async def check(self) -> None:
         if self.dead:
             raise EngineError("the engine is not healthy")
 
     async def score_many(self, items: list[tuple[str, Any]]) -> list[Score | VerifierError]:
+        self.scored.append(len(items))
         return [self.verifier or Score({"correct": 1.0}, 1.0) for _ in items]
 
     async def acquire(self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket] | None:
@@ -81,10 +93,14 @@ class Parts:
         self.failed |= {ticket.group_id: reason for ticket in tickets}
 
 
-def actor_of(parts: Parts, *, on_error: str = "drop_group", group_timeout_s: float = 600.0) -> RolloutActor:
+def actor_of(
+    parts: Parts, *, on_error: str = "drop_group", group_timeout_s: float = 600.0, adv_estimator: str = "grpo", seeded: bool = False
+) -> RolloutActor:
     config = Config.model_validate({
+        "algorithm": {"adv_estimator": adv_estimator},
         "run": {"total_steps": 2}, "model": {"path": "m"}, "task": {"verifier": {"on_error": on_error}},
-        "rollout": {"rollout_batch_size": 2, "group_size": 2, "prompt_length": 4, "response_length": 8, "group_timeout_s": group_timeout_s},
+        "rollout": {"rollout_batch_size": 2, "group_size": 2, "prompt_length": 4, "response_length": 8, "group_timeout_s": group_timeout_s,
+                    "seeded": "on" if seeded else "off"},
     })
     actor = RolloutActor(config, actor_id="a", queue=parts, model_dir="m", device="cpu", cores=())
     actor._tokenizer, actor._engine, actor._verifiers, actor._task = Tokenizer(), parts, parts, Task()
@@ -99,8 +115,41 @@ def test_every_ticket_becomes_a_frame() -> None:
     parts = Parts()
     run(parts)
     assert sorted(meta.group_id for meta in parts.frames) == [0, 1]
-    assert {len(meta.rows) for meta in parts.frames} == {2}
-    assert not parts.failed
+    assert {tuple(row.role for row in meta.rows) for meta in parts.frames} == {("train", "train")}
+    assert not parts.failed and len(parts.asked) == 2
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_remax_adds_one_greedy_response_to_the_same_prompt(seeded: bool) -> None:
+    parts = Parts()
+    actor = actor_of(parts, adv_estimator="remax", seeded=seeded)
+
+    async def produce() -> dict[str, float]:
+        await asyncio.wait_for(actor.run(), 10)
+        return await actor.health()
+
+    told = asyncio.run(produce())
+    assert {tuple((row.role, row.length) for row in meta.rows) for meta in parts.frames} == {(("train", 2), ("train", 2), ("baseline", 3))}
+    assert parts.scored == [3, 3]  # with the others, in one call
+    assert (told["groups"], told["tokens"], told["baseline_tokens"]) == (2, 8, 6)
+    greedy = [(prompt, sampling) for prompt, sampling in parts.asked if sampling.temperature == 0]
+    samples = [(prompt, sampling) for prompt, sampling in parts.asked if sampling.temperature > 0]
+    assert [prompt for prompt, _ in greedy] == [prompt for prompt, _ in samples] == [[0, 1, 2]] * 2
+    assert all((sampling.n, sampling.seed, sampling.max_tokens) == (1, None, 8) for _, sampling in greedy)
+    assert all(sampling.n == 2 and (sampling.seed is not None) == seeded for _, sampling in samples)
+    assert parts.most_running == 4  # both groups, and in each the samples beside the greedy response
+
+
+def test_a_group_without_its_baseline_is_failed_and_its_samples_are_aborted() -> None:
+    parts = Parts(engine=EngineError("aborted"))
+    parts.only_greedy_fails = True
+
+    async def produce() -> int:
+        await asyncio.wait_for(actor_of(parts, adv_estimator="remax").run(), 10)
+        return parts.cancelled  # before the loop closes, which cancels what is left
+
+    assert asyncio.run(produce()) == 2
+    assert parts.failed == {0: "EngineError: aborted", 1: "EngineError: aborted"} and not parts.frames
 
 
 def test_a_group_that_cannot_be_generated_is_failed_by_name_and_a_dead_engine_ends_the_actor() -> None:
@@ -131,6 +180,6 @@ def test_what_a_verifier_error_does_is_configured() -> None:
 
 def test_a_held_out_prompt_that_is_too_long_counts_as_an_error() -> None:
     sums, shown = asyncio.run(actor_of(Parts()).evaluate(indices=[0, 1, 2], total=3, greedy=True, samples=5))
-    assert sums == {"problems": 3, "tokens": 4, "correct": 2, "judged": 2, "errors": 1}
+    assert sums == {"problems": 3, "tokens": 6, "correct": 2, "judged": 2, "errors": 1}
     assert ["error" in row for row in shown] == [False, True, False]
     assert "17 tokens" in shown[1]["error"]

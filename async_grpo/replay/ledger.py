@@ -1,14 +1,15 @@
 """Which state every group is in: the accounting of the replay queue.
 
-Runs in: the replay queue's process. Hides the indexes by state and by actor, and what is kept of groups that are done with.
+Runs in: the replay queue's process. Hides the indexes by state and by actor, what is kept of groups that are done with, and
+its part of a snapshot.
 
     waiting --issue_again--> in_flight --accept--> ready --train--> training --finish_step--> trained --retire--> (slot free)
        ^                     |      |
        +------- lose --------+      +--reject--> rejected          lose, attempts used up --> failed
-    waiting | in_flight | ready --close--> unused
+    waiting | in_flight | ready --close--> unused          (new id) --skip--> skipped
 
 Invariants: exactly one state per group id; the states sum to the ids issued after every transition; a group leaves `trained`,
-`rejected`, `failed` or `unused` never again, so none is trained twice. Each arrow is one function and nothing else changes a state.
+`rejected`, `failed`, `skipped` or `unused` never again, so none is trained twice. Each arrow is one function and nothing else changes a state.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from async_grpo.wire import Buffer, GroupMeta, GroupTicket
 
@@ -118,6 +120,12 @@ class Ledger:
         self.check()
         return entry
 
+    def skip(self) -> None:
+        """A new id that nobody produces: it counts as issued, never holds a slot, and is not remembered as a group."""
+        self.next_group_id += 1
+        self.closed[State.SKIPPED] += 1
+        self.check()
+
     def issue_again(self, entry: Entry, actor_id: str, version: int) -> None:
         """waiting -> in flight, attempt + 1, under the live version."""
         entry.attempt, entry.policy_version, entry.actor_id = entry.attempt + 1, version, actor_id
@@ -167,10 +175,34 @@ class Ledger:
             self._release(entry)
         self._move(entry, entry.state, State.UNUSED)
 
-    def restore_waiting(self, group_id: int, attempt: int) -> None:
-        """A group that was outstanding in an earlier process waits to be issued again. Ids come from [first, next)."""
-        entry = Entry(group_id, attempt, self.steps, State.WAITING)
-        self.entries[group_id] = self.slots[State.WAITING][group_id] = entry
+    # ---- over a restart ----
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain values for `restore`: the groups outstanding with their attempts and states, and the counts."""
+        groups = [[entry.group_id, entry.attempt, entry.state.value] for entry in self.entries.values() if entry.state != State.TRAINED]
+        closed = {state.value: count for state, count in self.closed.items()}
+        closed["trained"] += len(self.slots[State.TRAINED])
+        return {
+            "first_group_id": self.first_group_id, "next_group_id": self.next_group_id, "steps": self.steps,
+            "training_step": self.training_step, "groups": groups, "closed": closed,
+        }
+
+    def restore(self, snapshot: dict[str, Any], *, room: int) -> None:
+        """Continue from a snapshot after `steps` learner steps, in a ledger that is still empty.
+
+        Groups in training are trained if those steps contain them; the others wait to be issued again, the oldest `room` of them.
+        """
+        self.first_group_id, self.next_group_id = snapshot["first_group_id"], snapshot["next_group_id"]
+        self.closed.update({State(name): count for name, count in snapshot["closed"].items()})
+        for group_id, attempt, state in sorted(snapshot["groups"]):
+            if state == State.TRAINING and self.steps == snapshot["training_step"]:
+                self.closed[State.TRAINED] += 1
+            elif len(self.entries) < room:
+                entry = Entry(group_id, attempt, self.steps, State.WAITING)
+                self.entries[group_id] = self.slots[State.WAITING][group_id] = entry
+            else:
+                self.closed[State.UNUSED] += 1
+        self.check()
 
     # ---- bookkeeping ----
 

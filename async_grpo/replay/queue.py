@@ -7,6 +7,7 @@ With R = rollout_batch_size, K = max_staleness and s learner steps done:
 
     admission   a new id is issued only while fewer than B = (K + 1) R groups hold a slot, only to an engine that serves the live
                 version, and only if the run can still train it. Groups that wait for another attempt hold their slot and go first.
+                Ids of retired problems are skipped.
     order       the R oldest ready groups leave, if everything that stays behind can still be trained in time (`rules.can_leave`).
     release     slots of trained groups return when their weights are live; rejected and failed groups free theirs at once.
 
@@ -26,18 +27,21 @@ from typing import Any, Literal
 import numpy as np
 
 from async_grpo.replay.ledger import Entry, Ledger, State
-from async_grpo.replay.rules import QueueSettings, can_leave, fair_share, filter_reason, problem_of
+from async_grpo.replay.retirement import Retirement
+from async_grpo.replay.rules import QueueSettings, can_leave, fair_share, problem_of, rejection
 from async_grpo.wire import Batch, Buffer, GroupMeta, GroupTicket, WireError, decode_meta, pack_frames, peek_ticket
 
 POLL_MEMORY_S = 2.0
 """An actor that asked for work counts in the division of free slots for this long; a silent one must not reserve them."""
 MAX_FAILED_GROUPS = 32
 """The run ends when this many groups and 4 R more failed for good since the last learner step."""
-SNAPSHOT_VERSION = 1
+MAX_SKIPS = 4096
+"""Ids of retired problems that one `acquire` passes over (tens of milliseconds); the next one goes on from there."""
+SNAPSHOT_VERSION = 2
 
 
 class NoSignal(RuntimeError):
-    """Too many groups in a row gave nothing to learn from."""
+    """Too many groups in a row gave nothing to learn from, or no problem is left to pose."""
 
     exit_code = 3
 
@@ -71,6 +75,7 @@ class ReplayQueue:
         self._ledger = Ledger(
             first_group_id=settings.next_group_id, steps=settings.trained_steps, max_attempts=settings.max_attempts
         )
+        self._retirement = Retirement(settings)
         self._live = settings.trained_steps
         self._closed = False
         self._forfeited: set[str] = set()
@@ -137,7 +142,7 @@ class ReplayQueue:
         """The groups of learner step `step` (from 1), or None while they are not complete. Idempotent per step.
 
         Asking for `step` says that `step - 1` is trained. Raises NoSignal when too many groups were rejected or failed since the last
-        step, StalenessError when a token breaks the bound, ValueError for a step out of turn.
+        step or all problems are retired, StalenessError when a token breaks the bound, ValueError for a step out of turn.
         """
         if self._batch is not None and step == self._batch.step:
             return self._batch
@@ -204,21 +209,17 @@ class ReplayQueue:
         out["replay/capacity"] = float(self.settings.capacity)
         out["replay/live_version"] = float(self._live)
         out["replay/steps"] = float(self._ledger.steps)
+        out["replay/retired"] = float(len(self._retirement))
         out["replay/producers"] = float(len(self._ledger.held))
         out["replay/bytes"] = float(sum(entry.meta.nbytes for entry in ready if entry.meta is not None))
         out["replay/oldest_ready_s"] = self._clock() - min((entry.ready_at for entry in ready), default=self._clock())
         return out | self._last_batch
 
     async def snapshot(self) -> dict[str, Any]:
-        """Plain values from which `restore` continues: ids outstanding with their attempts, and the counters."""
-        ledger = self._ledger
-        groups = [[entry.group_id, entry.attempt, entry.state.value] for entry in ledger.entries.values() if entry.state != State.TRAINED]
-        closed = {state.value: count for state, count in ledger.closed.items()}
-        closed["trained"] += len(ledger.slots[State.TRAINED])
+        """Plain values from which `restore` continues: ids outstanding with their attempts, retired problems, and the counters."""
         return {
-            "version": SNAPSHOT_VERSION, "first_group_id": ledger.first_group_id, "next_group_id": ledger.next_group_id,
-            "steps": ledger.steps, "training_step": ledger.training_step, "groups": groups, "closed": closed,
-            "totals": dict(self._totals), "rejected": dict(self._rejected),
+            "version": SNAPSHOT_VERSION, **self._ledger.snapshot(),
+            "totals": dict(self._totals), "rejected": dict(self._rejected), "retired": self._retirement.to_list(),
         }
 
     @classmethod
@@ -228,7 +229,7 @@ class ReplayQueue:
         """A queue that continues from a snapshot, for a learner that has done `settings.trained_steps`.
 
         Groups in training count as trained if those steps contain them; everything else outstanding is issued again, attempt + 1.
-        With a smaller B than before, the newest groups that no longer fit are unused. Raises ValueError when steps do not match.
+        With a smaller B than before, the newest groups that no longer fit are unused. Raises ValueError when steps or data do not match.
         """
         if snapshot["version"] != SNAPSHOT_VERSION:
             raise ValueError(f"replay snapshot version {snapshot['version']}, this program reads {SNAPSHOT_VERSION}")
@@ -238,26 +239,19 @@ class ReplayQueue:
                 f"{settings.trained_steps}: they are not from the same checkpoint"
             )
         queue = cls(settings, clock=clock)
-        ledger = queue._ledger
-        ledger.first_group_id, ledger.next_group_id = snapshot["first_group_id"], snapshot["next_group_id"]
-        ledger.closed.update({State(name): count for name, count in snapshot["closed"].items()})
         room = min(settings.capacity, settings.total_groups - settings.trained_steps * settings.rollout_batch_size)
-        for group_id, attempt, state in sorted(snapshot["groups"]):
-            if state == State.TRAINING and settings.trained_steps == snapshot["training_step"]:
-                ledger.closed[State.TRAINED] += 1
-            elif len(ledger.entries) < room:
-                ledger.restore_waiting(group_id, attempt)
-            else:
-                ledger.closed[State.UNUSED] += 1
+        queue._ledger.restore(snapshot, room=room)
         queue._totals.update(snapshot["totals"])
         queue._rejected.update(snapshot["rejected"])
-        ledger.check()
+        queue._retirement.restore(snapshot["retired"])
         return queue
 
     # ---- admission ----
 
     def _room(self) -> int:
         """New ids that may be issued now."""
+        if self._retirement.exhausted:
+            return 0
         ledger, settings = self._ledger, self.settings
         trainable = settings.total_groups - ledger.steps * settings.rollout_batch_size - ledger.untrained
         return max(min(settings.capacity - len(ledger.entries), trainable), 0)
@@ -277,8 +271,18 @@ class ReplayQueue:
         again = [waiting[group_id] for group_id in sorted(waiting)[:count]]
         for entry in again:
             self._ledger.issue_again(entry, actor_id, self._live)
-        new = [self._ledger.issue_new(actor_id, self._live) for _ in range(count - len(again))]
-        return [entry.ticket for entry in again + new]
+        return [entry.ticket for entry in again + self._issue_new(actor_id, count - len(again))]
+
+    def _issue_new(self, actor_id: str, count: int) -> list[Entry]:
+        """Up to `count` new ids; fewer only if `MAX_SKIPS` ids of retired problems lie before them."""
+        new: list[Entry] = []
+        end = self._ledger.next_group_id + count + MAX_SKIPS
+        while len(new) < count and self._ledger.next_group_id < end:
+            if self._retirement.skips(self._ledger.next_group_id):
+                self._ledger.skip()
+            else:
+                new.append(self._ledger.issue_new(actor_id, self._live))
+        return new
 
     # ---- intake ----
 
@@ -291,19 +295,20 @@ class ReplayQueue:
         entry = self._ledger.entries.get(meta.group_id)
         if entry is None or entry.state != State.IN_FLIGHT or (entry.actor_id, entry.attempt) != (actor_id, meta.attempt):
             return self._answer_again(meta)
-        newest, size = self._ledger.newest_version, self.settings.group_size
-        if (problem := problem_of(meta, entry.ticket, newest_version=newest, group_size=size)) is not None:
+        settings, newest = self.settings, self._ledger.newest_version
+        problem = problem_of(meta, entry.ticket, newest_version=newest, group_size=settings.group_size, baseline=settings.baseline)
+        if problem is not None:
             return self._refuse(actor_id, ticket, problem)
-        if self.settings.filter_groups:
-            try:
-                reason = filter_reason(meta, self.settings.filter_metric, self.settings.weights)
-            except (KeyError, ValueError) as error:
-                return self._refuse(actor_id, ticket, f"no filter metric {self.settings.filter_metric!r}: {error}")
-            if reason is not None:
-                self._ledger.reject(entry)
-                self._rejected[reason] += 1
-                self._rejected_now[reason] += 1
-                return Verdict(*ticket, "rejected", reason)
+        try:
+            reason = None if settings.filter is None else rejection(meta, settings.filter, settings.shaping)
+        except ValueError as error:
+            return self._refuse(actor_id, ticket, f"the filter cannot judge it: {error}")
+        self._retirement.note(meta)
+        if reason is not None:
+            self._ledger.reject(entry)
+            self._rejected[reason] += 1
+            self._rejected_now[reason] += 1
+            return Verdict(*ticket, "rejected", reason)
         self._ledger.accept(entry, meta, frame, now=self._clock())
         return Verdict(*ticket, "accepted")
 
@@ -355,6 +360,13 @@ class ReplayQueue:
 
     def _check_signal(self) -> None:
         size, limit = self.settings.rollout_batch_size, self.settings.max_num_gen_batches
+        left = sum(len(self._ledger.slots[state]) for state in (State.WAITING, State.IN_FLIGHT, State.READY))
+        if self._retirement.exhausted and left < size:
+            raise NoSignal(
+                f"all {self.settings.problems} problems are retired (answered right at a rate of {self.settings.retire_at:g} or better) after "
+                f"{self._ledger.steps} of {self.settings.total_steps} steps, and {left} groups are left for a batch of {size}; add problems, "
+                "train fewer steps, or raise replay.filter_groups.retire_at"
+            )
         rejected, failed = self._rejected_now.total(), self._failed_now.total()
         if limit and rejected >= limit * size:
             raise NoSignal(

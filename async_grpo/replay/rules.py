@@ -6,29 +6,45 @@ Runs in: the replay queue's process. Hides nothing and keeps no state.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from async_grpo.algo.filters import zero_variance
-from async_grpo.algo.rewards import score
+from async_grpo.algo.filters import FilterRule, filter_reason
+from async_grpo.algo.rewards import Shaping, score
 from async_grpo.wire import GroupMeta, GroupTicket, RowMeta
 
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """What the queue needs to know of a run. `trained_steps` and `next_group_id` are where it starts."""
+    """What the queue needs to know of a run; plain values that can be pickled. `trained_steps` and `next_group_id` are where it starts.
+
+    `filter` None rejects nothing. `baseline`: every group carries one greedy response beside those to train. With `retire_at`, a problem
+    whose group was answered right at that rate or better is posed no more: `problem(group_id)` is its index below `problems`, and in
+    every run of `problems` ids that starts at a multiple of it each problem occurs once. Raises ValueError where they do not fit.
+    """
 
     rollout_batch_size: int
     max_staleness: int
     total_steps: int
     group_size: int
     max_attempts: int
-    filter_groups: bool
-    filter_metric: str
     max_num_gen_batches: int
-    weights: dict[str, float]
+    shaping: Shaping
+    filter: FilterRule | None = None
+    baseline: bool = False
+    retire_at: float | None = None
+    problem: Callable[[int], int] | None = None
+    problems: int = 0
     trained_steps: int = 0
     next_group_id: int = 0
+
+    def __post_init__(self) -> None:
+        if self.retire_at is None:
+            return
+        if not 0 < self.retire_at <= 1:
+            raise ValueError(f"retire_at is {self.retire_at}; it must be above 0 and at most 1, or null for none")
+        if self.problem is None or self.problems < 1:
+            raise ValueError("retire_at needs `problem` and the number of `problems`")
 
     @property
     def capacity(self) -> int:
@@ -61,11 +77,13 @@ def fair_share(actor_id: str, wants: Mapping[str, int], in_flight: Mapping[str, 
     return wanted - left.get(actor_id, 0)
 
 
-def problem_of(meta: GroupMeta, ticket: GroupTicket, *, newest_version: int, group_size: int) -> str | None:
+def problem_of(meta: GroupMeta, ticket: GroupTicket, *, newest_version: int, group_size: int, baseline: bool) -> str | None:
     """Why a well-formed group must not be trained, or None. `newest_version` is the newest that the learner can have published."""
-    rows = sum(row.role == "train" for row in meta.rows)
+    rows, greedy = len(rows_to_train(meta)), sum(row.role == "baseline" for row in meta.rows)
     if rows != group_size:
         return f"{rows} rollouts to train instead of {group_size}"
+    if greedy != int(baseline):
+        return f"{greedy} baseline rollouts instead of {int(baseline)}"
     if meta.policy_version != ticket.policy_version:
         return f"ticket version {meta.policy_version} instead of {ticket.policy_version}"
     if meta.min_version < ticket.policy_version:
@@ -77,25 +95,32 @@ def problem_of(meta: GroupMeta, ticket: GroupTicket, *, newest_version: int, gro
     return None
 
 
-def filter_reason(meta: GroupMeta, metric: str, weights: Mapping[str, float]) -> str | None:
-    """Why the group has nothing to learn from (all values of the metric are equal), or None.
-
-    Raises KeyError or ValueError where a rollout lacks the metric.
-    """
-    rows = [row for row in meta.rows if row.role == "train"]
-    if not zero_variance([_value(row, metric, weights) for row in rows]):
-        return None
-    verdicts = {row.verdict for row in rows}
-    return "all_wrong" if verdicts == {0.0} else "all_right" if verdicts == {1.0} else "all_equal"
+def rows_to_train(meta: GroupMeta) -> list[RowMeta]:
+    """The rollouts of a group that filters, retirement and the loss see: all but the baseline."""
+    return [row for row in meta.rows if row.role == "train"]
 
 
-def _value(row: RowMeta, metric: str, weights: Mapping[str, float]) -> float:
+def rejection(meta: GroupMeta, rule: FilterRule, shaping: Shaping) -> str | None:
+    """Why the rule rejects the group, or None. Raises ValueError where a rollout lacks what the rule looks at."""
+    rows = rows_to_train(meta)
+    return filter_reason(
+        rule,
+        values=[_value(row, rule.metric, shaping) for row in rows] if rule.zero_variance else [],
+        verdicts=[row.verdict for row in rows], truncated=[row.finish_reason == "length" for row in rows],
+    )
+
+
+def _value(row: RowMeta, metric: str, shaping: Shaping) -> float:
     if metric == "score":
-        return score(row.rewards, weights)
+        return score(row.rewards, shaping.weights)
+    if metric == "seq_reward":
+        return shaping.shape(row.rewards, row.length)
     if metric == "acc":
         if row.verdict is None:
-            raise ValueError("a rollout has no verdict")
+            raise ValueError("a rollout has no verdict, the metric acc")
         return row.verdict
+    if metric not in row.rewards:
+        raise ValueError(f"a rollout has no reward component {metric!r}, it has {sorted(row.rewards)}")
     return row.rewards[metric]
 
 
