@@ -2,14 +2,19 @@
 
 Runs in: the driver (one number per row) and learner ranks. Hides the group arithmetic: groups may come in any order and size.
 
-Invariants: statistics are centred and in float64; the standard deviation is unbiased, with EPSILON added outside the root; a group of
-one, or one whose rewards are all equal, has advantage 0 and never NaN or a raw reward; the result does not depend on the row order.
+Two families. Row estimators turn one reward per row into one advantage per row (`row_advantages`); estimators with returns turn rewards
+per token into one advantage per token (`token_advantages`). `compute_advantages` does either on [B, T] tensors.
+
+Invariants: statistics are centred and in float64, results have the type of the input; the standard deviation is unbiased, with EPSILON
+added outside the root; for estimators that compare responses, a group of one, or one whose rewards are all equal (within TOLERANCE), has
+advantage 0 before whitening and never NaN or a raw reward; the result does not depend on the row order or the padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +22,7 @@ from torch import Tensor
 from async_grpo.algo.filters import TOLERANCE
 
 EPSILON = 1e-6
+Collective = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,60 +42,349 @@ class Groups:
         """Sum per group: [B] -> [G]."""
         return torch.zeros_like(self.size).index_add_(0, self.index, values)
 
+    def largest(self, values: Tensor) -> Tensor:
+        """Largest value per group: [B] -> [G]."""
+        return torch.zeros_like(self.size).scatter_reduce(0, self.index, values, "amax", include_self=False)
+
     def spread(self, values: Tensor) -> Tensor:
         """Largest minus smallest value per group: [B] -> [G]."""
-        empty = torch.zeros_like(self.size)
-        high = empty.scatter_reduce(0, self.index, values, "amax", include_self=False)
-        return high - empty.scatter_reduce(0, self.index, values, "amin", include_self=False)
+        return self.largest(values) + self.largest(-values)
 
     def expand(self, values: Tensor) -> Tensor:
         """The value of each row's group: [G] -> [B]."""
         return values[self.index]
 
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of each row's group, on the row: [B] -> [B]."""
+        return self.expand(self.sum(values) / self.size)
 
-def row_advantages(estimator: str, rewards: Tensor, group_index: Tensor, *, norm_adv_by_std_in_grpo: bool = True) -> Tensor:
-    """One advantage per row [B] from one reward per row [B] and the group of each row [B] int64.
+    def std(self, centred: Tensor) -> Tensor:
+        """Unbiased standard deviation of each row's group, on the row, from values minus their group's mean: [B] -> [B]; 0 in groups of one."""
+        return self.expand((self.sum(centred.square()) / (self.size - 1).clamp(min=1)).sqrt())
 
-    Rows come in any order, groups in any size. `norm_adv_by_std_in_grpo=False` is Dr. GRPO's advantage (arXiv 2503.20783).
-    Raises ValueError for an unknown estimator, a shape mismatch or a reward that is not finite.
+    def varied(self, values: Tensor) -> Tensor:
+        """Whether the values of each row's group spread by more than TOLERANCE, on the row: [B] -> [B] bool."""
+        return self.expand(self.spread(values) > TOLERANCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Constants of the row estimators, see `row_advantages`. `lengths` is [B] float64."""
+
+    lengths: Tensor | None
+    norm_by_std: bool
+    std_level: str
+    asymre_shift: float
+    f_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """What an estimator computes and needs.
+
+    `rows`: (rewards [B] float64, groups, options) -> [B] float64; None for estimators that work on returns per token. `compares`: it
+    compares the responses of a group, so that groups of one and groups of equal rewards have advantage 0. `whitens`: whitening over all
+    valid tokens is part of the formula. `returns`: the advantage comes from the return of each token. `baseline`: it needs the reward of
+    the prompt's greedy response.
     """
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"unknown advantage estimator {estimator!r}; choose one of {sorted(ESTIMATORS)}")
+
+    rows: Callable[[Tensor, Groups, Options], Tensor] | None
+    compares: bool
+    whitens: bool = False
+    returns: bool = False
+    baseline: bool = False
+
+
+@torch.no_grad()
+def row_advantages(
+    estimator: str, rewards: Tensor, group_index: Tensor, *, lengths: Tensor | None = None, norm_adv_by_std_in_grpo: bool = True,
+    adv_std_level: Literal["group", "batch"] = "group", asymre_shift: float = -0.1, f_norm: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """One advantage per row [B] from one reward per row [B] and the group of each row [B] int64, before any whitening.
+
+    Rows come in any order, groups in any size. `lengths` [B]: valid tokens per row; `opo` needs them.
+    `norm_adv_by_std_in_grpo` (`grpo`, `grpo_passk`): divide by a standard deviation; false is Dr. GRPO's advantage (arXiv 2503.20783).
+    `adv_std_level` (`grpo`): whose: that of the group, or of all rewards of the call. `asymre_shift`: added to the group mean in the
+    baseline of `asymre`. `f_norm`: divisor of `gpg`. Each formula and its paper is at the function of the estimator.
+    Raises ValueError for an unknown estimator, one that works on returns, options that it does not have, a shape mismatch or a reward
+    that is not finite.
+    """
+    spec = _estimator(estimator)
+    if spec.rows is None:
+        raise ValueError(f"estimator {estimator!r} works on returns per token; use compute_advantages or token_advantages")
     if rewards.dim() != 1 or rewards.shape != group_index.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and group index {tuple(group_index.shape)} must both be [B]")
-    if not bool(torch.isfinite(rewards).all()):
-        raise ValueError("a reward is not finite; drop the group before its advantages are computed")
-    dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
+    if lengths is not None and lengths.shape != rewards.shape:
+        raise ValueError(f"lengths {tuple(lengths.shape)} must be [B] like the rewards {tuple(rewards.shape)}")
+    if lengths is None and spec.rows is _opo:
+        raise ValueError(f"estimator {estimator!r} weighs rewards by response length; give lengths, the valid tokens of each row [B]")
+    _check_std_level(estimator, adv_std_level, norm_adv_by_std_in_grpo)
+    if not f_norm > 0:
+        raise ValueError(f"f_norm is {f_norm}; it must be above 0")
+    _check_finite("a reward", rewards)
+    dtype = _float_type(rewards)
     if rewards.numel() == 0:
         return rewards.to(dtype)
-    groups = Groups.of(group_index)
-    return ESTIMATORS[estimator](rewards.detach().double(), groups, norm_adv_by_std_in_grpo).to(dtype)
+    groups, values = Groups.of(group_index), rewards.double()
+    counts = None if lengths is None else lengths.double()
+    out = spec.rows(values, groups, Options(counts, norm_adv_by_std_in_grpo, adv_std_level, asymre_shift, f_norm))
+    return (torch.where(groups.varied(values), out, 0) if spec.compares else out).to(dtype)
 
 
-def compute_advantages(
-    estimator: str, token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, *, norm_adv_by_std_in_grpo: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, both [B, T], from rewards per token [B, T], the mask of valid response tokens [B, T] and groups [B].
+@torch.no_grad()
+def token_advantages(
+    estimator: str, token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0, reward_baselines: Tensor | None = None,
+    whiten_advantages: bool = False, advantage_clip: float | None = None, counted: Tensor | None = None, reduce: Collective | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Advantages and returns, both [B, T], of the estimators with returns, from rewards per token [B, T] and the mask of valid tokens [B, T].
 
-    A row's reward is the sum over its valid tokens, its advantage stands on each of them, and masked entries are 0 whatever they held.
-    Leave truncated responses in this mask even if the loss leaves them out: they count in the statistics of their group.
+    `returns` are G_t of `discounted_returns`. `reinforce_plus_plus` (arXiv 2501.03262): G_t, whitened whatever `whiten_advantages` says.
+    `remax` (arXiv 2310.10505): G_t minus `reward_baselines` [B], the reward of the greedy response to the row's prompt. `counted` and
+    `reduce` are those of `whiten`. Masked entries are 0 whatever they held.
+    Raises ValueError for an estimator without returns, a baseline that is missing or of no use, a shape mismatch, a reward that is not
+    finite, or a gamma or clip out of range.
     """
+    spec = _estimator(estimator)
+    if not spec.returns:
+        raise ValueError(f"estimator {estimator!r} gives one advantage per row; use compute_advantages or row_advantages")
+    if spec.baseline != (reward_baselines is not None):
+        need = "needs reward_baselines, the reward of each row's greedy response [B]" if spec.baseline else "has no use for reward_baselines"
+        raise ValueError(f"estimator {estimator!r} {need}")
+    valid = _valid(token_level_rewards, response_mask)
+    _check_finite("a token reward", torch.where(valid, token_level_rewards, 0))
+    returns = discounted_returns(token_level_rewards.double(), valid, gamma)
+    advantages = returns
+    if reward_baselines is not None:
+        if reward_baselines.shape != returns.shape[:1]:
+            raise ValueError(f"reward_baselines {tuple(reward_baselines.shape)} must be [B], with B = {len(returns)}")
+        _check_finite("a baseline's reward", reward_baselines)
+        advantages = torch.where(valid, returns - reward_baselines.double().unsqueeze(-1), 0)
+    advantages = finish_advantages(
+        advantages, valid, whiten_advantages=whiten_advantages or spec.whitens, advantage_clip=advantage_clip, counted=counted, reduce=reduce
+    )  # fmt: skip
+    dtype = _float_type(token_level_rewards)
+    return advantages.to(dtype), returns.to(dtype)
+
+
+@torch.no_grad()
+def compute_advantages(
+    estimator: str, token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, *, gamma: float = 1.0,
+    reward_baselines: Tensor | None = None, norm_adv_by_std_in_grpo: bool = True, adv_std_level: Literal["group", "batch"] = "group",
+    asymre_shift: float = -0.1, f_norm: float = 1.0, whiten_advantages: bool = False, advantage_clip: float | None = None,
+    reduce: Collective | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Advantages and returns, both [B, T], of any estimator, from rewards per token [B, T], valid tokens [B, T] and groups [B].
+
+    Row estimators: a row's reward is the sum over its valid tokens, its advantage stands on each of them, and `returns` are the advantages
+    before whitening and clipping. Estimators with returns: see `token_advantages`; `returns` are G_t. The other options are those of
+    `row_advantages` and `finish_advantages`. Masked entries are 0 whatever they held. A group must not be split over calls.
+    Leave truncated responses in this mask even if the loss leaves them out: they count in the statistics of their group.
+    Raises ValueError for what the two functions refuse, and for a gamma other than 1 with an estimator that has no returns.
+    """
+    spec = _estimator(estimator)
+    if spec.returns:
+        return token_advantages(
+            estimator, token_level_rewards, response_mask, gamma=gamma, reward_baselines=reward_baselines,
+            whiten_advantages=whiten_advantages, advantage_clip=advantage_clip, reduce=reduce,
+        )  # fmt: skip
+    if gamma != 1:
+        raise ValueError(f"gamma is {gamma}, but estimator {estimator!r} has no returns per token; it must be 1")
+    if reward_baselines is not None:
+        raise ValueError(f"estimator {estimator!r} has no use for reward_baselines")
+    valid = _valid(token_level_rewards, response_mask)
+    lengths = valid.sum(-1).double()
+    before = row_advantages(
+        estimator, torch.where(valid, token_level_rewards, 0).double().sum(-1), group_index, lengths=lengths,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo, adv_std_level=adv_std_level, asymre_shift=asymre_shift, f_norm=f_norm,
+    )  # fmt: skip
+    after = finish_advantages(
+        before, lengths, whiten_advantages=whiten_advantages or spec.whitens, advantage_clip=advantage_clip, reduce=reduce
+    )
+    dtype = _float_type(token_level_rewards)
+    return torch.where(valid, after.unsqueeze(-1), 0).to(dtype), torch.where(valid, before.unsqueeze(-1), 0).to(dtype)
+
+
+@torch.no_grad()
+def place_rewards(rewards: Tensor, response_mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
+    """Rewards per token [B, T] from one per row [B]: it stands on the row's last valid token, minus kl_coef * kl on every valid token.
+
+    `kl` [B, T] is the value of a KL estimate per token. Masked tokens, and rows without a valid token, hold 0.
+    Raises ValueError for a shape mismatch.
+    """
+    if rewards.dim() != 1 or response_mask.dim() != 2 or len(rewards) != len(response_mask):
+        raise ValueError(f"rewards {tuple(rewards.shape)} must be [B] and the response mask {tuple(response_mask.shape)} [B, T]")
     valid = response_mask != 0
-    rewards = torch.where(valid, token_level_rewards, 0).sum(-1)
-    rows = row_advantages(estimator, rewards, group_index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
-    advantages = torch.where(valid, rows.unsqueeze(-1), 0)
-    return advantages, advantages.clone()
+    last = valid & (valid.flip(-1).cumsum(-1).flip(-1) == 1)
+    placed = torch.where(last, rewards.double().unsqueeze(-1), 0)
+    if kl is not None:
+        if kl.shape != valid.shape:
+            raise ValueError(f"kl {tuple(kl.shape)} must have the shape of the response mask {tuple(valid.shape)}")
+        placed = placed - kl_coef * torch.where(valid, kl.double(), 0)
+    return placed.to(_float_type(rewards))
 
 
-def _grpo(rewards: Tensor, groups: Groups, norm_by_std: bool) -> Tensor:
-    """A = (R - mean_g) / (std_g + eps) (arXiv 2402.03300); without the division: arXiv 2503.20783."""
-    centred = rewards - groups.expand(groups.sum(rewards) / groups.size)
-    varied = groups.spread(rewards) > TOLERANCE
-    if norm_by_std:
-        std = (groups.sum(centred.square()) / (groups.size - 1).clamp(min=1)).sqrt()
-        centred = centred / (groups.expand(std) + EPSILON)
-    return torch.where(groups.expand(varied), centred, 0)
+@torch.no_grad()
+def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """G_t = sum over s >= t of gamma^(s - t) * reward_s: [B, T] -> [B, T], 0 on masked tokens (arXiv 2501.03262). Loops over T.
+
+    s and t count positions: a hole in the mask (tool output) holds no reward but costs a factor gamma per position like any token, and
+    what comes after it counts before it. The formula says so; some implementations do not discount across holes.
+    Raises ValueError for a shape mismatch or a gamma outside [0, 1].
+    """
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma is {gamma}; it must be between 0 and 1")
+    valid = _valid(token_level_rewards, response_mask)
+    returns = torch.where(valid, token_level_rewards, 0).double()
+    for t in reversed(range(returns.shape[1] - 1)):
+        returns[:, t] += gamma * returns[:, t + 1]
+    return torch.where(valid, returns, 0).to(_float_type(token_level_rewards))
 
 
-ESTIMATORS: dict[str, Callable[[Tensor, Groups, bool], Tensor]] = {"grpo": _grpo}
-"""Name -> (rewards [B] float64, groups, norm_adv_by_std_in_grpo) -> advantages [B] float64."""
+@torch.no_grad()
+def whiten(values: Tensor, weights: Tensor, *, counted: Tensor | None = None, reduce: Collective | None = None) -> Tensor:
+    """(x - mu) / (std + EPSILON) with mean and unbiased deviation over all valid tokens of all ranks; 0 where the weight is 0.
+
+    `weights`, in the shape of `values`: a mask of tokens, or the token count of each row, which gives what whitening its tokens gives.
+    `counted` (0 or 1, same shape): the entries that enter the moments on this rank, so that one held by two ranks counts once.
+    `reduce` sums a small float64 tensor over the ranks; None is one process. It is called twice, also on a rank without entries, and all
+    ranks use the same moments. One valid token or none gives 0. Raises ValueError for a shape mismatch.
+    """
+    for name, tensor in (("weights", weights), ("counted", counted)):
+        if tensor is not None and tensor.shape != values.shape:
+            raise ValueError(f"{name} {tuple(tensor.shape)} must have the shape of the values {tuple(values.shape)}")
+    valid = weights != 0
+    x = torch.where(valid, values, 0).double()
+    mass = weights.double() if counted is None else weights.double() * (counted != 0)
+    count, total = _sum_ranks(torch.stack([mass.sum(), (mass * x).sum()]), reduce).unbind()
+    centred = x - total / count.clamp(min=1)
+    squares = _sum_ranks((mass * centred.square()).sum().reshape(1), reduce)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    return torch.where(valid & (count > 1), centred / (std + EPSILON), 0).to(_float_type(values))
+
+
+@torch.no_grad()
+def finish_advantages(
+    advantages: Tensor, weights: Tensor, *, whiten_advantages: bool, advantage_clip: float | None, counted: Tensor | None = None,
+    reduce: Collective | None = None,
+) -> Tensor:  # fmt: skip
+    """The last two steps, in this order: `whiten` if asked for, then clamp to [-advantage_clip, advantage_clip] (None: off).
+
+    Raises ValueError for a clip that is not above 0.
+    """
+    if advantage_clip is not None and not advantage_clip > 0:
+        raise ValueError(f"advantage_clip is {advantage_clip}; it must be above 0, or null for none")
+    if whiten_advantages:
+        advantages = whiten(advantages, weights, counted=counted, reduce=reduce)
+    return advantages if advantage_clip is None else advantages.clamp(-advantage_clip, advantage_clip)
+
+
+def _sum_ranks(tensor: Tensor, reduce: Collective | None) -> Tensor:
+    return tensor if reduce is None else reduce(tensor)
+
+
+def _float_type(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
+
+
+def _estimator(name: str) -> Estimator:
+    if name not in ESTIMATORS:
+        raise ValueError(f"unknown advantage estimator {name!r}; choose one of {sorted(ESTIMATORS)}")
+    return ESTIMATORS[name]
+
+
+def _valid(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    if token_level_rewards.dim() != 2 or token_level_rewards.shape != response_mask.shape:
+        raise ValueError(f"token rewards {tuple(token_level_rewards.shape)} and response mask {tuple(response_mask.shape)} must both be [B, T]")
+    return response_mask != 0
+
+
+def _check_std_level(estimator: str, level: str, norm_by_std: bool) -> None:
+    if level not in ("group", "batch"):
+        raise ValueError(f"adv_std_level is {level!r}; choose group or batch")
+    if level == "batch" and not (ESTIMATORS[estimator].rows is _grpo and norm_by_std):
+        raise ValueError("adv_std_level batch belongs to the estimator grpo with norm_adv_by_std_in_grpo")
+
+
+def _check_finite(what: str, values: Tensor) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{what} is not finite; drop the group before its advantages are computed")
+
+
+def _dr_grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
+    """R - mean_g (arXiv 2503.20783); reinforce_plus_plus_baseline starts from the same."""
+    return rewards - groups.mean(rewards)
+
+
+def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
+    """(R - mean_g) / (std + eps), std of the group (arXiv 2402.03300) or of all rewards (arXiv 2508.08221)."""
+    centred = rewards - groups.mean(rewards)
+    if not options.norm_by_std:
+        return centred
+    if options.std_level == "batch":
+        everyone = rewards - rewards.mean()
+        return centred / ((everyone.square().sum() / max(len(rewards) - 1, 1)).sqrt() + EPSILON)
+    return centred / (groups.std(centred) + EPSILON)
+
+
+def _passk(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
+    """Best minus second best reward for the best response, 0 for the others and in a tie (arXiv 2503.19595)."""
+    best = rewards == groups.expand(groups.largest(rewards))
+    alone = best & (groups.expand(groups.sum(best.double())) == 1)
+    second = groups.expand(groups.largest(torch.where(alone, -torch.inf, rewards)))
+    gap = torch.where(alone & second.isfinite(), rewards - second, 0)
+    return gap / (groups.std(rewards - groups.mean(rewards)) + EPSILON) if options.norm_by_std else gap
+
+
+def _rloo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
+    """R minus the mean of the others = n / (n - 1) (R - mean_g) (arXiv 2402.14740)."""
+    return (rewards - groups.mean(rewards)) * groups.expand(groups.size / (groups.size - 1).clamp(min=1))
+
+
+def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
+    """R - sum_g(L R) / sum_g(L), L the response lengths (arXiv 2505.23585); in a group without tokens, R - mean_g."""
+    centred, lengths = rewards - groups.mean(rewards), options.lengths
+    total = groups.sum(lengths)
+    return centred - groups.expand(groups.sum(lengths * centred) / torch.where(total > 0, total, 1))
+
+
+def _gpg(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
+    """alpha (R - mean_g) / f_norm, alpha = B / (B - rows in groups without variance) (arXiv 2504.02546)."""
+    rows = groups.varied(rewards).sum(dtype=torch.float64).clamp(min=1)
+    return (rewards - groups.mean(rewards)) * (len(rewards) / rows) / options.f_norm
+
+
+def _maxrl(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
+    """(R - mean_g) / mean_g for rewards of at least 0 (arXiv 2602.02710); 0 where the mean is 0 or below.
+
+    A mean under 1e-6 of the group's largest magnitude is 0 up to rounding: only rewards of both signs can have it (or a million rows).
+    """
+    mean = groups.mean(rewards)
+    positive = mean > TOLERANCE * groups.expand(groups.largest(rewards.abs()))
+    return torch.where(positive, (rewards - mean) / torch.where(positive, mean, 1), 0)
+
+
+def _raw(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
+    """R."""
+    return rewards
+
+
+def _asymre(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
+    """R - (mean_g + shift) (arXiv 2506.20520)."""
+    return rewards - groups.mean(rewards) - options.asymre_shift
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator(_grpo, compares=True),
+    "grpo_vectorized": Estimator(_grpo, compares=True),
+    "dr_grpo": Estimator(_dr_grpo, compares=True),
+    "grpo_passk": Estimator(_passk, compares=True),
+    "rloo": Estimator(_rloo, compares=True),
+    "reinforce_plus_plus": Estimator(None, compares=False, whitens=True, returns=True),
+    "reinforce_plus_plus_baseline": Estimator(_dr_grpo, compares=True, whitens=True),
+    "remax": Estimator(None, compares=False, returns=True, baseline=True),
+    "opo": Estimator(_opo, compares=True),
+    "gpg": Estimator(_gpg, compares=True),
+    "maxrl": Estimator(_maxrl, compares=True),
+    "raw": Estimator(_raw, compares=False),
+    "asymre": Estimator(_asymre, compares=False),
+}

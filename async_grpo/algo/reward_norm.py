@@ -1,0 +1,120 @@
+"""Normalisation of shaped rewards before any advantage is computed.
+
+Runs in: the driver, once per learner step, in the order in which batches are consumed. Hides whose statistics are used: those of the
+group, of the batch, or of all batches so far.
+
+Invariants: statistics are centred and in float64, the standard deviation is unbiased with EPSILON added outside the root; equal rewards
+are never divided by their rounding errors; rows that do not count (greedy baselines) change no statistic and are transformed like the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from async_grpo.algo.advantages import EPSILON, Groups
+from async_grpo.algo.filters import TOLERANCE
+
+
+@dataclass(slots=True)
+class RunningMoments:
+    """Number, mean and sum of centred squares (`m2`) of all values seen so far."""
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    def update(self, values: Tensor) -> None:
+        """Merge a batch of any shape, exactly up to rounding and in any split (Chan, Golub, LeVeque 1979).
+
+        Raises ValueError for a value that is not finite.
+        """
+        batch = values.detach().double().reshape(-1)
+        if not bool(torch.isfinite(batch).all()):
+            raise ValueError("a reward is not finite; the running moments would never recover")
+        if batch.numel() == 0:
+            return
+        size, mean = batch.numel(), float(batch.mean())
+        total, delta = self.count + size, mean - self.mean
+        self.m2 += float((batch - mean).square().sum()) + delta * delta * self.count * size / total
+        self.mean += delta * size / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 for fewer than two values."""
+        return math.sqrt(self.m2 / (self.count - 1)) if self.count > 1 else 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain numbers for a checkpoint."""
+        return {"count": self.count, "mean": self.mean, "m2": self.m2}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, float]) -> RunningMoments:
+        """The moments that `to_dict` described."""
+        return cls(int(state["count"]), float(state["mean"]), float(state["m2"]))
+
+
+@torch.no_grad()
+def normalize_rewards(
+    rewards: Tensor,
+    group_index: Tensor,
+    *,
+    reward_norm: Literal["group", "batch", "running"] | None,
+    reward_shift: bool,
+    reward_scale: bool,
+    counted: Tensor | None = None,
+    running: RunningMoments | None = None,
+) -> Tensor:
+    """Rewards [B] minus a mean, over a standard deviation: (R - mean) / (std + EPSILON), in the type of `rewards`.
+
+    `reward_norm` says whose statistics: those of the row's group (`group_index` [B] int64), of all rows, or `running`, which is updated with
+    this batch first. With `reward_shift` alone the mean is subtracted and nothing divided; with `reward_scale` alone it is the other way
+    round; both or neither is the full formula. Without `reward_norm`, shift and scale use the statistics of all rows, and with neither the
+    rewards stay as they are. `counted` [B] bool: rows that enter the statistics; None is all.
+    Where the statistics have no spread (one row, or all equal within TOLERANCE; for `running`, a deviation within TOLERANCE) nothing is
+    divided, and what is left of a subtraction within TOLERANCE is 0. Statistics without any row leave the rewards as they are.
+    Raises ValueError for an unknown `reward_norm`, `running` without moments, a shape mismatch or a reward that is not finite.
+    """
+    if reward_norm not in (None, "group", "batch", "running"):
+        raise ValueError(f"reward_norm is {reward_norm!r}; choose group, batch, running or null")
+    if reward_norm == "running" and running is None:
+        raise ValueError("reward_norm running needs the running moments")
+    included = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted != 0
+    if rewards.dim() != 1 or rewards.shape != group_index.shape or rewards.shape != included.shape:
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)}, group index {tuple(group_index.shape)} and counted {tuple(included.shape)} must all be [B]"
+        )
+    if not bool(torch.isfinite(rewards).all()):
+        raise ValueError("a reward is not finite; drop the group before its rewards are normalised")
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
+    if rewards.numel() == 0 or (reward_norm is None and not reward_shift and not reward_scale):
+        return rewards.to(dtype)
+    values = rewards.double()
+    if reward_norm == "running":
+        running.update(values[included])
+        mean, std = torch.full_like(values, running.mean), torch.full_like(values, running.std)
+        varied = std > TOLERANCE
+    else:
+        mean, std, varied = _statistics(values, included, group_index if reward_norm == "group" else torch.zeros_like(group_index))
+    if reward_shift or not reward_scale:
+        values = values - mean
+        values = torch.where(~varied & (values.abs() <= TOLERANCE), 0, values)
+    if reward_scale or not reward_shift:
+        values = torch.where(varied, values / (std + EPSILON), values)
+    return values.to(dtype)
+
+
+def _statistics(values: Tensor, included: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, unbiased deviation and whether there is a spread, of the included rows of each row's group, on the row: each [B]."""
+    groups = Groups.of(group_index)
+    count = groups.sum(included.double())
+    mean = groups.expand(groups.sum(torch.where(included, values, 0)) / count.clamp(min=1))
+    centred = torch.where(included, values - mean, 0)  # a row that does not count has no deviation, so that it widens no spread
+    std = groups.expand((groups.sum(centred.square()) / (count - 1).clamp(min=1)).sqrt())
+    return mean, std, groups.varied(centred)
