@@ -294,6 +294,7 @@ def test_whitening_is_centred_and_survives_little() -> None:
     values = torch.tensor([1e8, 1e8 + 1, 1e8 + 2], dtype=F64)
     close(whiten(values, torch.ones(3)), torch.tensor([-1.0, 0.0, 1.0], dtype=F64), atol=2e-6)
     assert whiten(values, torch.tensor([0, 1, 0])).tolist() == [0, 0, 0]
+    assert whiten(values, torch.ones(3), counted=torch.tensor([0, 1, 0])).tolist() == [0, 0, 0], "one value has no deviation to divide by"
     assert whiten(torch.full((4,), 4096.0), torch.tensor([1, 1, 0, 1])).tolist() == [0, 0, 0, 0]
     assert whiten(torch.ones(0, 5), torch.ones(0, 5)).shape == (0, 5)
     close(finish_advantages(values, torch.ones(3), whiten_advantages=True, advantage_clip=0.5), torch.tensor([-0.5, 0, 0.5], dtype=F64))
