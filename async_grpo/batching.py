@@ -18,6 +18,10 @@ PADDING = 2
 """Attention pads the rows of a micro-batch to the longest one: padded, they hold at most this many times the token budget."""
 
 
+RowKey = tuple[int, int]
+"""(group_id, place of the row in its group)."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRow:
     """One response to train. `row` is its place in the group; lengths in tokens of prompt and response.
@@ -29,8 +33,20 @@ class PlanRow:
     row: int
     prompt_length: int
     length: int
-    advantage: float
     weight: float
+
+    @property
+    def key(self) -> RowKey:
+        """(group_id, row)."""
+        return self.group_id, self.row
+
+
+@dataclass(frozen=True, slots=True)
+class RowValue:
+    """What a row is worth: its advantage; for estimators with returns, its reward and the reward of its prompt's greedy response."""
+
+    value: float
+    baseline: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +54,23 @@ class RankPlan:
     """What one rank does in a learner step: `updates[u][m]` are its rows of micro-batch m of optimizer update u.
 
     `group_ids`: the groups whose payload the rank needs, ascending. A micro-batch without rows keeps the rank in step with the others.
+    `epoch_updates`: optimizer updates in one epoch. A row is in one update of each epoch, on any rank.
     """
 
     step: int
     group_ids: tuple[int, ...]
     updates: tuple[tuple[tuple[PlanRow, ...], ...], ...]
+    epoch_updates: int
+
+    @property
+    def rows(self) -> dict[RowKey, PlanRow]:
+        """Every row that this rank works on, once, in the order of their keys."""
+        return dict(sorted((row.key, row) for update in self.updates for batch in update for row in batch))
+
+    @property
+    def owned(self) -> frozenset[RowKey]:
+        """The rows that this rank speaks for: those of its first epoch, so that each row of the step is owned by one rank."""
+        return frozenset(row.key for update in self.updates[: self.epoch_updates] for batch in update for row in batch)
 
 
 def minibatches(group_ids: Sequence[int], *, seed: int, step: int, epoch: int, groups_per_minibatch: int) -> list[list[int]]:
@@ -90,7 +118,9 @@ def deal(rows: Sequence[tuple[int, int]], *, ranks: int, token_budget: int) -> l
     return [batches + [[] for _ in range(count - len(batches))] for batches in dealt]
 
 
-def make_rank_plans(step: int, updates_rows: list[list[PlanRow]], *, ranks: int, token_budget: int) -> list[RankPlan]:
+def make_rank_plans(
+    step: int, updates_rows: list[list[PlanRow]], *, ranks: int, token_budget: int, epoch_updates: int
+) -> list[RankPlan]:
     """The plan of every rank for one learner step, from the rows of each optimizer update in order."""
     updates: list[list[tuple[tuple[PlanRow, ...], ...]]] = [[] for _ in range(ranks)]
     for rows in updates_rows:
@@ -98,4 +128,4 @@ def make_rank_plans(step: int, updates_rows: list[list[PlanRow]], *, ranks: int,
         for rank, batches in enumerate(dealt):
             updates[rank].append(tuple(tuple(rows[position] for position in batch) for batch in batches))
     groups = [sorted({row.group_id for batches in plan for batch in batches for row in batch}) for plan in updates]
-    return [RankPlan(step, tuple(ids), tuple(plan)) for ids, plan in zip(groups, updates, strict=True)]
+    return [RankPlan(step, tuple(ids), tuple(plan), epoch_updates) for ids, plan in zip(groups, updates, strict=True)]

@@ -192,6 +192,8 @@ def _engine_arguments(config: Config, *, model_dir: str, device: str, backend: s
         "weight_transfer_config": WeightTransferConfig(backend=backend), "worker_extension_cls": "async_grpo.weights.worker.WorkerExtension",
         "kv_cache_memory_bytes": None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
     }
+    if config.model.lm_head_fp32:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if cpu:
         arguments |= {"distributed_executor_backend": "uni", "block_size": 32}
     return arguments

@@ -11,7 +11,8 @@ Runs in: the driver. Sees ids, lengths, raw rewards and versions, never tokens.
      |                                          +---- payload -->  Learner rank x M (DeepSpeed): token mathematics
      +------------- weights, version v -------------------------------------+
 
-One learner step:  take(step) -> plan -> begin -> update x (epochs x minibatches) -> end -> publish(version = step) -> log
+One learner step:  take(step) -> plan -> begin -> row values -> assign -> update x (epochs x minibatches) -> end
+                   -> publish(version = step) -> log
 
 Invariants: step numbers start at 1 and the weights after step s are version s; a batch has exactly `rollout_batch_size` groups; nothing
 waits longer than `watchdog.step_timeout_s`, and a failure elsewhere (`fail`) ends every wait at once.
@@ -25,10 +26,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import RankPlan
+from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
-from async_grpo.planning import make_plans
+from async_grpo.planning import RowMath
 from async_grpo.wire import Batch
 
 POLL_S = 0.005
@@ -44,7 +45,8 @@ class QueueSide(Protocol):
 class LearnerSide(Protocol):
     """The learner group as the loop sees it."""
 
-    async def begin(self, plans: Sequence[RankPlan]) -> None: ...
+    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]: ...
+    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None: ...
     async def update(self, index: int) -> None: ...
     async def end(self) -> list[dict[str, Any]]: ...
 
@@ -63,10 +65,10 @@ class Loop:
 
     def __init__(
         self, config: Config, *, queue: QueueSide, learner: LearnerSide, publisher: Publisher, weights: dict[str, float],
-        total_steps: int, steps_done: int, log: Callable[[int, dict[str, float]], None],
+        total_steps: int, steps_done: int, log: Callable[[int, dict[str, float]], None], row_state: dict[str, Any] | None = None,
     ) -> None:
         self._config, self._queue, self._learner, self._publisher = config, queue, learner, publisher
-        self._weights, self.total_steps, self.steps_done, self._log = weights, total_steps, steps_done, log
+        self._row_math, self.total_steps, self.steps_done, self._log = RowMath(config, weights, row_state), total_steps, steps_done, log
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._published = steps_done
         self.tokens = 0
@@ -85,8 +87,7 @@ class Loop:
         step, started = self.steps_done + 1, time.perf_counter()
         batch = await self._take(step)
         taken = time.perf_counter()
-        plans, metrics = make_plans(self._config, batch, self._weights)
-        sums = await self._guard(self._train(plans))
+        sums, metrics = await self._guard(self._train(batch))
         trained = time.perf_counter()
         self.steps_done = step
         published = 0.0
@@ -97,6 +98,10 @@ class Loop:
         metrics |= self._times(wall=wall, wait=taken - started, train=trained - taken, publish=published, metrics=metrics)
         self._log(step, metrics)
         return metrics
+
+    def row_state(self) -> dict[str, Any]:
+        """What the row mathematics keeps from step to step, for a checkpoint."""
+        return self._row_math.state()
 
     async def finish(self) -> None:
         """Publish the newest weights if the last step was not one of `weight_sync.every_steps`, and wait until they are live."""
@@ -109,14 +114,17 @@ class Loop:
         self._published = version
         return waited
 
-    async def _train(self, plans: list[RankPlan]) -> MetricSums:
-        await self._learner.begin(plans)
+    async def _train(self, batch: Batch) -> tuple[MetricSums, dict[str, float]]:
+        plans, kl_coef = self._row_math.plans(batch), self._row_math.kl_coef
+        kl_sums = await self._learner.begin(plans)
+        values, metrics = self._row_math.values(batch, kl_sums)
+        await self._learner.assign(values, kl_coef)
         for index in range(len(plans[0].updates)):
             await self._learner.update(index)
         sums = MetricSums()
         for rank in await self._learner.end():
             sums.merge(MetricSums.from_wire(rank))
-        return sums
+        return sums, metrics
 
     async def _take(self, step: int) -> Batch:
         timeout_s = self._config.watchdog.step_timeout_s

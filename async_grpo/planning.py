@@ -1,91 +1,203 @@
-"""Row mathematics of a learner step: from the metadata of a batch to a plan for every learner rank.
+"""Row mathematics of a learner step: from the metadata of a batch to a plan for every learner rank, and one number per row.
 
 Runs in: the driver. One number per row is computed here and nowhere else; everything per token happens on the ranks.
 
-    raw rewards x weights -> score -> + overlong penalty -> shaped reward -> group statistics -> advantage per row
-    lengths, finish reasons -> rows in the loss -> global normalisers -> weight per row
+    lengths, finish reasons -> rows in the loss -> global normalisers -> weight per row                            (`plans`)
+    raw rewards x weights -> clip -> + overlong penalty -> normalised -> - token KL of the row                    (`values`)
+        -> group statistics -> advantage per row -> whitened over tokens -> clipped
+    estimators with returns get the normalised reward instead; token KL, returns, whitening and clip are done on the ranks
+
+Invariants: groups are filtered and normalised whole; what lasts from step to step (running reward statistics, the adaptive KL
+coefficient) changes in `values`, once per learner step in the order of consumption, and is part of the checkpoint.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from async_grpo.algo.advantages import row_advantages
+from async_grpo.algo.advantages import ESTIMATORS, finish_advantages, row_advantages
 from async_grpo.algo.aggregation import row_weights
 from async_grpo.algo.filters import zero_variance
-from async_grpo.algo.rewards import overlong_penalty, score
-from async_grpo.batching import PlanRow, RankPlan, make_rank_plans, minibatches
+from async_grpo.algo.kl import AdaptiveKL
+from async_grpo.algo.reward_norm import RunningMoments, normalize_rewards
+from async_grpo.algo.rewards import Shaping, score
+from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, make_rank_plans, minibatches
 from async_grpo.config.schema import Config
 from async_grpo.wire import Batch, RowMeta
 
-
-def make_plans(config: Config, batch: Batch, weights: dict[str, float]) -> tuple[list[RankPlan], dict[str, float]]:
-    """Plans of all ranks for this batch, and the metrics of its rows. `weights` are the reward components' weights."""
-    algorithm = config.algorithm
-    keys = [(group.group_id, index) for group in batch.groups for index, row in enumerate(group.rows) if row.role == "train"]
-    rows = {(group.group_id, index): row for group in batch.groups for index, row in enumerate(group.rows)}
-    scores = {key: score(rows[key].rewards, weights) for key in keys}
-    shaped = {key: value + _penalty(config, rows[key]) for key, value in scores.items()}
-    advantages = row_advantages(
-        algorithm.adv_estimator, torch.tensor([shaped[key] for key in keys], dtype=torch.float64),
-        torch.tensor([group_id for group_id, _ in keys]), norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-    ).tolist()
-    advantage = dict(zip(keys, advantages, strict=True))
-    in_loss = {key: not (algorithm.mask_truncated and rows[key].finish_reason == "length") for key in keys}
-    prompts = {group.group_id: group.prompt_length for group in batch.groups}
-    updates = []
-    for epoch in range(config.learner.ppo_epochs):
-        for ids in minibatches(
-            list(prompts), seed=config.seed, step=batch.step, epoch=epoch, groups_per_minibatch=config.mini_batch_groups
-        ):
-            members = set(ids)
-            chosen = [key for key in keys if key[0] in members]
-            tokens = [rows[key].mask_tokens if in_loss[key] else 0 for key in chosen]
-            per_row = row_weights(algorithm.loss_agg_mode, tokens, max_response_length=config.rollout.response_length)
-            updates.append([
-                PlanRow(key[0], key[1], prompts[key[0]], rows[key].length, advantage[key], weight)
-                for key, weight in zip(chosen, per_row, strict=True)
-            ])
-    plans = make_rank_plans(batch.step, updates, ranks=config.learner.ranks, token_budget=config.learner.tokens_per_micro_batch)
-    return plans, _metrics(batch, rows, scores, shaped, in_loss)
+Sums = Mapping[str, float]
 
 
-def _penalty(config: Config, row: RowMeta) -> float:
-    buffer = config.algorithm.overlong_buffer
-    if not buffer.enable:
-        return 0.0
-    return overlong_penalty(
-        row.length, max_length=config.rollout.response_length, buffer_length=buffer.len, factor=buffer.penalty_factor
+def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
+    """How the rewards of one response become its shaped reward; the queue's filter uses the same."""
+    algorithm, buffer = config.algorithm, config.algorithm.overlong_buffer
+    return Shaping(
+        dict(weights), response_length=config.rollout.response_length, clip=algorithm.reward_clip,
+        overlong_length=buffer.len if buffer.enable else 0, overlong_factor=buffer.penalty_factor,
     )
 
 
-def _metrics(
-    batch: Batch, rows: dict[tuple[int, int], RowMeta], scores: dict[tuple[int, int], float], shaped: dict[tuple[int, int], float],
-    in_loss: dict[tuple[int, int], bool],
-) -> dict[str, float]:
-    metas = [rows[key] for key in scores]
-    n = len(metas)
-    verdicts = [row.verdict for row in metas if row.verdict is not None]
-    constant = [
-        zero_variance([shaped[group.group_id, index] for index, row in enumerate(group.rows) if row.role == "train"])
-        for group in batch.groups
-    ]
-    out = {
-        "rollout/score": sum(scores.values()) / n,
-        "rollout/shaped_reward": sum(shaped.values()) / n,
-        "rollout/response_length": sum(row.length for row in metas) / n,
-        "rollout/response_length_max": float(max(row.length for row in metas)),
-        "rollout/response_tokens": float(sum(row.length for row in metas)),
-        "rollout/truncated": sum(row.finish_reason == "length" for row in metas) / n,
-        "rollout/masked_rows": 1 - sum(in_loss.values()) / n,
-        "rollout/zero_std_groups": sum(constant) / len(constant),
-        "rollout/mixed_version_rows": sum(row.min_version != row.max_version for row in metas) / n,
-        "rollout/generate_s": sum(group.times["generated"] - group.times["started"] for group in batch.groups) / len(batch.groups),
-        "rollout/verify_s": sum(group.times["scored"] - group.times["generated"] for group in batch.groups) / len(batch.groups),
+class RowMath:
+    """Plans and row values of one learner step after the other. `weights` are the reward components' weights."""
+
+    def __init__(self, config: Config, weights: Mapping[str, float], state: dict[str, Any] | None = None) -> None:
+        self._config, self._weights = config, dict(weights)
+        self._shaping = shaping(config, weights)
+        self._estimator = ESTIMATORS[config.algorithm.adv_estimator]
+        control, state = config.algorithm.kl_ctrl, state or {}
+        self._moments = RunningMoments.from_dict(state["moments"]) if "moments" in state else RunningMoments()
+        self._adaptive = AdaptiveKL(coef=state.get("kl_coef", control.kl_coef), target=control.target_kl, horizon=control.horizon)
+
+    @property
+    def kl_coef(self) -> float:
+        """Coefficient of the token KL in the reward."""
+        return self._adaptive.coef
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers from which another RowMath continues."""
+        return {"moments": self._moments.to_dict(), "kl_coef": self._adaptive.coef}
+
+    def plans(self, batch: Batch) -> list[RankPlan]:
+        """Which rank trains which rows in which update, with the weight of each row's tokens in the loss."""
+        config, rows = self._config, _rows(batch, "train")
+        prompts = {group.group_id: group.prompt_length for group in batch.groups}
+        updates = []
+        for epoch in range(config.learner.ppo_epochs):
+            for ids in minibatches(
+                list(prompts), seed=config.seed, step=batch.step, epoch=epoch, groups_per_minibatch=config.mini_batch_groups
+            ):
+                members = set(ids)
+                chosen = {key: row for key, row in rows.items() if key[0] in members}
+                per_row = row_weights(
+                    config.algorithm.loss_agg_mode, [self._loss_tokens(row) for row in chosen.values()],
+                    max_response_length=config.rollout.response_length, group_index=[group_id for group_id, _ in chosen],
+                )
+                updates.append([
+                    PlanRow(key[0], key[1], prompts[key[0]], row.length, weight)
+                    for (key, row), weight in zip(chosen.items(), per_row, strict=True)
+                ])
+        return make_rank_plans(
+            batch.step, updates, ranks=config.learner.ranks, token_budget=config.learner.tokens_per_micro_batch,
+            epoch_updates=len(updates) // config.learner.ppo_epochs,
+        )
+
+    def values(self, batch: Batch, kl_sums: Mapping[RowKey, float]) -> tuple[dict[RowKey, RowValue], dict[str, float]]:
+        """The value of every row to train, and the metrics of the rows. `kl_sums`: token KL per row, if it is part of the reward."""
+        algorithm, rows, greedy = self._config.algorithm, _rows(batch, "train"), _rows(batch, "baseline")
+        everyone = rows | greedy
+        shaped = {key: self._shaping.shape(row.rewards, row.length) for key, row in everyone.items()}
+        normed = dict(zip(everyone, normalize_rewards(
+            _tensor(shaped.values()), _groups(everyone), reward_norm=algorithm.reward_norm, reward_shift=algorithm.reward_shift,
+            reward_scale=algorithm.reward_scale, counted=torch.tensor([key in rows for key in everyone]), running=self._moments,
+        ).tolist(), strict=True))
+        metrics = self._metrics(batch, rows, greedy, shaped)
+        if self._estimator.returns:
+            baselines = {key[0]: normed[key] for key in greedy}
+            values = {key: RowValue(normed[key], baselines.get(key[0], 0.0)) for key in rows}
+        else:
+            final = [normed[key] - self.kl_coef * kl_sums.get(key, 0.0) for key in rows]
+            values = dict(zip(rows, map(RowValue, self._advantages(rows, final)), strict=True))
+            metrics |= _spread("rollout/advantage", [value.value for value in values.values()])
+        if algorithm.add_token_level_kl:
+            metrics |= self._steer_kl(rows, kl_sums)
+        return values, metrics
+
+    def _advantages(self, rows: Mapping[RowKey, RowMeta], rewards: list[float]) -> list[float]:
+        algorithm = self._config.algorithm
+        advantages = row_advantages(
+            algorithm.adv_estimator, _tensor(rewards), _groups(rows), lengths=_tensor(row.mask_tokens for row in rows.values()),
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo, adv_std_level=algorithm.adv_std_level,
+            asymre_shift=algorithm.asymre_shift,
+        )
+        return finish_advantages(
+            advantages, _tensor(self._loss_tokens(row) for row in rows.values()),
+            whiten_advantages=algorithm.whiten_advantages or self._estimator.whitens, advantage_clip=algorithm.advantage_clip,
+        ).tolist()
+
+    def _steer_kl(self, rows: Mapping[RowKey, RowMeta], kl_sums: Mapping[RowKey, float]) -> dict[str, float]:
+        """Metrics of the token KL in the reward; the adaptive coefficient changes after its use."""
+        means = [kl_sums[key] / row.mask_tokens for key, row in rows.items() if row.mask_tokens]
+        kl, coef = sum(means) / max(len(means), 1), self.kl_coef
+        if self._config.algorithm.kl_ctrl.type == "adaptive":
+            self._adaptive.update(kl, len(rows))
+        return {"rollout/reward_kl": kl, "rollout/kl_coef": coef}
+
+    def _loss_tokens(self, row: RowMeta) -> int:
+        """Tokens of a row in the loss."""
+        return 0 if self._config.algorithm.mask_truncated and row.finish_reason == "length" else row.mask_tokens
+
+    def _metrics(
+        self, batch: Batch, rows: Mapping[RowKey, RowMeta], greedy: Mapping[RowKey, RowMeta], shaped: Mapping[RowKey, float]
+    ) -> dict[str, float]:
+        metas, n, groups = list(rows.values()), len(rows), batch.groups
+        truncated = [row.finish_reason == "length" for row in metas]
+        out = {
+            "rollout/shaped_reward": sum(shaped[key] for key in rows) / n,
+            "rollout/response_length": sum(row.length for row in metas) / n,
+            "rollout/response_length_max": float(max(row.length for row in metas)),
+            "rollout/response_tokens": float(sum(row.length for row in metas)),
+            "rollout/truncated": sum(truncated) / n,
+            "rollout/masked_rows": sum(self._loss_tokens(row) == 0 for row in metas) / n,
+            "rollout/mixed_version_rows": sum(row.min_version != row.max_version for row in metas) / n,
+            "rollout/versions_per_row": sum(row.max_version - row.min_version + 1 for row in metas) / n,
+            "rollout/generate_s": sum(group.times["generated"] - group.times["started"] for group in groups) / len(groups),
+            "rollout/verify_s": sum(group.times["scored"] - group.times["generated"] for group in groups) / len(groups),
+        }
+        out |= _spread("rollout/score", [score(row.rewards, self._weights) for row in metas])
+        out |= _constant_groups(batch, shaped) | _by_correctness(metas)
+        for name in sorted({name for row in metas for name in row.rewards}):
+            values = [row.rewards[name] for row in metas if name in row.rewards]
+            out[f"rollout/reward/{name}"] = sum(values) / len(values)
+        if greedy:
+            out["rollout/baseline_reward"] = sum(shaped[key] for key in greedy) / len(greedy)
+            out["rollout/baseline_tokens"] = float(sum(row.length for row in greedy.values()))
+        return out
+
+
+def _rows(batch: Batch, role: str) -> dict[RowKey, RowMeta]:
+    return {(group.group_id, index): row for group in batch.groups for index, row in enumerate(group.rows) if row.role == role}
+
+
+def _tensor(numbers: Any) -> torch.Tensor:
+    return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+
+
+def _groups(rows: Mapping[RowKey, RowMeta]) -> torch.Tensor:
+    return torch.tensor([group_id for group_id, _ in rows], dtype=torch.int64)
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float]:
+    """Mean under `name`, with the population's standard deviation and the largest absolute value."""
+    mean = sum(values) / len(values)
+    std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    return {name: mean, f"{name}_std": std, f"{name}_abs_max": max(abs(value) for value in values)}
+
+
+def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, float]:
+    """Share of groups without spread in the shaped reward, and of those that are all wrong or all right."""
+    members = [[(group.group_id, index) for index, row in enumerate(group.rows) if row.role == "train"] for group in batch.groups]
+    verdicts = [{row.verdict for row in group.rows if row.role == "train"} for group in batch.groups]
+    count = len(batch.groups)
+    return {
+        "rollout/zero_std_groups": sum(zero_variance([shaped[key] for key in keys]) for keys in members) / count,
+        "rollout/all_wrong_groups": sum(seen == {0.0} for seen in verdicts) / count,
+        "rollout/all_right_groups": sum(seen == {1.0} for seen in verdicts) / count,
     }
-    if verdicts:
-        out["rollout/accuracy"] = sum(verdicts) / len(verdicts)
-    for name in sorted({name for row in metas for name in row.rewards}):
-        values = [row.rewards[name] for row in metas if name in row.rewards]
-        out[f"rollout/reward/{name}"] = sum(values) / len(values)
+
+
+def _by_correctness(metas: list[RowMeta]) -> dict[str, float]:
+    """Accuracy, and mean length of right and of wrong responses; empty without verdicts."""
+    judged = [row for row in metas if row.verdict is not None]
+    if not judged:
+        return {}
+    out = {"rollout/accuracy": sum(row.verdict for row in judged) / len(judged)}
+    for name, lengths in (
+        ("right", [row.length for row in judged if row.verdict >= 1]), ("wrong", [row.length for row in judged if row.verdict < 1]),
+    ):
+        if lengths:
+            out[f"rollout/response_length_{name}"] = sum(lengths) / len(lengths)
     return out

@@ -41,7 +41,8 @@ class Trainer:
         self.console = console or Console()
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self._task_weights: dict[str, float] = {}
-        self._held_out = self.total_steps = 0
+        self._held_out = self._problems = self.total_steps = 0
+        self._fingerprint = ""
         self._tracking_error: BaseException | None = None
         self._system: System | None = None
         self._started = False
@@ -61,7 +62,8 @@ class Trainer:
             preflight_files(self.config)
             task = load_task(self.config.task, self.config.seed)
             self._task_weights = task_weights(self.config.task, task)
-            problems = len(task)
+            problems = self._problems = len(task)
+            self._fingerprint = task.fingerprint
             self._held_out = len(task.evaluation(self.config.evaluation.max_samples))
             self._check_filter_metric()
         except (TaskError, ValueError) as error:
@@ -86,7 +88,10 @@ class Trainer:
             raise SetupError(str(error)) from error
         model_dir = self._model_dir()
         with self.console.phase("starting Ray"):
-            system = System(self.config, total_steps=self.total_steps, weights=self._task_weights, key=uuid.uuid4().hex[:8])
+            system = System(
+                self.config, total_steps=self.total_steps, weights=self._task_weights, problems=self._problems,
+                fingerprint=self._fingerprint, key=uuid.uuid4().hex[:8],
+            )
             self._system = system
             self._thread.start()
             system.connect()
@@ -239,7 +244,7 @@ class Trainer:
         return self._system
 
     def _check_filter_metric(self) -> None:
-        filters, known = self.config.replay.filter_groups, ["score", "acc", *self._task_weights]
+        filters, known = self.config.replay.filter_groups, ["score", "acc", "seq_reward", *self._task_weights]
         if filters.enable and filters.metric not in known:
             raise SetupError(
                 f"`replay.filter_groups.metric` is {filters.metric!r}; for task {self.config.task.name} it is one of {', '.join(known)}."

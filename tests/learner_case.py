@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo import wire
-from async_grpo.batching import PlanRow, RankPlan
+from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 
 STEP = 3
@@ -24,10 +24,11 @@ KL_COEF, ENTROPY_COEF, TEMPERATURE = 0.3, 0.05, 0.8
 
 @dataclass
 class Case:
-    """A batch of groups, the planned rows of each optimizer update, and their frames."""
+    """A batch of groups, the planned rows of each optimizer update and their values, and their frames."""
 
     groups: dict[int, wire.Group]
     updates: list[list[PlanRow]]
+    values: dict[RowKey, RowValue]
 
     def fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         assert step == STEP
@@ -36,7 +37,8 @@ class Case:
     def plan(self, splits: list[list[list[int]]]) -> RankPlan:
         """A rank's plan: per update its micro-batches as positions in the update's rows."""
         updates = tuple(tuple(tuple(rows[k] for k in part) for part in split) for rows, split in zip(self.updates, splits, strict=True))
-        return RankPlan(STEP, tuple(sorted({row.group_id for update in updates for part in update for row in part})), updates)
+        ids = tuple(sorted({row.group_id for update in updates for part in update for row in part}))
+        return RankPlan(STEP, ids, updates, epoch_updates=min(2, len(updates)))
 
 
 def make_case(directory: str, *, n_groups: int = 3, rows: int = 4, n_updates: int = 1, vocab: int = 100, seed: int = 0) -> Case:
@@ -64,12 +66,14 @@ def make_case(directory: str, *, n_groups: int = 3, rows: int = 4, n_updates: in
                 versions=[*spans, wire.VersionSpan(STEP - 1, cut, length)], rewards={"score": 1.0}, verdict=1.0, finish_reason="stop",
             ))
         groups[group_id] = wire.Group(group_id, 0, STEP - 2, "actor", prompt, rollouts, {})
-    planned = [
-        PlanRow(group_id, index, len(group.prompt_ids), len(row.response_ids), float(rng.normal()), 0.0 if index == 2 else float(rng.uniform(0.01, 0.05)))
-        for group_id, group in groups.items() for index, row in enumerate(group.rollouts)
-    ]
+    planned, values = [], {}
+    for group_id, group in groups.items():
+        for index, row in enumerate(group.rollouts):
+            values[group_id, index] = RowValue(float(rng.normal()))
+            weight = 0.0 if index == 2 else float(rng.uniform(0.01, 0.05))
+            planned.append(PlanRow(group_id, index, len(group.prompt_ids), len(row.response_ids), weight))
     half = planned[: len(planned) // 2], planned[len(planned) // 2 :]
-    return Case(groups, [planned] if n_updates == 1 else [half[k % 2] for k in range(n_updates)])
+    return Case(groups, [planned] if n_updates == 1 else [half[k % 2] for k in range(n_updates)], values)
 
 
 def split(rows: Sequence[int], parts: int) -> list[list[int]]:
@@ -138,6 +142,7 @@ def _tokens(case: Case, row: PlanRow) -> tuple[np.ndarray, np.ndarray]:
 def _row_loss(model: torch.nn.Module, case: Case, row: PlanRow, anchor: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
     prompt, response = _tokens(case, row)
     rollout = case.groups[row.group_id].rollouts[row.row]
+    advantage = case.values[row.key].value
     distribution = row_distribution(model, prompt, response)
     current = picked(distribution, response)
     in_loss = [t for t in range(len(response)) if rollout.loss_mask[t]]
@@ -149,7 +154,7 @@ def _row_loss(model: torch.nn.Module, case: Case, row: PlanRow, anchor: torch.Te
         width = 0.2 / (1 + (STEP - 1 - version))
         ratio = torch.exp(current[t] - anchor[t])
         clipped = torch.clamp(ratio, 1 - width, 1 + width)
-        policy = -importance * torch.minimum(ratio * row.advantage, clipped * row.advantage)
+        policy = -importance * torch.minimum(ratio * advantage, clipped * advantage)
         kl = torch.exp(ref[t] - current[t]) - 1 - (ref[t] - current[t])
         entropy = -(distribution[t].exp() * distribution[t]).sum()
         total = total + row.weight * (policy + KL_COEF * kl - ENTROPY_COEF * entropy)

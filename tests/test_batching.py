@@ -85,10 +85,10 @@ def test_deal_gives_idle_ranks_empty_micro_batches() -> None:
 @fast
 def test_rank_plans_hold_every_row_of_every_update_once(lengths: list[list[tuple[int, int]]], ranks: int) -> None:
     updates = [
-        [PlanRow(position // 4, position % 4, prompt, length, 0.5, 0.1) for position, (prompt, length) in enumerate(rows)]
+        [PlanRow(position // 4, position % 4, prompt, length, 0.1) for position, (prompt, length) in enumerate(rows)]
         for rows in lengths
     ]
-    plans = make_rank_plans(7, updates, ranks=ranks, token_budget=300)
+    plans = make_rank_plans(7, updates, ranks=ranks, token_budget=300, epoch_updates=1)
     assert len(plans) == ranks and all(plan.step == 7 and len(plan.updates) == len(updates) for plan in plans)
     for index, rows in enumerate(updates):
         assert len({len(plan.updates[index]) for plan in plans}) == 1

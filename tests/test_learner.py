@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from async_grpo.algo.metrics import MetricSums
+from async_grpo.batching import RowValue
 from async_grpo.config.schema import Config
 from async_grpo.learner import model as model_module
 from async_grpo.learner.learner import Learner, NonFinite
@@ -88,9 +89,14 @@ def bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
     return all(torch.equal(one[key], other[key]) for key in one | other)
 
 
+def begin(learner: Learner, case: Case, splits: list[list[list[int]]]) -> None:
+    assert learner.begin(case.plan(splits)) == {}, "no KL in the reward"
+    learner.assign(case.values, 0.0)
+
+
 def train(learner: Learner, case: Case, splits: list[list[list[int]]]) -> list[dict[str, float]]:
     """One learner step; returns loss and gradient norm of each update, taken as differences of the sums."""
-    learner.begin(case.plan(splits))
+    begin(learner, case, splits)
     history, seen = [], {"train/loss": 0.0, "train/grad_norm": 0.0}
     for index in range(len(splits)):
         learner.update(index)
@@ -123,7 +129,7 @@ def test_a_packed_row_equals_the_row_alone(architecture: str, models: dict[str, 
     directory = models["plain"] if architecture == "qwen2" else write_llama(tmp_path)
     rng = np.random.default_rng(3)
     rows = [(rng.integers(3, 100, p), rng.integers(3, 100, r)) for p, r in [(1, 1), (5, 60), (7, 30), (2, 9), (30, 1), (4, 30), (1, 2)]]
-    policy = load_model(directory, dtype=torch.float32, longest_row=100, gradient_checkpointing=False, trust_remote_code=False)
+    policy = load_model(directory, dtype=torch.float32, longest_row=100, gradient_checkpointing=False, trust_remote_code=False, float32_head=False)
     alone = plain_model(directory)
     packed = pack(rows, torch.device("cpu"))
     assert packed.input_ids.shape == (1, sum(len(prompt) + len(response) - 1 for prompt, response in rows))
@@ -145,7 +151,7 @@ def test_models_that_would_be_wrong_are_refused(models: dict[str, str], tmp_path
     model.config.use_sliding_window, model.config.sliding_window = True, 20
     model.config.layer_types = ["sliding_attention", "full_attention"]
     model.save_pretrained(tmp_path)
-    arguments = {"dtype": torch.float32, "gradient_checkpointing": False, "trust_remote_code": False}
+    arguments = {"dtype": torch.float32, "gradient_checkpointing": False, "trust_remote_code": False, "float32_head": False}
     with pytest.raises(ValueError, match="sliding window of 20"):
         load_model(str(tmp_path), longest_row=21, **arguments)
     policy = load_model(str(tmp_path), longest_row=20, **arguments)
@@ -198,7 +204,7 @@ def test_bfloat16_trains_near_float32(stage: int, models: dict[str, str]) -> Non
 def test_metrics_are_sums_of_the_step(models: dict[str, str]) -> None:
     case = make_case(models["plain"])
     with open_learner(config_of(models, 1), models, case) as learner:
-        learner.begin(case.plan([split(range(12), 3)]))
+        begin(learner, case, [split(range(12), 3)])
         learner.update(0)
         means = MetricSums.from_wire(learner.end()).means()
     rows = [(case.groups[row.group_id].rollouts[row.row]) for row in case.updates[0] if row.weight]
@@ -286,12 +292,11 @@ def sweep_stage(rank: int, stage: int, ports: list[int], path: Path, models: dic
 def check_non_finite(learner: Learner, case: Case, splits: list[list[list[int]]]) -> None:
     """A row of rank 0 without a finite loss stops both ranks, before any weight changes."""
     before = copy_weights(learner)
-    broken = [list(update) for update in case.updates]
-    broken[0][0] = dataclasses.replace(broken[0][0], advantage=float("nan"))
-    learner.begin(Case(case.groups, broken).plan(splits))
+    culprit = case.updates[0][0]
+    begin(learner, dataclasses.replace(case, values=case.values | {culprit.key: RowValue(float("nan"))}), splits)
     with pytest.raises(NonFinite) as error:
         learner.update(0)
-    assert broken[0][0].group_id in error.value.group_ids
+    assert culprit.group_id in error.value.group_ids
     assert bitwise(copy_weights(learner), before)
 
 

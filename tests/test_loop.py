@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from async_grpo.algo.advantages import row_advantages
-from async_grpo.batching import PlanRow, RankPlan
+from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.loop import Loop
-from async_grpo.planning import make_plans
+from async_grpo.planning import RowMath
 from async_grpo.run import _explained
 from async_grpo.summary import summarise
 from async_grpo.wire import Batch, GroupMeta, RowMeta
@@ -76,7 +76,7 @@ def tokens_of(entry: PlanRow) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize(("epochs", "minibatch", "updates"), [(1, None, 1), (1, 2, 2), (3, 1, 12)])
 def test_plans_cover_every_row_once_per_epoch(ranks: int, epochs: int, minibatch: int | None, updates: int) -> None:
-    plans, _ = make_plans(config(ranks=ranks, epochs=epochs, minibatch=minibatch), batch_of(4), WEIGHTS)
+    plans = RowMath(config(ranks=ranks, epochs=epochs, minibatch=minibatch), WEIGHTS).plans(batch_of(4))
     assert len(plans) == ranks
     rows = rows_by_update(plans)
     assert len(rows) == updates
@@ -93,62 +93,64 @@ def test_plans_cover_every_row_once_per_epoch(ranks: int, epochs: int, minibatch
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_token_mean_weights_sum_to_one_per_update(ranks: int) -> None:
-    plans, _ = make_plans(config(ranks=ranks, epochs=2, minibatch=2), batch_of(4), WEIGHTS)
+    plans = RowMath(config(ranks=ranks, epochs=2, minibatch=2), WEIGHTS).plans(batch_of(4))
     for update in rows_by_update(plans):
         assert sum(entry.weight * tokens_of(entry) for entry in update) == pytest.approx(1.0, abs=1e-12)
         assert len({entry.weight for entry in update}) == 1
 
 
 def test_sequence_mean_weights_and_the_constant_norm() -> None:
-    plans, _ = make_plans(config(loss_agg_mode="seq-mean-token-mean"), batch_of(4), WEIGHTS)
+    plans = RowMath(config(loss_agg_mode="seq-mean-token-mean"), WEIGHTS).plans(batch_of(4))
     for entry in one_update(plans).values():
         assert entry.weight * tokens_of(entry) == pytest.approx(1 / (GROUPS * ROWS))
-    plans, _ = make_plans(config(loss_agg_mode="seq-mean-token-sum-norm"), batch_of(4), WEIGHTS)
+    plans = RowMath(config(loss_agg_mode="seq-mean-token-sum-norm"), WEIGHTS).plans(batch_of(4))
     assert {round(1 / entry.weight) for entry in one_update(plans).values()} == {GROUPS * ROWS * LIMIT}
 
 
 @pytest.mark.parametrize("by_std", [True, False])
 def test_advantages_are_those_of_the_weighted_scores(by_std: bool) -> None:
-    plans, metrics = make_plans(config(norm_adv_by_std_in_grpo=by_std), batch_of(4), WEIGHTS)
-    keys = sorted(one_update(plans))
+    values, metrics = RowMath(config(norm_adv_by_std_in_grpo=by_std), WEIGHTS).values(batch_of(4), {})
+    keys = sorted(values)
     scores = [row(*key).rewards["correct"] + 0.5 * row(*key).rewards["format"] for key in keys]
     expected = row_advantages(
         "grpo", torch.tensor(scores, dtype=torch.float64), torch.tensor([group for group, _ in keys]), norm_adv_by_std_in_grpo=by_std
     )
-    assert [one_update(plans)[key].advantage for key in keys] == pytest.approx(expected.tolist(), abs=1e-9)
+    assert [values[key].value for key in keys] == pytest.approx(expected.tolist(), abs=1e-9)
     assert metrics["rollout/score"] == pytest.approx(sum(scores) / len(scores))
     if not by_std:  # worked by hand: group 40 has scores 0, 1.05, 0.1 and the mean 1.15 / 3
         by_hand = [-1.15 / 3, 1.05 - 1.15 / 3, 0.1 - 1.15 / 3]
-        assert [one_update(plans)[40, index].advantage for index in range(3)] == pytest.approx(by_hand)
+        assert [values[40, index].value for index in range(3)] == pytest.approx(by_hand)
 
 
 def test_the_overlong_penalty_enters_the_advantages() -> None:
-    plain, before = make_plans(config(norm_adv_by_std_in_grpo=False), batch_of(4), WEIGHTS)
+    plain, before = RowMath(config(norm_adv_by_std_in_grpo=False), WEIGHTS).values(batch_of(4), {})
     settings = config(norm_adv_by_std_in_grpo=False, overlong_buffer={"enable": True, "len": 8, "penalty_factor": 2.0})
-    shaped, after = make_plans(settings, batch_of(4), WEIGHTS)
-    penalty = {key: -2.0 * max(0, row(*key).length - 8) / 8 for key in one_update(plain)}  # 8 = 16 tokens - the buffer of 8
+    shaped, after = RowMath(settings, WEIGHTS).values(batch_of(4), {})
+    penalty = {key: -2.0 * max(0, row(*key).length - 8) / 8 for key in plain}  # 8 = 16 tokens - the buffer of 8
     assert min(penalty.values()) < 0
-    for (group, index), entry in one_update(shaped).items():
+    for (group, index), value in shaped.items():
         mean = sum(penalty[group, other] for other in range(ROWS)) / ROWS
-        difference = entry.advantage - one_update(plain)[group, index].advantage
+        difference = value.value - plain[group, index].value
         assert difference == pytest.approx(penalty[group, index] - mean, abs=1e-9)
     assert after["rollout/score"] == before["rollout/score"], "the score is what the verifier said"
     assert after["rollout/shaped_reward"] == pytest.approx(before["rollout/score"] + sum(penalty.values()) / len(penalty))
 
 
 def test_masked_truncated_rows_have_no_weight_but_count_in_their_group() -> None:
-    plain, _ = make_plans(config(), batch_of(4), WEIGHTS)
-    masked, metrics = make_plans(config(mask_truncated=True), batch_of(4), WEIGHTS)
+    plain, masked = RowMath(config(), WEIGHTS), RowMath(config(mask_truncated=True), WEIGHTS)
     cut = {(41, 2), (43, 2)}
-    entries = one_update(masked)
+    entries = one_update(masked.plans(batch_of(4)))
     assert {key for key, entry in entries.items() if entry.weight == 0} == cut
     assert sum(entry.weight * tokens_of(entry) for entry in entries.values()) == pytest.approx(1.0)
-    assert {key: entry.advantage for key, entry in entries.items()} == {key: entry.advantage for key, entry in one_update(plain).items()}
+    values, metrics = masked.values(batch_of(4), {})
+    assert {key: values[key] for key in values if key not in cut} == {
+        key: value for key, value in plain.values(batch_of(4), {})[0].items() if key not in cut
+    }
     assert metrics["rollout/masked_rows"] == pytest.approx(2 / 12) == metrics["rollout/truncated"]
 
 
 def test_row_metrics() -> None:
-    _, metrics = make_plans(config(), batch_of(4), WEIGHTS)
+    _, metrics = RowMath(config(), WEIGHTS).values(batch_of(4), {})
     rows = [row(group, index) for group in range(40, 44) for index in range(ROWS)]
     assert metrics["rollout/accuracy"] == pytest.approx(1 / 3)
     assert metrics["rollout/response_tokens"] == sum(meta.length for meta in rows)
@@ -186,11 +188,15 @@ class Fakes:
     async def metrics(self) -> dict[str, float]:
         return {"replay/ready": 3.0, "replay/in_flight": 5.0, "replay/failed": 0.0}
 
-    async def begin(self, plans: Sequence[RankPlan]) -> None:
+    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
         self.plans = list(plans)
         self.events.append("begin")
         if self.training is not None:
             await self.training.wait()
+        return {}
+
+    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
+        self.events.append("assign")
 
     async def update(self, index: int) -> None:
         self.events.append(f"update {index}")
@@ -221,10 +227,10 @@ def test_a_step_in_order() -> None:
     async def scenario() -> None:
         run = Fakes(config(epochs=2, minibatch=2), empty_answers=1)
         await run.loop.step()
-        assert run.events == ["refresh 0", "take 1", "begin", "update 0", "update 1", "update 2", "update 3", "end", "publish 1"]
+        assert run.events == ["refresh 0", "take 1", "begin", "assign", "update 0", "update 1", "update 2", "update 3", "end", "publish 1"]
         assert run.loop.steps_done == 1
         await run.loop.step()
-        assert run.events[9:11] == ["take 2", "begin"]
+        assert run.events[10:12] == ["take 2", "begin"]
         assert [step for step, _ in run.logged] == [1, 2]
 
     asyncio.run(scenario())

@@ -93,7 +93,7 @@ def test_arithmetic_is_deterministic_and_checks_its_options():
 
 def test_arithmetic_scores_reversed_digits():
     task = Arithmetic(schema.Task(), 0)
-    assert task.score("131\n", "131") == Score({"correct": 1.0}, 1.0)
+    assert task.score("131\n", "131") == Score({"correct": 1.0, "format": 1.0}, 1.0)
     assert task.score("131 ", "31").verdict == 0.0
 
 

@@ -1,12 +1,14 @@
 """Penalties for moving away from the reference policy.
 
-Runs in: learner ranks. Hides the estimators' numerics. Invariant: only the input is clamped (log ratio to [-20, 20]), never the value, so
-the penalty does not let go when the drift is worst.
+Runs in: learner ranks (tensors) and the driver (the adaptive coefficient). Hides the estimators' numerics. Invariants: only the input is
+clamped (log ratio to [-20, 20]), never the value, so the penalty does not let go when the drift is worst; entries do not mix, so
+whatever a masked entry holds stays there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,21 +16,91 @@ from torch import Tensor
 from async_grpo.algo.losses import MAX_LOG_RATIO
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, anchor_logprobs: Tensor | None = None) -> Tensor:
     """Estimate per token of the divergence from the reference, in the shape of the inputs; gradient to `logprobs` only.
 
-    With d = log-prob - reference: "low_var_kl" is k3 = exp(-d) - 1 + d, unbiased, never negative, low variance
-    (http://joschu.net/blog/kl-approx.html). Entries must be finite: leave masked tokens out, or overwrite them first.
-    Raises ValueError for an unknown kind.
+    With d = log-prob - reference (http://joschu.net/blog/kl-approx.html): "kl" (k1) is d, "abs" is |d|, "mse" (k2) is d^2 / 2,
+    "low_var_kl" (k3) is exp(-d) - 1 + d. With "+" at the end: the value of the estimator and the gradient of k2, whose expectation under
+    the policy is the gradient of the divergence. k1, k2 and k3 are accepted as names.
+    `anchor_logprobs`: the penalty is multiplied by exp(log-prob - anchor), with gradient through both factors, which makes it unbiased for
+    tokens that the anchor sampled (arXiv 2512.02556).
+    Entries must be finite: leave masked tokens out, or overwrite them first. Raises ValueError for an unknown kind.
     """
-    if kind not in KL_PENALTIES:
+    base = kind.removesuffix("+")
+    if base not in _ESTIMATORS:
         raise ValueError(f"unknown KL penalty {kind!r}; choose one of {sorted(KL_PENALTIES)}")
-    return KL_PENALTIES[kind]((logprobs - ref_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    log_ratio = (logprobs - ref_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    penalty = _ESTIMATORS[base](log_ratio)
+    if kind.endswith("+"):
+        k2 = _k2(log_ratio)
+        penalty = k2 - k2.detach() + penalty.detach()
+    if anchor_logprobs is not None:
+        penalty = (logprobs - anchor_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * penalty
+    return penalty
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Exact divergence sum_v p (log p - log q) from the logits [..., V] of both policies at the same temperature: [...], in nats.
+
+    Softmax in float32 or better. A token that the policy forbids (logit -inf) adds 0. Gradient to `logits` only.
+    Raises ValueError for a shape mismatch or a temperature that is not above 0.
+    """
+    if logits.shape != ref_logits.shape or not temperature > 0:
+        raise ValueError(f"logits {tuple(logits.shape)} and {tuple(ref_logits.shape)} at temperature {temperature}; shapes equal, above 0")
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    forbidden = logits == -torch.inf
+    lowest = torch.finfo(dtype).min / 4  # finite: the gradient of a forbidden token is 0 and not 0 * inf
+    log_p, log_q = (
+        torch.log_softmax(values.to(dtype).masked_fill(forbidden, lowest) / temperature, -1) for values in (logits, ref_logits.detach())
+    )
+    return (log_p.exp() * torch.where(forbidden, 0, log_p - log_q)).sum(-1)
+
+
+@dataclass(slots=True)
+class AdaptiveKL:
+    """A coefficient that steers the KL to `target` (per token, in nats); `horizon` counts responses.
+
+    Source: arXiv 1909.08593 section 2.2. Raises ValueError for a target or horizon that is not above 0.
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        if not (self.target > 0 and self.horizon > 0 and self.coef >= 0):
+            raise ValueError(f"KL coefficient {self.coef}, target {self.target}, horizon {self.horizon}; at least 0, and above 0")
+
+    def update(self, kl: float, rows: int) -> None:
+        """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon, after a step of `rows` responses with mean KL `kl`."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef = max(self.coef * (1 + error * rows / self.horizon), 0.0)
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain numbers for a checkpoint."""
+        return {"coef": self.coef, "target": self.target, "horizon": self.horizon}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, float]) -> AdaptiveKL:
+        """The controller that `to_dict` described."""
+        return cls(**state)
+
+
+def _k1(log_ratio: Tensor) -> Tensor:
+    return log_ratio
+
+
+def _k2(log_ratio: Tensor) -> Tensor:
+    return log_ratio.square() / 2
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(-log_ratio) + log_ratio
 
 
-KL_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {"low_var_kl": _k3}
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "kl": _k1, "k1": _k1, "abs": torch.abs, "mse": _k2, "k2": _k2, "low_var_kl": _k3, "k3": _k3,
+}  # fmt: skip
 """Name -> (log-prob - reference) -> estimate per token."""
+KL_PENALTIES = frozenset(_ESTIMATORS) | {f"{name}+" for name in _ESTIMATORS}
+"""Names that `kl_penalty` knows."""

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_grpo.algo.losses import MAX_LOG_RATIO
-
 SHARE = "/token_share"
 """Ending of names whose value 0 means that the part does not occur; it is left out."""
-_BUCKETS = 20
-_BOUNDARIES = (0, *(2**power for power in range(_BUCKETS - 2)))
+ESS = {"rho": "ess", "rho_seq": "ess_seq", "importance_weight": "importance_ess"}
+"""Name of a weight -> name of its effective sample size (sum w)^2 / (n sum w^2), from the sums of w and of `<name>_sq`."""
+CHI2 = {"mismatch_ratio": "mismatch_chi2", "mismatch_ratio_seq": "mismatch_chi2_seq"}
+"""Name of a ratio -> name of mean(w^2) - 1, from the sum of `<name>_sq`."""
 
 
 class MetricSums:
-    """Named sums with counts, and extremes. Names are paths (`train/ppo_kl`); `<path>/rho` with `<path>/rho_sq` gives `<path>/ess`."""
+    """Named sums with counts, and extremes. Names are paths (`train/ppo_kl`); `ESS` and `CHI2` say what is derived from two sums."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
@@ -79,13 +79,17 @@ class MetricSums:
         return sums
 
     def means(self) -> dict[str, float]:
-        """Sum / count per name, the extremes, and the effective sample size (sum rho)^2 / (n sum rho^2), a share in (0, 1]."""
+        """Sum / count per name, the extremes, and what `ESS` (a share in (0, 1]) and `CHI2` derive."""
         self._settle()
         absent = {name for name, (total, _) in self._sums.items() if total == 0 and name.endswith(SHARE)}
         out = {name: total / count for name, (total, count) in self._sums.items() if count > 0 and name not in absent}
-        for name in [name for name in out if name.endswith("/rho_sq")]:
-            square, mean = out.pop(name), out[name.removesuffix("_sq")]
-            out[name.removesuffix("rho_sq") + "ess"] = mean * mean / square
+        for name in [name for name in out if name.endswith("_sq")]:
+            path, _, leaf = name.removesuffix("_sq").rpartition("/")
+            square, mean = out.pop(name), out.get(f"{path}/{leaf}", 0.0)
+            if leaf in ESS:
+                out[f"{path}/{ESS[leaf]}"] = mean * mean / square if square else 0.0
+            else:
+                out[f"{path}/{CHI2[leaf]}"] = square - 1
         return out | self._highs | self._lows
 
     def _extreme(self, store: dict[str, float], name: str, value: float | Tensor) -> None:
@@ -119,84 +123,3 @@ def lag_bucket(lag: int) -> str:
         return str(max(lag, 0))
     high = 1 << (lag - 1).bit_length()
     return f"{high // 2 + 1}-{high}"
-
-
-def loss_metrics(
-    sums: MetricSums,
-    *,
-    token_loss: Tensor,
-    log_ratio: Tensor,
-    ratio: Tensor,
-    clipped_low: Tensor,
-    clipped_high: Tensor,
-    dual_clipped: Tensor,
-    anchor_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    staleness: Tensor,
-    mask: Tensor,
-    weights: Tensor | None = None,
-    kl: Tensor | None = None,
-    entropy: Tensor | None = None,
-) -> None:
-    """Add the metrics of one micro-batch to `sums`, over all tokens in the mask and again per lag bucket (`train/lag_2/ppo_kl`).
-
-    All tensors have one shape, [B, T] or packed [N]; `log_ratio` to `dual_clipped` are the diagnostics of `policy_loss`. Means: pg_loss,
-    ppo_kl (anchor - current), approx_kl (k3), pg_clipfrac and its low, high and dual parts, ratio, abs_log_ratio, rho (current against
-    behaviour) with ess, advantage, lag, and where given kl, entropy, importance_weight and importance_zero (share of weights that are 0).
-    rollout_mismatch is mean |anchor - behaviour|, only for an anchor other than the behaviour policy (pass the same tensor twice
-    otherwise); at lag 0 it is the disagreement of sampler and learner. Extremes: ratio_min, ratio_max, lag_max, log_ratio_abs_max,
-    advantage_abs_max. `train/lag_2/token_share` is the bucket's share of the tokens.
-    """
-    if mask.numel() == 0:
-        return
-    valid = mask.reshape(-1) != 0
-    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    mismatch = anchor_logprobs - behavior_logprobs
-    rho = (log_ratio + mismatch).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    columns = {
-        "pg_loss": token_loss,
-        "ppo_kl": -log_ratio,
-        "approx_kl": torch.expm1(clamped) - clamped,
-        "pg_clipfrac": clipped_low | clipped_high,
-        "pg_clipfrac_low": clipped_low,
-        "pg_clipfrac_high": clipped_high,
-        "pg_clipfrac_dual": dual_clipped,
-        "ratio": ratio,
-        "abs_log_ratio": log_ratio.abs(),
-        "rho": rho,
-        "rho_sq": rho.square(),
-        "advantage": advantages,
-    }
-    if anchor_logprobs is not behavior_logprobs:
-        columns["rollout_mismatch"] = mismatch.abs()
-    if weights is not None:
-        columns |= {"importance_weight": weights, "importance_zero": weights == 0}
-    columns |= {name: tensor for name, tensor in (("kl", kl), ("entropy", entropy)) if tensor is not None}
-    _add_by_lag(sums, columns, staleness.reshape(-1), valid)
-    extremes = {"lag_max": staleness, "ratio_max": ratio, "log_ratio_abs_max": log_ratio.abs(), "advantage_abs_max": advantages.abs()}
-    for name, tensor in extremes.items():
-        sums.maximum(f"train/{name}", _filled(tensor, valid, -torch.inf).amax())
-    sums.minimum("train/ratio_min", _filled(ratio, valid, torch.inf).amin())
-
-
-def _add_by_lag(sums: MetricSums, columns: dict[str, Tensor], lag: Tensor, valid: Tensor) -> None:
-    """Sums of every column [N], in all and per lag bucket, as one matrix product."""
-    names = list(columns)
-    values = torch.stack([_filled(column, valid, 0) for column in columns.values()])  # [M, N]
-    bucket = torch.bucketize(torch.where(valid, lag, 0).double(), lag.new_tensor(_BOUNDARIES, dtype=torch.float64)).clamp(max=_BUCKETS - 1)
-    members = torch.nn.functional.one_hot(bucket, _BUCKETS).double() * valid.unsqueeze(-1)  # [N, K]
-    totals, counts = values @ members, members.sum(0)  # [M, K], [K]
-    all_tokens = counts.sum()
-    sums.add_table([f"train/{name}" for name in names], torch.stack([totals.sum(1), all_tokens.expand(len(names))], -1))
-    sums.add_table(["train/lag_mean"], torch.stack([_filled(lag, valid, 0).sum(), all_tokens]).unsqueeze(0))
-    labels = [f"train/lag_{lag_bucket(boundary)}" for boundary in _BOUNDARIES] + [f"train/lag_{_BOUNDARIES[-1] + 1}+"]
-    sums.add_table(
-        [f"{label}/{name}" for name in names for label in labels], torch.stack([totals, counts.expand_as(totals)], -1).reshape(-1, 2)
-    )
-    sums.add_table([f"{label}{SHARE}" for label in labels], torch.stack([counts, all_tokens.expand_as(counts)], -1))
-
-
-def _filled(tensor: Tensor, valid: Tensor, fill: float) -> Tensor:
-    """Flat float64 copy [N] with `fill` where not valid."""
-    return torch.where(valid, tensor.detach().reshape(-1).double(), fill)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from async_grpo.batching import RankPlan
+from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import LearnerProcess
 from async_grpo.config.schema import Config
@@ -54,9 +54,14 @@ class LearnerGroup:
         group.state = states[0]
         return group
 
-    async def begin(self, plans: Sequence[RankPlan]) -> None:
-        """Start a learner step: every rank fetches its rows."""
-        await self._each("call", [("begin", plan) for plan in plans])
+    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
+        """Start a learner step: every rank fetches its rows. Token KL summed over each row, if it is part of the reward."""
+        sums = await self._each("call", [("begin", plan) for plan in plans])
+        return {key: value for rank in sums for key, value in rank.items()}
+
+    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
+        """Tell every rank what the rows are worth."""
+        await self._all("call", "assign", values, kl_coef)
 
     async def update(self, index: int) -> None:
         """One optimizer step."""

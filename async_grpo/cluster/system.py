@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from async_grpo.algo.filters import FilterRule
 from async_grpo.cluster.actor_manager import ActorManager
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
@@ -21,7 +23,9 @@ from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.loop import Loop
+from async_grpo.planning import shaping
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.sender import resolve_backend
 from async_grpo.weights.shared_memory import remove_segments
@@ -73,8 +77,12 @@ class QueueClient:
 class System:
     """Queue, rollout actors, learner ranks, coordinator and loop of one run."""
 
-    def __init__(self, config: Config, *, total_steps: int, weights: dict[str, float], key: str) -> None:
+    def __init__(
+        self, config: Config, *, total_steps: int, weights: dict[str, float], problems: int, fingerprint: str, key: str
+    ) -> None:
+        """`weights` of the reward components; `problems` and `fingerprint` of the training data; `key` of this start's segments."""
         self._config, self._total_steps, self._weights, self._key = config, total_steps, weights, key
+        self._problems, self._fingerprint = problems, fingerprint
         self._session: Session | None = None
         self.actors: ActorManager | None = None
         self.learner: LearnerGroup | None = None
@@ -128,6 +136,7 @@ class System:
             config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
             total_steps=self._total_steps, steps_done=steps_done,
             log=lambda step, metrics: log(step, metrics | actors.measurements()),
+            row_state=None if self.learner.state is None else self.learner.state["rows"],
         )
 
     async def open_weights(self) -> dict[str, float]:
@@ -164,7 +173,7 @@ class System:
         """Write the learner's checkpoint and the exported model into `directory`; the queue's snapshot is returned."""
         await self.settle()
         snapshot = await self.queue.snapshot()
-        await self.learner.save(str(directory / "learner"), {"step": self.steps_done})
+        await self.learner.save(str(directory / "learner"), {"step": self.steps_done, "rows": self.loop.row_state()})
         await self.learner.export(str(directory / "hf"))
         return snapshot
 
@@ -223,9 +232,15 @@ class System:
     def _queue_settings(self, steps_done: int) -> QueueSettings:
         config = self._config
         filters = config.replay.filter_groups
+        rule = FilterRule(
+            metric=filters.metric, tolerance=filters.tolerance, zero_variance=filters.zero_variance, accuracy_low=filters.accuracy_low,
+            accuracy_high=filters.accuracy_high, all_truncated=filters.all_truncated,
+        )
         return QueueSettings(
             rollout_batch_size=config.rollout.rollout_batch_size, max_staleness=config.replay.max_staleness,
             total_steps=self._total_steps, group_size=config.rollout.group_size, max_attempts=config.replay.max_attempts,
-            filter_groups=filters.enable, filter_metric=filters.metric, max_num_gen_batches=filters.max_num_gen_batches,
-            weights=self._weights, trained_steps=steps_done,
+            max_num_gen_batches=filters.max_num_gen_batches, shaping=shaping(config, self._weights), filter=rule if filters.enable else None,
+            baseline=config.algorithm.adv_estimator == "remax", retire_at=filters.retire_at if filters.enable else None,
+            problem=partial(problem_index, config.seed, self._fingerprint, n=self._problems), problems=self._problems,
+            trained_steps=steps_done,
         )

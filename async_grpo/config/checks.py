@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from async_grpo.config.algorithm_checks import check_algorithm
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
 
 _ABSENT = object()
@@ -41,13 +42,13 @@ class RuleError(ValueError):
 
 def check(config: Config) -> None:
     """Raise RuleError with a sentence for every rule that `config` breaks."""
-    sentences = [sentence for rules in (_run, _batches, _staleness, _algorithm, _learner, _cluster) for sentence in rules(config)]
+    sentences = [sentence for rules in (_run, _batches, _staleness, check_algorithm, _learner, _cluster) for sentence in rules(config)]
     if sentences:
         raise RuleError(sentences)
 
 
 def _run(config: Config) -> Iterator[str]:
-    run, model, groups = config.run, config.model, config.replay.filter_groups
+    run, model = config.run, config.model
     if (run.total_steps is None) == (run.epochs is None):
         both = "both are" if run.epochs is not None else "neither is"
         yield f"Set exactly one of `run.total_steps` and `run.epochs`; {both} set."
@@ -66,8 +67,6 @@ def _run(config: Config) -> Iterator[str]:
                 f"`model.warm_start.hidden_size` is {hidden} and `model.warm_start.heads` is {heads}: hidden_size / heads must be one of "
                 f"the head sizes that the engines' attention has everywhere: {', '.join(map(str, HEAD_SIZES))}."
             )
-    if groups.enable and not groups.metric:
-        yield "`replay.filter_groups.metric` is empty; allowed are score, acc, or the name of a reward component."
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -88,8 +87,6 @@ def _batches(config: Config) -> Iterator[str]:
             f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}; allowed are 1 and 0, because the learner does "
             "not renormalise over the sampler's kept set and its ratios would be biased."
         )
-    if config.algorithm.adv_estimator == "grpo" and rollout.group_size < 2:
-        yield f"`rollout.group_size` is {rollout.group_size}; `algorithm.adv_estimator: grpo` compares responses, so it needs at least 2."
 
 
 def _staleness(config: Config) -> Iterator[str]:
@@ -100,27 +97,6 @@ def _staleness(config: Config) -> Iterator[str]:
             f"{bound + 1} x {batch} = {config.max_outstanding} groups may be outstanding, {every} steps need {every} x {batch} = "
             f"{every * batch} before a publication frees any, so the slots would never return."
         )
-
-
-def _algorithm(config: Config) -> Iterator[str]:
-    algorithm, rollout = config.algorithm, config.rollout
-    schedule, importance, overlong = algorithm.clip_schedule, algorithm.importance, algorithm.overlong_buffer
-    if schedule.kind == "exponential" and schedule.rate > 1:
-        yield (
-            f"`algorithm.clip_schedule.rate` is {schedule.rate:g}; with `kind: exponential` it is at most 1, "
-            "since the clip interval must not widen with lag."
-        )
-    if importance.level != "none" and algorithm.anchor != "recomputed":
-        yield (
-            f"`algorithm.importance.level: {importance.level}` weighs the anchor against the behaviour policy and needs "
-            f"`algorithm.anchor: recomputed`; with `{algorithm.anchor}` both are the same policy."
-        )
-    if importance.lower >= importance.upper:
-        yield f"`algorithm.importance.lower` is {importance.lower:g}; it must be below `algorithm.importance.upper`, {importance.upper:g}."
-    if config.model.reference is not None and not algorithm.use_kl_loss:
-        yield "`model.reference` is given but nothing uses it: set `algorithm.use_kl_loss: true`, or remove it."
-    if overlong.enable and overlong.len > rollout.response_length:
-        yield f"`algorithm.overlong_buffer.len` is {overlong.len}; allowed is at most `rollout.response_length`, {rollout.response_length}."
 
 
 def _learner(config: Config) -> Iterator[str]:

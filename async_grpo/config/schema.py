@@ -1,7 +1,7 @@
 """Every setting of a run: its name, type, default, range and meaning.
 
-Runs in: any process (imports pydantic only). This module hides nothing and is the only home of defaults; `load` reads YAML and
-overrides into it, `checks` holds the rules that span several sections. A `Config` is immutable and complete once loaded: no other
+Runs in: any process (imports pydantic only). This module, with `algorithm` for that section, hides nothing and is the only home of
+defaults; `load` reads YAML and overrides into it, `checks` holds the rules that span several sections. A `Config` is immutable and complete once loaded: no other
 module supplies a default for a missing setting.
 """
 
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from async_grpo.config.algorithm import Algorithm
+from async_grpo.config.section import Fraction, NonNegative, Positive, Seconds, Section
 
 if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
-
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 # The learner sets these itself from other settings; `learner.deepspeed` may not contain them. Dots go into nested sections.
 REFUSED_DEEPSPEED_KEYS = frozenset({
@@ -25,12 +23,6 @@ REFUSED_DEEPSPEED_KEYS = frozenset({
     "gradient_clipping", "bf16", "fp16", "bfloat16", "amp", "torch_autocast", "data_types", "zero_optimization.stage", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "steps_per_print", "tensor_parallel", "sequence_parallel_size", "pipeline",
 })
-
-
-class Section(BaseModel):
-    """A strict, immutable group of settings: unknown keys and wrong types are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Run(Section):
@@ -88,7 +80,11 @@ class Model(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type of learner and engines; `auto` is float32 on CPU and bfloat16 on GPU."""
     reference: str | None = None
-    """Model of the KL reference (directory or hub name); null means the initial policy. Used only with `algorithm.use_kl_loss`."""
+    """Model of the KL reference (directory or hub name); null means the initial policy. Used only with a KL penalty."""
+    reference_refresh_steps: NonNegative = 0
+    """Learner steps after which the reference takes over the policy's weights, again and again; 0 means never."""
+    lm_head_fp32: bool = False
+    """Compute the language-model head in float32 in learner and engines, whatever `model.dtype` is."""
     trust_remote_code: bool = False
     """Allow code that ships with a model to run."""
 
@@ -111,9 +107,9 @@ class Task(Section):
     """Training data: a local JSONL file, or a Hugging Face data set as `name`, `name:config` or `name:config:split`."""
     eval: str | None = None
     """Held-out data, same forms as `train`."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field({})
     """The task's own settings, checked by the task."""
-    rewards: dict[str, float] = {}
+    rewards: dict[str, float] = Field({})
     """Weight per reward component; empty means the task's own weights."""
     max_bad_fraction: Fraction = 0.0
     """Share of malformed data rows that is tolerated (skipped and counted)."""
@@ -143,9 +139,22 @@ class Rollout(Section):
 
 class FilterGroups(Section):
     enable: bool = False
-    """Reject groups without learning signal (all rewards equal) and generate others in their place."""
+    """Reject groups without learning signal and generate others in their place (dynamic sampling)."""
     metric: str = "score"
-    """What must vary inside a group: `score` (weighted reward sum), `acc` (the verifier's verdict) or a reward component."""
+    """What must vary inside a group: `score` (weighted reward sum), `acc` (the verifier's verdict), `seq_reward` (the shaped reward) or
+    a reward component."""
+    zero_variance: bool = True
+    """Reject groups whose values of the metric are all equal."""
+    tolerance: Annotated[float, Field(ge=0)] = 1e-6
+    """Values of the metric that differ by no more than this are equal."""
+    accuracy_low: Fraction | None = None
+    """Reject groups whose accuracy is this low or lower; null is off."""
+    accuracy_high: Fraction | None = None
+    """Reject groups whose accuracy is this high or higher; null is off."""
+    all_truncated: bool = False
+    """Reject groups whose responses all hit the response budget."""
+    retire_at: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Pose a problem no more once this share of a group's responses was right; null is off."""
     max_num_gen_batches: NonNegative = 20
     """End the run when this many times `rollout_batch_size` groups were rejected since the last learner step; 0 means no limit."""
 
@@ -162,81 +171,6 @@ class Replay(Section):
     filter_groups: FilterGroups = FilterGroups()
 
 
-class ClipSchedule(Section):
-    kind: Literal["constant", "harmonic", "exponential"] = "constant"
-    """How the clip interval shrinks with a token's lag k: not at all, eps / (1 + rate k), or eps rate^k."""
-    rate: Annotated[float, Field(ge=0)] = 1.0
-    """Rate of the schedule; for `exponential` at most 1."""
-    floor: Fraction = 0.0
-    """Smallest factor the schedule may reach."""
-
-
-class Importance(Section):
-    level: Literal["none", "token", "sequence"] = "none"
-    """Off-policy weight of the anchor against the behaviour policy. With `anchor: behavior` both are the same policy: `none`."""
-    mode: Literal["truncate", "mask"] = "truncate"
-    """Clamp a weight into [lower, upper], or set it to 0 outside."""
-    lower: Annotated[float, Field(ge=0)] = 0.0
-    """Smallest weight that is neither clamped nor masked."""
-    upper: Annotated[float, Field(gt=0)] = 2.0
-    """Largest weight that is neither clamped nor masked."""
-
-
-class OverlongBuffer(Section):
-    enable: bool = False
-    """Soft overlong punishment of DAPO: a linear penalty over the last `len` tokens of the response budget."""
-    len: Positive = 16
-    """Length of the punished tail, in tokens."""
-    penalty_factor: Annotated[float, Field(ge=0)] = 1.0
-    """Penalty of a response that uses the whole budget."""
-
-
-class Algorithm(Section):
-    adv_estimator: Literal["grpo"] = "grpo"
-    """How rewards become advantages."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation (GRPO); false is Dr. GRPO's advantage."""
-    policy_loss: Literal["ppo_clip"] = "ppo_clip"
-    """Loss of one token."""
-    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Half-width of the clip interval around ratio 1, for the sides that have no value of their own."""
-    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Half-width of the lower side; null means `clip_ratio`."""
-    clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
-    """Half-width of the upper side; null means `clip_ratio`. Wider than the lower side is clip-higher (DAPO uses 0.28)."""
-    dual_clip_loss: bool = False
-    """Bound the loss of negative advantages too."""
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
-    """Bound of the loss for negative advantages when `dual_clip_loss` is on."""
-    clip_schedule: ClipSchedule = ClipSchedule()
-    anchor: Literal["behavior", "recomputed"] = "behavior"
-    """Centre of the trust region: the policy that sampled each token, or the learner's policy before the step."""
-    importance: Importance = Importance()
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """How token losses become one number; `seq-mean-token-sum-norm` divides by the constant `rollout.response_length` (Dr. GRPO)."""
-    use_kl_loss: bool = False
-    """Add a KL penalty to a frozen reference policy to the loss."""
-    kl_loss_coef: Annotated[float, Field(ge=0)] = 0.001
-    """Weight of the KL penalty."""
-    kl_loss_type: Literal["low_var_kl"] = "low_var_kl"
-    """k3, the low-variance estimator."""
-    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy bonus."""
-    overlong_buffer: OverlongBuffer = OverlongBuffer()
-    mask_truncated: bool = False
-    """Leave truncated responses out of the loss; they still count in the group statistics."""
-
-    @property
-    def clip_low(self) -> float:
-        """Half-width of the lower side of the clip interval at lag 0."""
-        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-
-    @property
-    def clip_high(self) -> float:
-        """Half-width of the upper side of the clip interval at lag 0."""
-        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-
-
 class Learner(Section):
     ranks: Positive = 1
     """DeepSpeed processes."""
@@ -250,7 +184,7 @@ class Learner(Section):
     """Upper limit of prompt and response tokens in one forward pass of one rank."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field([0.9, 0.95])
     """Decay rates of AdamW's two averages."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's weight decay."""
@@ -262,7 +196,7 @@ class Learner(Section):
     """Largest global gradient norm."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    deepspeed: dict[str, Any] = {}
+    deepspeed: dict[str, Any] = Field({})
     """Merged into the DeepSpeed configuration; keys that this project sets itself are refused."""
 
 

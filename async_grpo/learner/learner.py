@@ -1,7 +1,7 @@
-"""One DeepSpeed rank: begin / update / end of a learner step, weights out, checkpoints.
+"""One DeepSpeed rank: begin / assign / update / end of a learner step, weights out, checkpoints.
 
-Runs in: learner ranks; every method is called on all ranks with the same arguments but the plan. Hides DeepSpeed, its ZeRO stages and
-the token mathematics. Invariants:
+Runs in: learner ranks; every method is called on all ranks with the same arguments but the plan. Hides DeepSpeed and its ZeRO stages;
+the formulas are `token_math`'s. Invariants:
 
 - The gradient of an update is that of the plan's rows and weights, whatever their split into micro-batches and ranks: weights hold the
   global normalisers, so losses are added, and DeepSpeed's mean over ranks is undone by the factor `world_size`.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_grpo import wire
-from async_grpo.algo.aggregation import aggregate_loss
-from async_grpo.algo.importance import importance_weights
-from async_grpo.algo.kl import kl_penalty
-from async_grpo.algo.losses import Clip, policy_loss
-from async_grpo.algo.metrics import MetricSums, loss_metrics
-from async_grpo.batching import PlanRow, RankPlan
+from async_grpo.algo.metrics import MetricSums
+from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.learner import store, zero
+from async_grpo.learner.collectives import Collectives
 from async_grpo.learner.model import Packed, PolicyModel, load_model, pack
-from async_grpo.learner.rows import Row, RowKey, Stopwatch, chunks, decode_rows, learning_rate, token_batch
+from async_grpo.learner.rows import Row, Stopwatch, TokenBatch, chunks, decode_rows, learning_rate, token_batch
+from async_grpo.learner.token_math import TokenMath
 
 Fetch = Callable[[int, Sequence[int]], wire.Buffer]
 
@@ -44,6 +43,16 @@ class NonFinite(RuntimeError):
     def __init__(self, what: str, group_ids: Sequence[int]) -> None:
         super().__init__(f"the {what} is not finite; groups {list(group_ids)}")
         self.group_ids = list(group_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward pass over a micro-batch: its rows, their token tensors, log-probs [M] and entropies [M]."""
+
+    packed: Packed
+    batch: TokenBatch
+    logprobs: Tensor
+    entropy: Tensor | None
 
 
 class Learner:
@@ -67,7 +76,8 @@ class Learner:
         wanted = config.model.dtype
         self._dtype = torch.float32 if wanted == "float32" or (wanted == "auto" and device == "cpu") else torch.bfloat16
         self._sharded = config.learner.zero_stage == 3
-        self._clip = _clip(config)
+        self._collectives = Collectives(self._torch_device)
+        self._math = TokenMath(config, self._collectives)
         self._grad_norm: float | None = None
         self._build(model_dir)
 
@@ -83,12 +93,18 @@ class Learner:
             optimizer.register_step_pre_hook(self._clip_gradients)
         self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         self.engine.train()
-        self._reference = self._build_reference(model_dir) if self.config.algorithm.use_kl_loss else None
+        self._reference = self._build_reference(model_dir) if self.config.algorithm.uses_reference else None
 
     def _build_reference(self, model_dir: str) -> torch.nn.Module:
         import deepspeed
 
         model = self._load(self.config.model.reference or model_dir, gradient_checkpointing=False).requires_grad_(False).eval()
+        shapes = [[zero.full_shape(parameter) for parameter in part.parameters()] for part in (self.engine.module, model)]
+        if self.config.model.reference_refresh_steps and shapes[0] != shapes[1]:
+            raise ValueError(
+                "model.reference_refresh_steps copies the policy's weights into the reference, but model.reference is of another "
+                "architecture; set it to 0, or use a reference of the policy's architecture"
+            )
         if not self._sharded:
             return model.to(self._torch_device)
         engine = deepspeed.initialize(model=model, config=zero.reference_config(dtype=self._dtype, world_size=self.world_size))[0]
@@ -99,34 +115,47 @@ class Learner:
         return load_model(
             directory, dtype=self._dtype, longest_row=self.config.rollout.prompt_length + self.config.rollout.response_length,
             gradient_checkpointing=gradient_checkpointing, trust_remote_code=self.config.model.trust_remote_code,
+            float32_head=self.config.model.lm_head_fp32,
         )
 
-    def begin(self, plan: RankPlan) -> None:
-        """Fetch and check this rank's rows, and compute reference and anchor log-probs where the loss needs them.
+    def begin(self, plan: RankPlan) -> dict[RowKey, float]:
+        """Fetch and check this rank's rows, and compute reference and anchor log-probs where something needs them.
 
+        Returns the token KL of each row that this rank owns, summed over its mask, if it is part of the reward; else nothing.
         Raises StalenessError for a token outside the bound, ValueError for a payload that does not fit the plan.
         """
         if self._plan is not None:
             raise RuntimeError(f"begin of step {plan.step} while step {self._plan.step} is open; call end first")
-        self._metrics = MetricSums()
+        algorithm, self._metrics = self.config.algorithm, MetricSums()
         with Stopwatch() as fetching:
             payload = self._fetch(plan.step, plan.group_ids) if plan.group_ids else wire.pack_frames([])
             self._rows = decode_rows(plan, payload, max_staleness=self.config.replay.max_staleness)
         self._metrics.add_value("time/learner_fetch", fetching.seconds)
-        trained = {(row.group_id, row.row) for update in plan.updates for micro_batch in update for row in micro_batch if row.weight != 0}
-        rows = [self._rows[key] for key in sorted(trained)]
+        # Rows outside the loss count in the statistics of their group, with their KL.
+        rows = [self._rows[key] for key, row in plan.rows.items() if row.weight != 0 or algorithm.add_token_level_kl]
         tokens = [row.tokens for row in rows]
         if self._reference is not None:
             with Stopwatch() as watch:
                 for row, values in zip(rows, self._no_grad_logprobs(self._reference, tokens), strict=True):
                     row.reference = values
             self._metrics.add_value("time/learner_reference", watch.seconds)
-        if self.config.algorithm.anchor == "recomputed":
+        if algorithm.anchor == "recomputed":
             with Stopwatch() as watch:
                 for row, values in zip(rows, self._no_grad_logprobs(self.engine, tokens), strict=True):
                     row.anchor = values
             self._metrics.add_value("time/learner_anchor", watch.seconds)
         self._plan = plan
+        if not algorithm.add_token_level_kl:
+            return {}
+        sums = {key: self._math.reward_kl(row) for key, row in self._rows.items()}
+        return {key: sums[key] for key in plan.owned}
+
+    def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
+        """What the rows of the step are worth; between `begin` and the first `update`. kl_coef: of the token KL in the reward."""
+        if self._plan is None:
+            raise RuntimeError("assign without begin")
+        trained = {key: self._rows[key] for key, row in self._plan.rows.items() if row.weight != 0}
+        self._math.assign(trained, owned=self._plan.owned, values=values, kl_coef=kl_coef)
 
     def update(self, index: int) -> None:
         """One optimizer step over `plan.updates[index]`.
@@ -136,60 +165,56 @@ class Learner:
         if self._plan is None:
             raise RuntimeError(f"update {index} without begin")
         with Stopwatch() as watch:
-            micro_batches = self._plan.updates[index]
+            micro_batches = [[row for row in batch if row.weight != 0] for batch in self._plan.updates[index]]
+            selections = self._select(micro_batches) if self._math.selects else [None] * len(micro_batches)
             losses = []
-            for micro_batch in micro_batches:
-                loss = self._loss(micro_batch)
+            for micro_batch, selection in zip(micro_batches, selections, strict=True):
+                loss = self._loss(micro_batch, selection)
                 self.engine.backward(loss * self.world_size)
                 losses.append(loss.detach())
             total = self._checked_total(torch.stack(losses), micro_batches)
             lr = self._step()
         group_ids = sorted({row.group_id for micro_batch in micro_batches for row in micro_batch})
         if self._grad_norm is None or not np.isfinite(self._grad_norm):
-            raise NonFinite(f"gradient norm of update {index}, {self._grad_norm},", self._union(group_ids))
+            raise NonFinite(f"gradient norm of update {index}, {self._grad_norm},", self._collectives.union(group_ids))
         for name, value in (("loss", total), ("grad_norm", self._grad_norm), ("lr", lr)):
             self._metrics.add_value(f"train/{name}", value)
         self._metrics.add_value("time/learner_update", watch.seconds)
 
     def end(self) -> dict[str, Any]:
         """Free the payload and return this rank's metrics of the step as sums and counts (`MetricSums.to_wire`)."""
+        every = self.config.model.reference_refresh_steps
+        if self._plan is not None and every and self._plan.step % every == 0:
+            zero.copy_parameters(self.engine.module, _module(self._reference))
         self._plan, self._rows = None, {}
         return self._metrics.to_wire()
 
-    def _loss(self, planned: Sequence[PlanRow]) -> Tensor:
-        """This rank's share of the loss from one micro-batch: a scalar to be added to the others.
+    def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[Tensor]:
+        """Tokens that the loss selects by statistics of the whole update, per micro-batch; one pass without gradient."""
+        with torch.no_grad(), Stopwatch() as watch:
+            passes = [self._forward(micro_batch, with_entropy=False) for micro_batch in micro_batches]
+            selections = self._math.select(self._plan.step, [one.batch for one in passes], [one.logprobs for one in passes])
+        self._metrics.add_value("time/learner_select", watch.seconds)
+        return selections
 
-        Without rows the dummy token takes the same path with weight 0: ZeRO-3 compares the order of backward hooks between ranks, which
+    def _loss(self, planned: Sequence[PlanRow], selection: Tensor | None) -> Tensor:
+        """This rank's share of the loss from one micro-batch: a scalar to be added to the others."""
+        one = self._forward(planned, with_entropy=True)
+        if planned:
+            self._count(one.packed)
+        return self._math.loss(one.batch, one.logprobs, one.entropy, selection=selection, metrics=self._metrics if planned else None)
+
+    def _forward(self, planned: Sequence[PlanRow], *, with_entropy: bool) -> Pass:
+        """One pass of the policy over a micro-batch, and the token tensors in the order of its rows in the pack.
+
+        Without rows a dummy token takes the same path with weight 0: ZeRO-3 compares the order of backward hooks between ranks, which
         depends on the outputs that the loss uses.
         """
-        algorithm = self.config.algorithm
-        planned = [row for row in planned if row.weight != 0]
-        packed = pack([self._rows[row.group_id, row.row].tokens for row in planned], self._torch_device)
-        logprobs, entropy = self.engine(packed, self.config.rollout.temperature, True)
-        planned = [planned[position] for position in packed.order if planned]
-        batch = token_batch(planned, [self._rows[row.group_id, row.row] for row in planned], self._torch_device)
-        weights = None
-        if algorithm.importance.level != "none":
-            weights = importance_weights(
-                batch.anchor, batch.behavior, batch.mask, level=algorithm.importance.level, mode=algorithm.importance.mode,
-                lower=algorithm.importance.lower, upper=algorithm.importance.upper, row_index=batch.row_index,
-            )
-        token_loss, diagnostics = policy_loss(
-            algorithm.policy_loss, logprobs, anchor_logprobs=batch.anchor, behavior_logprobs=batch.behavior, advantages=batch.advantages,
-            loss_mask=batch.mask, staleness=batch.lag, clip=self._clip, weights=weights,
-        )
-        kl = None if batch.reference is None else kl_penalty(logprobs, batch.reference, algorithm.kl_loss_type)
-        if planned:
-            self._count(packed)
-            loss_metrics(
-                self._metrics, token_loss=token_loss, anchor_logprobs=batch.anchor, behavior_logprobs=batch.behavior,
-                advantages=batch.advantages, staleness=batch.lag, mask=batch.mask, weights=weights, kl=kl, entropy=entropy, **diagnostics,
-            )
-        if kl is not None:
-            token_loss = token_loss + algorithm.kl_loss_coef * kl
-        if algorithm.entropy_coef:
-            token_loss = token_loss - algorithm.entropy_coef * entropy
-        return aggregate_loss(token_loss, batch.weights)
+        packed = pack([self._rows[row.key].tokens for row in planned], self._torch_device)
+        logprobs, entropy = self.engine(packed, self.config.rollout.temperature, with_entropy)
+        ordered = [planned[position] for position in packed.order if planned]
+        batch = token_batch(ordered, [self._rows[row.key] for row in ordered], self._torch_device)
+        return Pass(packed, batch, logprobs, entropy)
 
     def _count(self, packed: Packed) -> None:
         """train/padding: share of attention positions that hold no token; train/micro_batch_tokens: tokens per forward pass."""
@@ -205,14 +230,8 @@ class Learner:
         total, broken = totals.tolist()
         if broken or not np.isfinite(total):
             mine = {row.group_id for ok, micro_batch in zip(finite, micro_batches, strict=True) if not ok for row in micro_batch}
-            raise NonFinite("loss", self._union(sorted(mine)))
+            raise NonFinite("loss", self._collectives.union(sorted(mine)))
         return total
-
-    def _union(self, group_ids: Sequence[int]) -> list[int]:
-        """Group ids of all ranks, so that every rank raises the same error."""
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, list(group_ids))
-        return sorted({group_id for ids in gathered for group_id in ids})
 
     def _step(self) -> float:
         """Optimizer step; returns the learning rate, leaves the gradient norm before clipping in `_grad_norm`."""
@@ -242,7 +261,7 @@ class Learner:
         lengths = [len(rows[index][0]) + len(rows[index][1]) for index in longest_first]
         passes = [[longest_first[k] for k in chunk] for chunk in chunks(lengths, self.config.learner.tokens_per_micro_batch)]
         if self._sharded:
-            passes += [[]] * (self._maximum(len(passes)) - len(passes))
+            passes += [[]] * (self._collectives.maximum(len(passes)) - len(passes))
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         with torch.no_grad():
             for chunk in passes:
@@ -254,11 +273,6 @@ class Learner:
                     for index, part in zip(order, np.split(values, ends[:-1]), strict=True):
                         out[index] = part
         return out
-
-    def _maximum(self, value: int) -> int:
-        tensor = torch.tensor(value, device=self._torch_device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return int(tensor)
 
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
         return list(zip(self._names, self.engine.module.parameters(), strict=True))
@@ -301,11 +315,16 @@ class Learner:
     def save(self, directory: str, state: dict[str, Any]) -> None:
         """Write weights, optimizer, update counter, random state and `state` (plain values) so that `load` continues bit for bit."""
         store.save(self.engine, directory, {"updates": self.updates, "state": state}, rank=self.rank, layout=self._layout())
+        if self.config.model.reference_refresh_steps:
+            store.save_weights(zero.whole(_module(self._reference)), directory, writes=self.rank == 0)
+            dist.barrier()
 
     def load(self, directory: str) -> dict[str, Any]:
         """Continue from `save` and return its `state`. Raises ValueError if the ranks, the ZeRO stage or the dtype differ."""
         saved = store.load(self.engine, directory, rank=self.rank, layout=self._layout())
         self.updates = saved["updates"]
+        if self.config.model.reference_refresh_steps:
+            store.load_weights(_module(self._reference), directory, writable=zero.gathered)
         return saved["state"]
 
     def _layout(self) -> dict[str, Any]:
@@ -329,12 +348,9 @@ class Learner:
         deepspeed.comm.destroy_process_group()
 
 
-def _clip(config: Config) -> Clip:
-    algorithm = config.algorithm
-    return Clip(
-        low=algorithm.clip_low, high=algorithm.clip_high, kind=algorithm.clip_schedule.kind, rate=algorithm.clip_schedule.rate,
-        floor=algorithm.clip_schedule.floor, dual=algorithm.clip_ratio_c if algorithm.dual_clip_loss else None,
-    )
+def _module(model: torch.nn.Module) -> PolicyModel:
+    """The policy model inside a DeepSpeed engine, or the model itself."""
+    return getattr(model, "module", model)
 
 
 def _noise(weight: Tensor, *, scale: float, seed: int, name: str) -> Tensor:

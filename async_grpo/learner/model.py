@@ -145,28 +145,36 @@ AttentionInterface.register(ATTENTION, varlen_attention)
 
 
 class LogprobHead(nn.Module):
-    """The language-model head, from hidden states straight to log-probs. Keeps the parameter names of the layer it replaces."""
+    """The language-model head, from hidden states straight to log-probs. Keeps the parameter names of the layer it replaces.
 
-    def __init__(self, linear: nn.Module) -> None:
+    float32: compute logits in float32 from whatever type the weights have; one float32 copy of the weight lives during the call.
+    """
+
+    def __init__(self, linear: nn.Module, *, float32: bool) -> None:
         super().__init__()
         self.weight = linear.weight  # [V, H]; the embedding's own parameter when tied
         self.bias = linear.bias
-
-    def _project(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight, self.bias)
+        self._float32 = float32
 
     def forward(self, hidden: Tensor, targets: Tensor, vocab_size: int, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return token_logprobs(hidden, targets, self._project, vocab_size=vocab_size, temperature=temperature, with_entropy=with_entropy)
+        weight, bias = self.weight, self.bias
+        if self._float32:
+            hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
+
+        def project(part: Tensor) -> Tensor:
+            return F.linear(part, weight, bias)
+
+        return token_logprobs(hidden, targets, project, vocab_size=vocab_size, temperature=temperature, with_entropy=with_entropy)
 
 
 class PolicyModel(nn.Module):
     """A causal language model with `LogprobHead`; parameters are those of `hf`, under the prefix `hf.`."""
 
-    def __init__(self, hf: PreTrainedModel) -> None:
+    def __init__(self, hf: PreTrainedModel, *, float32_head: bool) -> None:
         super().__init__()
         self.hf = hf
         self.vocab_size = hf.get_output_embeddings().weight.shape[0]
-        hf.set_output_embeddings(LogprobHead(hf.get_output_embeddings()))
+        hf.set_output_embeddings(LogprobHead(hf.get_output_embeddings(), float32=float32_head))
 
     def forward(self, packed: Packed, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probs [M] float32 of the response tokens at `temperature`, and their entropies [M] or None."""
@@ -177,7 +185,9 @@ class PolicyModel(nn.Module):
         return self.hf.get_output_embeddings()(hidden, packed.targets, self.vocab_size, temperature, with_entropy)
 
 
-def load_model(directory: str, *, dtype: torch.dtype, longest_row: int, gradient_checkpointing: bool, trust_remote_code: bool) -> PolicyModel:
+def load_model(
+    directory: str, *, dtype: torch.dtype, longest_row: int, gradient_checkpointing: bool, trust_remote_code: bool, float32_head: bool
+) -> PolicyModel:
     """Load a causal language model for packed training, dropout off. longest_row: tokens of prompt and response together.
 
     Raises ValueError for architectures whose log-probs this module would get wrong.
@@ -191,7 +201,7 @@ def load_model(directory: str, *, dtype: torch.dtype, longest_row: int, gradient
             module.p = 0.0
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return PolicyModel(hf)
+    return PolicyModel(hf, float32_head=float32_head)
 
 
 def _check_supported(hf: PreTrainedModel, longest_row: int) -> None:

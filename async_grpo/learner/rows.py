@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from async_grpo import wire
-from async_grpo.batching import PlanRow, RankPlan
-
-RowKey = tuple[int, int]
+from async_grpo.batching import PlanRow, RankPlan, RowKey
 
 
 class StalenessError(RuntimeError):
@@ -30,7 +28,7 @@ class StalenessError(RuntimeError):
 class Row:
     """One response of L tokens with its prompt; arrays are views into the payload.
 
-    behavior [L] float32; mask [L] uint8; lag [L] int64; anchor and reference [L] float32 once computed.
+    behavior [L] float32; mask [L] uint8; lag [L] int64; once computed: anchor, reference, advantages [L] float32, kl [L] float64.
     """
 
     prompt: np.ndarray
@@ -40,6 +38,8 @@ class Row:
     lag: np.ndarray
     anchor: np.ndarray | None = None
     reference: np.ndarray | None = None
+    kl: np.ndarray | None = None
+    advantages: np.ndarray | None = None
 
     @property
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
@@ -49,7 +49,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Everything the loss needs of the M response tokens of a micro-batch, each [M]. `weights`: loss weight, 0 off the mask."""
+    """Everything the loss needs of the M response tokens of a micro-batch, each [M].
+
+    `weights`: loss weight, 0 off the mask. `row_index`: row of the micro-batch. `identity` [M, 3]: group_id, row, position.
+    """
 
     behavior: Tensor
     anchor: Tensor
@@ -59,6 +62,13 @@ class TokenBatch:
     lag: Tensor
     weights: Tensor
     row_index: Tensor
+    identity: Tensor
+
+    @classmethod
+    def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
+        """The tokens of several micro-batches in order, without `reference`; `row_index` stays what it was in each."""
+        names = [name for name in cls.__dataclass_fields__ if name != "reference"]
+        return cls(reference=None, **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names})
 
 
 def decode_rows(plan: RankPlan, payload: wire.Buffer, *, max_staleness: int) -> dict[RowKey, Row]:
@@ -67,10 +77,7 @@ def decode_rows(plan: RankPlan, payload: wire.Buffer, *, max_staleness: int) -> 
     if set(groups) != set(plan.group_ids):
         raise ValueError(f"step {plan.step}: the payload holds groups {sorted(groups)}, the plan needs {sorted(plan.group_ids)}")
     rows: dict[RowKey, Row] = {}
-    for planned in (row for update in plan.updates for micro_batch in update for row in micro_batch):
-        key = (planned.group_id, planned.row)
-        if key in rows:
-            continue
+    for key, planned in plan.rows.items():
         group = groups[planned.group_id]
         rollout = group.rollouts[planned.row]
         if (len(group.prompt_ids), len(rollout.response_ids)) != (planned.prompt_length, planned.length):
@@ -89,8 +96,8 @@ def token_batch(planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.d
     """Token tensors of rows in packed order; without rows, those of the one dummy token, outside mask and loss."""
     lengths = [row.length for row in planned]
 
-    def column(arrays: list[np.ndarray], dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays or [np.zeros(1)]).astype(dtype)).to(device)
+    def column(arrays: list[np.ndarray], dtype: type[np.generic], *, empty: tuple[int, ...] = (1,)) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays or [np.zeros(empty)]).astype(dtype)).to(device)
 
     def spread(values: list[float], dtype: type[np.generic]) -> Tensor:
         return column([np.full(length, value) for length, value in zip(lengths, values, strict=True)], dtype)
@@ -101,11 +108,15 @@ def token_batch(planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.d
         behavior=behavior,
         anchor=column([row.anchor for row in rows], np.float32) if anchored and all(anchored) else behavior,
         reference=column([row.reference for row in rows], np.float32) if referred and all(referred) else None,
-        advantages=spread([row.advantage for row in planned], np.float32),
+        advantages=column([row.advantages for row in rows], np.float32),
         mask=mask,
         lag=column([row.lag for row in rows], np.int64),
         weights=spread([row.weight for row in planned], np.float32) * mask,
         row_index=spread(list(range(len(planned))), np.int64),
+        identity=column(
+            [np.stack([np.full(row.length, row.group_id), np.full(row.length, row.row), np.arange(row.length)], -1) for row in planned],
+            np.int64, empty=(1, 3),
+        ),
     )
 
 

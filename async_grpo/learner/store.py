@@ -7,7 +7,8 @@ it; a model file never has more than 4 GiB, so no rank holds a second copy of th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 _TAG = "learner"
+_REFERENCE = "reference.pt"
 _SHARD_BYTES = 2**32
 
 
@@ -44,6 +46,24 @@ def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> d
     if "cuda" in written["random"]:
         torch.cuda.set_rng_state(written["random"]["cuda"])
     return client_state["async_grpo"]
+
+
+def save_weights(weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool) -> None:
+    """Write a refreshed reference, whose weights are in no model directory; `weights` is exhausted on every rank."""
+    kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights if writes}
+    if writes:
+        torch.save(kept, Path(directory) / _REFERENCE)
+
+
+def load_weights(module: torch.nn.Module, directory: str, *, writable: Callable[..., AbstractContextManager[None]]) -> None:
+    """Restore what `save_weights` wrote. `writable(parameters, modify=True)` makes sharded parameters whole. Raises ValueError."""
+    path = Path(directory) / _REFERENCE
+    if not path.is_file():
+        raise ValueError(f"{directory} holds no refreshed reference; resume with model.reference_refresh_steps: 0, as it was written")
+    kept = torch.load(path, weights_only=True, mmap=True)
+    for name, parameter in module.named_parameters():
+        with torch.no_grad(), writable([parameter], modify=True):
+            parameter.data.copy_(kept[name])
 
 
 def export(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool) -> None:

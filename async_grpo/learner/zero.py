@@ -81,6 +81,20 @@ def gathered(parameters: Sequence[nn.Parameter], *, modify: bool = False) -> Abs
     return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if modify else None)
 
 
+def copy_parameters(source: nn.Module, target: nn.Module) -> None:
+    """Give `target` the weights of `source`, a module of the same architecture. Collective with stage 3."""
+    for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
+        with torch.no_grad(), gathered([ours]), gathered([theirs], modify=True):
+            theirs.data.copy_(ours.data)
+
+
+def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter with its name, each valid until the next. Collective with stage 3: every rank must exhaust it."""
+    for name, parameter in module.named_parameters():
+        with gathered([parameter]):
+            yield name, parameter.data
+
+
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Shape of the whole parameter."""
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)

@@ -28,7 +28,7 @@ class ArithmeticOptions(schema.Section):
 class Arithmetic:
     """Virtual training set of 2^20 indices (pairs repeat, as the short ones must); needs no data."""
 
-    weights: ClassVar[dict[str, float]] = {"correct": 1.0}
+    weights: ClassVar[dict[str, float]] = {"correct": 1.0, "format": 0.0}
 
     def __init__(self, settings: schema.Task, seed: int) -> None:
         """`seed` changes the order in which problems are posed, which is not decided here, and nothing else."""
@@ -64,7 +64,7 @@ class Arithmetic:
 
     def score(self, response: str, reference: Any) -> Score:
         correct = float(response.strip() == reference)
-        return Score({"correct": correct}, correct)
+        return Score({"correct": correct, "format": float(response.strip().isdecimal())}, correct)
 
     def _pair(self, domain: str, index: int, attempt: int) -> tuple[int, int]:
         digest = blake2b(f"{domain} {index} {attempt}".encode(), digest_size=32).digest()
