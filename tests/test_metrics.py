@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from async_grpo.algo.loss_metrics import loss_metrics
 from async_grpo.algo.losses import Clip, policy_loss
-from async_grpo.algo.metrics import MetricSums, lag_bucket, loss_metrics
-from tests.algo_case import fast, seeds, tokens
+from async_grpo.algo.metrics import MetricSums, lag_bucket
+from tests.algo_case import F64, fast, seeds, tokens
 
 
 @given(st.integers(0, 5000))
@@ -27,50 +29,109 @@ def test_lag_bucket_names() -> None:
     assert [lag_bucket(k) for k in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17)] == ["0", "1", "2", "3-4", "3-4", "5-8", "5-8", "9-16", "9-16", "17-32"]
 
 
-def add_metrics(sums: MetricSums, case: dict[str, Tensor], rows: slice, clip: Clip) -> None:
+def add_metrics(sums: MetricSums, case: dict[str, Tensor], rows: slice, clip: Clip, **extra: Any) -> None:
     part = {key: tensor[rows] for key, tensor in case.items()}
     loss, diagnostics = policy_loss("ppo_clip", **part, clip=clip)
-    mask = part.pop("loss_mask")
-    del part["logprobs"]
-    loss_metrics(sums, token_loss=loss, mask=mask, **diagnostics, **part)
+    extra = {key: tensor[rows] for key, tensor in extra.items()}
+    arguments = {key: part[key] for key in ("anchor_logprobs", "behavior_logprobs", "advantages", "staleness")}
+    loss_metrics(
+        sums, token_loss=loss, diagnostics=diagnostics, logprobs=part["logprobs"].detach(), recomputed=True, mask=part["loss_mask"],
+        **arguments, **extra,
+    )  # fmt: skip
 
 
-@given(seed=seeds, cut=st.integers(0, 8))
+def by_hand(case: dict[str, Tensor], weights: Tensor, kept: Tensor, keep: Tensor) -> dict[str, float]:
+    """Every metric as a plain loop over the tokens in `keep` [B, T], and the rows that have one."""
+    at = [(i, t) for i in range(len(keep)) for t in range(keep.shape[1]) if keep[i, t]]
+    cur, anchor, beh, adv = (case[key].detach() for key in ("logprobs", "anchor_logprobs", "behavior_logprobs", "advantages"))
+    d, w, rho = ([float(x[i, t]) for i, t in at] for x in (cur - anchor, anchor - beh, (cur - beh).exp()))
+    n = len(at)
+    rows = [[t for t in range(keep.shape[1]) if keep[i, t]] for i in range(len(keep))]
+    rows = {i: row for i, row in enumerate(rows) if row}
+    seq = {i: (sum(float((anchor - beh)[i, t]) for t in row), sum(float((cur - beh)[i, t]) for t in row)) for i, row in rows.items()}
+    out = {
+        "ppo_kl": -sum(d) / n, "approx_kl": sum(x * x for x in d) / n / 2, "approx_kl_k3": sum(math.exp(x) - 1 - x for x in d) / n,
+        "ratio": sum(map(math.exp, d)) / n, "ratio_max": math.exp(max(d)), "ratio_min": math.exp(min(d)),
+        "abs_log_ratio": sum(map(abs, d)) / n, "log_ratio_abs_max": max(map(abs, d)), "far_ratio": sum(abs(x) > math.log(2) for x in d) / n,
+        "rho": sum(rho) / n, "ess": sum(rho) ** 2 / (n * sum(x * x for x in rho)),
+        "mismatch": sum(map(abs, w)) / n, "mismatch_max": max(map(abs, w)), "mismatch_kl": -sum(w) / n,
+        "mismatch_kl_k3": sum(math.exp(x) - 1 - x for x in w) / n, "mismatch_prob_error": sum(math.exp(abs(x)) for x in w) / n,
+        "mismatch_chi2": sum(math.exp(2 * x) for x in w) / n - 1,
+        "mismatch_prob_max": max(abs(math.exp(anchor[i, t]) - math.exp(beh[i, t])) for i, t in at),
+        "advantage": sum(float(adv[i, t]) for i, t in at) / n, "advantage_abs_max": max(abs(float(adv[i, t])) for i, t in at),
+        "importance_weight": sum(float(weights[i, t]) for i, t in at) / n,
+        "importance_ess": sum(float(weights[i, t]) for i, t in at) ** 2 / (n * sum(float(weights[i, t]) ** 2 for i, t in at)),
+        "importance_zero": sum(float(weights[i, t]) == 0 for i, t in at) / n,
+        "applied_weight": sum(float(weights[i, t] * kept[i, t]) for i, t in at) / n,
+        "rejected": sum(float(kept[i, t]) == 0 for i, t in at) / n,
+        "rejected_rows": sum(all(kept[i, t] == 0 for t in row) for i, row in rows.items()) / len(rows),
+        "mismatch_chi2_seq": sum(math.exp(2 * mis) for mis, _ in seq.values()) / len(seq) - 1,
+        "mismatch_ppl_ratio": sum(math.exp(-mis / len(rows[i])) for i, (mis, _) in seq.items()) / len(seq),
+        "rho_seq": sum(math.exp(r) for _, r in seq.values()) / len(seq),
+        "ess_seq": sum(math.exp(r) for _, r in seq.values()) ** 2 / (len(seq) * sum(math.exp(2 * r) for _, r in seq.values())),
+        "lag_mean": sum(int(case["staleness"][i, t]) for i, t in at) / n, "lag_max": max(int(case["staleness"][i, t]) for i, t in at),
+    }  # fmt: skip
+    return out
+
+
+@given(seed=seeds, cut=st.integers(0, 8), packed=st.booleans())
 @fast
-def test_metrics_are_exact_over_any_split_and_over_processes(seed: int, cut: int) -> None:
-    case, clip = tokens(seed, 8, 5), Clip(0.2, 0.28, dual=3.0)
+def test_metrics_are_the_formulas_exact_over_any_split_and_over_processes(seed: int, cut: int, packed: bool) -> None:
+    case, clip = tokens(seed, 8, 5, scale=0.6), Clip(0.2, 0.28, dual=3.0)
     case["loss_mask"][0, 0], case["staleness"][0, 0] = 1, 3
+    kept = torch.ones(8, 5, dtype=F64)
+    kept[2], kept[3, 1] = 0, 0
+    weights = case["advantages"].abs().clamp(min=0.3)
+    weights[4, 2] = 0
     whole, first, second = MetricSums(), MetricSums(), MetricSums()
-    add_metrics(whole, case, slice(0, 8), clip)
-    add_metrics(first, case, slice(0, cut), clip)
-    add_metrics(second, case, slice(cut, 8), clip)
+    if packed:
+        flat = {key: tensor.detach().reshape(-1) for key, tensor in case.items()}
+        index = torch.arange(8).repeat_interleave(5)
+        add_metrics(whole, flat, slice(0, 40), clip, weights=weights.reshape(-1), kept=kept.reshape(-1), row_index=index)
+    else:
+        add_metrics(whole, case, slice(0, 8), clip, weights=weights, kept=kept)
+    add_metrics(first, case, slice(0, cut), clip, weights=weights, kept=kept)
+    add_metrics(second, case, slice(cut, 8), clip, weights=weights, kept=kept)
     merged = MetricSums.from_wire(first.to_wire())
     merged.merge(second)
     means = merged.means()
     assert means == pytest.approx(whole.means())
-
     keep = case["loss_mask"] != 0
-    log_ratio = (case["logprobs"] - case["anchor_logprobs"]).detach()[keep]
-    rho = (case["logprobs"] - case["behavior_logprobs"]).detach()[keep].exp()
-    lag = case["staleness"][keep]
-    expected = {
-        "train/ppo_kl": -log_ratio.mean(),
-        "train/approx_kl": (log_ratio.exp() - 1 - log_ratio).mean(),
-        "train/ratio": log_ratio.exp().mean(),
-        "train/ratio_min": log_ratio.exp().min(),
-        "train/ratio_max": log_ratio.exp().max(),
-        "train/ess": rho.sum() ** 2 / (len(rho) * rho.square().sum()),
-        "train/rollout_mismatch": (case["anchor_logprobs"] - case["behavior_logprobs"])[keep].abs().mean(),
-        "train/lag_mean": lag.double().mean(),
-        "train/lag_max": lag.max(),
-        "train/lag_3-4/ppo_kl": -log_ratio[(lag == 3) | (lag == 4)].mean(),
-        "train/lag_3-4/token_share": ((lag == 3) | (lag == 4)).double().mean(),
-    }
-    for name, value in expected.items():
-        assert means[name] == pytest.approx(float(value)), name
+    for name, value in by_hand(case, weights, kept, keep).items():
+        assert means[f"train/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+    bucket = keep & ((case["staleness"] == 3) | (case["staleness"] == 4))
+    of_rows = ("_seq", "_rows", "ppl_ratio")
+    for name, value in by_hand(case, weights, kept, bucket).items():
+        if name.endswith(("_max", "_min", "lag_mean", "lag_max")) or name.endswith(of_rows):
+            continue
+        assert means[f"train/lag_3-4/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+    assert means["train/lag_3-4/token_share"] == pytest.approx(float(bucket.sum() / keep.sum()))
     assert means["train/pg_clipfrac"] == pytest.approx(means["train/pg_clipfrac_low"] + means["train/pg_clipfrac_high"])
     seen = {name.split("/")[1] for name in means if name.startswith("train/lag_") and name.count("/") == 2}
-    assert seen == {f"lag_{lag_bucket(int(k))}" for k in lag}
+    assert seen == {f"lag_{lag_bucket(int(k))}" for k in case["staleness"][keep]}
+
+
+def test_a_response_is_counted_in_the_bucket_of_its_oldest_token() -> None:
+    case, sums = tokens(3, 2, 4), MetricSums()
+    case["loss_mask"], case["staleness"] = torch.ones(2, 4), torch.tensor([[2, 1, 0, 0], [0, 0, 0, 0]])
+    add_metrics(sums, case, slice(0, 2), Clip(0.2, 0.2))
+    means = sums.means()
+    rho = (case["logprobs"] - case["behavior_logprobs"]).detach().sum(-1).exp()
+    assert means["train/lag_2/rho_seq"] == pytest.approx(float(rho[0])) and means["train/lag_0/rho_seq"] == pytest.approx(float(rho[1]))
+    assert "train/lag_1/rho_seq" not in means and means["train/lag_1/rho"] > 0
+
+
+def test_extreme_log_ratios_and_junk_give_finite_metrics() -> None:
+    case = {key: tensor.float() if tensor.is_floating_point() else tensor for key, tensor in tokens(4, 3, 4).items()}
+    case = {key: tensor.detach() for key, tensor in case.items()}
+    case["logprobs"][0], case["behavior_logprobs"][1] = -200.0, -200.0
+    case["loss_mask"] = torch.ones(3, 4)
+    case["loss_mask"][2, 3] = 0
+    for key in ("logprobs", "anchor_logprobs", "behavior_logprobs", "advantages"):
+        case[key][2, 3] = math.nan
+    sums = MetricSums()
+    add_metrics(sums, case, slice(0, 3), Clip(0.2, 0.2))
+    assert all(math.isfinite(value) for value in sums.means().values())
 
 
 def test_metrics_ignore_masked_junk_and_absent_values() -> None:
@@ -90,15 +151,14 @@ def test_metrics_ignore_masked_junk_and_absent_values() -> None:
     assert none.means() == {}
 
 
-def test_mismatch_is_reported_only_for_another_anchor() -> None:
+def test_mismatch_is_reported_only_for_another_forward_pass() -> None:
     case, sums = tokens(3, 6), MetricSums()
     loss, diagnostics = policy_loss("ppo_clip", **case, clip=Clip(0.2, 0.2))
-    anchor = case["anchor_logprobs"]
     loss_metrics(
-        sums, token_loss=loss, **diagnostics, anchor_logprobs=anchor, behavior_logprobs=anchor, advantages=case["advantages"],
-        staleness=case["staleness"], mask=torch.ones(6), weights=torch.tensor([0.0, 1, 1, 1, 2, 2]), kl=torch.ones(6), entropy=torch.ones(6),
+        sums, token_loss=loss, diagnostics=diagnostics, logprobs=case["logprobs"], anchor_logprobs=case["behavior_logprobs"],
+        behavior_logprobs=case["behavior_logprobs"], recomputed=False, advantages=case["advantages"], staleness=case["staleness"],
+        mask=torch.ones(6), kl=torch.ones(6), entropy=torch.ones(6),
     )  # fmt: skip
     means = sums.means()
-    assert "train/rollout_mismatch" not in means and means["train/rho"] == pytest.approx(means["train/ratio"])
-    assert means["train/importance_weight"] == pytest.approx(7 / 6) and means["train/importance_zero"] == pytest.approx(1 / 6)
+    assert not any("mismatch" in name or name.endswith("_seq") or "weight" in name or "rejected" in name for name in means)
     assert means["train/kl"] == means["train/entropy"] == 1
