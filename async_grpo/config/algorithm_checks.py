@@ -45,11 +45,13 @@ def _estimator(config: Config) -> Iterator[str]:
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     if name in COMPARING and config.rollout.group_size < 2:
         yield (
-            f"`rollout.group_size` is {config.rollout.group_size}; `algorithm.adv_estimator: {name}` compares responses, so it needs at least 2."
+            f"`rollout.group_size` is {config.rollout.group_size}; `algorithm.adv_estimator: {name}` compares responses, so it needs at "
+            "least 2."
         )
     if name == "dr_grpo" and algorithm.loss_agg_mode != "seq-mean-token-sum-norm":
         yield (
-            f"`algorithm.loss_agg_mode` is {algorithm.loss_agg_mode}; with `algorithm.adv_estimator: dr_grpo` it is seq-mean-token-sum-norm, the "
+            f"`algorithm.loss_agg_mode` is {algorithm.loss_agg_mode}; with `algorithm.adv_estimator: dr_grpo` it is "
+            "seq-mean-token-sum-norm, the "
             "other half of Dr. GRPO (`grpo` with `norm_adv_by_std_in_grpo: false` is its advantage alone)."
         )
     if not algorithm.norm_adv_by_std_in_grpo and name not in GRPO | {"dr_grpo", "grpo_passk"}:
@@ -59,7 +61,10 @@ def _estimator(config: Config) -> Iterator[str]:
     if algorithm.gamma != 1 and name not in RETURNS:
         yield f"`algorithm.gamma` is {algorithm.gamma:g}, but `adv_estimator: {name}` has no returns; allowed is 1, or {_listed(RETURNS)}."
     if name == "maxrl" and (algorithm.reward_norm is not None or algorithm.reward_shift):
-        yield "`algorithm.adv_estimator: maxrl` divides by the group's mean reward, which `reward_norm` and `reward_shift` remove; unset them."
+        yield (
+            "`algorithm.adv_estimator: maxrl` divides by the group's mean reward, which `reward_norm` and `reward_shift` remove; unset "
+            "them."
+        )
 
 
 def _pairs(config: Config) -> Iterator[str]:
@@ -69,12 +74,21 @@ def _pairs(config: Config) -> Iterator[str]:
         if loss == partner and name not in estimators.split():
             yield f"`algorithm.policy_loss: {loss}` goes with `adv_estimator` {' or '.join(estimators.split())}, not {name}: {reason}."
     if name == "asymre" and loss != "asymre":
-        yield f"`algorithm.adv_estimator: asymre` goes with `policy_loss: asymre`, not {loss}: its shifted baseline is meant for a loss without ratio."
+        yield (
+            f"`algorithm.adv_estimator: asymre` goes with `policy_loss: asymre`, not {loss}: its shifted baseline is meant for a loss "
+            "without ratio."
+        )
     if name == "gpg" and loss not in ("gpg", "reinforce"):
-        yield f"`algorithm.adv_estimator: gpg` goes with `policy_loss` gpg or reinforce, not {loss}: its factor belongs to a loss without ratio."
+        yield (
+            f"`algorithm.adv_estimator: gpg` goes with `policy_loss` gpg or reinforce, not {loss}: its factor belongs to a loss without "
+            "ratio."
+        )
     if loss == "opmd":
         if name in GRPO and algorithm.norm_adv_by_std_in_grpo:
-            yield "`algorithm.policy_loss: opmd` needs R - mean as advantage: set `norm_adv_by_std_in_grpo: false`, or `adv_estimator: rloo`."
+            yield (
+                "`algorithm.policy_loss: opmd` needs R - mean as advantage: set `norm_adv_by_std_in_grpo: false`, or `adv_estimator: "
+                "rloo`."
+            )
         if algorithm.whiten_advantages:
             yield "`algorithm.policy_loss: opmd` needs R - mean as advantage: set `whiten_advantages: false`."
 
@@ -87,7 +101,10 @@ def _clip(config: Config) -> Iterator[str]:
             "since the clip interval must not widen with lag."
         )
     if schedule.kind != "constant" and loss not in CLIPPED:
-        yield f"`algorithm.clip_schedule.kind` is {schedule.kind}, but `policy_loss: {loss}` has no clip interval; losses with one: {_listed(CLIPPED)}."
+        yield (
+            f"`algorithm.clip_schedule.kind` is {schedule.kind}, but `policy_loss: {loss}` has no clip interval; losses with one: "
+            f"{_listed(CLIPPED)}."
+        )
     if algorithm.dual_clip_loss and loss not in ("ppo_clip", "m2po"):
         yield f"`algorithm.dual_clip_loss` is true, but `policy_loss: {loss}` has no dual clip; only ppo_clip and m2po have."
     widths = {"cispo": "1.0 (open) and 4.0", "gmpo": "0.4 and 0.4, of the log ratio"}.get(loss, "3e-4 and 4e-4")
@@ -97,7 +114,10 @@ def _clip(config: Config) -> Iterator[str]:
             f"`algorithm.clip_ratio_high` (usual are {widths})."
         )
     if algorithm.clip_cov.lower >= algorithm.clip_cov.upper:
-        yield f"`algorithm.clip_cov.lower` is {algorithm.clip_cov.lower:g}; it must be below `algorithm.clip_cov.upper`, {algorithm.clip_cov.upper:g}."
+        yield (
+            f"`algorithm.clip_cov.lower` is {algorithm.clip_cov.lower:g}; it must be below `algorithm.clip_cov.upper`, "
+            f"{algorithm.clip_cov.upper:g}."
+        )
 
 
 def _anchor(config: Config) -> Iterator[str]:
@@ -123,7 +143,10 @@ def _row_losses(config: Config) -> Iterator[str]:
         )
     for key, level in (("importance", algorithm.importance.level), ("rejection", algorithm.rejection.level)):
         if loss in ROW_LOSSES and level == "token":
-            yield f"`algorithm.{key}.level` is token, but `policy_loss: {loss}` has one ratio per response; allowed are none, sequence, geometric."
+            yield (
+                f"`algorithm.{key}.level` is token, but `policy_loss: {loss}` has one ratio per response; allowed are none, sequence, "
+                "geometric."
+            )
     varying = algorithm.adv_estimator in RETURNS and (algorithm.gamma != 1 or algorithm.add_token_level_kl)
     if loss in ("gspo", "gmpo") and varying:
         yield (
@@ -136,12 +159,16 @@ def _weights(config: Config) -> Iterator[str]:
     algorithm, loss, anchor = config.algorithm, config.algorithm.policy_loss, config.algorithm.anchor
     importance, rejection = algorithm.importance, algorithm.rejection
     if importance.level != "none" and loss in RATIO_FREE - {"reinforce"}:
-        yield f"`algorithm.importance.level` is {importance.level}, but `policy_loss: {loss}` is defined without it; use none, or policy_loss: reinforce."
+        yield (
+            f"`algorithm.importance.level` is {importance.level}, but `policy_loss: {loss}` is defined without it; use none, or "
+            "policy_loss: reinforce."
+        )
     elif anchor == "behavior" and loss not in RATIO_FREE:
         for key, level in (("importance", importance.level), ("rejection", rejection.level)):
             if level != "none":
                 yield (
-                    f"`algorithm.{key}.level: {level}` weighs the anchor against the behaviour policy and needs `algorithm.anchor: recomputed` or "
+                    f"`algorithm.{key}.level: {level}` weighs the anchor against the behaviour policy and needs `algorithm.anchor: "
+                    "recomputed` or "
                     f"interpolated; with `{anchor}` both are the same policy."
                 )
     for key, section in (("importance", importance), ("rejection", rejection)):
@@ -180,7 +207,8 @@ def _filter(config: Config) -> Iterator[str]:
     band = groups.accuracy_low is not None or groups.accuracy_high is not None
     if groups.metric == "seq_final_reward":
         yield (
-            "`replay.filter_groups.metric: seq_final_reward` holds the token KL, which exists only after the learner's forward pass, and groups "
+            "`replay.filter_groups.metric: seq_final_reward` holds the token KL, which exists only after the learner's forward pass, and "
+            "groups "
             "are filtered before; use seq_reward (shaped), score, acc or the name of a reward component."
         )
     if not groups.metric:
@@ -189,7 +217,8 @@ def _filter(config: Config) -> Iterator[str]:
         yield "`replay.filter_groups` has conditions, but `enable` is false; set it to true, or remove them."
     if groups.enable and groups.zero_variance and name not in COMPARING:
         yield (
-            f"`replay.filter_groups.zero_variance` is true, but with `algorithm.adv_estimator: {name}` a group of equal rewards carries signal: "
+            f"`replay.filter_groups.zero_variance` is true, but with `algorithm.adv_estimator: {name}` a group of equal rewards carries "
+            "signal: "
             "its baseline is not the group's mean; set it to false."
         )
     if groups.enable and not (groups.zero_variance or band or groups.all_truncated or groups.retire_at is not None):

@@ -1,8 +1,8 @@
 """Every setting of a run: its name, type, default, range and meaning.
 
 Runs in: any process (imports pydantic only). This module, with `algorithm` for that section, hides nothing and is the only home of
-defaults; `load` reads YAML and overrides into it, `checks` holds the rules that span several sections. A `Config` is immutable and complete once loaded: no other
-module supplies a default for a missing setting.
+defaults; `load` reads YAML and overrides into it, `checks` holds the rules that span several sections. A `Config` is immutable and
+complete once loaded: no other module supplies a default for a missing setting.
 """
 
 from __future__ import annotations
