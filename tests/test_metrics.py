@@ -16,6 +16,9 @@ from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.metrics import MetricSums, lag_bucket
 from tests.algo_case import F64, fast, seeds, tokens
 
+CLIP = Clip(0.2, 0.28, dual=3.0)
+OF_ROWS = {"mismatch_chi2_seq", "mismatch_ppl_ratio", "rho_seq", "ess_seq", "rejected_rows", "row_length", "lag_span"}
+
 
 @given(st.integers(0, 5000))
 @fast
@@ -45,7 +48,7 @@ def by_hand(case: dict[str, Tensor], weights: Tensor, kept: Tensor, keep: Tensor
     at = [(i, t) for i in range(len(keep)) for t in range(keep.shape[1]) if keep[i, t]]
     cur, anchor, beh, adv = (case[key].detach() for key in ("logprobs", "anchor_logprobs", "behavior_logprobs", "advantages"))
     d, w, rho = ([float(x[i, t]) for i, t in at] for x in (cur - anchor, anchor - beh, (cur - beh).exp()))
-    n = len(at)
+    n, lags = len(at), {(i, t): int(case["staleness"][i, t]) for i, t in at}
     rows = [[t for t in range(keep.shape[1]) if keep[i, t]] for i in range(len(keep))]
     rows = {i: row for i, row in enumerate(rows) if row}
     seq = {i: (sum(float((anchor - beh)[i, t]) for t in row), sum(float((cur - beh)[i, t]) for t in row)) for i, row in rows.items()}
@@ -69,15 +72,25 @@ def by_hand(case: dict[str, Tensor], weights: Tensor, kept: Tensor, keep: Tensor
         "mismatch_ppl_ratio": sum(math.exp(-mis / len(rows[i])) for i, (mis, _) in seq.items()) / len(seq),
         "rho_seq": sum(math.exp(r) for _, r in seq.values()) / len(seq),
         "ess_seq": sum(math.exp(r) for _, r in seq.values()) ** 2 / (len(seq) * sum(math.exp(2 * r) for _, r in seq.values())),
-        "lag_mean": sum(int(case["staleness"][i, t]) for i, t in at) / n, "lag_max": max(int(case["staleness"][i, t]) for i, t in at),
+        "lag_mean": sum(lags.values()) / n, "lag_max": max(lags.values()),
+        "row_length": n / len(rows),
+        "lag_span": sum(max(lags[i, t] for t in row) - min(lags[i, t] for t in row) for i, row in rows.items()) / len(rows),
+        "pg_loss": sum(slow_loss(float(cur[i, t] - anchor[i, t]), float(adv[i, t])) for i, t in at) / n,
     }  # fmt: skip
     return out
+
+
+def slow_loss(log_ratio: float, advantage: float) -> float:
+    """PPO with `CLIP`."""
+    ratio = math.exp(log_ratio)
+    loss = max(-ratio * advantage, -min(max(ratio, 1 - CLIP.low), 1 + CLIP.high) * advantage)
+    return min(loss, -CLIP.dual * advantage) if advantage < 0 else loss
 
 
 @given(seed=seeds, cut=st.integers(0, 8), packed=st.booleans())
 @fast
 def test_metrics_are_the_formulas_exact_over_any_split_and_over_processes(seed: int, cut: int, packed: bool) -> None:
-    case, clip = tokens(seed, 8, 5, scale=0.6), Clip(0.2, 0.28, dual=3.0)
+    case, clip = tokens(seed, 8, 5, scale=0.6), CLIP
     case["loss_mask"][0, 0], case["staleness"][0, 0] = 1, 3
     kept = torch.ones(8, 5, dtype=F64)
     kept[2], kept[3, 1] = 0, 0
@@ -100,11 +113,16 @@ def test_metrics_are_the_formulas_exact_over_any_split_and_over_processes(seed: 
     for name, value in by_hand(case, weights, kept, keep).items():
         assert means[f"train/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-9), name
     bucket = keep & ((case["staleness"] == 3) | (case["staleness"] == 4))
-    of_rows = ("_seq", "_rows", "ppl_ratio")
-    for name, value in by_hand(case, weights, kept, bucket).items():
-        if name.endswith(("_max", "_min", "lag_mean", "lag_max")) or name.endswith(of_rows):
-            continue
-        assert means[f"train/lag_3-4/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+    oldest = torch.where(keep, case["staleness"], 0).amax(-1, keepdim=True)
+    rows = keep & ((oldest == 3) | (oldest == 4))
+    by_token, by_row = by_hand(case, weights, kept, bucket), by_hand(case, weights, kept, rows) if rows.any() else {}
+    for name, value in by_token.items():
+        if name not in OF_ROWS:
+            assert means[f"train/lag_3-4/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+        elif by_row:
+            assert means[f"train/lag_3-4/{name}"] == pytest.approx(by_row[name], rel=1e-6, abs=1e-9), name
+        else:
+            assert f"train/lag_3-4/{name}" not in means
     assert means["train/lag_3-4/token_share"] == pytest.approx(float(bucket.sum() / keep.sum()))
     assert means["train/pg_clipfrac"] == pytest.approx(means["train/pg_clipfrac_low"] + means["train/pg_clipfrac_high"])
     seen = {name.split("/")[1] for name in means if name.startswith("train/lag_") and name.count("/") == 2}
@@ -119,6 +137,42 @@ def test_a_response_is_counted_in_the_bucket_of_its_oldest_token() -> None:
     rho = (case["logprobs"] - case["behavior_logprobs"]).detach().sum(-1).exp()
     assert means["train/lag_2/rho_seq"] == pytest.approx(float(rho[0])) and means["train/lag_0/rho_seq"] == pytest.approx(float(rho[1]))
     assert "train/lag_1/rho_seq" not in means and means["train/lag_1/rho"] > 0
+
+
+@given(st.integers(0, 2**20))
+@fast
+def test_a_token_is_counted_in_the_bucket_of_its_lag(lag: int) -> None:
+    case, sums = tokens(5, 1, 2), MetricSums()
+    case["loss_mask"], case["staleness"] = torch.ones(1, 2), torch.tensor([[lag, lag]])
+    add_metrics(sums, case, slice(0, 1), CLIP)
+    label = lag_bucket(lag) if lag <= 2**17 else f"{2**17 + 1}+"
+    shares = {name: value for name, value in sums.means().items() if name.endswith("/token_share")}
+    assert shares == {f"train/lag_{label}/token_share": 1}
+
+
+def test_rows_may_have_any_numbers_and_any_order() -> None:
+    case = {key: tensor.detach() for key, tensor in tokens(6, 6, 5).items()}
+    case["loss_mask"][0, 0] = 1
+    plain, shuffled = MetricSums(), MetricSums()
+    add_metrics(plain, case, slice(0, 6), CLIP)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(7))
+    numbers = torch.tensor([900, 3, 40, 41, 2**40, 0]).repeat_interleave(5)
+    flat = {key: tensor.reshape(-1)[order] for key, tensor in case.items()}
+    add_metrics(shuffled, flat, slice(0, 30), CLIP, row_index=numbers[order])
+    assert shuffled.means() == pytest.approx(plain.means())
+
+
+def test_metrics_do_not_wait_for_the_device() -> None:
+    """Tensors without values, so that reading one is an error."""
+    case = {key: tensor.detach().to("meta") for key, tensor in tokens(8, 12).items()}
+    diagnostics = {key: case["logprobs"] for key in ("log_ratio", "ratio")}
+    diagnostics |= {key: case["loss_mask"] != 0 for key in ("clipped_low", "clipped_high", "dual_clipped")}
+    loss_metrics(
+        MetricSums(), token_loss=case["logprobs"], diagnostics=diagnostics, logprobs=case["logprobs"], recomputed=True,
+        anchor_logprobs=case["anchor_logprobs"], behavior_logprobs=case["behavior_logprobs"], advantages=case["advantages"],
+        staleness=case["staleness"], mask=case["loss_mask"], row_index=case["staleness"], weights=case["advantages"],
+        kept=case["loss_mask"], kl=case["logprobs"], entropy=case["logprobs"],
+    )  # fmt: skip
 
 
 def test_extreme_log_ratios_and_junk_give_finite_metrics() -> None:
@@ -144,6 +198,8 @@ def test_metrics_ignore_masked_junk_and_absent_values() -> None:
     sums.maximum("train/top", torch.tensor(5.0))
     sums.minimum("train/bottom", torch.tensor(2.0))
     sums.minimum("train/bottom", 3.0)
+    with pytest.raises(ValueError, match="2 extremes"):
+        sums.maximum(["train/a", "train/b"], torch.ones(3))
     assert sums.means() == {"train/x": 3.0, "train/top": 5.0, "train/bottom": 2.0}
     none = MetricSums()
     add_metrics(none, {**tokens(1, 4), "loss_mask": torch.zeros(4)}, slice(0, 4), Clip(0.2, 0.2))

@@ -2,6 +2,7 @@
 
 Runs in: learner ranks. Hides the table of diagnostics. Everything is counted over all tokens in the mask, and again per lag bucket
 (`train/lag_2/ppo_kl`); numbers of whole responses count each response with a token in the mask once, in the bucket of its oldest token.
+Invariant: nothing here waits for the device; shapes never depend on values.
 
 Names: d = current - anchor log-prob, r = exp(d), rho = exp(current - behavior), w = exp(anchor - behavior). Every log ratio is clamped to
 [-20, 20] before `exp`; `log_ratio_abs_max` is not.
@@ -10,6 +11,7 @@ Names: d = current - anchor log-prob, r = exp(d), rho = exp(current - behavior),
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,9 +19,8 @@ from torch import Tensor
 from async_grpo.algo.losses import MAX_LOG_RATIO
 from async_grpo.algo.metrics import SHARE, MetricSums, lag_bucket
 
-_BUCKETS = 20
-_BOUNDARIES = (0, *(2**power for power in range(_BUCKETS - 2)))
-_LABELS = [f"train/lag_{lag_bucket(boundary)}" for boundary in _BOUNDARIES] + [f"train/lag_{_BOUNDARIES[-1] + 1}+"]
+_POWERS = 18
+_LABELS = [f"train/lag_{lag_bucket(lag)}" for lag in (0, *(2**power for power in range(_POWERS)))] + [f"train/lag_{2 ** (_POWERS - 1) + 1}+"]
 
 
 @torch.no_grad()
@@ -63,13 +64,13 @@ def loss_metrics(
         columns["applied_weight"] = applied if kept is None else applied * flat(kept)
     columns |= {name: flat(tensor) for name, tensor in (("kl", kl), ("entropy", entropy)) if tensor is not None}
     lag = flat(staleness)
-    _add_by_lag(sums, columns, lag, valid)
-    _add_shares(sums, lag, valid)
+    bucket = _bucket(lag)
+    counts = _add_by_lag(sums, columns | {"lag_mean": lag}, bucket, valid)
+    sums.add_table([f"{label}{SHARE}" for label in _LABELS], torch.stack([counts, counts.sum().expand_as(counts)], -1))
+    _add_extremes(sums.maximum, extremes, bucket, valid, least=False)
+    _add_extremes(sums.minimum, {"ratio_min": flat(diagnostics["ratio"])}, bucket, valid, least=True)
     if rows is not None:
         _add_rows(sums, rows, valid, lag, to_behavior, anchor - behavior if recomputed else None, None if kept is None else flat(kept))
-    for name, tensor in extremes.items():
-        sums.maximum(f"train/{name}", torch.where(valid, tensor, -torch.inf).amax())
-    sums.minimum("train/ratio_min", torch.where(valid, flat(diagnostics["ratio"]), torch.inf).amin())
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
@@ -108,52 +109,61 @@ def _mismatch(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def _rows(mask: Tensor, row_index: Tensor | None) -> Tensor | None:
-    """The row of each token, flat; None where packed tokens come without one."""
-    if row_index is not None:
-        return row_index.reshape(-1)
-    return torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1]) if mask.dim() == 2 else None
+    """The row of each token as a number below the number of tokens, flat; None where packed tokens come without one."""
+    if row_index is None:
+        return torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1]) if mask.dim() == 2 else None
+    ordered, order = row_index.reshape(-1).sort()
+    return torch.zeros_like(order).scatter(0, order[1:], (ordered.diff() != 0).long().cumsum(0))
 
 
 def _add_rows(
     sums: MetricSums, rows: Tensor, valid: Tensor, lag: Tensor, to_behavior: Tensor, mismatch: Tensor | None, kept: Tensor | None
 ) -> None:
-    """Metrics of whole responses: each counts once, by its oldest token."""
-    count = int(rows.max()) + 1
+    """Metrics of whole responses: each counts once, by its oldest token. Tensors [N], 0 where not valid; row numbers are below N."""
 
     def total(values: Tensor) -> Tensor:
-        return values.new_zeros(count, dtype=torch.float64).index_add_(0, rows, torch.where(valid, values, 0).double())
+        return torch.zeros_like(lag).index_add_(0, rows, values)
 
-    length = total(valid.double())
-    oldest = lag.new_zeros(count).scatter_reduce(0, rows, torch.where(valid, lag, 0), "amax")
-    rho = _exp(total(to_behavior))
-    columns = {"rho_seq": rho, "rho_seq_sq": rho.square()}
+    def most(values: Tensor) -> Tensor:
+        return torch.full_like(lag, -torch.inf).scatter_reduce(0, rows, torch.where(valid, values, -torch.inf), "amax")
+
+    length, oldest = total(valid.double()), most(lag)
+    rho, any_token = _exp(total(to_behavior)), length > 0
+    columns = {"row_length": length, "lag_span": oldest + most(-lag), "rho_seq": rho, "rho_seq_sq": rho.square()}
     if mismatch is not None:
         ratio, mean = _exp(total(mismatch)), total(mismatch) / length.clamp(min=1)
         columns |= {"mismatch_ratio_seq": ratio, "mismatch_ratio_seq_sq": ratio.square(), "mismatch_ppl_ratio": _exp(-mean)}
     if kept is not None:
         columns["rejected_rows"] = total(kept) == 0
-    _add_by_lag(sums, columns, oldest, length > 0)
+    _add_by_lag(sums, columns, _bucket(oldest), any_token)
 
 
-def _membership(lag: Tensor, valid: Tensor) -> Tensor:
-    """One-hot bucket of every entry [N, K], 0 where not valid."""
-    bucket = torch.bucketize(torch.where(valid, lag, 0), lag.new_tensor(_BOUNDARIES)).clamp(max=_BUCKETS - 1)
-    return torch.nn.functional.one_hot(bucket, _BUCKETS).double() * valid.unsqueeze(-1)
+def _bucket(lag: Tensor) -> Tensor:
+    """Index into `_LABELS` [N] int64: 0, 1, 2 for these lags, then the number of binary digits of lag - 1, plus 1."""
+    lag = lag.clamp(min=0)
+    digits = torch.frexp((lag - 1).clamp(min=0)).exponent
+    return (digits + (lag > 0)).clamp(max=len(_LABELS) - 1).long()
 
 
-def _add_by_lag(sums: MetricSums, columns: dict[str, Tensor], lag: Tensor, valid: Tensor) -> None:
-    """Sums of every column [N], in all and per lag bucket, as one matrix product."""
-    names, members = list(columns), _membership(lag, valid)
+def _add_by_lag(sums: MetricSums, columns: dict[str, Tensor], bucket: Tensor, valid: Tensor) -> Tensor:
+    """Sums of every column [N], in all and per lag bucket, as one matrix product; returns the entries per bucket [K]."""
+    names = list(columns)
+    members = (bucket.unsqueeze(-1) == torch.arange(len(_LABELS), device=bucket.device)) & valid.unsqueeze(-1)  # [N, K]
     values = torch.stack([torch.where(valid, column.double(), 0) for column in columns.values()])  # [M, N]
-    totals, counts = values @ members, members.sum(0)  # [M, K], [K]
+    totals, counts = values @ members.double(), members.sum(0, dtype=torch.float64)  # [M, K], [K]
     sums.add_table([f"train/{name}" for name in names], torch.stack([totals.sum(1), counts.sum().expand(len(names))], -1))
     sums.add_table(
         [f"{label}/{name}" for name in names for label in _LABELS], torch.stack([totals, counts.expand_as(totals)], -1).reshape(-1, 2)
     )
+    return counts
 
 
-def _add_shares(sums: MetricSums, lag: Tensor, valid: Tensor) -> None:
-    """Mean lag, and each bucket's share of the tokens."""
-    counts = _membership(lag, valid).sum(0)
-    sums.add_table(["train/lag_mean"], torch.stack([torch.where(valid, lag, 0).sum(), counts.sum()]).unsqueeze(0))
-    sums.add_table([f"{label}{SHARE}" for label in _LABELS], torch.stack([counts, counts.sum().expand_as(counts)], -1))
+def _add_extremes(
+    keep: Callable[[list[str], Tensor], None], columns: dict[str, Tensor], bucket: Tensor, valid: Tensor, *, least: bool
+) -> None:
+    """The largest (or smallest) entry of every column [N], in all and per lag bucket."""
+    mode, nothing = ("amin", torch.inf) if least else ("amax", -torch.inf)
+    values = torch.stack([torch.where(valid, column, nothing) for column in columns.values()])  # [E, N]
+    found = values.new_full((len(columns), len(_LABELS)), nothing).scatter_reduce(1, bucket.expand_as(values), values, mode)  # [E, K]
+    keep([f"train/{name}" for name in columns], found.amin(1) if least else found.amax(1))
+    keep([f"{label}/{name}" for name in columns for label in _LABELS], found.reshape(-1))

@@ -29,7 +29,7 @@ class MetricSums:
         self._lows: dict[str, float] = {}
         self._pending: list[tuple[list[str], Tensor]] = []
         """Names and, per name, a row (sum, count) still on the device."""
-        self._pending_extremes: list[tuple[dict[str, float], str, Tensor]] = []
+        self._pending_extremes: list[tuple[dict[str, float], list[str], Tensor]] = []
 
     def add(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add every entry of `values` where `mask` (same shape) is not 0."""
@@ -43,12 +43,12 @@ class MetricSums:
         entry[0] += value
         entry[1] += count
 
-    def maximum(self, name: str, value: float | Tensor) -> None:
-        """Keep the largest value; minus infinity counts as no value."""
+    def maximum(self, name: str | list[str], value: float | Tensor) -> None:
+        """Keep the largest value; minus infinity counts as no value. A list of names takes a tensor with a value for each, read later."""
         self._extreme(self._highs, name, value)
 
-    def minimum(self, name: str, value: float | Tensor) -> None:
-        """Keep the smallest value; infinity counts as no value."""
+    def minimum(self, name: str | list[str], value: float | Tensor) -> None:
+        """Keep the smallest value; infinity counts as no value. Names as for `maximum`."""
         self._extreme(self._lows, name, value)
 
     def add_table(self, names: list[str], table: Tensor) -> None:
@@ -92,9 +92,12 @@ class MetricSums:
                 out[f"{path}/{CHI2[leaf]}"] = square - 1
         return out | self._highs | self._lows
 
-    def _extreme(self, store: dict[str, float], name: str, value: float | Tensor) -> None:
+    def _extreme(self, store: dict[str, float], name: str | list[str], value: float | Tensor) -> None:
         if isinstance(value, Tensor):
-            self._pending_extremes.append((store, name, value.detach().double().reshape(())))
+            names = [name] if isinstance(name, str) else name
+            if value.numel() != len(names):
+                raise ValueError(f"{len(names)} extremes need as many values, got {value.numel()}: {names}")
+            self._pending_extremes.append((store, names, value.detach().double().reshape(-1)))
             return
         if abs(value) != float("inf"):
             choose = max if store is self._highs else min
@@ -103,7 +106,7 @@ class MetricSums:
     def _settle(self) -> None:
         """Read all queued tensors in one transfer."""
         pending, extremes = self._pending, self._pending_extremes
-        tensors = [table.reshape(-1) for _, table in pending] + [value.reshape(1) for _, _, value in extremes]
+        tensors = [table.reshape(-1) for _, table in pending] + [values for _, _, values in extremes]
         if not tensors:
             return
         numbers = iter(torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist())
@@ -113,8 +116,9 @@ class MetricSums:
                 total, count = next(numbers), next(numbers)
                 if count:
                     self.add_value(name, total, count)
-        for store, name, _ in extremes:
-            self._extreme(store, name, next(numbers))
+        for store, names, _ in extremes:
+            for name in names:
+                self._extreme(store, name, next(numbers))
 
 
 def lag_bucket(lag: int) -> str:
