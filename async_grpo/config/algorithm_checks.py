@@ -185,6 +185,13 @@ def _kl(config: Config) -> Iterator[str]:
             "`algorithm.kl_loss_type: kl` has an expected gradient of 0 as a loss; use kl+ (same value, the gradient of the divergence), "
             "low_var_kl, or `kl_loss_unbiased: true`."
         )
+    if algorithm.kl_loss_unbiased and not algorithm.use_kl_loss:
+        yield "`algorithm.kl_loss_unbiased` is true, but `algorithm.use_kl_loss` is false; set it to true, or remove the correction."
+    if algorithm.kl_loss_unbiased and algorithm.kl_loss_type.endswith("+"):
+        yield (
+            f"`algorithm.kl_loss_type: {algorithm.kl_loss_type}` and `kl_loss_unbiased` both put the gradient of the divergence in, so it would "
+            "count twice; use the type without `+`."
+        )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.add_token_level_kl:
         yield "`algorithm.kl_ctrl.type: adaptive` steers the KL in the reward: set `algorithm.add_token_level_kl: true`, or use fixed."
     if not algorithm.uses_reference:
