@@ -10,10 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_grpo.algo.loss_metrics import loss_metrics
 from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.metrics import MetricSums, lag_bucket
+from benchmarks.algo import PARTS, QUICK
 from tests.algo_case import F64, fast, seeds, tokens
 
 CLIP = Clip(0.2, 0.28, dual=3.0)
@@ -46,12 +48,13 @@ def add_metrics(sums: MetricSums, case: dict[str, Tensor], rows: slice, clip: Cl
 def by_hand(case: dict[str, Tensor], weights: Tensor, kept: Tensor, keep: Tensor) -> dict[str, float]:
     """Every metric as a plain loop over the tokens in `keep` [B, T], and the rows that have one."""
     at = [(i, t) for i in range(len(keep)) for t in range(keep.shape[1]) if keep[i, t]]
-    cur, anchor, beh, adv = (case[key].detach() for key in ("logprobs", "anchor_logprobs", "behavior_logprobs", "advantages"))
-    d, w, rho = ([float(x[i, t]) for i, t in at] for x in (cur - anchor, anchor - beh, (cur - beh).exp()))
-    n, lags = len(at), {(i, t): int(case["staleness"][i, t]) for i, t in at}
-    rows = [[t for t in range(keep.shape[1]) if keep[i, t]] for i in range(len(keep))]
-    rows = {i: row for i, row in enumerate(rows) if row}
-    seq = {i: (sum(float((anchor - beh)[i, t]) for t in row), sum(float((cur - beh)[i, t]) for t in row)) for i, row in rows.items()}
+    keys = ("logprobs", "anchor_logprobs", "behavior_logprobs", "advantages", "staleness")
+    lists = [tensor.tolist() for tensor in (*(case[key] for key in keys), weights, kept)]
+    cur, anchor, beh, adv, lags, weights, kept = ({(i, t): values[i][t] for i, t in at} for values in lists)
+    d, w, rho = ([x[it] - y[it] for it in at] for x, y in ((cur, anchor), (anchor, beh), (cur, beh)))
+    rho, n = [math.exp(x) for x in rho], len(at)
+    rows = {i: [t for j, t in at if j == i] for i in {i for i, _ in at}}
+    seq = {i: (sum(anchor[i, t] - beh[i, t] for t in row), sum(cur[i, t] - beh[i, t] for t in row)) for i, row in rows.items()}
     out = {
         "ppo_kl": -sum(d) / n, "approx_kl": sum(x * x for x in d) / n / 2, "approx_kl_k3": sum(math.exp(x) - 1 - x for x in d) / n,
         "ratio": sum(map(math.exp, d)) / n, "ratio_max": math.exp(max(d)), "ratio_min": math.exp(min(d)),
@@ -61,12 +64,12 @@ def by_hand(case: dict[str, Tensor], weights: Tensor, kept: Tensor, keep: Tensor
         "mismatch_kl_k3": sum(math.exp(x) - 1 - x for x in w) / n, "mismatch_prob_error": sum(math.exp(abs(x)) for x in w) / n,
         "mismatch_chi2": sum(math.exp(2 * x) for x in w) / n - 1,
         "mismatch_prob_max": max(abs(math.exp(anchor[i, t]) - math.exp(beh[i, t])) for i, t in at),
-        "advantage": sum(float(adv[i, t]) for i, t in at) / n, "advantage_abs_max": max(abs(float(adv[i, t])) for i, t in at),
-        "importance_weight": sum(float(weights[i, t]) for i, t in at) / n,
-        "importance_ess": sum(float(weights[i, t]) for i, t in at) ** 2 / (n * sum(float(weights[i, t]) ** 2 for i, t in at)),
-        "importance_zero": sum(float(weights[i, t]) == 0 for i, t in at) / n,
-        "applied_weight": sum(float(weights[i, t] * kept[i, t]) for i, t in at) / n,
-        "rejected": sum(float(kept[i, t]) == 0 for i, t in at) / n,
+        "advantage": sum(adv[i, t] for i, t in at) / n, "advantage_abs_max": max(abs(adv[i, t]) for i, t in at),
+        "importance_weight": sum(weights[i, t] for i, t in at) / n,
+        "importance_ess": sum(weights[i, t] for i, t in at) ** 2 / (n * sum(weights[i, t] ** 2 for i, t in at)),
+        "importance_zero": sum(weights[i, t] == 0 for i, t in at) / n,
+        "applied_weight": sum(weights[i, t] * kept[i, t] for i, t in at) / n,
+        "rejected": sum(kept[i, t] == 0 for i, t in at) / n,
         "rejected_rows": sum(all(kept[i, t] == 0 for t in row) for i, row in rows.items()) / len(rows),
         "mismatch_chi2_seq": sum(math.exp(2 * mis) for mis, _ in seq.values()) / len(seq) - 1,
         "mismatch_ppl_ratio": sum(math.exp(-mis / len(rows[i])) for i, (mis, _) in seq.items()) / len(seq),
@@ -75,7 +78,7 @@ def by_hand(case: dict[str, Tensor], weights: Tensor, kept: Tensor, keep: Tensor
         "lag_mean": sum(lags.values()) / n, "lag_max": max(lags.values()),
         "row_length": n / len(rows),
         "lag_span": sum(max(lags[i, t] for t in row) - min(lags[i, t] for t in row) for i, row in rows.items()) / len(rows),
-        "pg_loss": sum(slow_loss(float(cur[i, t] - anchor[i, t]), float(adv[i, t])) for i, t in at) / n,
+        "pg_loss": sum(slow_loss(cur[i, t] - anchor[i, t], adv[i, t]) for i, t in at) / n,
     }  # fmt: skip
     return out
 
@@ -162,17 +165,21 @@ def test_rows_may_have_any_numbers_and_any_order() -> None:
     assert shuffled.means() == pytest.approx(plain.means())
 
 
-def test_metrics_do_not_wait_for_the_device() -> None:
-    """Tensors without values, so that reading one is an error."""
-    case = {key: tensor.detach().to("meta") for key, tensor in tokens(8, 12).items()}
-    diagnostics = {key: case["logprobs"] for key in ("log_ratio", "ratio")}
-    diagnostics |= {key: case["loss_mask"] != 0 for key in ("clipped_low", "clipped_high", "dual_clipped")}
-    loss_metrics(
-        MetricSums(), token_loss=case["logprobs"], diagnostics=diagnostics, logprobs=case["logprobs"], recomputed=True,
-        anchor_logprobs=case["anchor_logprobs"], behavior_logprobs=case["behavior_logprobs"], advantages=case["advantages"],
-        staleness=case["staleness"], mask=case["loss_mask"], row_index=case["staleness"], weights=case["advantages"],
-        kept=case["loss_mask"], kl=case["logprobs"], entropy=case["logprobs"],
-    )  # fmt: skip
+class NoReading(TorchDispatchMode):
+    """Fails where a value is read or a shape depends on one, which would wait for a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten._unique2)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_metrics_do_not_wait_for_the_device(packed: bool) -> None:
+    case = {key: tensor.detach() for key, tensor in tokens(8, *((12,) if packed else (3, 4))).items()}
+    ones = torch.ones_like(case["logprobs"])
+    with NoReading():
+        index = {"row_index": case["staleness"]} if packed else {}
+        add_metrics(MetricSums(), case, slice(None), CLIP, weights=ones, kept=ones, kl=ones, entropy=ones, **index)
 
 
 def test_extreme_log_ratios_and_junk_give_finite_metrics() -> None:
@@ -218,3 +225,10 @@ def test_mismatch_is_reported_only_for_another_forward_pass() -> None:
     means = sums.means()
     assert not any("mismatch" in name or name.endswith("_seq") or "weight" in name or "rejected" in name for name in means)
     assert means["train/kl"] == means["train/entropy"] == 1
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_case_of_the_benchmark_runs(part: str) -> None:
+    assert PARTS[part].reference in PARTS[part].cases
+    for name in PARTS[part].cases:
+        PARTS[part].make(name, QUICK)()
