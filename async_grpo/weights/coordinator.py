@@ -24,7 +24,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
 from async_grpo.weights.base import SELF_CHECK, Announcement, version_label
 
-SELF_CHECK_SCALES = (0.05, 0.1, 0.2)
+SELF_CHECK_SCALES = (0.05, 0.1, 0.2, 0.4)
 """Perturbations tried in turn until one moves log-probs by more than CONTRAST times what sampler and learner may differ by anyway."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 CONTRAST = 2.0
