@@ -181,8 +181,15 @@ def test_kl_does_not_let_go_and_does_not_mix_entries() -> None:
     assert value[:3].isfinite().all() and float(value[0].detach()) == pytest.approx(math.exp(20) - 21)
     slopes = torch.autograd.grad(value[:3].sum(), x)[0]
     assert slopes.isfinite().all() and slopes[1] == pytest.approx(1 - math.exp(19), rel=1e-5)
+    half = torch.zeros(4, dtype=torch.bfloat16)
+    assert kl_penalty(half, half, "kl", anchor_logprobs=half).dtype == torch.float32
+    assert kl_penalty(torch.zeros(0), torch.zeros(0), "low_var_kl+").shape == (0,)
     with pytest.raises(ValueError, match="low_var_kl"):
         kl_penalty(x, torch.zeros(4), "k9")
+    with pytest.raises(ValueError, match="ref_logprobs has shape"):
+        kl_penalty(x, torch.zeros(1), "kl")
+    with pytest.raises(ValueError, match="anchor_logprobs has shape"):
+        kl_penalty(x, torch.zeros(4), "kl", anchor_logprobs=torch.zeros(1))
 
 
 def softmax_case() -> tuple[Tensor, Tensor, Tensor]:
@@ -206,6 +213,16 @@ def test_full_kl_is_the_divergence() -> None:
     assert float(got.detach()) == pytest.approx(float(full_kl(logits.detach()[keep], reference[keep])))
     slopes = gradient(got, banned)
     assert slopes.isfinite().all() and slopes[1] == 0
+    close(slopes[keep], gradient(full_kl(logits[keep], reference[keep]), logits)[keep])
+    # forbidden by one side only: the reference keeps its mass on the token, or the divergence is infinite
+    r = torch.softmax(banned.detach(), -1).tolist()
+    one_sided = full_kl(banned, reference)
+    assert float(one_sided.detach()) == pytest.approx(sum(r[v] * math.log(r[v] / q[v]) for v in keep))
+    assert gradient(one_sided, banned).isfinite().all()
+    assert float(full_kl(logits.detach(), other)) == math.inf
+    far = torch.tensor([[0.0, -1000.0], [200.0, 0.0]], requires_grad=True)
+    wide = full_kl(far, torch.tensor([[0.0, -math.inf], [0.0, 200.0]]), temperature=0.1)
+    assert wide.tolist() == [0.0, 2000.0] and gradient(wide.sum(), far).isfinite().all()
     with pytest.raises(ValueError, match="logits"):
         full_kl(logits, reference[:3])
 
@@ -219,6 +236,27 @@ def test_the_expected_gradient_is_that_of_the_divergence(kind: str, corrected: b
     penalties = kl_penalty(logprobs, torch.log_softmax(reference, -1), kind, anchor_logprobs=anchor)
     expected = (logprobs.detach().exp() * penalties).sum()
     close(gradient(expected, logits), gradient(exact, logits))
+
+
+@pytest.mark.parametrize("kind", ["low_var_kl", "kl"])
+def test_the_correction_is_unbiased_for_tokens_of_another_policy(kind: str) -> None:
+    """Value and gradient, in exact expectation over the anchor's distribution."""
+    logits, reference, exact = softmax_case()
+    anchor = torch.log_softmax(torch.tensor([-0.2, 0.7, 0.3, 0.6, -1.1], dtype=F64), -1)
+    penalties = kl_penalty(torch.log_softmax(logits, -1), torch.log_softmax(reference, -1), kind, anchor_logprobs=anchor)
+    expected = (anchor.exp() * penalties).sum()
+    close(expected, exact)
+    close(gradient(expected, logits), gradient(exact, logits))
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_k3_has_the_gradient_of_its_formula(corrected: bool) -> None:
+    x, y, a = (torch.linspace(low, high, 9, dtype=F64) for low, high in ((-3, -0.1), (-1, -2), (-2.5, -0.4)))
+    x.requires_grad_()
+    formula = (torch.exp(x - a) if corrected else 1) * (torch.exp(y - x) - 1 - (y - x))
+    got = kl_penalty(x, y, "low_var_kl", anchor_logprobs=a if corrected else None)
+    close(got, formula)
+    close(gradient(got.sum(), x), gradient(formula.sum(), x))
 
 
 def test_k1_as_a_loss_has_no_expected_gradient() -> None:
@@ -238,6 +276,9 @@ def test_the_adaptive_coefficient_steers_to_its_target() -> None:
     low = AdaptiveKL(coef=0.1, target=0.05, horizon=10)
     low.update(0.0, 1000)
     assert low.coef == 0.0, "a step of more responses than the horizon never turns the sign"
+    for broken in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="finite"):
+            control.update(broken, 64)
     for wrong in ({"target": 0.0}, {"horizon": 0.0}, {"coef": -1.0}):
         with pytest.raises(ValueError, match="KL coefficient"):
             AdaptiveKL(**{"coef": 0.1, "target": 0.1, "horizon": 1.0, **wrong})
@@ -292,5 +333,7 @@ def test_row_weights_of_empty_steps_and_wrong_arguments() -> None:
     for wrong in (None, [1]):
         with pytest.raises(ValueError, match="group_index"):
             row_weights("prompt-mean", [1, 2], max_response_length=4, group_index=wrong)
+    with pytest.raises(ValueError, match="group_index has 3 entries"):
+        row_weights("token-mean", [1, 2], max_response_length=4, group_index=[1, 1, 2])
     with pytest.raises(ValueError, match="negative"):
         row_weights("token-mean", [-1], max_response_length=4)

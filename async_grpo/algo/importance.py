@@ -50,8 +50,9 @@ def rejection_mask(
     """
     valid, ratio = _ratio(anchor_logprobs, behavior_logprobs, loss_mask, level, lower, upper, row_index)
     dtype = torch.promote_types(anchor_logprobs.dtype, torch.float32)
-    kept = ~valid if level == "none" else (ratio >= lower) & (ratio <= upper)
-    return (kept | ~valid).to(dtype) if level != "none" else torch.ones_like(anchor_logprobs, dtype=dtype)
+    if level == "none":
+        return torch.ones_like(anchor_logprobs, dtype=dtype)
+    return (~valid | ((ratio >= lower) & (ratio <= upper))).to(dtype)
 
 
 @torch.no_grad()
@@ -80,7 +81,7 @@ def interpolated_anchor(logprobs: Tensor, behavior_logprobs: Tensor, staleness: 
     """
     _check_shapes(logprobs, behavior_logprobs=behavior_logprobs, staleness=staleness)
     lag = staleness.to(torch.promote_types(logprobs.dtype, torch.float32)).clamp(min=0)
-    alpha = ((lag - 1) / lag.clamp(min=1)).clamp(min=0)
+    alpha = (lag - 1) / lag.clamp(min=1)
     moved = behavior_logprobs + alpha * (logprobs - behavior_logprobs)
     return torch.where(alpha > 0, moved, behavior_logprobs.to(moved.dtype))
 

@@ -7,6 +7,7 @@ whatever a masked entry holds stays there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,43 +18,42 @@ from async_grpo.algo.losses import MAX_LOG_RATIO
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, anchor_logprobs: Tensor | None = None) -> Tensor:
-    """Estimate per token of the divergence from the reference, in the shape of the inputs; gradient to `logprobs` only.
+    """Estimate per token of the divergence from the reference, in the (equal) shape of the inputs; gradient to `logprobs` only.
 
     With d = log-prob - reference (http://joschu.net/blog/kl-approx.html): "kl" (k1) is d, "abs" is |d|, "mse" (k2) is d^2 / 2,
     "low_var_kl" (k3) is exp(-d) - 1 + d. With "+" at the end: the value of the estimator and the gradient of k2, whose expectation under
     the policy is the gradient of the divergence. k1, k2 and k3 are accepted as names.
-    `anchor_logprobs`: the penalty is multiplied by exp(log-prob - anchor), with gradient through both factors, which makes it unbiased for
-    tokens that the anchor sampled (arXiv 2512.02556).
-    Entries must be finite: leave masked tokens out, or overwrite them first. Raises ValueError for an unknown kind.
+    `anchor_logprobs`: the penalty is multiplied by exp(log-prob - anchor), with gradient through both factors. For tokens that the anchor
+    sampled, k1 and k3 then have the expected value and gradient of the divergence (arXiv 2512.02556); no other kind has, "+" included.
+    Entries must be finite: leave masked tokens out, or overwrite them first. Computed in float32 or better.
+    Raises ValueError for an unknown kind or a shape mismatch.
     """
     base = kind.removesuffix("+")
     if base not in _ESTIMATORS:
         raise ValueError(f"unknown KL penalty {kind!r}; choose one of {sorted(KL_PENALTIES)}")
-    log_ratio = (logprobs - ref_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = _log_ratio(logprobs, ref_logprobs, "ref_logprobs")
     penalty = _ESTIMATORS[base](log_ratio)
     if kind.endswith("+"):
         k2 = _k2(log_ratio)
         penalty = k2 - k2.detach() + penalty.detach()
     if anchor_logprobs is not None:
-        penalty = (logprobs - anchor_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * penalty
+        penalty = _log_ratio(logprobs, anchor_logprobs, "anchor_logprobs").exp() * penalty
     return penalty
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Exact divergence sum_v p (log p - log q) from the logits [..., V] of both policies at the same temperature: [...], in nats.
 
-    Softmax in float32 or better. A token that the policy forbids (logit -inf) adds 0. Gradient to `logits` only.
+    Softmax in float32 or better. A token that the policy forbids (logit -inf) adds 0; one that only the reference forbids makes the
+    divergence infinite. Gradient to `logits` only.
     Raises ValueError for a shape mismatch or a temperature that is not above 0.
     """
     if logits.shape != ref_logits.shape or not temperature > 0:
         raise ValueError(f"logits {tuple(logits.shape)} and {tuple(ref_logits.shape)} at temperature {temperature}; shapes equal, above 0")
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    forbidden = logits == -torch.inf
-    lowest = torch.finfo(dtype).min / 4  # finite: the gradient of a forbidden token is 0 and not 0 * inf
-    log_p, log_q = (
-        torch.log_softmax(values.to(dtype).masked_fill(forbidden, lowest) / temperature, -1) for values in (logits, ref_logits.detach())
-    )
-    return (log_p.exp() * torch.where(forbidden, 0, log_p - log_q)).sum(-1)
+    log_p, log_q = (torch.log_softmax(values.to(dtype) / temperature, -1) for values in (logits, ref_logits.detach()))
+    p = log_p.exp()
+    return (p * torch.where(p > 0, log_p - log_q, 0)).sum(-1)  # a probability of 0 has gradient 0 too: `where` keeps inf - inf out
 
 
 @dataclass(slots=True)
@@ -72,7 +72,12 @@ class AdaptiveKL:
             raise ValueError(f"KL coefficient {self.coef}, target {self.target}, horizon {self.horizon}; at least 0, and above 0")
 
     def update(self, kl: float, rows: int) -> None:
-        """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon, after a step of `rows` responses with mean KL `kl`."""
+        """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon, after a step of `rows` responses with mean KL `kl`.
+
+        Raises ValueError for a KL that is not finite: one such step would make the coefficient useless for good.
+        """
+        if not math.isfinite(kl):
+            raise ValueError(f"mean KL {kl} of a step; it must be finite")
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.coef = max(self.coef * (1 + error * rows / self.horizon), 0.0)
 
@@ -84,6 +89,14 @@ class AdaptiveKL:
     def from_dict(cls, state: Mapping[str, float]) -> AdaptiveKL:
         """The controller that `to_dict` described."""
         return cls(**state)
+
+
+def _log_ratio(logprobs: Tensor, other: Tensor, name: str) -> Tensor:
+    """Clamped difference, gradient to `logprobs` only."""
+    if other.shape != logprobs.shape:
+        raise ValueError(f"{name} has shape {tuple(other.shape)}, the log-probs {tuple(logprobs.shape)}; they must be equal")
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    return (logprobs.to(dtype) - other.detach().to(dtype)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _k1(log_ratio: Tensor) -> Tensor:
