@@ -65,7 +65,8 @@ class RankPlan:
     @property
     def rows(self) -> dict[RowKey, PlanRow]:
         """Every row that this rank works on, once, in the order of their keys."""
-        return dict(sorted((row.key, row) for update in self.updates for batch in update for row in batch))
+        rows = {row.key: row for update in self.updates for batch in update for row in batch}  # its weight may differ between epochs
+        return {key: rows[key] for key in sorted(rows)}
 
     @property
     def owned(self) -> frozenset[RowKey]:

@@ -50,7 +50,8 @@ class RowMath:
         self._estimator = ESTIMATORS[config.algorithm.adv_estimator]
         control, state = config.algorithm.kl_ctrl, state or {}
         self._moments = RunningMoments.from_dict(state["moments"]) if "moments" in state else RunningMoments()
-        self._adaptive = AdaptiveKL(coef=state.get("kl_coef", control.kl_coef), target=control.target_kl, horizon=control.horizon)
+        coef = state.get("kl_coef", control.kl_coef) if control.type == "adaptive" else control.kl_coef
+        self._adaptive = AdaptiveKL(coef=coef, target=control.target_kl, horizon=control.horizon)
 
     @property
     def kl_coef(self) -> float:
@@ -121,7 +122,9 @@ class RowMath:
     def _steer_kl(self, rows: Mapping[RowKey, RowMeta], kl_sums: Mapping[RowKey, float]) -> dict[str, float]:
         """Metrics of the token KL in the reward; the adaptive coefficient changes after its use."""
         means = [kl_sums[key] / row.mask_tokens for key, row in rows.items() if row.mask_tokens]
-        kl, coef = sum(means) / max(len(means), 1), self.kl_coef
+        if not means:
+            return {}
+        kl, coef = sum(means) / len(means), self.kl_coef
         if self._config.algorithm.kl_ctrl.type == "adaptive":
             self._adaptive.update(kl, len(rows))
         return {"rollout/reward_kl": kl, "rollout/kl_coef": coef}

@@ -4,14 +4,16 @@
     losses       every policy loss, forward and backward, for 1,000,000 packed tokens in 2,000 rows; selections; diagnostics   against ppo_clip
     logprobs     chunked log-probs, forward and backward, for 4,096 tokens, hidden size 896, vocabulary 151,936 (float32)     against naive
 
-Each case runs alone in a process of its own, in several rounds over all cases of a part. A ratio compares with the reference case of the
-same round: printed is the median over the rounds, with the smallest and the largest. Memory is the resident peak above the level with
-the inputs in place. A case that would not fit into the memory that is free is left out and says so.
+Each case runs alone in a process of its own with one thread, in several rounds over all cases of a part. Seconds are CPU seconds: with
+one thread they hardly depend on what else the machine does, where wall time does. A ratio compares with the reference case of the same
+round: printed is the median over the rounds, with the smallest and the largest. Memory is the resident peak above the level with the
+inputs in place. A case that would not fit into the memory that is free is left out and says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import os
 import platform
@@ -170,14 +172,16 @@ def kilobytes(path: str, field: str) -> int:
 def measure(pipe: Connection, part: str, name: str, sizes: Sizes) -> None:
     """In the child: send (median seconds of the repeats, peak MB of the first run)."""
     spec = PARTS[part]
-    spec.make(name, QUICK)()  # starts threads and loads kernels
+    torch.set_num_threads(1)
+    spec.make(name, QUICK)()  # loads what is loaded once
     work = spec.make(name, sizes)
+    ctypes.CDLL(None).malloc_trim(0)  # memory that the preparation has freed would hide what the work takes
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present level
     level, seconds = kilobytes("/proc/self/status", "VmRSS"), []
     for repeat in range(spec.repeats + (spec.repeats > 1)):
-        started = time.perf_counter()
+        started = time.process_time()
         work()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
         if repeat == 0:
             peak = (kilobytes("/proc/self/status", "VmHWM") - level) / 1024
     pipe.send((statistics.median(seconds[-spec.repeats :]), peak))
@@ -213,7 +217,7 @@ def table(part: str, sizes: Sizes, *, rounds: int) -> list[str]:
     for _ in range(rounds):
         for name in spec.cases:
             results[name].append(alone(part, name, sizes))
-    lines = [f"| {part} | seconds | against {spec.reference} | peak MB |", "|---|---|---|---|"]
+    lines = [f"| {part} | CPU seconds | against {spec.reference} | peak MB |", "|---|---|---|---|"]
     references = results[spec.reference]
     for name, found in results.items():
         done = [(one, other) for one, other in zip(found, references, strict=True) if not isinstance(one, str)]
@@ -230,10 +234,10 @@ def table(part: str, sizes: Sizes, *, rounds: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.algo", description="Time and memory of the mathematics.")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small sizes and one round: shows that it runs, not how fast")
     arguments = parser.parse_args()
-    print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
+    print(f"{platform.machine()}, one thread of {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
     sizes, rounds = (QUICK, 1) if arguments.quick else (Sizes(), arguments.rounds)
     for part in arguments.parts:
         print("\n".join(["", *table(part, sizes, rounds=rounds)]), flush=True)

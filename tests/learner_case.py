@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +171,18 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def run_ranks(main: Callable[..., None], *arguments: Any, seconds: float) -> None:
+    """`main(rank, *arguments)` in two processes; the first failure of either is raised here."""
+    context = torch.multiprocessing.spawn(main, arguments, nprocs=2, join=False)
+    deadline = time.monotonic() + seconds
+    try:
+        while not context.join(timeout=1.0, grace_period=2.0):
+            assert time.monotonic() < deadline, f"the two ranks did not finish within {seconds:g} s"
+    finally:
+        for process in context.processes:
+            process.kill()
 
 
 def write_neighbour(source: str, path: str) -> str:

@@ -15,6 +15,7 @@ from async_grpo.config import algorithm_checks as checks
 from async_grpo.config.describe import settings
 from async_grpo.config.load import ConfigError, load_config
 
+M2PO = ["algorithm.policy_loss=m2po", "algorithm.clip_ratio_low=0.3", "algorithm.clip_ratio_high=0.5"]
 SEQ = "algorithm.loss_agg_mode=seq-mean-token-mean"
 GSPO = ["algorithm.policy_loss=gspo", "algorithm.clip_ratio_low=3e-4", "algorithm.clip_ratio_high=4e-4", SEQ]
 FILTER = "replay.filter_groups.enable=true"
@@ -36,6 +37,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (["algorithm.adv_std_level=batch", "algorithm.norm_adv_by_std_in_grpo=false"], ["adv_std_level: batch"]),
     (["algorithm.gamma=0.9"], ["gamma` is 0.9", "reinforce_plus_plus, remax"]),
     (["algorithm.adv_estimator=maxrl", "algorithm.reward_norm=group"], ["maxrl", "reward_norm"]),
+    (["algorithm.adv_estimator=maxrl", "algorithm.overlong_buffer.enable=true"], ["maxrl", "overlong_buffer", "negative"]),
+    (["algorithm.policy_loss=sapo", "algorithm.clip_ratio_high=0.3"], ["clip_ratio_high", "sapo", "no clip interval"]),
+    (["algorithm.policy_loss=m2po"], ["m2po", "0.3 and 0.5"]),
+    (["algorithm.reward_norm=group", "algorithm.adv_estimator=raw", "rollout.group_size=1"], ["reward_norm: group", "group_size"]),
     (["algorithm.policy_loss=asymre"], ["policy_loss: asymre", "adv_estimator` asymre, not grpo"]),
     (["algorithm.adv_estimator=asymre"], ["adv_estimator: asymre", "policy_loss: asymre", "ppo_clip"]),
     (["algorithm.adv_estimator=gpg"], ["adv_estimator: gpg", "gpg or reinforce"]),
@@ -46,14 +51,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (["algorithm.policy_loss=cispo", "algorithm.clip_ratio_low=1", "algorithm.clip_ratio_high=4", "algorithm.dual_clip_loss=true"],
      ["dual_clip_loss", "cispo"]),
     (["algorithm.policy_loss=gspo", SEQ], ["gspo", "clip_ratio_low", "clip_ratio_high", "3e-4 and 4e-4"]),
-    (["algorithm.policy_loss=cispo"], ["cispo", "1.0 (open) and 4.0"]),
+    (["algorithm.policy_loss=cispo"], ["cispo", "1.0 (open at lag 0) and 4.0"]),
     (["algorithm.policy_loss=gmpo", SEQ, "algorithm.clip_ratio_low=0.4"], ["gmpo", "0.4 and 0.4"]),
     ([*GSPO, "algorithm.loss_agg_mode=token-mean"], ["loss_agg_mode` is token-mean", "gspo", "seq-mean-token-mean"]),
     ([*GSPO, "algorithm.anchor=recomputed", "algorithm.importance.level=token"], ["importance.level` is token", "gspo", "geometric"]),
     ([*GSPO, "algorithm.anchor=recomputed", "algorithm.rejection.level=token"], ["rejection.level` is token", "gspo", "geometric"]),
     ([*GSPO, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"], ["gspo", "one per token", "gspo_token"]),
     (["algorithm.policy_loss=opmd", "algorithm.opmd.level=sequence", "algorithm.adv_estimator=rloo"], ["opmd.level", "seq-mean-token-sum"]),
-    (["algorithm.policy_loss=m2po", "algorithm.anchor=recomputed"], ["anchor` is recomputed", "m2po", "behavior"]),
+    ([*M2PO, "algorithm.anchor=recomputed"], ["anchor` is recomputed", "m2po", "behavior"]),
     (["algorithm.policy_loss=reinforce", "algorithm.anchor=recomputed"], ["anchor` is recomputed", "reinforce"]),
     (["algorithm.policy_loss=gpg", "algorithm.anchor=interpolated"], ["anchor` is interpolated", "gpg"]),
     (["algorithm.policy_loss=gpg", "algorithm.importance.level=token"], ["importance.level` is token", "policy_loss: reinforce"]),
@@ -93,11 +98,12 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
     ["algorithm.policy_loss=opmd", "algorithm.norm_adv_by_std_in_grpo=false"],
     ["algorithm.policy_loss=opmd", "algorithm.adv_estimator=rloo", "algorithm.opmd.level=sequence", "algorithm.loss_agg_mode=seq-mean-token-sum"],
     ["algorithm.policy_loss=topr", "algorithm.adv_estimator=raw"],
+    ["algorithm.policy_loss=opmd", "algorithm.adv_estimator=dr_grpo", "algorithm.loss_agg_mode=seq-mean-token-sum-norm"],
     ["algorithm.policy_loss=reinforce", "algorithm.importance.level=token"],
     [*GSPO, "algorithm.anchor=recomputed", "algorithm.importance.level=sequence", "algorithm.rejection.level=geometric"],
     [*GSPO, "algorithm.clip_schedule.kind=harmonic", "algorithm.adv_estimator=reinforce_plus_plus"],
     ["algorithm.anchor=interpolated", "algorithm.importance={level: token, mode: mask, lower: 0.5, upper: 5}"],
-    ["algorithm.policy_loss=m2po", "algorithm.dual_clip_loss=true"],
+    [*M2PO, "algorithm.dual_clip_loss=true"],
     ["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=kl", "algorithm.kl_loss_unbiased=true", "model.reference_refresh_steps=5"],
     ["algorithm.reward_shift=true", "algorithm.reward_scale=true", "algorithm.reward_clip=10"],
     [FILTER, "replay.filter_groups={enable: true, retire_at: 0.9, all_truncated: true, accuracy_low: 0.0, accuracy_high: 1.0, metric: seq_reward}"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +32,7 @@ from tests.learner_case import (
     plain_model,
     reference_losses,
     row_distribution,
+    run_ranks,
     set_rank,
     split,
     write_neighbour,
@@ -322,11 +322,4 @@ def check_weights_out(learner: Learner, path: Path, rank: int) -> None:
 
 def test_two_ranks_equal_one_for_every_zero_stage(models: dict[str, str], tmp_path: Path) -> None:
     ports = [free_port() for _ in range(8)]
-    context = torch.multiprocessing.spawn(rank_main, (ports, str(tmp_path), models), nprocs=2, join=False)
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        while not context.join(timeout=1.0, grace_period=2.0):
-            assert time.monotonic() < deadline, "the two ranks did not finish in time"
-    finally:
-        for process in context.processes:
-            process.kill()
+    run_ranks(rank_main, ports, str(tmp_path), models, seconds=DEADLINE_S)

@@ -264,6 +264,14 @@ def test_m2po_lies_between_plain_and_no_clip(seed: int, clip: Clip) -> None:
     assert not diagnostics["clipped_low"].any() and not diagnostics["clipped_high"].any()
 
 
+def test_m2po_without_a_bound_still_stops_at_1e5() -> None:
+    case = {**tokens(0, 2), "logprobs": torch.tensor([11.0, 12.0], dtype=F64), "anchor_logprobs": torch.zeros(2, dtype=F64)}
+    case |= {"advantages": torch.ones(2, dtype=F64), "loss_mask": torch.ones(2), "staleness": torch.zeros(2)}
+    loss, diagnostics = policy_loss("m2po", **case, clip=Clip(0.3, 0.5), selection=torch.full((2,), math.inf, dtype=F64))
+    close(loss, torch.tensor([-math.exp(11), -1e5], dtype=F64))
+    assert diagnostics["clipped_high"].tolist() == [False, True]
+
+
 def changes(variant: str, key: str) -> bool:
     """Whether the loss of a token depends on `key`: the clip interval, the anchor, or ("row") the log-probs beside it."""
     case, extra = example(variant, 4, 6, 5)

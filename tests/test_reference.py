@@ -63,15 +63,26 @@ def test_a_refreshed_reference_is_the_policy_and_survives_a_checkpoint(stage: in
         learner.close()
 
 
-def test_without_a_refresh_the_reference_stays(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_refreshed_reference_stays_when_a_resumed_run_does_not_refresh(models: dict[str, str], tmp_path: Path) -> None:
     case = make_case(models["policy"])
     learner = open_learner(models, case, stage=1, refresh=STEP + 1)
     try:
-        assert min(step(learner, case), step(learner, case)) > 1e-4
-        learner.save(str(tmp_path / "a"), {})
-        (tmp_path / "a" / "reference.pt").unlink()
-        with pytest.raises(ValueError, match="no refreshed reference"):
-            learner.load(str(tmp_path / "a"))
+        assert min(step(learner, case), step(learner, case)) > 1e-4, "no refresh is due at step 3"
+        learner.save(str(tmp_path / "unmoved"), {})
+        learner.config = learner.config.model_copy(update={"model": learner.config.model.model_copy(update={"reference_refresh_steps": STEP})})
+        step(learner, case)
+        learner.save(str(tmp_path / "moved"), {})
+    finally:
+        learner.close()
+    learner = open_learner(models, case, stage=1, refresh=0)
+    try:
+        learner.load(str(tmp_path / "moved"))
+        assert step(learner, case) < 1e-12
+        learner.save(str(tmp_path / "again"), {})
+        assert (tmp_path / "again" / "reference.pt").is_file(), "it is kept for the next resume too"
+        (tmp_path / "moved" / "reference.pt").unlink()
+        with pytest.raises(ValueError, match=r"reference\.pt is missing"):
+            learner.load(str(tmp_path / "moved"))
     finally:
         learner.close()
 

@@ -148,9 +148,10 @@ def _bucket(lag: Tensor) -> Tensor:
 def _add_by_lag(sums: MetricSums, columns: dict[str, Tensor], bucket: Tensor, valid: Tensor) -> Tensor:
     """Sums of every column [N], in all and per lag bucket, as one matrix product; returns the entries per bucket [K]."""
     names = list(columns)
-    members = (bucket.unsqueeze(-1) == torch.arange(len(_LABELS), device=bucket.device)) & valid.unsqueeze(-1)  # [N, K]
+    valid_one = valid.double().unsqueeze(-1)
+    members = valid_one.new_zeros(len(bucket), len(_LABELS)).scatter_(1, bucket.unsqueeze(-1), valid_one)  # [N, K]
     values = torch.stack([torch.where(valid, column.double(), 0) for column in columns.values()])  # [M, N]
-    totals, counts = values @ members.double(), members.sum(0, dtype=torch.float64)  # [M, K], [K]
+    totals, counts = values @ members, members.sum(0)  # [M, K], [K]
     sums.add_table([f"train/{name}" for name in names], torch.stack([totals.sum(1), counts.sum().expand(len(names))], -1))
     sums.add_table(
         [f"{label}/{name}" for name in names for label in _LABELS], torch.stack([totals, counts.expand_as(totals)], -1).reshape(-1, 2)

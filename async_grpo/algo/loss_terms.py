@@ -22,6 +22,8 @@ from torch import Tensor
 from async_grpo.algo.rows import row_means, row_sums
 
 MAX_LOG_RATIO = 20.0
+M2PO_OPEN = 1e5
+"""Upper bound of the ratio where M2PO does not clip."""
 
 Outcome = tuple[Tensor, dict[str, Tensor]]
 """Loss per token, and the diagnostics in which this loss differs from r and from "nothing clipped"."""
@@ -233,8 +235,12 @@ def kl_cov(terms: Terms) -> Outcome:
 
 
 def m2po(terms: Terms) -> Outcome:
-    """PPO's loss with the interval widened to at least [exp(-T), exp(T)], T from the selection (arXiv 2510.01161)."""
-    lower, upper = torch.minimum(1 - terms.low, (-terms.selection).exp()), torch.maximum(1 + terms.high, terms.selection.exp())
+    """PPO's loss with the interval widened to at least [exp(-T), exp(T)], T from the selection (arXiv 2510.01161).
+
+    An infinite T gives [0, 1e5], as the authors have it.
+    """
+    widest = torch.where(terms.selection.isinf(), M2PO_OPEN, terms.selection.exp())
+    lower, upper = torch.minimum(1 - terms.low, (-terms.selection).exp()), torch.maximum(1 + terms.high, widest)
     return _clipped(terms.log_ratio.exp(), terms.advantages, lower, upper, terms.clip.dual)
 
 

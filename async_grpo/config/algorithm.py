@@ -150,7 +150,7 @@ class Algorithm(Section):
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Half-width of the clip interval around ratio 1, for the sides that have no value of their own."""
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Half-width of the lower side; null means `clip_ratio`; 1 leaves the lower side open."""
+    """Half-width of the lower side; null means `clip_ratio`; 1 leaves the lower side open where the schedule does not narrow it."""
     clip_ratio_high: Above0 | None = None
     """Half-width of the upper side; null means `clip_ratio`. Wider than the lower side is clip-higher (DAPO uses 0.28)."""
     dual_clip_loss: bool = False

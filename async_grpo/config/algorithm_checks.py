@@ -25,8 +25,8 @@ RATIO_FREE = frozenset({"gpg", "reinforce", "asymre", "topr", "opmd"})
 """Losses without a trust region around the anchor."""
 PARTNERS = {
     ("asymre", "asymre"): "the loss has no ratio and needs the shifted baseline",
-    ("topr", "raw grpo grpo_vectorized rloo"): "it splits responses by the sign of the advantage",
-    ("opmd", "rloo grpo grpo_vectorized"): "it needs R - mean, not whitened",
+    ("topr", "raw grpo grpo_vectorized dr_grpo rloo"): "it splits responses by the sign of the advantage",
+    ("opmd", "rloo grpo grpo_vectorized dr_grpo"): "it needs R - mean, not whitened",
 }
 """(loss, the estimators it goes with) -> why."""
 
@@ -60,6 +60,11 @@ def _estimator(config: Config) -> Iterator[str]:
         yield "`algorithm.adv_std_level: batch` belongs to `adv_estimator: grpo` with `norm_adv_by_std_in_grpo: true`; remove it."
     if algorithm.gamma != 1 and name not in RETURNS:
         yield f"`algorithm.gamma` is {algorithm.gamma:g}, but `adv_estimator: {name}` has no returns; allowed is 1, or {_listed(RETURNS)}."
+    if name == "maxrl" and (algorithm.overlong_buffer.enable or algorithm.add_token_level_kl):
+        yield (
+            "`algorithm.adv_estimator: maxrl` needs rewards of at least 0, but `overlong_buffer` and `add_token_level_kl` make them negative; "
+            "unset them."
+        )
     if name == "maxrl" and (algorithm.reward_norm is not None or algorithm.reward_shift):
         yield (
             "`algorithm.adv_estimator: maxrl` divides by the group's mean reward, which `reward_norm` and `reward_shift` remove; unset "
@@ -107,8 +112,10 @@ def _clip(config: Config) -> Iterator[str]:
         )
     if algorithm.dual_clip_loss and loss not in ("ppo_clip", "m2po"):
         yield f"`algorithm.dual_clip_loss` is true, but `policy_loss: {loss}` has no dual clip; only ppo_clip and m2po have."
-    widths = {"cispo": "1.0 (open) and 4.0", "gmpo": "0.4 and 0.4, of the log ratio"}.get(loss, "3e-4 and 4e-4")
-    if loss in ROW_LOSSES | {"cispo"} and (algorithm.clip_ratio_low is None or algorithm.clip_ratio_high is None):
+    widths = {"cispo": "1.0 (open at lag 0) and 4.0", "m2po": "0.3 and 0.5, at least", "gmpo": "0.4 and 0.4, of the log ratio"}.get(loss, "3e-4 and 4e-4")
+    if loss not in CLIPPED and (algorithm.clip_ratio_low is not None or algorithm.clip_ratio_high is not None):
+        yield f"`algorithm.clip_ratio_low` or `clip_ratio_high` is given, but `policy_loss: {loss}` has no clip interval; remove it."
+    if loss in ROW_LOSSES | {"cispo", "m2po"} and (algorithm.clip_ratio_low is None or algorithm.clip_ratio_high is None):
         yield (
             f"`algorithm.policy_loss: {loss}` clips on another scale than PPO: give `algorithm.clip_ratio_low` and "
             f"`algorithm.clip_ratio_high` (usual are {widths})."
@@ -204,6 +211,8 @@ def _kl(config: Config) -> Iterator[str]:
 
 
 def _rewards(config: Config) -> Iterator[str]:
+    if config.algorithm.reward_norm == "group" and config.rollout.group_size < 2:
+        yield "`algorithm.reward_norm: group` makes every reward of a group of one 0: use batch or running, or a `rollout.group_size` of at least 2."
     overlong, limit = config.algorithm.overlong_buffer, config.rollout.response_length
     if overlong.enable and overlong.len > limit:
         yield f"`algorithm.overlong_buffer.len` is {overlong.len}; allowed is at most `rollout.response_length`, {limit}."

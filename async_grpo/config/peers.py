@@ -50,21 +50,21 @@ _NAMES: dict[str, str] = {
     "algorithm.adv_estimator": "advantage_estimator advantage_type adv_type",
     "algorithm.norm_adv_by_std_in_grpo": "scale_rewards grpo_std_normalization grpo_norm_by_std normalize_by_std",
     "algorithm.policy_loss": "policy_loss_fn policy_loss_type loss_mode loss_fn pg_variant",
-    "algorithm.clip_ratio": "epsilon eps_clip pg_clip cliprange clip_range clip_eps ratio_clip",
+    "algorithm.clip_ratio": "epsilon eps_clip eps_clip_low_high pg_clip cliprange clip_range clip_eps ratio_clip",
     "algorithm.clip_ratio_low": "epsilon_low eps_clip_low pg_clip_low ratio_clip_min clip_eps_low cliprange_low",
     "algorithm.clip_ratio_high": "epsilon_high eps_clip_high eps_clip_higher pg_clip_high ratio_clip_max clip_eps_high cliprange_high",
     "algorithm.dual_clip_loss": "dual_clip use_dual_clip use_dual_clip_loss",
-    "algorithm.clip_ratio_c": "eps_clip_c c_clip ratio_clip_c dual_clip_c",
+    "algorithm.clip_ratio_c": "eps_clip_c c_clip ratio_clip_c dual_clip_c delta",
     "algorithm.loss_agg_mode": "loss_type loss_reduction token_level_loss loss_aggregation agg_mode",
     "algorithm.use_kl_loss": "use_kl enable_kl_loss",
-    "algorithm.kl_loss_coef": "beta kl_loss_coeff kl_ctl reference_policy_kl_penalty",
+    "algorithm.kl_loss_coef": "beta kl_loss_coeff reference_policy_kl_penalty",
     "algorithm.kl_loss_type": "kl_estimator kl_estimator_type reference_policy_kl_type",
     "algorithm.entropy_coef": "entropy_coeff entropy_loss_coef ent_coef entropy_bonus",
     "algorithm.kl_loss_unbiased": "use_unbiased_kl use_bias_correction_kl",
     "algorithm.add_token_level_kl": "use_kl_in_reward",
     "algorithm.kl_ctrl.type": "kl_controller kl_controller_type use_kl_estimator_controller",
     "algorithm.kl_ctrl.kl_type": "kl_penalty",
-    "algorithm.kl_ctrl.kl_coef": "init_kl_coef",
+    "algorithm.kl_ctrl.kl_coef": "init_kl_coef kl_ctl",
     "algorithm.kl_ctrl.target_kl": "kl_target target_kl_value",
     "algorithm.kl_ctrl.horizon": "kl_horizon",
     "algorithm.gamma": "discount discount_factor",
@@ -82,7 +82,7 @@ _NAMES: dict[str, str] = {
     "algorithm.m2po.budget": "m2_threshold M2_budget m2_budget",
     "algorithm.anchor": "use_decoupled_loss bypass_mode recompute_logprob prox_logp_method",
     "algorithm.importance.level": (
-        "rollout_is use_tis use_importance_sampling_correction vllm_importance_sampling_correction importance_sampling_level"
+        "rollout_is importance_sampling enable_vllm_is_correction use_tis use_importance_sampling_correction vllm_importance_sampling_correction importance_sampling_level"
     ),
     "algorithm.importance.mode": "vllm_importance_sampling_mode rollout_is_mode",
     "algorithm.importance.lower": "rollout_is_threshold_lower tis_clip_low",
@@ -98,7 +98,7 @@ _NAMES: dict[str, str] = {
     "learner.ranks": "n_gpus_per_node actor_num_gpus_per_node num_gpus num_learners world_size",
     "learner.zero_stage": "deepspeed_stage stage",
     "learner.ppo_epochs": "num_iterations num_ppo_epochs update_epochs_per_batch max_epochs update_epochs",
-    "learner.ppo_mini_batch_size": "mini_batch_size policy_mini_batch_size minibatch_size",
+    "learner.ppo_mini_batch_size": "mini_batch_size policy_mini_batch_size minibatch_size steps_per_generation",
     "learner.tokens_per_micro_batch": (
         "ppo_max_token_len_per_gpu max_tokens_per_gpu max_tokens_per_mb max_token_len_per_gpu train_max_tokens_per_gpu "
         "micro_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_train_batch_size per_device_train_batch_size"

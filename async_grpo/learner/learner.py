@@ -69,6 +69,7 @@ class Learner:
         zero.start(device, timeout_s=config.watchdog.step_timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.updates = 0
+        self._reference_moved = False
         self._plan: RankPlan | None = None
         self._rows: dict[RowKey, Row] = {}
         self._metrics = MetricSums()
@@ -186,6 +187,7 @@ class Learner:
         every = self.config.model.reference_refresh_steps
         if self._plan is not None and every and self._plan.step % every == 0:
             zero.copy_parameters(self.engine.module, _module(self._reference))
+            self._reference_moved = True
         self._plan, self._rows = None, {}
         return self._metrics.to_wire()
 
@@ -314,16 +316,21 @@ class Learner:
 
     def save(self, directory: str, state: dict[str, Any]) -> None:
         """Write weights, optimizer, update counter, random state and `state` (plain values) so that `load` continues bit for bit."""
-        store.save(self.engine, directory, {"updates": self.updates, "state": state}, rank=self.rank, layout=self._layout())
-        if self.config.model.reference_refresh_steps:
+        kept = {"updates": self.updates, "state": state, "reference_moved": self._reference_moved}
+        store.save(self.engine, directory, kept, rank=self.rank, layout=self._layout())
+        if self._reference_moved:
             store.save_weights(zero.whole(_module(self._reference)), directory, writes=self.rank == 0)
             dist.barrier()
 
     def load(self, directory: str) -> dict[str, Any]:
-        """Continue from `save` and return its `state`. Raises ValueError if the ranks, the ZeRO stage or the dtype differ."""
+        """Continue from `save` and return its `state`, with the reference as it was if it had been refreshed.
+
+        Raises ValueError if the ranks, the ZeRO stage or the dtype differ, or a file is missing.
+        """
         saved = store.load(self.engine, directory, rank=self.rank, layout=self._layout())
         self.updates = saved["updates"]
-        if self.config.model.reference_refresh_steps:
+        self._reference_moved = saved["reference_moved"] and self._reference is not None
+        if self._reference_moved:
             store.load_weights(_module(self._reference), directory, writable=zero.gathered)
         return saved["state"]
 

@@ -59,7 +59,7 @@ def load_weights(module: torch.nn.Module, directory: str, *, writable: Callable[
     """Restore what `save_weights` wrote. `writable(parameters, modify=True)` makes sharded parameters whole. Raises ValueError."""
     path = Path(directory) / _REFERENCE
     if not path.is_file():
-        raise ValueError(f"{directory} holds no refreshed reference; resume with model.reference_refresh_steps: 0, as it was written")
+        raise ValueError(f"{path} is missing: the checkpoint says that the reference had been refreshed; resume from another checkpoint")
     kept = torch.load(path, weights_only=True, mmap=True)
     for name, parameter in module.named_parameters():
         with torch.no_grad(), writable([parameter], modify=True):
