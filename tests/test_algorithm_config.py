@@ -67,7 +67,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (["algorithm.clip_cov={lower: 2, upper: 1}"], ["clip_cov.lower` is 2", "below"]),
     (["algorithm.use_kl_loss=true", KL_REWARD], ["use_kl_loss", "add_token_level_kl", "twice"]),
     (["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=kl"], ["kl_loss_type: kl", "gradient of 0", "kl+"]),
-    (["algorithm.use_kl_loss=true", "algorithm.kl_loss_unbiased=true", "algorithm.kl_loss_type=kl+"], ["kl+", "kl_loss_unbiased", "twice"]),
+    (["algorithm.use_kl_loss=true", "algorithm.kl_loss_unbiased=true", "algorithm.kl_loss_type=kl+"], ["kl+", "kl_loss_unbiased", "low_var_kl"]),
     (["algorithm.kl_loss_unbiased=true"], ["kl_loss_unbiased", "use_kl_loss` is false"]),
     (["algorithm.kl_ctrl.type=adaptive"], ["adaptive", "add_token_level_kl"]),
     (["model.reference_refresh_steps=5"], ["reference_refresh_steps", "use_kl_loss"]),

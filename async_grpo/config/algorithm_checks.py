@@ -194,10 +194,10 @@ def _kl(config: Config) -> Iterator[str]:
         )
     if algorithm.kl_loss_unbiased and not algorithm.use_kl_loss:
         yield "`algorithm.kl_loss_unbiased` is true, but `algorithm.use_kl_loss` is false; set it to true, or remove the correction."
-    if algorithm.kl_loss_unbiased and algorithm.kl_loss_type.endswith("+"):
+    if algorithm.kl_loss_unbiased and algorithm.kl_loss_type not in ("kl", "low_var_kl"):
         yield (
-            f"`algorithm.kl_loss_type: {algorithm.kl_loss_type}` and `kl_loss_unbiased` both put the gradient of the divergence in, so it would "
-            "count twice; use the type without `+`."
+            f"`algorithm.kl_loss_type` is {algorithm.kl_loss_type}; with `kl_loss_unbiased` it is kl or low_var_kl: the others have a bias of "
+            "their own, or already hold the gradient of the divergence."
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.add_token_level_kl:
         yield "`algorithm.kl_ctrl.type: adaptive` steers the KL in the reward: set `algorithm.add_token_level_kl: true`, or use fixed."
