@@ -186,6 +186,10 @@ def test_kl_does_not_let_go_and_does_not_mix_entries() -> None:
     assert kl_penalty(torch.zeros(0), torch.zeros(0), "low_var_kl+").shape == (0,)
     with pytest.raises(ValueError, match="low_var_kl"):
         kl_penalty(x, torch.zeros(4), "k9")
+    far = torch.tensor([25.0, -200.0], requires_grad=True)
+    for kind, slope in (("kl", [1, 1]), ("abs", [1, -1]), ("mse", [25, -200]), ("low_var_kl+", [25, -200])):
+        assert torch.autograd.grad(kl_penalty(far, torch.zeros(2), kind).sum(), far)[0].tolist() == slope
+    assert torch.autograd.grad(kl_penalty(far, torch.zeros(2), "low_var_kl")[0], far)[0][0] == pytest.approx(1.0)
     with pytest.raises(ValueError, match="ref_logprobs has shape"):
         kl_penalty(x, torch.zeros(1), "kl")
     with pytest.raises(ValueError, match="anchor_logprobs has shape"):

@@ -264,6 +264,15 @@ def test_m2po_lies_between_plain_and_no_clip(seed: int, clip: Clip) -> None:
     assert not diagnostics["clipped_low"].any() and not diagnostics["clipped_high"].any()
 
 
+def test_opmd_pulls_at_tokens_however_far_they_are() -> None:
+    case = {**tokens(0, 1, 2), "logprobs": torch.full((1, 2), -5.0, dtype=F64, requires_grad=True)}
+    case |= {"behavior_logprobs": torch.full((1, 2), -30.0, dtype=F64), "advantages": torch.zeros(1, 2), "loss_mask": torch.ones(1, 2)}
+    for level, value, slope in (("token", 31.25, 2.5), ("sequence", 62.5, 5.0)):  # d = 25 for a token, 50 for the response
+        loss, _ = policy_loss("opmd", **case, clip=Clip(0.2, 0.2), options=LossOptions(opmd_tau=0.1, opmd_level=level))
+        close(loss, torch.full((1, 2), value, dtype=F64))
+        close(gradient(loss.sum(), case["logprobs"]), torch.full((1, 2), slope, dtype=F64))
+
+
 def test_m2po_without_a_bound_still_stops_at_1e5() -> None:
     case = {**tokens(0, 2), "logprobs": torch.tensor([11.0, 12.0], dtype=F64), "anchor_logprobs": torch.zeros(2, dtype=F64)}
     case |= {"advantages": torch.ones(2, dtype=F64), "loss_mask": torch.ones(2), "staleness": torch.zeros(2)}

@@ -1,8 +1,8 @@
 """Penalties for moving away from the reference policy.
 
-Runs in: learner ranks (tensors) and the driver (the adaptive coefficient). Hides the estimators' numerics. Invariants: only the input is
-clamped (log ratio to [-20, 20]), never the value, so the penalty does not let go when the drift is worst; entries do not mix, so
-whatever a masked entry holds stays there.
+Runs in: learner ranks (tensors) and the driver (the adaptive coefficient). Hides the estimators' numerics. Invariants: only what goes into
+`exp` is clamped, never a value, so a penalty does not let go when the drift is worst (k3 does beyond a log ratio of -20, where it is
+5e8); entries do not mix, so whatever a masked entry holds stays there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, anchor_logp
         k2 = _k2(log_ratio)
         penalty = k2 - k2.detach() + penalty.detach()
     if anchor_logprobs is not None:
-        penalty = _log_ratio(logprobs, anchor_logprobs, "anchor_logprobs").exp() * penalty
+        ratio = _log_ratio(logprobs, anchor_logprobs, "anchor_logprobs").clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        penalty = ratio * penalty
     return penalty
 
 
@@ -92,11 +93,11 @@ class AdaptiveKL:
 
 
 def _log_ratio(logprobs: Tensor, other: Tensor, name: str) -> Tensor:
-    """Clamped difference, gradient to `logprobs` only."""
+    """The difference, gradient to `logprobs` only."""
     if other.shape != logprobs.shape:
         raise ValueError(f"{name} has shape {tuple(other.shape)}, the log-probs {tuple(logprobs.shape)}; they must be equal")
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    return (logprobs.to(dtype) - other.detach().to(dtype)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return logprobs.to(dtype) - other.detach().to(dtype)
 
 
 def _k1(log_ratio: Tensor) -> Tensor:
@@ -108,6 +109,7 @@ def _k2(log_ratio: Tensor) -> Tensor:
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
+    log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
     return torch.expm1(-log_ratio) + log_ratio
 
 

@@ -274,12 +274,12 @@ def opmd(terms: Terms) -> Outcome:
     """l = -A current + tau / 2 d^2, d = current - behavior (arXiv 2501.12599 eq. 3, without its division by tau).
 
     Level "sequence": d is the response's sum, and each of its L tokens holds d^2 / L, so that the sum over tokens is the paper's term.
+    No clamp on d, which is not exponentiated: a penalty must not let go of far tokens.
     """
-    squared = (terms.current - terms.behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    squared = (terms.current - terms.behavior).square()
     if terms.options.opmd_level == "sequence":
-        squared = terms.row_sum(squared).square() / terms.row_sum(terms.valid.to(squared.dtype)).clamp(min=1)
-    else:
-        squared = squared.square()
+        total = terms.row_sum(terms.current - terms.behavior)
+        squared = total.square() / terms.row_sum(terms.valid.to(total.dtype)).clamp(min=1)
     return -terms.advantages * terms.current + terms.options.opmd_tau / 2 * squared, {}
 
 
