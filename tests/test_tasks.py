@@ -355,8 +355,8 @@ def test_registry_errors():
 
 
 def test_weights():
+    task = Arithmetic(schema.Task(), 0)
     assert task_weights(schema.Task(), task) == {"correct": 1.0, "format": 0.0}
-    assert task_weights(schema.Task(), task) == {"correct": 1.0}
     weighted = create_task(GSM8K, 0)
     assert task_weights(schema.Task(rewards={"format": 0.5}), weighted) == {"correct": 0.0, "format": 0.5}
     with pytest.raises(TaskError, match="names formal; the components of this task are correct, format"):
