@@ -85,6 +85,8 @@ class MetricSums:
         out = {name: total / count for name, (total, count) in self._sums.items() if count > 0 and name not in absent}
         for name in [name for name in out if name.endswith("_sq")]:
             path, _, leaf = name.removesuffix("_sq").rpartition("/")
+            if leaf not in ESS | CHI2:
+                continue
             square, mean = out.pop(name), out.get(f"{path}/{leaf}", 0.0)
             if leaf in ESS:
                 out[f"{path}/{ESS[leaf]}"] = mean * mean / square if square else 0.0
