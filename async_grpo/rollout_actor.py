@@ -198,7 +198,7 @@ class RolloutActor:
     async def _produce(self, ticket: GroupTicket) -> None:
         try:
             async with asyncio.timeout(self._config.rollout.group_timeout_s):
-                frame = encode_group(await self._group(ticket))
+                frame = encode_group(await self._group(ticket), max_bytes=self._config.wire.max_frame_bytes)
         except TimeoutError:
             timeout_s = self._config.rollout.group_timeout_s
             if time.monotonic() - self._produced_at > timeout_s:  # not one slow group but an engine that hangs: this actor is replaced

@@ -9,11 +9,12 @@ Runs in: rollout actors (encode), the replay queue (metadata), learner ranks (de
     8       4     header length h
     12      4     crc32 of everything after these 16 bytes
     16      h     msgpack map: ids, lengths, rewards, verdicts, finish reasons, version spans, times (padded to 8 bytes)
-    16+h          int32 prompt tokens | int32 response tokens of all rows | float32 behaviour log-probs | uint8 loss mask
+    16+h          int32 prompt tokens | int32 response tokens of all rows | float32 behaviour log-probs | uint8 loss mask, little endian
 
-Invariants: facts only (advantages and ratios are derived later); nothing is ever unpickled; every length is checked against the
-frame before an array is made; a decoded group has finite log-probs and a version for every token. `decode_meta` never copies or
-widens a token array, so a reader of metadata costs the same for any response length.
+Invariants: facts only (advantages and ratios are derived later); nothing is ever unpickled, and bytes from anywhere give a group or a
+WireError, nothing else; every length is checked against the frame, and the frame against its limit, before an array is made; the header
+holds plain maps, lists, numbers and strings, at most MAX_DEPTH deep; a decoded group has finite log-probs and a version for every
+token. `decode_meta` never copies or widens a token array, so a reader of metadata costs the same for any response length.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from typing import Any, Literal
 import msgpack
 import numpy as np
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
+MAX_DEPTH = 4
+"""The header, its list of rows, a row, and what a row holds."""
+MAX_STRING_BYTES = 64 * 2**10
 Buffer = bytes | bytearray | memoryview | np.ndarray
 Role = Literal["train", "baseline"]
 
@@ -36,6 +40,7 @@ _FIXED = struct.Struct("<4sHHII")
 _BATCH = struct.Struct("<4sI")
 _BATCH_MAGIC = b"AGRB"
 _FINISH_REASONS = ("stop", "length")
+_INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 
 
 class WireError(ValueError):
@@ -132,8 +137,11 @@ class Batch:
     groups: tuple[GroupMeta, ...]
 
 
-def encode_group(group: Group) -> bytes:
-    """One group as a frame. Raises WireError for anything that must not be trained (lengths, non-finite values, aborts)."""
+def encode_group(group: Group, *, max_bytes: int | None = None) -> bytes:
+    """One group as a frame of at most `max_bytes`.
+
+    Raises WireError for anything that must not be trained (lengths, non-finite values, aborts), and for a frame that is too large.
+    """
     arrays = _arrays_of(group)
     try:
         packed = msgpack.packb(_header_of(group), use_bin_type=True)
@@ -142,19 +150,19 @@ def encode_group(group: Group) -> bytes:
     packed += b"\0" * (-len(packed) % 8)
     body = b"".join([packed, *[array.tobytes() for array in arrays]])
     frame = _FIXED.pack(_MAGIC, WIRE_VERSION, 0, len(packed), zlib.crc32(body)) + body
-    decode_meta(frame)
+    decode_meta(frame, max_bytes=max_bytes)
     return frame
 
 
-def decode_meta(frame: Buffer) -> GroupMeta:
-    """Metadata of a frame, every rule of the format checked. Raises WireError."""
-    header, view, offset = _open(frame)
+def decode_meta(frame: Buffer, *, max_bytes: int | None = None) -> GroupMeta:
+    """Metadata of a frame, every rule of the format checked; `max_bytes` first. Raises WireError."""
+    header, view, offset = _open(frame, max_bytes=max_bytes)
     try:
         rows = header["rows"]
         prompt_length, n_tokens = _natural(header, "prompt_length"), sum(_natural(row, "length") for row in rows)
         _check_size(view, offset, prompt_length, n_tokens)
-        logprobs = np.frombuffer(view, np.float32, n_tokens, offset + 4 * (prompt_length + n_tokens))
-        mask = np.frombuffer(view, np.uint8, n_tokens, offset + 4 * (prompt_length + 2 * n_tokens))
+        logprobs = np.frombuffer(view, _FLOAT32, n_tokens, offset + 4 * (prompt_length + n_tokens))
+        mask = np.frombuffer(view, _UINT8, n_tokens, offset + 4 * (prompt_length + 2 * n_tokens))
         metas, start = [], 0
         for index, row in enumerate(rows):
             stop = start + row["length"]
@@ -187,17 +195,17 @@ def decode_group(frame: Buffer) -> Group:
     meta = decode_meta(frame)
     header, view, offset = _open(frame, verify=False)
     n_tokens = sum(row.length for row in meta.rows)
-    prompt = np.frombuffer(view, np.int32, meta.prompt_length, offset)
+    prompt = np.frombuffer(view, _INT32, meta.prompt_length, offset)
     at = offset + 4 * meta.prompt_length
-    tokens, logprobs = np.frombuffer(view, np.int32, n_tokens, at), np.frombuffer(view, np.float32, n_tokens, at + 4 * n_tokens)
-    mask = np.frombuffer(view, np.uint8, n_tokens, at + 8 * n_tokens)
+    tokens, logprobs = np.frombuffer(view, _INT32, n_tokens, at), np.frombuffer(view, _FLOAT32, n_tokens, at + 4 * n_tokens)
+    mask = np.frombuffer(view, _UINT8, n_tokens, at + 8 * n_tokens)
     rollouts, start = [], 0
     for row, raw in zip(meta.rows, header["rows"], strict=True):
         stop = start + row.length
         rollouts.append(
             Rollout(
                 response_ids=tokens[start:stop], behavior_logprobs=logprobs[start:stop], loss_mask=mask[start:stop],
-                versions=[VersionSpan(*span) for span in raw["versions"]], rewards=row.rewards, verdict=row.verdict,
+                versions=[VersionSpan(*span) for span in _spans(raw["versions"])], rewards=row.rewards, verdict=row.verdict,
                 finish_reason=row.finish_reason, role=row.role,
             )
         )
@@ -245,7 +253,7 @@ def _header_of(group: Group) -> dict[str, Any]:
     rows = [
         {
             "role": row.role, "length": len(row.response_ids), "rewards": row.rewards, "verdict": row.verdict,
-            "finish_reason": row.finish_reason, "versions": [list(asdict(span).values()) for span in row.versions],
+            "finish_reason": row.finish_reason, "versions": [value for span in row.versions for value in asdict(span).values()],
         }
         for row in group.rollouts
     ]
@@ -260,20 +268,20 @@ def _arrays_of(group: Group) -> list[np.ndarray]:
         lengths = (len(row.response_ids), len(row.behavior_logprobs), len(row.loss_mask))
         if len(set(lengths)) != 1:
             raise WireError(f"group {group.group_id} rollout {index}: {lengths} tokens, log-probs and mask entries; they must be equal")
-    columns = [("response_ids", np.int32), ("behavior_logprobs", np.float32), ("loss_mask", np.uint8)]
-    prompt = _column(group, "prompt_ids", [group.prompt_ids], np.int32)
+    columns = [("response_ids", _INT32), ("behavior_logprobs", _FLOAT32), ("loss_mask", _UINT8)]
+    prompt = _column(group, "prompt_ids", [group.prompt_ids], _INT32)
     return [prompt, *[_column(group, name, [getattr(row, name) for row in group.rollouts], dtype) for name, dtype in columns]]
 
 
-def _column(group: Group, name: str, parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+def _column(group: Group, name: str, parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
     """One array of the frame. Integers must survive the cast: a wrapped token id or mask would be trained as something else."""
     raw = np.concatenate([np.asarray(part) for part in parts]) if parts else np.empty(0, dtype)
     if raw.dtype.kind not in "biuf":
         raise WireError(f"group {group.group_id} has {name} of type {raw.dtype}; they must be numbers")
     with np.errstate(over="ignore", invalid="ignore"):
         out = raw.astype(dtype)
-    if dtype is not np.float32 and ((out != raw).any() or (out < 0).any()):
-        raise WireError(f"group {group.group_id} has {name} that are not natural numbers of type {dtype.__name__}")
+    if dtype != _FLOAT32 and ((out != raw).any() or (out < 0).any()):
+        raise WireError(f"group {group.group_id} has {name} that are not natural numbers of type {dtype.name}")
     return out
 
 
@@ -288,8 +296,10 @@ def _padded(size: int) -> int:
     return size + -size % 8
 
 
-def _open(frame: Buffer, *, verify: bool = True) -> tuple[dict[str, Any], memoryview, int]:
+def _open(frame: Buffer, *, verify: bool = True, max_bytes: int | None = None) -> tuple[dict[str, Any], memoryview, int]:
     view = _byte_view(frame)
+    if max_bytes is not None and len(view) > max_bytes:
+        raise WireError(f"a frame of {len(view)} bytes is larger than wire.max_frame_bytes, {max_bytes}")
     if len(view) < _FIXED.size:
         raise WireError(f"a frame needs {_FIXED.size} bytes, got {len(view)}")
     magic, version, zero, header_length, checksum = _FIXED.unpack_from(view)
@@ -302,15 +312,39 @@ def _open(frame: Buffer, *, verify: bool = True) -> tuple[dict[str, Any], memory
         raise WireError("the header is longer than the frame")
     if verify and zlib.crc32(view[_FIXED.size :]) != checksum:
         raise WireError("checksum mismatch")
-    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=max(header_length, 1), strict_map_key=True)
+    unpacker = msgpack.Unpacker(
+        raw=False, max_buffer_size=max(header_length, 1), strict_map_key=True, max_str_len=MAX_STRING_BYTES, max_bin_len=0, max_ext_len=0,
+        max_array_len=header_length, max_map_len=header_length,
+    )
     unpacker.feed(view[_FIXED.size : offset])
     try:
         header = unpacker.unpack()
-    except (msgpack.UnpackException, ValueError) as error:
+    except (msgpack.UnpackException, ValueError, RecursionError) as error:
         raise WireError(f"the header is not msgpack: {error}") from error
+    _check_plain(header, MAX_DEPTH)
     if not isinstance(header, dict) or not isinstance(header.get("rows"), list):
         raise WireError("the header is not a group")
     return header, view, offset
+
+
+def _check_plain(value: object, depth: int) -> None:
+    """Raise WireError for anything but maps with string keys, lists, strings, numbers, booleans and None, `depth` levels deep."""
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise WireError(f"the header is nested more than {MAX_DEPTH} deep")
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_plain(inner, depth - 1)
+        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+            raise WireError("the header has a key that is not a string")
+    elif not isinstance(value, str | int | float | None):
+        raise WireError(f"the header holds a {type(value).__name__}")
+
+
+def _spans(versions: list[int]) -> list[tuple[int, int, int]]:
+    """(version, start, end) of each span, from the flat list on the wire. Raises WireError."""
+    if not isinstance(versions, list) or len(versions) % 3 or any(type(value) is not int for value in versions):
+        raise WireError(f"version spans {versions!r} are not triples of integers")
+    return list(zip(versions[::3], versions[1::3], versions[2::3], strict=True))
 
 
 def _check_size(view: memoryview, offset: int, prompt_length: int, n_tokens: int) -> None:
@@ -320,7 +354,7 @@ def _check_size(view: memoryview, offset: int, prompt_length: int, n_tokens: int
 
 
 def _row_meta(index: int, row: dict[str, Any], logprobs: np.ndarray, mask: np.ndarray) -> RowMeta:
-    length, versions, rewards, verdict = _natural(row, "length"), row["versions"], row["rewards"], row["verdict"]
+    length, versions, rewards, verdict = _natural(row, "length"), _spans(row["versions"]), row["rewards"], row["verdict"]
     if length < 1:
         raise WireError(f"rollout {index} is empty")
     if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
@@ -331,7 +365,7 @@ def _row_meta(index: int, row: dict[str, Any], logprobs: np.ndarray, mask: np.nd
         raise WireError(f"rollout {index} has role {row['role']!r} and finish reason {row['finish_reason']!r}")
     at = 0
     for version, start, end in versions:
-        if any(type(value) is not int for value in (version, start, end)) or start != at or end <= start or version < 0:
+        if start != at or end <= start or version < 0:
             raise WireError(f"rollout {index} has version spans {versions} that do not cover its {length} tokens in order")
         at = end
     if at != length:

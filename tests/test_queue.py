@@ -1,4 +1,4 @@
-"""The wire format and the replay queue: what a frame may be, and that no schedule breaks the staleness bound or stops the run."""
+"""The replay queue: one rule at a time, and that no schedule breaks the staleness bound or stops the run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import heapq
 import json
 import pickle
 import random
-import struct
-import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgpack
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.algo.filters import FilterRule
@@ -29,44 +26,16 @@ from async_grpo.replay.rules import can_leave, fair_share
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import (
     Batch,
-    Group,
     GroupMeta,
     GroupTicket,
-    Rollout,
     VersionSpan,
-    WireError,
-    decode_group,
     decode_meta,
     encode_group,
-    pack_frames,
     unpack_frames,
 )
+from tests.wire_case import frame_of, make_group, with_header
 
-HEAD = struct.Struct("<4sHHII")
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")
-
-
-def make_group(
-    ticket: GroupTicket, *, values: tuple[float | None, ...] = (0.0, 1.0), versions: tuple[int, ...] = (), actor: str = "a",
-    baselines: tuple[float, ...] = (), finish: str = "stop", **changes: object,
-) -> Group:
-    """A group of `len(values)` rollouts with two tokens per version (the ticket's by default), then the baselines."""
-    labels = versions or (ticket.policy_version,)
-    spans = [VersionSpan(version, 2 * i, 2 * i + 2) for i, version in enumerate(labels)]
-    n = 2 * len(labels)
-    rollouts = [
-        Rollout(np.arange(n), np.full(n, -0.5), np.ones(n), list(spans), {"correct": value or 0.0, "format": 1.0}, value, finish, role)
-        for role, given_values in (("train", values), ("baseline", baselines))
-        for value in given_values
-    ]
-    group = Group(ticket.group_id, ticket.attempt, ticket.policy_version, actor, np.arange(3), rollouts)
-    for name, value in changes.items():
-        setattr(group, name, value)
-    return group
-
-
-def frame_of(ticket: GroupTicket, **options: object) -> bytes:
-    return encode_group(make_group(ticket, **options))
 
 
 def queue_settings(**changes: object) -> QueueSettings:
@@ -75,139 +44,6 @@ def queue_settings(**changes: object) -> QueueSettings:
         shaping=Shaping({"correct": 1.0}, 64), filter=FilterRule(),
     )
     return replace(base, **changes)
-
-
-# ---- the wire ----
-
-
-@st.composite
-def groups(draw: st.DrawFn) -> Group:
-    finite = st.floats(-1e6, 1e6, width=32)
-    rollouts = []
-    for _ in range(draw(st.integers(1, 4))):
-        pieces = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
-        ends = list(np.cumsum(pieces))
-        n = int(ends[-1])
-        spans = [VersionSpan(draw(st.integers(0, 9)), int(end) - size, int(end)) for size, end in zip(pieces, ends, strict=True)]
-        rollouts.append(
-            Rollout(
-                response_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n))),
-                behavior_logprobs=np.array(draw(st.lists(st.floats(-1e6, 0, width=32), min_size=n, max_size=n))),
-                loss_mask=np.array(draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))),
-                versions=spans, rewards=draw(st.dictionaries(st.text(), finite, min_size=1, max_size=3)),
-                verdict=draw(st.sampled_from([None, 0.0, 1.0])), finish_reason=draw(st.sampled_from(["stop", "length"])),
-                role=draw(st.sampled_from(["train", "baseline"])),
-            )
-        )
-    prompt = np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)))
-    ids = [draw(st.integers(0, 2**40)) for _ in range(3)]
-    return Group(*ids, draw(st.text()), prompt, rollouts, draw(st.dictionaries(st.text(), finite, max_size=2)))
-
-
-@settings(max_examples=60, deadline=None)
-@given(group=groups())
-def test_a_group_survives_the_wire(group: Group) -> None:
-    back = decode_group(bytearray(encode_group(group)))
-    assert (back.group_id, back.attempt, back.policy_version, back.actor_id, back.times) == (
-        group.group_id, group.attempt, group.policy_version, group.actor_id, group.times
-    )
-    np.testing.assert_array_equal(back.prompt_ids, group.prompt_ids)
-    assert len(back.rollouts) == len(group.rollouts)
-    for got, sent in zip(back.rollouts, group.rollouts, strict=True):
-        for name in ("response_ids", "behavior_logprobs", "loss_mask"):
-            np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
-            assert not getattr(got, name).flags.writeable
-        facts = ("versions", "rewards", "verdict", "finish_reason", "role")
-        assert [getattr(got, name) for name in facts] == [getattr(sent, name) for name in facts]
-
-
-@settings(max_examples=60, deadline=None)
-@given(group=groups(), data=st.data())
-def test_a_damaged_frame_is_refused(group: Group, data: st.DataObject) -> None:
-    frame = bytearray(encode_group(group))
-    if data.draw(st.booleans()):
-        at = data.draw(st.integers(0, len(frame) - 1))
-        frame[at] ^= data.draw(st.integers(1, 255))
-    else:
-        frame = frame[: data.draw(st.integers(0, len(frame) - 1))]
-    with pytest.raises(WireError):
-        decode_meta(frame)
-    with pytest.raises(WireError):
-        decode_group(frame)
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=4) | st.binary(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
-)
-
-
-def with_header(frame: bytes, change: Callable[[dict], object]) -> bytes:
-    """The frame with another header and a checksum that matches."""
-    length = HEAD.unpack_from(frame)[3]
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(frame[HEAD.size : HEAD.size + length])
-    header = unpacker.unpack()
-    change(header)
-    packed = msgpack.packb(header)
-    packed += b"\0" * (-len(packed) % 8)
-    body = packed + frame[HEAD.size + length :]
-    return HEAD.pack(b"AGRP", 1, 0, len(packed), zlib.crc32(body)) + body
-
-
-@settings(max_examples=120, deadline=None)
-@given(value=values, data=st.data())
-def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObject) -> None:
-    frame = frame_of(GroupTicket(3, 1, 2), times={"start": 1.0})
-
-    def change(header: dict) -> None:
-        at: dict | list = header
-        while True:
-            key = data.draw(st.sampled_from(sorted(at))) if isinstance(at, dict) else data.draw(st.integers(0, len(at) - 1))
-            if isinstance(at[key], dict | list) and at[key] and data.draw(st.booleans()):
-                at = at[key]
-                continue
-            at[key] = value
-            return
-
-    try:
-        meta = decode_meta(with_header(frame, change))
-    except WireError:
-        return
-    numbers = [meta.group_id, meta.attempt, meta.policy_version, meta.prompt_length]
-    numbers += [number for row in meta.rows for number in (row.length, row.mask_tokens, row.min_version, row.max_version)]
-    assert all(type(number) is int and number >= 0 for number in numbers)
-    assert meta.prompt_length == 3 and [row.length for row in meta.rows] == [2, 2]
-    assert all(np.isfinite(list(row.rewards.values())).all() for row in meta.rows)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("response_ids", np.array([1, 2**32 + 1])), ("response_ids", np.array([1, -2])), ("response_ids", np.array([0.5, 1.0])),
-        ("response_ids", np.array([1])), ("behavior_logprobs", np.array([-0.5, np.nan])), ("behavior_logprobs", np.array([-0.5, -np.inf])),
-        ("behavior_logprobs", np.array([-0.5, 0.2])), ("behavior_logprobs", np.array([None, -0.5])), ("loss_mask", np.array([1, 256])),
-        ("loss_mask", np.array([1, 257])), ("loss_mask", np.array([1, 2])), ("versions", [VersionSpan(0, 0, 1)]), ("versions", []),
-        ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 0, 2)]), ("versions", [VersionSpan(-1, 0, 2)]), ("versions", [VersionSpan(0.5, 0, 2)]),
-        ("rewards", {}), ("rewards", {"correct": float("nan")}), ("rewards", {"correct": object()}), ("finish_reason", "abort"),
-        ("role", "other"),
-    ],
-)
-def test_what_must_not_be_trained_does_not_reach_the_wire(name: str, value: object) -> None:
-    group = make_group(GroupTicket(0, 1, 0))
-    setattr(group.rollouts[1], name, value)
-    with pytest.raises(WireError):
-        encode_group(group)
-
-
-@given(sizes=st.lists(st.integers(0, 40), max_size=5))
-def test_frames_packed_together_come_apart_again(sizes: list[int]) -> None:
-    frames = [bytes(range(size)) for size in sizes]
-    buffer = pack_frames(frames)
-    assert [bytes(view) for view in unpack_frames(buffer)] == frames
-    for broken in (buffer[:-1], buffer[1:], buffer[:7], np.append(buffer, np.uint8(0))):
-        with pytest.raises(WireError):
-            unpack_frames(broken)
 
 
 # ---- one rule at a time ----

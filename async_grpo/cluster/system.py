@@ -242,5 +242,5 @@ class System:
             max_num_gen_batches=filters.max_num_gen_batches, shaping=shaping(config, self._weights), filter=rule if filters.enable else None,
             baseline=config.algorithm.adv_estimator == "remax", retire_at=filters.retire_at if filters.enable else None,
             problem=partial(problem_index, config.seed, self._fingerprint, n=self._problems), problems=self._problems,
-            trained_steps=steps_done,
+            max_frame_bytes=config.wire.max_frame_bytes, trained_steps=steps_done,
         )

@@ -159,6 +159,11 @@ class FilterGroups(Section):
     """End the run when this many times `rollout_batch_size` groups were rejected since the last learner step; 0 means no limit."""
 
 
+class Wire(Section):
+    max_frame_bytes: Annotated[int, Field(ge=2**16)] = 2**28
+    """Largest group on its way from a rollout actor to the queue, in bytes (9 per response token and its rows' facts); a larger one fails."""
+
+
 class Replay(Section):
     max_staleness: NonNegative = 1
     """Strict bound on the lag of every trained token, in learner steps; 0 is synchronous."""
@@ -305,6 +310,7 @@ class Config(Section):
     model: Model = Model()
     task: Task = Task()
     rollout: Rollout = Rollout()
+    wire: Wire = Wire()
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()
     learner: Learner = Learner()

@@ -288,7 +288,7 @@ class ReplayQueue:
 
     def _take(self, actor_id: str, frame: Buffer) -> Verdict:
         try:
-            meta = decode_meta(frame)
+            meta = decode_meta(frame, max_bytes=self.settings.max_frame_bytes)
         except WireError as error:
             return self._refuse(actor_id, peek_ticket(frame), str(error))
         ticket = (meta.group_id, meta.attempt)

@@ -35,6 +35,7 @@ class QueueSettings:
     retire_at: float | None = None
     problem: Callable[[int], int] | None = None
     problems: int = 0
+    max_frame_bytes: int | None = None
     trained_steps: int = 0
     next_group_id: int = 0
 
