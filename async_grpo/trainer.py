@@ -86,6 +86,10 @@ class Trainer:
             manifest = checkpoint.verify(self._checkpoint) if self._checkpoint is not None else None
         except checkpoint.CheckpointError as error:
             raise SetupError(str(error)) from error
+        self.console.info(
+            f"staleness bound: {self.config.replay.max_staleness} learner steps, {self.config.max_lag_updates} optimizer updates; at most "
+            f"{self.config.max_outstanding} groups under way"
+        )
         model_dir = self._model_dir()
         with self.console.phase("starting Ray"):
             system = System(

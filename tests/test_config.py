@@ -315,6 +315,13 @@ def test_what_the_rules_admit(overrides: list[str], base: Path) -> None:
     load_config(base, overrides)
 
 
+def test_the_largest_lag_in_optimizer_updates(base: Path) -> None:
+    """Weights before step s; the token is trained by the last update of step s + K."""
+    for staleness, epochs, size, updates in ((0, 1, 32, 0), (1, 1, 32, 1), (1, 1, 8, 7), (2, 3, 16, 17)):
+        config = load_config(base, [f"replay.max_staleness={staleness}", f"learner.ppo_epochs={epochs}", f"learner.ppo_mini_batch_size={size}"])
+        assert config.max_lag_updates == updates
+
+
 def test_the_rules_hold_for_a_configuration_built_in_python() -> None:
     with pytest.raises(ValidationError, match=r"exactly one of `run\.total_steps`"):
         Config()

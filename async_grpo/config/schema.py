@@ -339,6 +339,11 @@ class Config(Section):
         return self.learner.ppo_epochs * (self.rollout.rollout_batch_size // self.mini_batch_groups)
 
     @property
+    def max_lag_updates(self) -> int:
+        """Optimizer updates between the weights that sampled a token and the last update that trains it, at most."""
+        return (self.replay.max_staleness + 1) * self.updates_per_step - 1
+
+    @property
     def max_outstanding(self) -> int:
         """B = (K + 1) R: groups issued and not yet contained in live weights."""
         return (self.replay.max_staleness + 1) * self.rollout.rollout_batch_size
