@@ -98,9 +98,9 @@ class RowMath:
         metrics = self._metrics(batch, rows, greedy, shaped)
         if self._estimator.returns:
             baselines = {key[0]: normed[key] for key in greedy}
-            values = {key: RowValue(normed[key], baselines.get(key[0], 0.0)) for key in rows}
+            values = {key: RowValue(normed[key], baselines[key[0]] if self._estimator.baseline else 0.0) for key in rows}
         else:
-            final = [normed[key] - self.kl_coef * kl_sums.get(key, 0.0) for key in rows]
+            final = [normed[key] - (self.kl_coef * kl_sums[key] if algorithm.add_token_level_kl else 0.0) for key in rows]
             values = dict(zip(rows, map(RowValue, self._advantages(rows, final)), strict=True))
             metrics |= _spread("rollout/advantage", [value.value for value in values.values()])
         if algorithm.add_token_level_kl:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from datetime import datetime
@@ -313,6 +314,16 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
 )
 def test_what_the_rules_admit(overrides: list[str], base: Path) -> None:
     load_config(base, overrides)
+
+
+def test_every_name_in_the_readmes_table_is_answered_with_ours() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = readme[readme.index("| here | verl |"):].split("\n\n")[0].splitlines()[2:]
+    ours = {name.rpartition(".")[2] for name in settings()}
+    names = {name.partition(":")[0].rpartition(".")[2] for line in lines for cell in line.split("|")[2:] for name in re.findall("`([^`]+)`", cell)}
+    assert len(lines) > 20 and len(names) > 50
+    functions, suffixes = {"get_soft_overlong_punishment", "reinforce"}, {"_high"}
+    assert names - ours - set(PEERS) - functions - suffixes == set()
 
 
 def test_the_largest_lag_in_optimizer_updates(base: Path) -> None:
