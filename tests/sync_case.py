@@ -45,7 +45,8 @@ def make_config(*, max_staleness: int = 0, steps: int = STEPS) -> Config:
     return Config.model_validate({
         "seed": SEED, "run": {"total_steps": steps}, "model": {"path": "none"}, "task": {"rewards": WEIGHTS},
         "rollout": {
-            "rollout_batch_size": BATCH_GROUPS, "group_size": GROUP_SIZE, "prompt_length": LONGEST_PROMPT, "response_length": LONGEST_RESPONSE,
+            "rollout_batch_size": BATCH_GROUPS, "group_size": GROUP_SIZE,
+            "prompt_length": LONGEST_PROMPT, "response_length": LONGEST_RESPONSE,
         },
         "replay": {
             "max_staleness": max_staleness, "max_attempts": MAX_ATTEMPTS, "filter_groups": {"enable": True, "metric": "acc"},
@@ -132,13 +133,13 @@ class Policy:
         self.math = TokenMath(config, collectives=None)  # type: ignore[arg-type]  # this estimator and this loss call none
         self._optimizer = torch.optim.Adam([self.table], lr=config.learner.lr)
 
-    def update(self, micro_batches: Sequence[Sequence[tuple[PlanRow, Row]]], *, metrics: MetricSums | None = None) -> Update:
+    def update(self, micro_batches: Sequence[Sequence[tuple[PlanRow, Row]]]) -> Update:
         """One optimizer update over these rows; a micro-batch without rows adds nothing."""
         self._optimizer.zero_grad()
         filled = [list(part) for part in micro_batches if part]
         total = 0.0
         for part in filled:
-            loss = self._loss([planned for planned, _ in part], [row for _, row in part], metrics)
+            loss = self._loss([planned for planned, _ in part], [row for _, row in part])
             loss.backward()
             total += loss.item()
         self._optimizer.step()
@@ -148,12 +149,12 @@ class Policy:
             tuple(float(row.advantages[0]) for _, row in entries), tuple(planned.weight for planned, _ in entries), total,
         )
 
-    def _loss(self, planned: list[PlanRow], rows: list[Row], metrics: MetricSums | None) -> torch.Tensor:
+    def _loss(self, planned: list[PlanRow], rows: list[Row]) -> torch.Tensor:
         batch = token_batch(planned, rows, torch.device("cpu"))
         distribution = torch.log_softmax(self.table, -1)[before(rows)]
         logprobs = distribution.gather(-1, tokens_of(rows).unsqueeze(-1)).squeeze(-1)
         entropy = -(distribution.exp() * distribution).sum(-1)
-        return self.math.loss(batch, logprobs, entropy, selection=None, metrics=metrics)
+        return self.math.loss(batch, logprobs, entropy, selection=None, metrics=None)
 
     def digest(self) -> str:
         """The weights, bit for bit."""
@@ -185,7 +186,7 @@ class Learner:
         [self._plan] = plans
         payload = await self._queue.payload(self._plan.step, self._plan.group_ids)
         self._rows = decode_rows(self._plan, payload, max_staleness=self._max_staleness)
-        self._metrics, self._updates = MetricSums(), []
+        self._updates = []
         return {}
 
     async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
@@ -194,12 +195,12 @@ class Learner:
     async def update(self, index: int) -> None:
         await asyncio.sleep(0)  # the actors go on meanwhile, as they do beside a learner in another process
         in_loss = [[(row, self._rows[row.key]) for row in part if row.weight != 0] for part in self._plan.updates[index]]
-        self._updates.append(self.policy.update(in_loss, metrics=self._metrics))
+        self._updates.append(self.policy.update(in_loss))
 
     async def end(self) -> list[dict[str, Any]]:
         versions = {self._plan.step - 1 - int(lag) for row in self._rows.values() for lag in row.lag}
         self.steps.append(Step(self._plan.group_ids, tuple(sorted(versions)), tuple(self._updates), self.policy.digest()))
-        return [self._metrics.to_wire()]
+        return [MetricSums().to_wire()]
 
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         return [{} for _ in tensor_parallel_sizes]
@@ -218,7 +219,11 @@ class Learner:
 
 @dataclass(frozen=True)
 class Faults:
-    """How many actors there are, and how often something goes wrong: shares per group, and seconds between deaths (0: none)."""
+    """How many actors there are, and what goes wrong.
+
+    Shares: of groups that `fail`, and of calls whose answer is lost. Mean seconds: between deaths (0: none), to take new weights, to
+    produce a group.
+    """
 
     seed: int = 0
     actors: int = 3
@@ -257,8 +262,12 @@ class Actor:
 
     async def run(self) -> None:
         """Work on tickets until the queue closes."""
-        while (tickets := await self._queue.acquire(self.actor_id, self._version, list(self.holding), self._slots - len(self.holding))) is not None:
-            if not self._fleet.chance("lost_answer"):  # lost tickets are given again to the next call
+        while True:
+            free = self._slots - len(self.holding)
+            tickets = await self._queue.acquire(self.actor_id, self._version, list(self.holding), free)
+            if tickets is None:
+                return
+            if tickets and not self._fleet.chance("lost_answer"):  # lost tickets are given again to the next call
                 for ticket in tickets:
                     self.holding[ticket.group_id, ticket.attempt] = ticket
                     self.tasks.append(self._fleet.spawn(self._produce(ticket)))
@@ -278,7 +287,7 @@ class Actor:
         del self.holding[ticket.group_id, ticket.attempt]
 
     def frame(self, ticket: GroupTicket, *, nonsense: bool = False) -> bytes:
-        """The group as it goes over the wire; `nonsense` is what a policy that never existed would have said."""
+        """The group as it goes over the wire; `nonsense` comes from weights that nobody ever had, so that no bit of it fits."""
         prompt, responses = sample(-self._table if nonsense else self._table, ticket.group_id)
         rollouts = [
             Rollout(
@@ -353,14 +362,14 @@ class Fleet:
 
     async def _replace(self) -> None:
         actor = self._new()
+        actor.tasks.append(self.spawn(actor.run()))  # it asks for tickets before it serves what is live
         await self._coordinator.join(actor, lambda: self.actors.update({actor.actor_id: actor}))
-        actor.tasks.append(self.spawn(actor.run()))
 
     async def _kill_now_and_then(self) -> None:
         while True:
             await self.pause(self.faults.death_s)
             if living := [actor for actor in self.alive() if not actor.dead]:
-                victim = self.random.choice(living)
+                victim = max(living, key=lambda actor: len(actor.holding))  # where a death costs most
                 victim.dead = True
                 for task in victim.tasks:
                     task.cancel()
