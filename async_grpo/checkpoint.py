@@ -6,7 +6,7 @@ layout and the order of writes:
     <run_dir>/checkpoints/step_000123/
         learner/        the learner's own files (weights, optimizer, RNG states)
         hf/             the model as any Hugging Face tool reads it
-        queue.json      the groups that were outstanding in the replay queue, and its counters
+        queue.json      the replay queue's ledger at that moment, and the segment of its journal that starts with it
         manifest.json   what the caller wants to remember, and every file with its size and, up to 64 MiB, its sha256
 
 Invariants: a checkpoint is written under a temporary name and renamed last, after the manifest and every file are on the disk, so a
@@ -127,6 +127,14 @@ def step_of(path: Path) -> int:
 def latest(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run directory, or None. Incomplete and damaged ones are passed over."""
     return next((path for path in reversed(_finished(run_dir)) if _is_complete(path)), None)
+
+
+def oldest(run_dir: Path) -> Path:
+    """The oldest complete checkpoint of a run directory. Raises CheckpointError when there is none."""
+    found = next((path for path in _finished(run_dir) if _is_complete(path)), None)
+    if found is None:
+        raise CheckpointError(f"{run_dir} has no complete checkpoint")
+    return found
 
 
 def prune(run_dir: Path, keep: int) -> list[Path]:

@@ -13,6 +13,7 @@ EXIT_MEANING = {
     4: "a process died too often, or one died that cannot be replaced",
     5: "the run stalled: a wait reached its deadline",
     6: "the numbers are wrong: a loss or gradient is not finite, or an engine does not compute with the learner's weights",
+    7: "the journal of the replay queue cannot be written or read",
 }
 
 

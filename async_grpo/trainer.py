@@ -164,6 +164,8 @@ class Trainer:
                 "config": self.config.model_dump(mode="json"),
             })
         checkpoint.prune(self.run_dir, self.config.checkpoint.keep)
+        if step < self.total_steps and not self.stop_requested:  # what a finished run leaves can be looked at and replayed
+            self._forget_old_groups()
         self._saved_at = step
         return final
 
@@ -246,6 +248,13 @@ class Trainer:
         if self._system is None:
             raise RunError("the run is not started, or stopped already")
         return self._system
+
+    def _forget_old_groups(self) -> None:
+        """Let the journal drop what no kept checkpoint needs."""
+        oldest = checkpoint.oldest(self.run_dir)
+        snapshot = json.loads((oldest / "queue.json").read_text(encoding="utf-8"))
+        if snapshot["segment"] is not None:
+            self._run(self._running().queue.forget(segment=snapshot["segment"], step=checkpoint.step_of(oldest)))
 
     def _check_filter_metric(self) -> None:
         filters, known = self.config.replay.filter_groups, ["score", "acc", "seq_reward", *self._task_weights]

@@ -106,8 +106,22 @@ class RowMeta:
     rewards: dict[str, float]
     verdict: float | None
     finish_reason: str
-    min_version: int
-    max_version: int
+    versions: tuple[tuple[int, int], ...]
+    """(policy version, tokens) of each span, in order."""
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version that sampled a token of the response."""
+        return min(version for version, _ in self.versions)
+
+    @property
+    def max_version(self) -> int:
+        """Newest version that sampled a token of the response."""
+        return max(version for version, _ in self.versions)
+
+    def tokens_before(self, version: int) -> int:
+        """Tokens that older versions than this one sampled."""
+        return sum(tokens for sampled, tokens in self.versions if sampled < version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +141,11 @@ class GroupMeta:
     def min_version(self) -> int:
         """Oldest version that sampled a token of the group."""
         return min(row.min_version for row in self.rows)
+
+    @property
+    def max_version(self) -> int:
+        """Newest version that sampled a token of the group."""
+        return max(row.max_version for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,9 +376,9 @@ def _row_meta(index: int, row: dict[str, Any], logprobs: np.ndarray, mask: np.nd
     length, versions, rewards, verdict = _natural(row, "length"), _spans(row["versions"]), row["rewards"], row["verdict"]
     if length < 1:
         raise WireError(f"rollout {index} is empty")
-    if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
+    if not (logprobs.min() > -np.inf and logprobs.max() <= 1e-3):  # both comparisons are false for NaN; no copy of the array is made
         raise WireError(f"rollout {index} has a log-prob that is not finite or positive")
-    if (mask > 1).any():
+    if mask.max() > 1:
         raise WireError(f"rollout {index} has a loss mask other than 0 and 1")
     if row["role"] not in ("train", "baseline") or row["finish_reason"] not in _FINISH_REASONS:
         raise WireError(f"rollout {index} has role {row['role']!r} and finish reason {row['finish_reason']!r}")
@@ -377,7 +396,7 @@ def _row_meta(index: int, row: dict[str, Any], logprobs: np.ndarray, mask: np.nd
     return RowMeta(
         role=row["role"], length=length, mask_tokens=int(mask.sum()), rewards={name: float(value) for name, value in rewards.items()},
         verdict=None if verdict is None else float(verdict), finish_reason=row["finish_reason"],
-        min_version=min(span[0] for span in versions), max_version=max(span[0] for span in versions),
+        versions=tuple((version, end - start) for version, start, end in versions),
     )
 
 

@@ -56,7 +56,7 @@ class Producer:
 
 async def drive(tokens: int) -> dict[str, float]:
     """All steps of a run whose groups have 2 x `tokens` tokens; peak memory afterwards and bytes that went through the queue."""
-    queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(SETTINGS, None)
+    queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(SETTINGS)
     producer = Producer.options(num_cpus=0).remote(queue, tokens)
     passed = fetched = 0
     for step in range(1, STEPS + 1):
@@ -81,7 +81,7 @@ def fetch(queue, step: int, ids: list[int]) -> int:
 
 async def crowd() -> dict[str, float]:
     """1,200 calls of actors are on the queue at once; a put goes through all the same."""
-    queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(SETTINGS, None)
+    queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(SETTINGS)
     await queue.counts.remote()
     producer = Producer.options(num_cpus=0).remote(queue, 8)
     waiting = [queue.acquire.remote(f"actor-{index}", 0, [], 0) for index in range(WAITING)]

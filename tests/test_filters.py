@@ -134,7 +134,7 @@ def test_a_rule_that_makes_no_sense_is_refused(settings: dict, said: str) -> Non
 
 def group_of(*given_rows: tuple[dict[str, float], float | None, int, str, str]) -> GroupMeta:
     metas = tuple(
-        RowMeta(role=role, length=length, mask_tokens=length, rewards=rewards, verdict=verdict, finish_reason=finish, min_version=0, max_version=0)
+        RowMeta(role=role, length=length, mask_tokens=length, rewards=rewards, verdict=verdict, finish_reason=finish, versions=((0, length),))
         for rewards, verdict, length, finish, role in given_rows
     )
     return GroupMeta(0, 1, 0, "a", 3, metas, {}, 99)

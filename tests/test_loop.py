@@ -42,7 +42,7 @@ def row(group: int, index: int) -> RowMeta:
     return RowMeta(
         role="train", length=length, mask_tokens=length - 1,
         rewards={"correct": float(index == group % 3), "format": 0.1 * index, "note": 7.0}, verdict=float(index == group % 3),
-        finish_reason="length" if index == 2 and group % 2 else "stop", min_version=0, max_version=int(index == 0),
+        finish_reason="length" if index == 2 and group % 2 else "stop", versions=((0, 1), (int(index == 0), length - 1)),
     )
 
 

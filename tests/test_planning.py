@@ -36,7 +36,7 @@ def row(step: int, group: int, index: int, *, role: str = "train") -> RowMeta:
         rewards = {"correct": 5.0 + group, "format": 0.0}
     return RowMeta(
         role=role, length=length, mask_tokens=0 if (group, index) == (3, 1) else length - 1, rewards=rewards, verdict=None,
-        finish_reason="length" if (group, index) == (1, 2) else "stop", min_version=0, max_version=0,
+        finish_reason="length" if (group, index) == (1, 2) else "stop", versions=((0, length),),
     )
 
 

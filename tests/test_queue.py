@@ -21,8 +21,10 @@ from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
 from async_grpo.replay import ledger
 from async_grpo.replay import queue as queue_module
-from async_grpo.replay.queue import MAX_FAILED_GROUPS, NoSignal, QueueSettings, ReplayQueue, StalenessError
-from async_grpo.replay.rules import can_leave, fair_share
+from async_grpo.replay.no_signal import MAX_FAILED_GROUPS, NoSignal
+from async_grpo.replay.queue import ReplayQueue
+from async_grpo.replay.recovery import open_queue
+from async_grpo.replay.rules import QueueSettings, StalenessError, can_leave, fair_share
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import (
     Batch,
@@ -305,7 +307,7 @@ async def test_the_bound_is_asserted_when_a_batch_leaves() -> None:
     await queue.put("a", [frame_of(ticket) for ticket in tickets])
     entry = queue._ledger.entries[0]
     for version in (0, -1, 2):
-        rows = tuple(replace(row, min_version=min(version, 1), max_version=max(version, 1)) for row in entry.meta.rows)
+        rows = tuple(replace(row, versions=((version, 1), (1, 1))) for row in entry.meta.rows)
         entry.meta = replace(entry.meta, rows=rows)
         if version == 0:
             continue  # lag 1 is allowed
@@ -350,14 +352,14 @@ async def test_a_snapshot_continues_for_a_learner_before_or_after_the_step_in_tr
     await queue.put("a", [frame_of(ticket) for ticket in tickets[:3]])
     assert await queue.get_batch(1) is not None
     snapshot = msgpack.unpackb(msgpack.packb(await queue.snapshot()))
-    restored = ReplayQueue.restore(queue_settings(trained_steps=learner_step), snapshot)
+    restored = open_queue(queue_settings(trained_steps=learner_step), snapshot=snapshot)
     expected = [(2, 2, 1), (3, 2, 1), (4, 1, 1), (5, 1, 1)] if learner_step else [(0, 2, 0), (1, 2, 0), (2, 2, 0), (3, 2, 0)]
     assert await take(restored, 9, actor="b", version=learner_step) == [GroupTicket(*ticket) for ticket in expected]
     assert (await restored.counts())["trained"] == 2 * learner_step
     with pytest.raises(ValueError, match="not from the same checkpoint"):
-        ReplayQueue.restore(queue_settings(trained_steps=2), snapshot)
-    smaller = ReplayQueue.restore(queue_settings(max_staleness=0), snapshot)
-    assert ids(await take(smaller, 9)) == [(0, 2), (1, 2)] and (await smaller.counts())["unused"] == 2
+        open_queue(queue_settings(trained_steps=2), snapshot=snapshot)
+    smaller = open_queue(queue_settings(max_staleness=0), snapshot=snapshot)
+    assert ids(await take(smaller, 9)) == [(0, 2), (1, 2)] and (await smaller.counts())["waiting"] == 2
 
 
 # ---- baselines and retired problems ----
@@ -383,7 +385,7 @@ async def test_a_baseline_counts_for_the_bound_and_not_for_filter_and_retirement
     verdicts = await queue.put("a", frames)
     assert [verdict.status for verdict in verdicts] == ["invalid", "rejected", "accepted"]
     assert "version 0 under a ticket of version 1" in verdicts[0].reason and verdicts[1].reason == "all_wrong"
-    assert (await queue.snapshot())["retired"] == []  # 2 of 3 right with the baseline, 1 of 2 without
+    assert (await queue.snapshot())["ledger"]["retired"] == []  # 2 of 3 right with the baseline, 1 of 2 without
 
 
 def retiring(*, problems: int = 5, **changes: object) -> QueueSettings:
@@ -436,7 +438,7 @@ async def test_a_run_whose_problems_are_all_retired_ends_with_the_reason(values_
         await queue.put("a", [frame_of(tickets[3])])
         assert await queue.get_batch(1) is not None
         await queue.live(1)
-    step = (await queue.snapshot())["steps"] + 1
+    step = (await queue.snapshot())["ledger"]["steps"] + 1
     assert await take(queue, 9, version=step - 1, holding=ids(tickets[3:])) == []
     with pytest.raises(NoSignal, match=rf"all 3 problems are retired.*0.5 or better.*after {step - 1} of 50 steps.*retire_at"):
         await queue.get_batch(step)
@@ -462,15 +464,15 @@ async def test_a_snapshot_keeps_the_retired_problems() -> None:
     await queue.put("a", [frame_of(ticket, values=(1.0, 1.0) if ticket.group_id in (1, 3) else (0.0, 0.0)) for ticket in tickets])
     assert await queue.get_batch(1) is not None
     snapshot = json.loads(json.dumps(msgpack.unpackb(msgpack.packb(await queue.snapshot()))))
-    assert snapshot["retired"] == sorted({problem(1), problem(3)})
-    restored = ReplayQueue.restore(replace(settings_, trained_steps=1), snapshot)
+    assert snapshot["ledger"]["retired"] == sorted({problem(1), problem(3)})
+    restored = open_queue(replace(settings_, trained_steps=1), snapshot=snapshot)
     tickets = await take(restored, 9, actor="b", version=1)
     assert ids(tickets)[:2] == [(2, 2), (3, 2)]  # issued before: unaffected
     assert not {problem(ticket.group_id) for ticket in tickets[2:]} & {problem(1), problem(3)}
     assert (await restored.metrics())["replay/retired"] == 2.0
     with pytest.raises(ValueError, match="not the same data"):
-        ReplayQueue.restore(replace(retiring(problems=1), trained_steps=1), snapshot | {"retired": [3]})
-    off = ReplayQueue.restore(replace(settings_, trained_steps=1, retire_at=None), snapshot)
+        open_queue(replace(retiring(problems=1), trained_steps=1), snapshot={**snapshot, "ledger": snapshot["ledger"] | {"retired": [3]}})
+    off = open_queue(replace(settings_, trained_steps=1, retire_at=None), snapshot=snapshot)
     assert [ticket.group_id for ticket in await take(off, 9, version=1)] == [2, 3, 4, 5]
 
 
@@ -550,7 +552,7 @@ class Simulation:
     async def check_ledger(self) -> None:
         counts, snapshot = await self.queue.counts(), await self.queue.snapshot()
         states = [counts[s] for s in (*OPEN_STATES, "trained", "rejected", "failed", "expired", "skipped", "unused")]
-        assert sum(states) == snapshot["next_group_id"]
+        assert sum(states) == snapshot["ledger"]["next_group_id"]
         assert sum(states[:4]) <= self.settings.capacity
 
     # producers
@@ -573,7 +575,7 @@ class Simulation:
             await self.die(actor)
             return
         holding = [(ticket.group_id, ticket.attempt) for ticket in actor.holding.values()]
-        first_new = (await self.queue.snapshot())["next_group_id"]
+        first_new = (await self.queue.snapshot())["ledger"]["next_group_id"]
         tickets = await self.queue.acquire(actor.name, actor.version, holding, actor.slots - len(holding))
         if tickets is None:
             return
@@ -588,7 +590,7 @@ class Simulation:
 
     async def check_new_ids(self, first: int, given: set[int]) -> None:
         """Every new id poses a problem that is not retired and is given out, or a retired one and is skipped."""
-        new = range(first, (await self.queue.snapshot())["next_group_id"])
+        new = range(first, (await self.queue.snapshot())["ledger"]["next_group_id"])
         skipped = {group_id for group_id in new if self.settings.problem is not None and self.settings.problem(group_id) in self.retired}
         assert given & set(new) == set(new) - skipped
         self.skipped += len(skipped)
@@ -696,7 +698,7 @@ class Simulation:
         """The whole run starts again from a checkpoint taken at the end of this step."""
         snapshot = msgpack.unpackb(msgpack.packb(await self.queue.snapshot()))
         self.settings = replace(self.settings, trained_steps=self.step)
-        self.queue = ReplayQueue.restore(self.settings, snapshot, clock=lambda: self.now)
+        self.queue = open_queue(self.settings, snapshot=snapshot, clock=lambda: self.now)
         self.generation += 1
         self.actors, self.published = {}, self.step
         for _ in range(self.random.randint(1, 3)):

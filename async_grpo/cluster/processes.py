@@ -20,8 +20,9 @@ import numpy as np
 import ray
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
+from async_grpo.errors import RunError, SetupError
 from async_grpo.replay.queue import ReplayQueue, Verdict
+from async_grpo.replay.recovery import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.rollout_actor import RolloutActor
 from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_frames
@@ -32,12 +33,29 @@ BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
 
 
 class QueueProcess(ReplayQueue):
-    """The replay queue as an actor: frames arrive as one array."""
+    """The replay queue as an actor: frames arrive as one array. Ray builds it again when it dies, and it goes on from its journal."""
 
-    def __init__(self, settings: QueueSettings, snapshot: dict[str, Any] | None) -> None:
-        super().__init__(settings)
-        if snapshot is not None:
-            vars(self).update(vars(ReplayQueue.restore(settings, snapshot)))
+    def __init__(
+        self, settings: QueueSettings, journal: JournalSettings | None = None, snapshot: dict[str, Any] | None = None
+    ) -> None:
+        try:
+            vars(self).update(vars(open_queue(settings, journal, snapshot=snapshot)))
+        except (RunError, ValueError) as error:
+            self._not_opened = error  # raised by the first call: from here Ray would wrap it into its own story
+
+    def __getattr__(self, name: str) -> Any:
+        """Only called for what is missing: every part of a queue that could not be opened."""
+        if "_not_opened" in vars(self) and name in ("report", "settings", "_ledger", "_clock"):
+            raise self._not_opened
+        raise AttributeError(name)
+
+    async def opened(self) -> str | None:
+        """What a resumed queue took over, in words. Raises what went wrong when it was opened."""
+        return None if self.report is None else str(self.report)
+
+    async def pid(self) -> int:
+        """Process id, for tests and post-mortems."""
+        return os.getpid()
 
     async def next_batch(self, step: int) -> Batch | None:
         """`get_batch`, asked again here for a moment instead of by one remote call after the other."""

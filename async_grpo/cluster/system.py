@@ -7,6 +7,8 @@ learner group). Start-up is a race on purpose: the engines need longest, so the 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.loop import Loop
 from async_grpo.planning import shaping
+from async_grpo.replay.recovery import JournalSettings
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
@@ -58,8 +61,14 @@ class QueueClient:
     async def held(self) -> dict[str, list[tuple[int, int]]]:
         return await self._call(self._handle.held.remote())
 
+    async def opened(self) -> str | None:
+        return await self._call(self._handle.opened.remote())
+
     async def snapshot(self) -> dict[str, Any]:
         return await self._call(self._handle.snapshot.remote())
+
+    async def forget(self, *, segment: int, step: int) -> None:
+        await self._call(self._handle.forget.remote(segment=segment, step=step))
 
     async def close(self) -> None:
         await self._call(self._handle.close.remote())
@@ -114,9 +123,7 @@ class System:
             await session.check_shared_storage(config.run.dir, used, timeout_s=config.cluster.resources_timeout_s)
         backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
         learner_options, engine_options = await self._reserve(placement)
-        queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **session.on_this_node())
-        self._queue_handle = queue.remote(self._queue_settings(steps_done), snapshot)
-        self.queue = QueueClient(self._queue_handle)
+        await self._start_queue(steps_done, snapshot, note)
         self.actors = ActorManager(
             config, placement=placement, options=engine_options, queue=self._queue_handle, model_dir=model_dir, backend=backend,
             on_fatal=self._fail, note=note,
@@ -225,6 +232,30 @@ class System:
         engines = [await session.reserve([slot], timeout_s=timeout_s) for slot in placement.engines]
         return learners, [option for [option] in engines]
 
+    async def _start_queue(self, steps_done: int, snapshot: dict[str, Any] | None, note: Callable[[str], None]) -> None:
+        """Start the queue's process. With a journal, Ray starts it again when it dies and repeats the calls that were under way."""
+        config = self._config
+        journal = JournalSettings(
+            directory=str(Path(config.run.dir) / "journal"), start=self._key, identity=self._identity(), fsync=config.replay.journal.fsync,
+            fresh=config.checkpoint.resume == "never",
+        ) if config.replay.journal.enable else None
+        repairs = {"max_restarts": config.cluster.restart_budget, "max_task_retries": -1} if journal is not None else {}
+        queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **repairs, **self._session.on_this_node())
+        self._queue_handle = queue.remote(self._queue_settings(steps_done), journal, snapshot)
+        self.queue = QueueClient(self._queue_handle)
+        if (report := await self.queue.opened()) is not None:
+            note(f"replay queue: {report}")
+
+    def _identity(self) -> str:
+        """Digest of everything that a completed group depends on, the weights after the start apart."""
+        config, rollout = self._config, self._config.rollout
+        parts = {
+            "seed": config.seed, "data": self._fingerprint, "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
+            "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction"}), "baseline": config.algorithm.adv_estimator == "remax",
+            "rollout": rollout.model_dump(include={"group_size", "prompt_length", "response_length", "temperature"}),
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
     def _fail(self, error: BaseException) -> None:
         if self.loop is not None:
             self.loop.fail(error)
@@ -240,6 +271,8 @@ class System:
             rollout_batch_size=config.rollout.rollout_batch_size, max_staleness=config.replay.max_staleness,
             total_steps=self._total_steps, group_size=config.rollout.group_size, max_attempts=config.replay.max_attempts,
             max_num_gen_batches=filters.max_num_gen_batches, shaping=shaping(config, self._weights), filter=rule if filters.enable else None,
+            order=config.replay.order, on_stale=config.replay.on_stale, ticket_timeout_s=config.rollout.group_timeout_s,
+            max_failed_fraction=config.task.max_bad_fraction,
             baseline=config.algorithm.adv_estimator == "remax", retire_at=filters.retire_at if filters.enable else None,
             problem=partial(problem_index, config.seed, self._fingerprint, n=self._problems), problems=self._problems,
             max_frame_bytes=config.wire.max_frame_bytes, trained_steps=steps_done,

@@ -97,6 +97,11 @@ def _staleness(config: Config) -> Iterator[str]:
             f"{bound + 1} x {batch} = {config.max_outstanding} groups may be outstanding, {every} steps need {every} x {batch} = "
             f"{every * batch} before a publication frees any, so the slots would never return."
         )
+    if config.replay.order == "ready" and config.replay.on_stale == "wait":
+        yield (
+            "`replay.order: ready` lets groups leave as they are completed, so one that takes longer than the others may become older than "
+            f"`replay.max_staleness` = {bound} by any number of steps: use `replay.on_stale: mask` or `expire` with it, or order oldest or fifo."
+        )
 
 
 def _learner(config: Config) -> Iterator[str]:

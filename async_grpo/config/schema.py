@@ -112,7 +112,7 @@ class Task(Section):
     rewards: dict[str, float] = Field({})
     """Weight per reward component; empty means the task's own weights."""
     max_bad_fraction: Fraction = 0.0
-    """Share of malformed data rows that is tolerated (skipped and counted)."""
+    """Share of malformed data rows, and of groups that fail `replay.max_attempts` times, that is tolerated (left out and counted)."""
     verifier: Verifier = Verifier()
 
 
@@ -134,7 +134,7 @@ class Rollout(Section):
     seeded: Literal["auto", "on", "off"] = "auto"
     """Seed every group by (seed, group_id); `auto` means on at `replay.max_staleness: 0` only."""
     group_timeout_s: Seconds = 600.0
-    """A group that takes longer to generate and score is aborted and issued again."""
+    """A group that takes longer to generate and score is aborted and issued again; so is one that its actor lost."""
 
 
 class FilterGroups(Section):
@@ -164,16 +164,26 @@ class Wire(Section):
     """Largest group on its way from a rollout actor to the queue, in bytes (9 per response token and its rows' facts); a larger one fails."""
 
 
+class Journal(Section):
+    """The record of every group on disk, in `journal/` of the run's directory."""
+
+    enable: bool = True
+    """Keep one: completed groups survive the death of the queue, and a resumed run does not generate them again."""
+    fsync: Literal["group", "interval", "never"] = "group"
+    """When it is flushed: before a completed group is acknowledged (survives power loss), every second, or never (both survive processes)."""
+
+
 class Replay(Section):
     max_staleness: NonNegative = 1
     """Strict bound on the lag of every trained token, in learner steps; 0 is synchronous."""
-    order: Literal["oldest"] = "oldest"
-    """Which ready groups leave first."""
-    on_stale: Literal["wait"] = "wait"
-    """What happens to a group that would become too old: the learner waits for it in time, so it never does."""
+    order: Literal["oldest", "fifo", "ready"] = "oldest"
+    """Which ready groups leave first: those with the oldest ticket, those with the smallest id, or those that were completed first."""
+    on_stale: Literal["wait", "mask", "expire"] = "wait"
+    """Groups that would become too old: the learner waits in time, or goes on and gives old tokens weight 0, or has the group generated again."""
     max_attempts: Positive = 3
     """Times a group is issued before it counts as failed."""
     filter_groups: FilterGroups = FilterGroups()
+    journal: Journal = Journal()
 
 
 class Learner(Section):

@@ -130,7 +130,7 @@ class Learner:
         algorithm, self._metrics = self.config.algorithm, MetricSums()
         with Stopwatch() as fetching:
             payload = self._fetch(plan.step, plan.group_ids) if plan.group_ids else wire.pack_frames([])
-            self._rows = decode_rows(plan, payload, max_staleness=self.config.replay.max_staleness)
+            self._rows = decode_rows(plan, payload, max_staleness=self.config.replay.max_staleness, mask_stale=self.config.replay.on_stale == "mask")
         self._metrics.add_value("time/learner_fetch", fetching.seconds)
         # Rows outside the loss count in the statistics of their group, with their KL.
         rows = [self._rows[key] for key, row in plan.rows.items() if row.weight != 0 or algorithm.add_token_level_kl]

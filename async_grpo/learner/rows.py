@@ -1,7 +1,7 @@
 """The rows of a learner step on one rank, from the wire to tensors.
 
-Runs in: learner ranks. Hides the decoding of the payload. Invariant: every token's lag lies between 0 and the configured bound, checked
-here for every row that is planned; a row outside ends the run.
+Runs in: learner ranks. Hides the decoding of the payload. Invariant: every token that is trained has a lag between 0 and the configured
+bound, checked here for every row that is planned: an older one gets weight 0 with `on_stale: mask`, and ends the run otherwise.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Row:
     """One response of L tokens with its prompt; arrays are views into the payload.
 
     behavior [L] float32; mask [L] uint8; lag [L] int64; once computed: anchor, reference, advantages [L] float32, kl [L] float64.
+    max_lag: older tokens are not trained; they stay in the mask, so in every divisor.
     """
 
     prompt: np.ndarray
@@ -36,6 +37,7 @@ class Row:
     behavior: np.ndarray
     mask: np.ndarray
     lag: np.ndarray
+    max_lag: int | None = None
     anchor: np.ndarray | None = None
     reference: np.ndarray | None = None
     kl: np.ndarray | None = None
@@ -46,12 +48,17 @@ class Row:
         """Prompt and response."""
         return self.prompt, self.response
 
+    @property
+    def trained(self) -> np.ndarray:
+        """[L] uint8: the mask without the tokens that are too old."""
+        return self.mask if self.max_lag is None else self.mask * (self.lag <= self.max_lag).astype(np.uint8)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """Everything the loss needs of the M response tokens of a micro-batch, each [M].
 
-    `weights`: loss weight, 0 off the mask. `row_index`: row of the micro-batch. `identity` [M, 3]: group_id, row, position.
+    `trained`: the mask without tokens that are too old. `weights`: loss weight, 0 where not trained. `row_index`: row of the micro-batch. `identity` [M, 3]: group_id, row, position.
     """
 
     behavior: Tensor
@@ -59,6 +66,7 @@ class TokenBatch:
     reference: Tensor | None
     advantages: Tensor
     mask: Tensor
+    trained: Tensor
     lag: Tensor
     weights: Tensor
     row_index: Tensor
@@ -71,8 +79,8 @@ class TokenBatch:
         return cls(reference=None, **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names})
 
 
-def decode_rows(plan: RankPlan, payload: wire.Buffer, *, max_staleness: int) -> dict[RowKey, Row]:
-    """The planned rows by (group_id, row). Raises StalenessError, and ValueError for a payload that is not what the plan names."""
+def decode_rows(plan: RankPlan, payload: wire.Buffer, *, max_staleness: int, mask_stale: bool = False) -> dict[RowKey, Row]:
+    """The planned rows by (group_id, row). mask_stale: tokens older than `max_staleness` are not trained instead of refused. Raises StalenessError, and ValueError for a payload that is not what the plan names."""
     groups = {group.group_id: group for group in map(wire.decode_group, wire.unpack_frames(payload))}
     if set(groups) != set(plan.group_ids):
         raise ValueError(f"step {plan.step}: the payload holds groups {sorted(groups)}, the plan needs {sorted(plan.group_ids)}")
@@ -83,12 +91,12 @@ def decode_rows(plan: RankPlan, payload: wire.Buffer, *, max_staleness: int) -> 
         if (len(group.prompt_ids), len(rollout.response_ids)) != (planned.prompt_length, planned.length):
             raise ValueError(f"step {plan.step}: group {key[0]} row {key[1]} does not have the planned lengths {planned}")
         lag = np.concatenate([np.full(span.end - span.start, plan.step - 1 - span.policy_version, np.int64) for span in rollout.versions])
-        if lag.min() < 0 or lag.max() > max_staleness:
+        if lag.min() < 0 or lag.max() > max_staleness and not mask_stale:
             raise StalenessError(
                 f"step {plan.step}: group {key[0]} row {key[1]} has tokens with lag {lag.min()} to {lag.max()}, outside 0 to "
                 f"replay.max_staleness {max_staleness}; this is a bug in admission or labelling, please report it"
             )
-        rows[key] = Row(group.prompt_ids, rollout.response_ids, rollout.behavior_logprobs, rollout.loss_mask, lag)
+        rows[key] = Row(group.prompt_ids, rollout.response_ids, rollout.behavior_logprobs, rollout.loss_mask, lag, max_lag=max_staleness)
     return rows
 
 
@@ -102,16 +110,17 @@ def token_batch(planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.d
     def spread(values: list[float], dtype: type[np.generic]) -> Tensor:
         return column([np.full(length, value) for length, value in zip(lengths, values, strict=True)], dtype)
 
-    behavior, mask = column([row.behavior for row in rows], np.float32), column([row.mask for row in rows], np.uint8)
+    behavior, trained = column([row.behavior for row in rows], np.float32), column([row.trained for row in rows], np.uint8)
     anchored, referred = [row.anchor is not None for row in rows], [row.reference is not None for row in rows]
     return TokenBatch(
         behavior=behavior,
         anchor=column([row.anchor for row in rows], np.float32) if anchored and all(anchored) else behavior,
         reference=column([row.reference for row in rows], np.float32) if referred and all(referred) else None,
         advantages=column([row.advantages for row in rows], np.float32),
-        mask=mask,
+        mask=column([row.mask for row in rows], np.uint8),
+        trained=trained,
         lag=column([row.lag for row in rows], np.int64),
-        weights=spread([row.weight for row in planned], np.float32) * mask,
+        weights=spread([row.weight for row in planned], np.float32) * trained,
         row_index=spread(list(range(len(planned))), np.int64),
         identity=column(
             [np.stack([np.full(row.length, row.group_id), np.full(row.length, row.row), np.arange(row.length)], -1) for row in planned],

@@ -7,7 +7,7 @@ Runs in: learner ranks. Hides which parts of the loss a configuration uses. The 
     select      tokens chosen by statistics of the whole update, after a pass without gradient (only clip_cov, kl_cov, m2po)
     loss        policy loss x off-policy weights + KL penalty - entropy bonus, summed with the tokens' loss weights
 
-Invariants: off-policy weights and selections never change a divisor; every rank calls the collective parts equally often.
+Invariants: off-policy weights, selections and tokens that are too old never change a divisor; every rank calls the collective parts equally often.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class TokenMath:
         current = torch.cat(list(logprobs))
         selection = select_tokens(
             self._algorithm.policy_loss, logprobs=current, anchor_logprobs=self._anchor(whole, current), advantages=whole.advantages,
-            loss_mask=whole.mask, staleness=whole.lag, clip=self._clip, options=self._options,
+            loss_mask=whole.trained, staleness=whole.lag, clip=self._clip, options=self._options,
             hashes=token_hashes(self._seed, step, group_ids, rows, positions), reduce=self._collectives.sum, gather=self._collectives.gather,
         )
         return list(selection.split([len(part) for part in logprobs]))
@@ -101,10 +101,11 @@ class TokenMath:
             corrected = anchor if algorithm.kl_loss_unbiased else None
             kl = kl_penalty(logprobs, batch.reference, algorithm.kl_loss_type, anchor_logprobs=corrected)
         if metrics is not None:
+            metrics.add("train/stale_share", batch.trained == 0, batch.mask)
             loss_metrics(
                 metrics, token_loss=token_loss, diagnostics=diagnostics, logprobs=logprobs.detach(), anchor_logprobs=anchor,
                 behavior_logprobs=batch.behavior, recomputed=algorithm.anchor == "recomputed", advantages=batch.advantages,
-                staleness=batch.lag, mask=batch.mask, row_index=batch.row_index, weights=weights, kept=kept, kl=kl, entropy=entropy,
+                staleness=batch.lag, mask=batch.trained, row_index=batch.row_index, weights=weights, kept=kept, kl=kl, entropy=entropy,
             )
         if kl is not None:
             token_loss = token_loss + algorithm.kl_loss_coef * kl

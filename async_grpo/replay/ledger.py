@@ -1,27 +1,51 @@
-"""Which state every group is in: the accounting of the replay queue.
+"""Which state every group is in: the accounting of the replay queue, as a function of what happened.
 
-Runs in: the replay queue's process. Hides the indexes by state and by actor, what is kept of groups that are done with, and
-its part of a snapshot.
+Runs in: the replay queue's process, and whoever reads a journal. Hides the indexes by state and by actor, and what is kept of groups
+that are done with. The arrows are events (`events`), and `apply` is the only way along them:
 
-    waiting --issue_again--> in_flight --accept--> ready --train--> training --finish_step--> trained --retire--> (slot free)
-       ^                     |      |
-       +------- lose --------+      +--reject--> rejected          lose, attempts used up --> failed
-    waiting | in_flight | ready --close--> unused          (new id) --skip--> skipped
+    waiting --Issue--> in_flight --Put--> ready --TakeBatch--> training --Done--> trained --Live--> (slot free)
+       ^                  |   |             |
+       |                  |   +-- Reject -->|-> rejected
+       +------ Fail ------+-----------------|-> failed     (attempts used up)
+       +------ Expire, Drop ----------------+-> expired    (attempts used up)
+    waiting | in_flight | ready --Close--> unused               (new id) --Skip--> skipped
 
-Invariants: exactly one state per group id; the states sum to the ids issued after every transition; a group leaves `trained`,
-`rejected`, `failed`, `skipped` or `unused` never again, so none is trained twice. Each arrow is one function and nothing else changes a state.
+Invariants: exactly one state per group id; the states sum to the ids issued after every event; a group never leaves `trained`,
+`rejected`, `failed`, `expired`, `skipped` or `unused`, so none is trained twice. An id below `next_group_id` without a slot is finished;
+beyond its counter nothing of it has to be kept, so the ledger does not grow with the age of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-from async_grpo.wire import Buffer, GroupMeta, GroupTicket
+from async_grpo.replay.events import (
+    OVERDUE,
+    Close,
+    Done,
+    Drop,
+    Event,
+    Expire,
+    Fail,
+    Forfeit,
+    Issue,
+    Live,
+    Put,
+    Refuse,
+    Reject,
+    Retire,
+    Skip,
+    TakeBatch,
+)
+from async_grpo.wire import GroupMeta, GroupTicket
 
 RECENT_GROUPS = 8192
+REASON_CHARS, REASONS = 200, 64
+"""Reasons of failures are counted by their first characters; beyond so many different ones they are counted together."""
 
 
 class State(StrEnum):
@@ -40,28 +64,36 @@ class State(StrEnum):
 SLOT_STATES = (State.WAITING, State.IN_FLIGHT, State.READY, State.TRAINING, State.TRAINED)
 
 
+class Place(NamedTuple):
+    """Where the journal keeps a frame: segment number, byte offset, length."""
+
+    segment: int
+    offset: int
+    length: int
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One group that holds a slot. `policy_version` is the live version at its latest issue; `step` the learner step that takes it."""
+    """One group that holds a slot. `policy_version` is the live version at its latest issue; `step` the learner step that takes it.
+
+    Times are the queue's clock: the latest issue, and when its result came.
+    """
 
     group_id: int
     attempt: int
     policy_version: int
     state: State
     actor_id: str = ""
+    issued_at: float = 0.0
     ready_at: float = 0.0
     meta: GroupMeta | None = None
     frame: bytes | None = None
+    place: Place | None = None
     step: int | None = None
 
     @property
     def ticket(self) -> GroupTicket:
         return GroupTicket(self.group_id, self.attempt, self.policy_version)
-
-    @property
-    def age_key(self) -> tuple[int, int]:
-        """Order `oldest`: ticket version, then id."""
-        return self.policy_version, self.group_id
 
 
 class Ledger:
@@ -69,14 +101,44 @@ class Ledger:
 
     def __init__(self, *, first_group_id: int, steps: int, max_attempts: int) -> None:
         self.first_group_id = self.next_group_id = first_group_id
-        self.steps = steps
+        self.steps = self.live = steps
         self.training_step: int | None = None
         self.max_attempts = max_attempts
+        self.over = False
         self.slots: dict[State, dict[int, Entry]] = {state: {} for state in SLOT_STATES}
-        self.closed: dict[State, int] = dict.fromkeys(State, 0)
         self.entries: dict[int, Entry] = {}
         self.held: dict[str, dict[int, Entry]] = {}
+        self.closed: Counter[State] = Counter()
+        self.totals: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.rejected_now: Counter[str] = Counter()
+        """Rejected since the last batch left, by reason; `failed_now` likewise."""
+        self.failed_now: Counter[str] = Counter()
+        self.retired: set[int] = set()
+        self.forfeited: set[str] = set()
+        self.segment_steps: dict[int, int] = {}
+        """Segment of the journal -> the latest learner step that took a group from it."""
+        self.changes = 0
         self._recent: dict[int, tuple[int, State, int | None]] = {}
+        self._apply: dict[type, Callable[..., None]] = {
+            Issue: self._issue, Skip: self._skip, Put: self._put, Reject: self._reject, Fail: self._fail, Expire: self._expire,
+            Drop: self._drop, Forfeit: self._forfeit, Retire: self._retire, Refuse: self._refuse, TakeBatch: self._take_batch,
+            Done: self._done, Live: self._live, Close: self._close_run,
+        }
+
+    def apply(
+        self, event: Event, *, now: float = 0.0, meta: GroupMeta | None = None, frame: bytes | None = None, place: Place | None = None
+    ) -> None:
+        """Take one step. meta, frame, place: of the group that a Put brings. Raises RuntimeError for what cannot happen in this state."""
+        if type(event) is Put:
+            self._put(event, now=now, meta=meta, frame=frame, place=place)
+        elif type(event) is Issue:
+            self._issue(event, now=now)
+        else:
+            self._apply[type(event)](event)
+        self.changes += 1
+        self.check()
 
     @property
     def newest_version(self) -> int:
@@ -87,6 +149,16 @@ class Ledger:
     def untrained(self) -> int:
         """Groups that hold a slot and may still be trained."""
         return len(self.entries) - len(self.slots[State.TRAINED])
+
+    @property
+    def under_way(self) -> int:
+        """Groups that hold a slot and are not waiting for another attempt."""
+        return len(self.entries) - len(self.slots[State.WAITING])
+
+    @property
+    def issued(self) -> int:
+        """Ids issued so far, skipped ones included."""
+        return self.next_group_id - self.first_group_id
 
     def counts(self) -> dict[str, int]:
         """Groups in each state; they sum to the ids issued."""
@@ -109,122 +181,136 @@ class Ledger:
         """Groups in flight at an actor."""
         return list(self.held.get(actor_id, {}).values())
 
-    # ---- the transitions ----
+    def check(self) -> None:
+        """The states sum to the ids issued. Raises RuntimeError."""
+        in_slots = sum(map(len, self.slots.values()))
+        if in_slots != len(self.entries) or in_slots + sum(self.closed.values()) != self.issued:
+            raise RuntimeError(f"the ledger does not add up: {self.issued} ids issued, states {self.counts()}; this is a bug, please report it")
 
-    def issue_new(self, actor_id: str, version: int) -> Entry:
-        """A new id, in flight at the actor."""
-        entry = Entry(self.next_group_id, 1, version, State.IN_FLIGHT, actor_id)
-        self.next_group_id += 1
-        self.entries[entry.group_id] = self.slots[State.IN_FLIGHT][entry.group_id] = entry
-        self.held.setdefault(actor_id, {})[entry.group_id] = entry
-        self.check()
-        return entry
+    # ---- one method per event ----
 
-    def skip(self) -> None:
-        """A new id that nobody produces: it counts as issued, never holds a slot, and is not remembered as a group."""
-        self.next_group_id += 1
-        self.closed[State.SKIPPED] += 1
-        self.check()
+    def _issue(self, event: Issue, *, now: float) -> None:
+        if event.group_id == self.next_group_id:
+            self._expect(event, event.attempt == 1)
+            entry = Entry(event.group_id, 1, event.version, State.IN_FLIGHT)
+            self.next_group_id += 1
+            self.entries[entry.group_id] = self.slots[State.IN_FLIGHT][entry.group_id] = entry
+        else:
+            entry = self._entry(event, State.WAITING, attempt=event.attempt - 1)
+            entry.attempt, entry.policy_version = event.attempt, event.version
+            self._move(entry, State.IN_FLIGHT)
+        entry.actor_id, entry.issued_at = event.actor_id, now
+        self.held.setdefault(event.actor_id, {})[entry.group_id] = entry
 
-    def issue_again(self, entry: Entry, actor_id: str, version: int) -> None:
-        """waiting -> in flight, attempt + 1, under the live version."""
-        entry.attempt, entry.policy_version, entry.actor_id = entry.attempt + 1, version, actor_id
-        self.held.setdefault(actor_id, {})[entry.group_id] = entry
-        self._move(entry, State.WAITING, State.IN_FLIGHT)
+    def _skip(self, event: Skip) -> None:
+        self._expect(event, event.group_id == self.next_group_id)
+        self.next_group_id += event.count
+        self.closed[State.SKIPPED] += event.count
 
-    def lose(self, entry: Entry) -> None:
-        """in flight -> waiting, or failed when it was issued `max_attempts` times."""
+    def _put(self, event: Put, *, now: float, meta: GroupMeta | None, frame: bytes | None, place: Place | None) -> None:
+        entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
         self._release(entry)
-        self._move(entry, State.IN_FLIGHT, State.WAITING if entry.attempt < self.max_attempts else State.FAILED)
+        entry.meta, entry.frame, entry.place, entry.ready_at = meta, frame, place, now
+        self._move(entry, State.READY)
 
-    def accept(self, entry: Entry, meta: GroupMeta, frame: Buffer, *, now: float) -> None:
-        """in flight -> ready. The frame is copied: from here on the producer may forget it."""
+    def _reject(self, event: Reject) -> None:
+        entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
         self._release(entry)
-        entry.meta, entry.frame, entry.ready_at = meta, bytes(memoryview(frame)), now
-        self._move(entry, State.IN_FLIGHT, State.READY)
+        self._move(entry, State.REJECTED)
+        self.rejected[event.reason] += 1
+        self.rejected_now[event.reason] += 1
 
-    def reject(self, entry: Entry) -> None:
-        """in flight -> rejected: the slot is free at once."""
+    def _fail(self, event: Fail) -> None:
+        entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
         self._release(entry)
-        self._move(entry, State.IN_FLIGHT, State.REJECTED)
+        self.totals["attempts_lost"] += 1
+        self.totals["overdue"] += event.reason == OVERDUE
+        self._move(entry, State.WAITING if entry.attempt < self.max_attempts else State.FAILED)
+        if entry.state == State.FAILED:
+            _count(self.failed, event.reason)
+            _count(self.failed_now, event.reason)
 
-    def train(self, entries: Iterable[Entry], step: int) -> None:
-        """ready -> training, the whole batch of a learner step."""
-        self.training_step = step
-        for entry in entries:
-            entry.step = step
-            self._move(entry, State.READY, State.TRAINING)
+    def _expire(self, event: Expire) -> None:
+        entry = self._entry(event, State.READY, attempt=event.attempt)
+        self.totals["expirations"] += 1
+        self._forget_result(entry)
+        self._move(entry, State.WAITING if entry.attempt < self.max_attempts else State.EXPIRED)
 
-    def finish_step(self) -> None:
-        """training -> trained. The slots stay taken until the weights that contain the step are live."""
-        if self.training_step is None:
-            return
-        self.steps, self.training_step = self.training_step, None
+    def _drop(self, event: Drop) -> None:
+        entry = self._entry(event, State.READY, attempt=event.attempt)
+        self.totals["unreadable"] += 1
+        self._forget_result(entry)
+        self._move(entry, State.WAITING)
+
+    def _forfeit(self, event: Forfeit) -> None:
+        self.forfeited.add(event.actor_id)
+        self.totals["forfeited"] += len(self.held.get(event.actor_id, ()))
+
+    def _retire(self, event: Retire) -> None:
+        self.retired.add(event.problem)
+
+    def _refuse(self, event: Refuse) -> None:
+        self.totals[event.status] += 1
+
+    def _take_batch(self, event: TakeBatch) -> None:
+        self._expect(event, self.training_step is None and event.step == self.steps + 1)
+        self.training_step = event.step
+        for group_id in event.group_ids:
+            entry = self._entry(event, State.READY, group_id=group_id)
+            entry.step = event.step
+            self._move(entry, State.TRAINING)
+        self.rejected_now.clear()
+        self.failed_now.clear()
+
+    def _done(self, event: Done) -> None:
+        self._expect(event, event.step == self.training_step)
+        self.steps, self.training_step = event.step, None
         for entry in list(self.slots[State.TRAINING].values()):
-            self._move(entry, State.TRAINING, State.TRAINED)
+            if entry.place is not None:
+                self.segment_steps[entry.place.segment] = event.step
+            self._forget_result(entry)
+            self._move(entry, State.TRAINED)
 
-    def retire(self, version: int) -> None:
-        """Free the slots of the groups that steps up to `version` trained, and drop their frames."""
+    def _live(self, event: Live) -> None:
+        self._expect(event, self.live <= event.version <= self.steps)
+        self.live = event.version
         for entry in list(self.slots[State.TRAINED].values()):
-            if entry.step is not None and entry.step <= version:
-                self._move(entry, State.TRAINED, None)
+            if entry.step is not None and entry.step <= event.version:
+                self._close(entry)
 
-    def discard(self, entry: Entry) -> None:
-        """waiting, in flight or ready -> unused: the run ends."""
-        if entry.state == State.IN_FLIGHT:
-            self._release(entry)
-        self._move(entry, entry.state, State.UNUSED)
-
-    # ---- over a restart ----
-
-    def snapshot(self) -> dict[str, Any]:
-        """Plain values for `restore`: the groups outstanding with their attempts and states, and the counts."""
-        groups = [[entry.group_id, entry.attempt, entry.state.value] for entry in self.entries.values() if entry.state != State.TRAINED]
-        closed = {state.value: count for state, count in self.closed.items()}
-        closed["trained"] += len(self.slots[State.TRAINED])
-        return {
-            "first_group_id": self.first_group_id, "next_group_id": self.next_group_id, "steps": self.steps,
-            "training_step": self.training_step, "groups": groups, "closed": closed,
-        }
-
-    def restore(self, snapshot: dict[str, Any], *, room: int) -> None:
-        """Continue from a snapshot after `steps` learner steps, in a ledger that is still empty.
-
-        Groups in training are trained if those steps contain them; the others wait to be issued again, the oldest `room` of them.
-        """
-        self.first_group_id, self.next_group_id = snapshot["first_group_id"], snapshot["next_group_id"]
-        self.closed.update({State(name): count for name, count in snapshot["closed"].items()})
-        for group_id, attempt, state in sorted(snapshot["groups"]):
-            if state == State.TRAINING and self.steps == snapshot["training_step"]:
-                self.closed[State.TRAINED] += 1
-            elif len(self.entries) < room:
-                entry = Entry(group_id, attempt, self.steps, State.WAITING)
-                self.entries[group_id] = self.slots[State.WAITING][group_id] = entry
-            else:
-                self.closed[State.UNUSED] += 1
-        self.check()
+    def _close_run(self, event: Close) -> None:
+        self.over = True
+        for entry in list(self.entries.values()):
+            if entry.state == State.IN_FLIGHT:
+                self._release(entry)
+            if entry.state in (State.WAITING, State.IN_FLIGHT, State.READY):
+                self._move(entry, State.UNUSED)
 
     # ---- bookkeeping ----
 
-    def check(self) -> None:
-        """The states sum to the ids issued. Raises RuntimeError."""
-        in_slots = sum(len(index) for index in self.slots.values())
-        issued = self.next_group_id - self.first_group_id
-        if in_slots != len(self.entries) or in_slots + sum(self.closed.values()) != issued:
-            raise RuntimeError(f"the ledger does not add up: {issued} ids issued, states {self.counts()}; this is a bug, please report it")
+    def _entry(self, event: Event, state: State, *, attempt: int | None = None, group_id: int | None = None) -> Entry:
+        entry = self.slots[state].get(event.group_id if group_id is None else group_id)
+        self._expect(event, entry is not None and attempt in (None, entry.attempt))
+        return entry
 
-    def _move(self, entry: Entry, expected: State, to: State | None) -> None:
-        """Put `entry` into state `to`; None closes it in the state it has."""
-        if entry.state != expected or self.slots[expected].pop(entry.group_id, None) is not entry:
-            raise RuntimeError(f"group {entry.group_id} is {entry.state}, expected {expected}; this is a bug, please report it")
-        entry.state = expected if to is None else to
+    def _expect(self, event: Event, possible: bool) -> None:
+        if not possible:
+            raise RuntimeError(f"{str(event)[:200]} cannot happen now (step {self.steps}, live {self.live}); this is a bug, please report it")
+
+    def _move(self, entry: Entry, to: State) -> None:
+        del self.slots[entry.state][entry.group_id]
+        entry.state = to
         if to in self.slots:
             self.slots[to][entry.group_id] = entry
         else:
-            self._close(entry)
-        self.check()
+            self._finish(entry)
 
     def _close(self, entry: Entry) -> None:
+        """Free the slot of a trained group."""
+        del self.slots[entry.state][entry.group_id]
+        self._finish(entry)
+
+    def _finish(self, entry: Entry) -> None:
         del self.entries[entry.group_id]
         self.closed[entry.state] += 1
         self._recent[entry.group_id] = (entry.attempt, entry.state, entry.step)
@@ -237,3 +323,57 @@ class Ledger:
         if not held:
             del self.held[entry.actor_id]
         entry.actor_id = ""
+
+    @staticmethod
+    def _forget_result(entry: Entry) -> None:
+        entry.meta = entry.frame = entry.place = None
+
+    # ---- as plain values ----
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain values for `from_snapshot`. Results are named by their place in the journal, not contained."""
+        groups = [
+            [entry.group_id, entry.attempt, entry.policy_version, entry.state.value, entry.actor_id, entry.step, entry.place]
+            for entry in self.entries.values()
+        ]
+        counters = {name: {str(key): count for key, count in getattr(self, name).items()} for name in _COUNTERS}
+        return {
+            "first_group_id": self.first_group_id, "next_group_id": self.next_group_id, "steps": self.steps, "live": self.live,
+            "training_step": self.training_step, "over": self.over, "groups": groups, **counters,
+            "retired": sorted(self.retired), "forfeited": sorted(self.forfeited),
+            "segment_steps": [list(pair) for pair in self.segment_steps.items()],
+        }
+
+    @classmethod
+    def from_snapshot(cls, snapshot: dict[str, Any], *, max_attempts: int, entries: Iterable[Entry] | None = None) -> Ledger:
+        """The ledger that `snapshot` described; results are not there until somebody reads them. `entries` take the place of its groups."""
+        ledger = cls(first_group_id=snapshot["first_group_id"], steps=snapshot["steps"], max_attempts=max_attempts)
+        for name in ("next_group_id", "live", "training_step", "over"):
+            setattr(ledger, name, snapshot[name])
+        for name in _COUNTERS:
+            getattr(ledger, name).update(snapshot[name])
+        ledger.closed = Counter({State(name): count for name, count in snapshot["closed"].items()})
+        ledger.retired, ledger.forfeited = set(snapshot["retired"]), set(snapshot["forfeited"])
+        ledger.segment_steps = {segment: step for segment, step in snapshot["segment_steps"]}
+        for entry in _entries(snapshot["groups"]) if entries is None else entries:
+            ledger.entries[entry.group_id] = ledger.slots[entry.state][entry.group_id] = entry
+            if entry.state == State.IN_FLIGHT:
+                ledger.held.setdefault(entry.actor_id, {})[entry.group_id] = entry
+        ledger.check()
+        return ledger
+
+
+def _entries(rows: Iterable[list[Any]]) -> Iterable[Entry]:
+    for group_id, attempt, version, state, actor_id, step, place in rows:
+        yield Entry(group_id, attempt, version, State(state), actor_id, step=step, place=None if place is None else Place(*place))
+
+
+def _count(reasons: Counter[str], reason: str) -> None:
+    """Errors may name ids or values: without a limit every one would be a reason of its own."""
+    reason = reason[:REASON_CHARS]
+    if reason not in reasons and len(reasons) >= REASONS:
+        reason = "other reasons"
+    reasons[reason] += 1
+
+
+_COUNTERS = ("closed", "totals", "rejected", "failed", "rejected_now", "failed_now")

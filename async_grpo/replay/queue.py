@@ -1,53 +1,59 @@
 """Admission, order, release and accounting of groups: the one place that counts.
 
-Runs in: the replay queue's process, as an asyncio object. Hides the staleness bound, the fair division of slots, retries and the
-filter; rollout actors see tickets, the loop sees batches.
+Runs in: the replay queue's process, as an asyncio object. Hides the staleness bound, the fair division of slots, retries, the filter and
+the journal; rollout actors see tickets, the loop sees batches. A result on its way:
+
+    put -> decoded -> late? duplicate? -> fits its ticket? -> filter -> journal -> ledger: ready -> order -> batch -> payload
+              |            |                 |                  |                    |
+           invalid      refused           invalid           rejected          too old: expired, or its old tokens masked
 
 With R = rollout_batch_size, K = max_staleness and s learner steps done:
 
-    admission   a new id is issued only while fewer than B = (K + 1) R groups hold a slot, only to an engine that serves the live
-                version, and only if the run can still train it. Groups that wait for another attempt hold their slot and go first.
-                Ids of retired problems are skipped.
-    order       the R oldest ready groups leave, if everything that stays behind can still be trained in time (`rules.can_leave`).
-    release     slots of trained groups return when their weights are live; rejected and failed groups free theirs at once.
+    admission   `admission`: fewer than B = (K + 1) R groups hold a slot; tickets go only to engines that serve the live version
+    order       the R first ready groups by `order` leave. With `wait` only if everything that stays behind can still be trained in
+                time (`rules.can_leave`; order `fifo`: only the next R ids); with `mask` and `expire` as soon as there are R
+    release     slots of trained groups return when their weights are live; rejected, failed and expired groups free theirs at once
+    deadline    a ticket that is out for longer than `ticket_timeout_s` is taken back, whatever its actor does
 
-Invariants: every trained token has 0 <= lag <= K, asserted when a batch leaves; `put` is idempotent on (group_id, attempt) and
-`get_batch` on the step; no call waits for another one, so a full queue cannot lock out the call that would empty it.
+Invariants: every token that is trained with weight has 0 <= lag <= K, asserted when a batch leaves; every change is an event, in the
+journal before it is in the ledger, and there before the call is answered; `put` is idempotent on (group_id, attempt) and `get_batch` on
+the step; no call waits for another one, so a full queue cannot lock out the call that would empty it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from async_grpo.replay.ledger import Entry, Ledger, State
+from async_grpo.replay.admission import Admission
+from async_grpo.replay.events import OVERDUE, Close, Done, Event, Expire, Fail, Forfeit, Issue, Live, Put, Refuse, Reject, Retire, Skip, TakeBatch
+from async_grpo.replay.journal import Writer
+from async_grpo.replay.ledger import REASON_CHARS, Entry, Ledger, State
+from async_grpo.replay.no_signal import check_signal
+from async_grpo.replay.pressure import Pressure
 from async_grpo.replay.retirement import Retirement
-from async_grpo.replay.rules import QueueSettings, can_leave, fair_share, problem_of, rejection
+from async_grpo.replay.rules import QueueSettings, can_leave, check_bound, in_order, is_too_old, problem_of, rejection, rows_to_train
 from async_grpo.wire import Batch, Buffer, GroupMeta, GroupTicket, WireError, decode_meta, pack_frames, peek_ticket
 
-POLL_MEMORY_S = 2.0
-"""An actor that asked for work counts in the division of free slots for this long; a silent one must not reserve them."""
-MAX_FAILED_GROUPS = 32
-"""The run ends when this many groups and 4 R more failed for good since the last learner step."""
 MAX_SKIPS = 4096
 """Ids of retired problems that one `acquire` passes over (tens of milliseconds); the next one goes on from there."""
-SNAPSHOT_VERSION = 2
+TICKET_GRACE_S = 5.0
+"""An actor watches its own tickets and says why one failed; the queue takes a ticket back only this much later."""
+SNAPSHOT_FORMAT = 3
+"""Of what `snapshot` returns and a segment of the journal starts with."""
+SLICE_BYTES, SLICE_FRAMES = 2**22, 32
+"""What one `put` takes before it lets other calls run."""
 
 
-class NoSignal(RuntimeError):
-    """Too many groups in a row gave nothing to learn from, or no problem is left to pose."""
-
-    exit_code = 3
-
-
-class StalenessError(RuntimeError):
-    """A token is older than `max_staleness`, or newer than the learner: a bug that ends the run."""
+def snapshot_facts(identity: str = "", *, start: str = "") -> dict[str, Any]:
+    """What stands beside the ledger in a snapshot of a new run; `recovery.JournalSettings` says what identity and start are."""
+    return {"format": SNAPSHOT_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity, "epoch": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +66,25 @@ class Verdict:
     reason: str = ""
 
 
-@dataclass(slots=True)
-class _Poll:
-    at: float
-    want: int
-
-
 class ReplayQueue:
-    """Owner of every group between its ticket and its learner step. Every call answers at once."""
+    """Owner of every group between its ticket and its learner step. Every call answers at once; `recovery.open_queue` builds one on a journal."""
 
-    def __init__(self, settings: QueueSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: QueueSettings, *, clock: Callable[[], float] = time.monotonic, ledger: Ledger | None = None,
+        journal: Writer | None = None, facts: dict[str, Any] | None = None, report: object = None,
+    ) -> None:
+        """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what a resumed queue took over, as text."""
         self.settings = settings
-        self._clock = clock
-        self._ledger = Ledger(
+        self.report = report
+        self._clock, self._journal, self._facts = clock, journal, facts or snapshot_facts()
+        self._ledger = ledger or Ledger(
             first_group_id=settings.next_group_id, steps=settings.trained_steps, max_attempts=settings.max_attempts
         )
-        self._retirement = Retirement(settings)
-        self._live = settings.trained_steps
-        self._closed = False
-        self._forfeited: set[str] = set()
-        self._polls: dict[str, _Poll] = {}
+        self._retirement = Retirement(settings, self._ledger.retired)
+        self._admission = Admission(settings, self._ledger, self._retirement)
+        self._pressure = Pressure()
         self._batch: Batch | None = None
-        self._asked_at: float | None = None
-        self._totals: Counter[str] = Counter()
-        self._rejected: Counter[str] = Counter()
-        self._rejected_now: Counter[str] = Counter()
-        self._failed_now: Counter[str] = Counter()
+        self._tried: tuple[int, int] | None = None
         self._last_batch: dict[str, float] = {}
 
     # ---- rollout actors ----
@@ -98,27 +97,33 @@ class ReplayQueue:
         `holding` are the (group_id, attempt) the actor works on; a recorded ticket that is not among them was lost on the way and
         is issued again as it was. An actor has one `acquire` at a time, otherwise an answer under way looks lost.
         """
-        if self._closed or self._ledger.steps >= self.settings.total_steps or actor_id in self._forfeited:
+        ledger, now = self._ledger, self._clock()
+        if ledger.over or ledger.steps >= self.settings.total_steps or actor_id in ledger.forfeited:
             return None
+        self._take_back_tickets(now)
         known = {tuple(pair) for pair in holding}
-        tickets = [entry.ticket for entry in self._ledger.held_by(actor_id) if (entry.group_id, entry.attempt) not in known]
-        if serving_version != self._live:
+        tickets = [entry.ticket for entry in ledger.held_by(actor_id) if (entry.group_id, entry.attempt) not in known]
+        if serving_version != ledger.live:
             # It gets nothing, so it must not reserve a share either: a newcomer may take minutes to load the live version.
-            self._polls.pop(actor_id, None)
-            return tickets
-        self._polls[actor_id] = _Poll(self._clock(), max(want - len(tickets), 0))
-        share = self._fair_share(actor_id)
-        self._polls[actor_id].want -= share
-        return tickets + self._issue(actor_id, share)
+            self._admission.forget(actor_id)
+        else:
+            tickets += self._issue(actor_id, self._admission.grant(actor_id, max(want - len(tickets), 0), now=now))
+        self._pressure.answered(actor_id, idle=want > 0 and not tickets and not holding, now=now)
+        return tickets
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
         """Take finished groups; one verdict each, in order. Idempotent on (group_id, attempt); every frame is copied."""
-        verdicts = []
-        for frame in frames:
+        verdicts, taken = [], 0
+        for index, frame in enumerate(frames):
             verdict = self._take(actor_id, frame)
-            self._totals[verdict.status] += 1
             verdicts.append(verdict)
-            await asyncio.sleep(0)  # a large batch must not hold up the other calls
+            if verdict.status in ("late", "duplicate", "invalid"):
+                self.record(Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, verdict.reason[:REASON_CHARS]))
+            taken += len(frame)
+            if taken >= SLICE_BYTES or index % SLICE_FRAMES == SLICE_FRAMES - 1:
+                taken = 0
+                await asyncio.sleep(0)  # a large batch must not hold up the other calls
+        await self._commit()
         return verdicts
 
     async def fail(self, actor_id: str, tickets: Sequence[GroupTicket], reason: str) -> None:
@@ -130,10 +135,10 @@ class ReplayQueue:
 
     async def forfeit(self, actor_id: str) -> None:
         """The process is gone: all its tickets are issued again. Its id gets no ticket any more, should it still be alive."""
-        self._forfeited.add(actor_id)
-        self._polls.pop(actor_id, None)
+        self._admission.forget(actor_id)
+        self._pressure.gone(actor_id, now=self._clock())
+        self.record(Forfeit(actor_id))
         for entry in self._ledger.held_by(actor_id):
-            self._totals["forfeited"] += 1
             self._lose(entry, "producer died")
 
     # ---- loop and learner ----
@@ -141,27 +146,30 @@ class ReplayQueue:
     async def get_batch(self, step: int) -> Batch | None:
         """The groups of learner step `step` (from 1), or None while they are not complete. Idempotent per step.
 
-        Asking for `step` says that `step - 1` is trained. Raises NoSignal when too many groups were rejected or failed since the last
-        step or all problems are retired, StalenessError when a token breaks the bound, ValueError for a step out of turn.
+        Asking for `step` says that `step - 1` is trained. Raises NoSignal when too many groups were rejected or failed or all problems are
+        retired, StalenessError when a token breaks the bound, ValueError for a step out of turn.
         """
-        if self._batch is not None and step == self._batch.step:
-            return self._batch
-        if step != self._ledger.newest_version + 1:
-            raise ValueError(f"step {step} is out of turn: the next learner step is {self._ledger.newest_version + 1}")
-        self._ledger.finish_step()
-        if self._closed or step > self.settings.total_steps:
+        ledger, now = self._ledger, self._clock()
+        if step == ledger.training_step or self._batch is not None and step == self._batch.step:
+            return self._current_batch()
+        if step != ledger.newest_version + 1:
+            raise ValueError(f"step {step} is out of turn: the next learner step is {ledger.newest_version + 1}")
+        self._finish_step()
+        if ledger.over or step > self.settings.total_steps:
             return None
-        now = self._clock()
-        self._asked_at = now if self._asked_at is None else self._asked_at
-        chosen = self._choose(step)
+        self._pressure.learner_asks(now)
+        self._take_back_tickets(now)
+        chosen = None if self._tried == (step, ledger.changes) else self._choose(step)
         if chosen is None:
-            self._check_signal()
+            self._tried = (step, ledger.changes)
+            check_signal(ledger, self.settings, exhausted=self._retirement.exhausted)
             return None
-        self._check_bound(chosen, step)
-        self._ledger.train(chosen, step)
-        self._note_batch(chosen, step, waited=now - self._asked_at)
-        self._batch = Batch(step, tuple(entry.meta for entry in chosen if entry.meta is not None))
-        return self._batch
+        for entry in chosen:
+            check_bound(entry.meta, step=step, max_staleness=self.settings.max_staleness, on_stale=self.settings.on_stale)
+        self._note_batch(chosen, step)
+        self.record(TakeBatch(step, tuple(entry.group_id for entry in chosen)))
+        await self._commit()
+        return self._current_batch()
 
     async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         """Frames of groups of the step in training, in the order asked for, as one uint8 array for `wire.unpack_frames`."""
@@ -170,28 +178,29 @@ class ReplayQueue:
             raise ValueError(f"step {step}, groups {list(group_ids)}: only groups of the step in training have a payload")
         return pack_frames([training[group_id].frame or b"" for group_id in group_ids])
 
-    async def live(self, version: int) -> None:
+    async def live(self, version: int, digest: str = "") -> None:
         """Every engine serves `version` now: the slots of the steps it contains return. Versions never go back."""
-        if not self._live <= version <= self._ledger.newest_version:
-            raise ValueError(f"version {version} cannot be live: {self._live} is, and the learner is at {self._ledger.newest_version}")
+        if not self._ledger.live <= version <= self._ledger.newest_version:
+            raise ValueError(f"version {version} cannot be live: {self._ledger.live} is, and the learner is at {self._ledger.newest_version}")
         if version == self._ledger.training_step:
-            self._ledger.finish_step()
-        self._live = version
-        self._ledger.retire(version)
+            self._finish_step()
+        self.record(Live(version, digest))
+        await self._commit()
 
     async def close(self) -> None:
         """The run is over: groups that no step took are unused, and actors are told to stop."""
-        self._closed = True
-        for entry in list(self._ledger.entries.values()):
-            if entry.state in (State.WAITING, State.IN_FLIGHT, State.READY):
-                self._ledger.discard(entry)
+        if not self._ledger.over:
+            self.record(Close())
+            await self._commit()
 
     # ---- what others may know ----
 
     async def counts(self) -> dict[str, int]:
         """Groups by state (their sum is the number of ids issued), then totals: rejected by reason, late, duplicate, invalid."""
-        totals = {name: self._totals[name] for name in ("late", "duplicate", "invalid", "forfeited", "attempts_lost")}
-        return self._ledger.counts() | {f"rejected/{name}": n for name, n in sorted(self._rejected.items())} | totals
+        ledger = self._ledger
+        names = ("late", "duplicate", "invalid", "forfeited", "attempts_lost", "expirations", "overdue", "unreadable", "restarts")
+        totals = {name: ledger.totals[name] for name in names}
+        return ledger.counts() | {f"rejected/{name}": n for name, n in sorted(ledger.rejected.items())} | totals
 
     async def history(self, group_ids: Sequence[int]) -> dict[int, dict[str, int | str | None]]:
         """Attempt, state and learner step of each id, as far as it is remembered (all with a slot, and the last few thousand)."""
@@ -203,86 +212,91 @@ class ReplayQueue:
 
     async def metrics(self) -> dict[str, float]:
         """Numbers to log, as `replay/...` paths. Times in seconds, lags in learner steps."""
-        ready = self._ledger.slots[State.READY].values()
+        ledger, now = self._ledger, self._clock()
+        ready = ledger.slots[State.READY].values()
         out = {f"replay/{name}": float(count) for name, count in (await self.counts()).items()}
-        out["replay/outstanding"] = float(len(self._ledger.entries))
-        out["replay/capacity"] = float(self.settings.capacity)
-        out["replay/live_version"] = float(self._live)
-        out["replay/steps"] = float(self._ledger.steps)
-        out["replay/retired"] = float(len(self._retirement))
-        out["replay/producers"] = float(len(self._ledger.held))
-        out["replay/bytes"] = float(sum(entry.meta.nbytes for entry in ready if entry.meta is not None))
-        out["replay/oldest_ready_s"] = self._clock() - min((entry.ready_at for entry in ready), default=self._clock())
-        return out | self._last_batch
+        out |= {
+            "replay/outstanding": float(len(ledger.entries)), "replay/capacity": float(self.settings.capacity),
+            "replay/live_version": float(ledger.live), "replay/steps": float(ledger.steps), "replay/retired": float(len(ledger.retired)),
+            "replay/producers": float(len(ledger.held)), "replay/bytes": float(sum(len(entry.frame or b"") for entry in ready)),
+            "replay/oldest_ready_s": now - min((entry.ready_at for entry in ready), default=now),
+            "replay/journal_bytes": 0.0 if self._journal is None else float(self._journal.nbytes),
+            "replay/journal_syncs": 0.0 if self._journal is None else float(self._journal.syncs),
+        }
+        return out | self._pressure.metrics(now) | self._last_batch
+
+    # ---- the journal ----
 
     async def snapshot(self) -> dict[str, Any]:
-        """Plain values from which `restore` continues: ids outstanding with their attempts, retired problems, and the counters."""
-        return {
-            "version": SNAPSHOT_VERSION, **self._ledger.snapshot(),
-            "totals": dict(self._totals), "rejected": dict(self._rejected), "retired": self._retirement.to_list(),
-        }
+        """What a checkpoint keeps of the queue: the ledger as plain values and, with a journal, the segment that starts with it."""
+        if self._journal is None:
+            return {**self._facts, "ledger": self._ledger.snapshot(), "segment": None}
+        self.begin_segment()
+        return {**self._facts, "ledger": self._ledger.snapshot(), "segment": self._journal.segment}
 
-    @classmethod
-    def restore(
-        cls, settings: QueueSettings, snapshot: dict[str, Any], *, clock: Callable[[], float] = time.monotonic
-    ) -> ReplayQueue:
-        """A queue that continues from a snapshot, for a learner that has done `settings.trained_steps`.
+    async def forget(self, *, segment: int, step: int) -> None:
+        """The oldest checkpoint that is kept starts at this segment, after this step: delete segments that nobody can ask for any more."""
+        if self._journal is None:
+            return
+        ledger = self._ledger
+        needed = {entry.place.segment for entry in ledger.entries.values() if entry.place is not None}
+        needed |= {number for number, trained in ledger.segment_steps.items() if trained > step}
+        old = {number for number in self._journal.segments() if number < segment} - needed
+        self._journal.remove(old)
+        for number in old:
+            ledger.segment_steps.pop(number, None)
 
-        Groups in training count as trained if those steps contain them; everything else outstanding is issued again, attempt + 1.
-        With a smaller B than before, the newest groups that no longer fit are unused. Raises ValueError when steps or data do not match.
-        """
-        if snapshot["version"] != SNAPSHOT_VERSION:
-            raise ValueError(f"replay snapshot version {snapshot['version']}, this program reads {SNAPSHOT_VERSION}")
-        if settings.trained_steps not in (snapshot["steps"], snapshot["training_step"]):
-            raise ValueError(
-                f"the replay snapshot is of step {snapshot['steps']} (in training: {snapshot['training_step']}) and the learner of step "
-                f"{settings.trained_steps}: they are not from the same checkpoint"
-            )
-        queue = cls(settings, clock=clock)
-        room = min(settings.capacity, settings.total_groups - settings.trained_steps * settings.rollout_batch_size)
-        queue._ledger.restore(snapshot, room=room)
-        queue._totals.update(snapshot["totals"])
-        queue._rejected.update(snapshot["rejected"])
-        queue._retirement.restore(snapshot["retired"])
-        return queue
+    def record(self, event: Event, *, meta: GroupMeta | None = None, frame: bytes | None = None) -> None:
+        """Make an event happen: first in the journal, then in the ledger."""
+        place = None if self._journal is None else self._journal.append_event(event, frame or b"")
+        self._ledger.apply(event, now=self._clock(), meta=meta, frame=frame, place=place)
+        if self._journal is not None and self._journal.full:
+            self.begin_segment()
 
-    # ---- admission ----
+    def begin_segment(self) -> None:
+        """Start another segment of the journal, from the ledger as it is."""
+        assert self._journal is not None
+        self._journal.begin({**self._facts, "ledger": self._ledger.snapshot()})
 
-    def _room(self) -> int:
-        """New ids that may be issued now."""
-        if self._retirement.exhausted:
-            return 0
-        ledger, settings = self._ledger, self.settings
-        trainable = settings.total_groups - ledger.steps * settings.rollout_batch_size - ledger.untrained
-        return max(min(settings.capacity - len(ledger.entries), trainable), 0)
+    async def _commit(self) -> None:
+        if self._journal is not None:
+            await self._journal.commit()
 
-    def _fair_share(self, actor_id: str) -> int:
-        """Slots for this actor when all free ones go, one by one, to the asking actor with the fewest groups in flight."""
-        now = self._clock()
-        self._polls = {name: poll for name, poll in self._polls.items() if now - poll.at <= POLL_MEMORY_S}
-        free = len(self._ledger.slots[State.WAITING]) + self._room()
-        wants = {name: poll.want for name, poll in self._polls.items() if poll.want > 0}
-        in_flight = {name: len(self._ledger.held.get(name, ())) for name in wants}
-        return fair_share(actor_id, wants, in_flight, free=free)
+    # ---- tickets ----
 
     def _issue(self, actor_id: str, count: int) -> list[GroupTicket]:
-        """`count` tickets of the live version: groups that wait for another attempt first, then new ids."""
-        waiting = self._ledger.slots[State.WAITING]
-        again = [waiting[group_id] for group_id in sorted(waiting)[:count]]
-        for entry in again:
-            self._ledger.issue_again(entry, actor_id, self._live)
-        return [entry.ticket for entry in again + self._issue_new(actor_id, count - len(again))]
+        """`count` tickets of the live version: groups that wait for another attempt first, then new ids.
 
-    def _issue_new(self, actor_id: str, count: int) -> list[Entry]:
-        """Up to `count` new ids; fewer only if `MAX_SKIPS` ids of retired problems lie before them."""
-        new: list[Entry] = []
-        end = self._ledger.next_group_id + count + MAX_SKIPS
-        while len(new) < count and self._ledger.next_group_id < end:
-            if self._retirement.skips(self._ledger.next_group_id):
-                self._ledger.skip()
+        Fewer only if `MAX_SKIPS` ids of retired problems lie before the new ones.
+        """
+        ledger = self._ledger
+        again = sorted(ledger.slots[State.WAITING])[: min(count, self._admission.free_again())]
+        for group_id in again:
+            self.record(Issue(group_id, ledger.entries[group_id].attempt + 1, actor_id, ledger.live))
+        given, end = again, ledger.next_group_id + count + MAX_SKIPS
+        while len(given) < count and ledger.next_group_id < end:
+            group_id = ledger.next_group_id
+            if self._retirement.skips(group_id):
+                self.record(Skip(group_id, 1))
             else:
-                new.append(self._ledger.issue_new(actor_id, self._live))
-        return new
+                self.record(Issue(group_id, 1, actor_id, ledger.live))
+                given.append(group_id)
+        return [ledger.entries[group_id].ticket for group_id in given]
+
+    def _take_back_tickets(self, now: float) -> None:
+        if self.settings.ticket_timeout_s is None:
+            return
+        limit = self.settings.ticket_timeout_s + TICKET_GRACE_S
+        late = []
+        for entry in self._ledger.slots[State.IN_FLIGHT].values():  # in the order of issue
+            if now - entry.issued_at <= limit:
+                break
+            late.append(entry)
+        for entry in late:
+            self._lose(entry, OVERDUE)
+
+    def _lose(self, entry: Entry, reason: str) -> None:
+        self.record(Fail(entry.group_id, entry.attempt, reason[:REASON_CHARS]))
 
     # ---- intake ----
 
@@ -303,13 +317,13 @@ class ReplayQueue:
             reason = None if settings.filter is None else rejection(meta, settings.filter, settings.shaping)
         except ValueError as error:
             return self._refuse(actor_id, ticket, f"the filter cannot judge it: {error}")
-        self._retirement.note(meta)
+        if (retired := self._retirement.retires(meta)) is not None:
+            self.record(Retire(retired))
         if reason is not None:
-            self._ledger.reject(entry)
-            self._rejected[reason] += 1
-            self._rejected_now[reason] += 1
+            self.record(Reject(*ticket, reason))
             return Verdict(*ticket, "rejected", reason)
-        self._ledger.accept(entry, meta, frame, now=self._clock())
+        self.record(Put(*ticket), meta=meta, frame=bytes(memoryview(frame)))
+        self._pressure.completed(entry.ready_at - entry.issued_at)
         return Verdict(*ticket, "accepted")
 
     def _answer_again(self, meta: GroupMeta) -> Verdict:
@@ -328,70 +342,58 @@ class ReplayQueue:
             self._lose(entry, reason)
         return Verdict(group_id, attempt, "invalid", reason)
 
-    def _lose(self, entry: Entry, reason: str) -> None:
-        self._ledger.lose(entry)
-        self._totals["attempts_lost"] += 1
-        if entry.state == State.FAILED:
-            self._failed_now[reason] += 1
-
     # ---- order ----
 
     def _choose(self, step: int) -> list[Entry] | None:
         """The batch of `step` sorted by group_id, or None while it must wait."""
-        size, slots = self.settings.rollout_batch_size, self._ledger.slots
+        settings, slots = self.settings, self._ledger.slots
+        size = settings.rollout_batch_size
+        if settings.on_stale != "wait":
+            self._expire(step)
         if len(slots[State.READY]) < size:
             return None
-        ready = sorted(slots[State.READY].values(), key=lambda entry: entry.age_key)
-        staying = [entry.policy_version for entry in ready[size:]]
-        staying += [entry.policy_version for entry in slots[State.IN_FLIGHT].values()]
-        staying += [self._live] * len(slots[State.WAITING])
-        if not can_leave(staying, step=step, max_staleness=self.settings.max_staleness, batch_size=size):
+        ready = in_order(settings.order, slots[State.READY].values())
+        if settings.on_stale == "wait" and not self._can_wait(ready[:size], ready[size:], step):
             return None
         return sorted(ready[:size], key=lambda entry: entry.group_id)
 
-    def _check_bound(self, chosen: list[Entry], step: int) -> None:
-        for entry in chosen:
-            for row in entry.meta.rows if entry.meta is not None else ():
-                if not 0 <= step - 1 - row.max_version <= step - 1 - row.min_version <= self.settings.max_staleness:
-                    raise StalenessError(
-                        f"step {step} would train group {entry.group_id} with tokens of versions {row.min_version} to "
-                        f"{row.max_version} at max_staleness {self.settings.max_staleness}; this is a bug, please report it"
-                    )
+    def _expire(self, step: int) -> None:
+        rule = {"step": step, "max_staleness": self.settings.max_staleness, "on_stale": self.settings.on_stale}
+        for entry in list(self._ledger.slots[State.READY].values()):
+            if is_too_old(entry.meta, **rule):
+                self.record(Expire(entry.group_id, entry.attempt, step))
 
-    def _check_signal(self) -> None:
-        size, limit = self.settings.rollout_batch_size, self.settings.max_num_gen_batches
-        left = sum(len(self._ledger.slots[state]) for state in (State.WAITING, State.IN_FLIGHT, State.READY))
-        if self._retirement.exhausted and left < size:
-            raise NoSignal(
-                f"all {self.settings.problems} problems are retired (answered right at a rate of {self.settings.retire_at:g} or better) after "
-                f"{self._ledger.steps} of {self.settings.total_steps} steps, and {left} groups are left for a batch of {size}; add problems, "
-                "train fewer steps, or raise replay.filter_groups.retire_at"
-            )
-        rejected, failed = self._rejected_now.total(), self._failed_now.total()
-        if limit and rejected >= limit * size:
-            raise NoSignal(
-                f"{rejected} groups were rejected since the last learner step ({_listed(self._rejected_now)}), limit {limit} batches of "
-                f"{size}; make the task easier or harder, sample more responses, or raise replay.filter_groups.max_num_gen_batches"
-            )
-        if failed >= MAX_FAILED_GROUPS + 4 * size:
-            raise NoSignal(
-                f"{failed} groups failed since the last learner step after {self.settings.max_attempts} attempts each "
-                f"({_listed(self._failed_now)}); see the logs of the rollout actors"
-            )
+    def _can_wait(self, chosen: list[Entry], ready: list[Entry], step: int) -> bool:
+        """Whether the groups that stay behind, ready or not, are trained in time when these leave."""
+        slots = self._ledger.slots
+        if self.settings.order == "fifo":
+            return min([*slots[State.WAITING], *slots[State.IN_FLIGHT]], default=chosen[-1].group_id + 1) > chosen[-1].group_id
+        staying = [entry.policy_version for entry in (*ready, *slots[State.IN_FLIGHT].values())]
+        staying += [self._ledger.live] * self._admission.free_again()
+        return can_leave(
+            staying, step=step, max_staleness=self.settings.max_staleness, batch_size=self.settings.rollout_batch_size
+        )
 
-    def _note_batch(self, chosen: list[Entry], step: int, *, waited: float) -> None:
-        now = self._clock()
-        lags = [step - 1 - entry.meta.min_version for entry in chosen if entry.meta is not None]
+    # ---- learner steps ----
+
+    def _finish_step(self) -> None:
+        if self._ledger.training_step is not None:
+            self.record(Done(self._ledger.training_step))
+
+    def _current_batch(self) -> Batch:
+        if self._ledger.training_step is not None and (self._batch is None or self._batch.step != self._ledger.training_step):
+            training = sorted(self._ledger.slots[State.TRAINING].values(), key=lambda entry: entry.group_id)
+            self._batch = Batch(self._ledger.training_step, tuple(entry.meta for entry in training))
+        return self._batch
+
+    def _note_batch(self, chosen: list[Entry], step: int) -> None:
+        ledger, now, bound = self._ledger, self._clock(), self.settings.max_staleness
+        waited = self._pressure.learner_served([entry.ready_at - entry.issued_at for entry in chosen], now=now)
+        rows = [row for entry in chosen for row in rows_to_train(entry.meta)]
+        lags = [step - 1 - version for row in rows for version, _ in row.versions if step - 1 - version <= bound]
         self._last_batch = {
-            "replay/lag_mean": sum(lags) / len(lags), "replay/lag_max": float(max(lags)),
-            "replay/learner_wait_s": waited,
-            "replay/ready_wait_s": sum(now - entry.ready_at for entry in chosen) / len(chosen),
-            "replay/rejected_in_step": float(self._rejected_now.total()), "replay/failed_in_step": float(self._failed_now.total()),
+            "replay/lag_mean": sum(min(step - 1 - row.min_version, bound) for row in rows) / len(rows), "replay/lag_max": float(max(lags)),
+            "replay/stale_tokens": float(sum(row.tokens_before(step - 1 - bound) for row in rows)),
+            "replay/learner_wait_s": waited, "replay/ready_wait_s": sum(now - entry.ready_at for entry in chosen) / len(chosen),
+            "replay/rejected_in_step": float(ledger.rejected_now.total()), "replay/failed_in_step": float(ledger.failed_now.total()),
         }
-        self._asked_at = None
-        self._rejected_now.clear()
-        self._failed_now.clear()
-
-
-def _listed(reasons: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in reasons.most_common(5))

@@ -1,4 +1,4 @@
-"""The rules of the replay queue as pure functions: who gets slots, which results are refused, when a batch may leave.
+"""The rules of the replay queue as pure functions: who gets slots, which results are refused, which groups leave, and when.
 
 Runs in: the replay queue's process. Hides nothing and keeps no state.
 """
@@ -6,21 +6,40 @@ Runs in: the replay queue's process. Hides nothing and keeps no state.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from async_grpo.algo.filters import FilterRule, filter_reason
 from async_grpo.algo.rewards import Shaping, score
 from async_grpo.wire import GroupMeta, GroupTicket, RowMeta
 
 
+Order = Literal["oldest", "fifo", "ready"]
+OnStale = Literal["wait", "mask", "expire"]
+
+
+class StalenessError(RuntimeError):
+    """A token is older than `max_staleness`, or newer than the learner: a bug that ends the run."""
+
+
+class Outstanding(Protocol):
+    """A group that holds a slot, as far as the order looks at it."""
+
+    group_id: int
+    policy_version: int
+    ready_at: float
+
+
 @dataclass(frozen=True)
 class QueueSettings:
     """What the queue needs to know of a run; plain values that can be pickled. `trained_steps` and `next_group_id` are where it starts.
 
-    `filter` None rejects nothing. `baseline`: every group carries one greedy response beside those to train. With `retire_at`, a problem
-    whose group was answered right at that rate or better is posed no more: `problem(group_id)` is its index below `problems`, and in
-    every run of `problems` ids that starts at a multiple of it each problem occurs once. Raises ValueError where they do not fit.
+    `filter` None rejects nothing. `baseline`: every group carries one greedy response beside those to train. `ticket_timeout_s`: a group in
+    flight for longer is issued again; None waits for ever. `max_failed_fraction`: the run ends when more groups failed for good. With
+    `retire_at`, a problem whose group was answered right at that rate or better is posed no more: `problem(group_id)` is its index below
+    `problems`, and in every run of `problems` ids that starts at a multiple of it each problem occurs once. Raises ValueError where they
+    do not fit.
     """
 
     rollout_batch_size: int
@@ -31,6 +50,10 @@ class QueueSettings:
     max_num_gen_batches: int
     shaping: Shaping
     filter: FilterRule | None = None
+    order: Order = "oldest"
+    on_stale: OnStale = "wait"
+    ticket_timeout_s: float | None = None
+    max_failed_fraction: float = 1.0
     baseline: bool = False
     retire_at: float | None = None
     problem: Callable[[int], int] | None = None
@@ -40,6 +63,8 @@ class QueueSettings:
     next_group_id: int = 0
 
     def __post_init__(self) -> None:
+        if self.order == "ready" and self.on_stale == "wait":
+            raise ValueError("order `ready` has no bound of its own: it needs on_stale `mask` or `expire`")
         if self.retire_at is None:
             return
         if not 0 < self.retire_at <= 1:
@@ -125,8 +150,33 @@ def _value(row: RowMeta, metric: str, shaping: Shaping) -> float:
     return row.rewards[metric]
 
 
+def in_order(order: Order, ready: Collection[Any]) -> list[Any]:
+    """Ready groups (`Outstanding`) in the order in which they leave: by age (ticket version, then id), by id, or by completion."""
+    keys = {
+        "oldest": lambda group: (group.policy_version, group.group_id), "fifo": lambda group: group.group_id,
+        "ready": lambda group: (group.ready_at, group.group_id),
+    }
+    return sorted(ready, key=keys[order])
+
+
+def is_too_old(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> bool:
+    """Whether a ready group cannot be trained in `step` any more: with `mask` when all its tokens are too old, else when one is."""
+    version = max(row.max_version for row in rows_to_train(meta)) if on_stale == "mask" else meta.min_version
+    return step - 1 - version > max_staleness
+
+
+def check_bound(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> None:
+    """Raise StalenessError for a group that must not leave for `step`: a token from the future, or one too old that nobody masks."""
+    oldest, newest = step - 1 - meta.min_version, step - 1 - meta.max_version
+    if newest < 0 or oldest > max_staleness and (on_stale != "mask" or newest > max_staleness):
+        raise StalenessError(
+            f"step {step} would train group {meta.group_id} with tokens of versions {meta.min_version} to {meta.max_version} at "
+            f"max_staleness {max_staleness}; this is a bug, please report it"
+        )
+
+
 def can_leave(staying: Sequence[int], *, step: int, max_staleness: int, batch_size: int) -> bool:
-    """Whether all groups that stay behind when a batch leaves for `step` can be trained in time.
+    """Order `oldest`: whether all groups that stay behind when a batch leaves for `step` can be trained in time.
 
     `staying` are their ticket versions. Sorted, the i-th is trained at step `step + 1 + i // R` at the latest, when its tokens have
     lag `step + i // R - version` or less.

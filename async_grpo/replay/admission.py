@@ -1,0 +1,62 @@
+"""Who may have how many tickets.
+
+Runs in: the replay queue's process. Hides the count of free slots and the memory of who asked. With R = rollout_batch_size, K =
+max_staleness, s learner steps done and B = (K + 1) R:
+
+    a group that waits for another attempt   goes first, while fewer than B groups are under way
+    a new id                                 only while fewer than B groups hold a slot, and only if the run can still train it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from async_grpo.replay.ledger import Ledger, State
+from async_grpo.replay.retirement import Retirement
+from async_grpo.replay.rules import QueueSettings, fair_share
+
+POLL_MEMORY_S = 2.0
+"""An actor that asked for work counts in the division of free slots for this long; a silent one must not reserve them."""
+
+
+@dataclass(slots=True)
+class _Poll:
+    at: float
+    want: int
+
+
+class Admission:
+    """Divides the free slots of a ledger among the actors that ask."""
+
+    def __init__(self, settings: QueueSettings, ledger: Ledger, retirement: Retirement) -> None:
+        self._settings, self._ledger, self._retirement = settings, ledger, retirement
+        self._polls: dict[str, _Poll] = {}
+
+    def grant(self, actor_id: str, want: int, *, now: float) -> int:
+        """Tickets for this actor, which asked for `want`: all free slots go, one by one, to the asking actor with the fewest in flight."""
+        self._polls[actor_id] = _Poll(now, want)
+        self._polls = {name: poll for name, poll in self._polls.items() if now - poll.at <= POLL_MEMORY_S}
+        wants = {name: poll.want for name, poll in self._polls.items() if poll.want > 0}
+        in_flight = {name: len(self._ledger.held.get(name, ())) for name in wants}
+        share = fair_share(actor_id, wants, in_flight, free=self.free_again() + self._free_new())
+        self._polls[actor_id].want -= share
+        return share
+
+    def forget(self, actor_id: str) -> None:
+        """This actor reserves nothing any more."""
+        self._polls.pop(actor_id, None)
+
+    def free_again(self) -> int:
+        """Waiting groups that may be issued again now; all of them, unless a resumed run has more than B."""
+        waiting = len(self._ledger.slots[State.WAITING])
+        return max(min(waiting, self._settings.capacity - self._ledger.under_way, self._trainable() + waiting), 0)
+
+    def _free_new(self) -> int:
+        if self._retirement.exhausted:
+            return 0
+        return max(min(self._settings.capacity - len(self._ledger.entries), self._trainable()), 0)
+
+    def _trainable(self) -> int:
+        """Groups that the run can train beyond those that hold a slot."""
+        settings, ledger = self._settings, self._ledger
+        return settings.total_groups - ledger.steps * settings.rollout_batch_size - ledger.untrained

@@ -1,0 +1,137 @@
+"""What can happen to groups: the only things that change the ledger, and what the journal records.
+
+Runs in: the replay queue's process, and whoever reads a journal. Hides how an event is written. An event is a tuple of plain values, its
+kind is the first word on the wire; a `put` is followed by the group's frame. Invariant: a state of the ledger is a snapshot and the events
+after it, applied in order, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+OVERDUE = "no result in time and no word from its actor"
+"""Reason of a `Fail` when a ticket reached its deadline."""
+
+
+class Issue(NamedTuple):
+    """A new id (attempt 1), or one that waited (the next attempt), goes to an actor. `version` is the live one."""
+
+    group_id: int
+    attempt: int
+    actor_id: str
+    version: int
+
+
+class Skip(NamedTuple):
+    """`count` new ids from `group_id` on pose retired problems: nobody produces them."""
+
+    group_id: int
+    count: int
+
+
+class Put(NamedTuple):
+    """in flight -> ready. The group's frame comes with it."""
+
+    group_id: int
+    attempt: int
+
+
+class Reject(NamedTuple):
+    """in flight -> rejected: nothing to learn from."""
+
+    group_id: int
+    attempt: int
+    reason: str
+
+
+class Fail(NamedTuple):
+    """in flight -> waiting, or failed after the last attempt."""
+
+    group_id: int
+    attempt: int
+    reason: str
+
+
+class Expire(NamedTuple):
+    """ready -> waiting, or expired after the last attempt: too old for learner step `step`."""
+
+    group_id: int
+    attempt: int
+    step: int
+
+
+class Drop(NamedTuple):
+    """ready -> waiting: the group's frame in the journal cannot be read any more."""
+
+    group_id: int
+    attempt: int
+
+
+class Forfeit(NamedTuple):
+    """The actor is gone: it gets no ticket any more. A `Fail` for each group that it held follows."""
+
+    actor_id: str
+
+
+class Retire(NamedTuple):
+    """A problem is posed no more."""
+
+    problem: int
+
+
+class Refuse(NamedTuple):
+    """A result that changes no group: `late`, `duplicate` or `invalid`."""
+
+    status: str
+    group_id: int
+    attempt: int
+    actor_id: str
+    reason: str
+
+
+class TakeBatch(NamedTuple):
+    """ready -> training: these groups are learner step `step`."""
+
+    step: int
+    group_ids: tuple[int, ...]
+
+
+class Done(NamedTuple):
+    """training -> trained: learner step `step` is over."""
+
+    step: int
+
+
+class Live(NamedTuple):
+    """Every engine serves `version`: the slots of the steps that it contains are free. `digest` names the weights, if they have one."""
+
+    version: int
+    digest: str
+
+
+class Close(NamedTuple):
+    """The run is over: what no step took is unused."""
+
+
+Event = Issue | Skip | Put | Reject | Fail | Expire | Drop | Forfeit | Retire | Refuse | TakeBatch | Done | Live | Close
+KINDS: dict[str, type[Event]] = {
+    "issue": Issue, "skip": Skip, "put": Put, "reject": Reject, "fail": Fail, "expire": Expire, "drop": Drop, "forfeit": Forfeit,
+    "retire": Retire, "refuse": Refuse, "batch": TakeBatch, "done": Done, "live": Live, "close": Close,
+}
+_KIND_OF = {event: kind for kind, event in KINDS.items()}
+
+
+def to_wire(event: Event) -> list[Any]:
+    """Kind and values, plain."""
+    return [_KIND_OF[type(event)], *event]
+
+
+def from_wire(values: list[Any]) -> Event:
+    """The event that `to_wire` wrote. Raises ValueError for anything else."""
+    kind = KINDS.get(values[0]) if values and isinstance(values[0], str) else None
+    if kind is None or len(values) != 1 + len(kind._fields):
+        raise ValueError(f"{str(values)[:80]} is no event")
+    if kind is TakeBatch:
+        return TakeBatch(values[1], tuple(values[2]))
+    return kind(*values[1:])

@@ -1,0 +1,316 @@
+"""The journal on disk: what happened to groups, appended before it takes effect.
+
+Runs in: the replay queue's process (writing), and whoever looks at a run (reading). Hides files, framing and flushing:
+
+    <directory>/00000012.journal   magic, format version, segment number; then records. The first record is a snapshot of the ledger.
+    record      body length u32 | payload length u64 | sequence number u64 | crc32 of these and the body | body (msgpack) | payload
+
+The payload is a group's frame, which carries a checksum of its own (`wire`). A segment appears under its name with its snapshot in it, or
+not at all. What a reader finds at the end of a segment, or in it:
+
+    cut off in the last record          the writer died while it wrote: nobody was told that it is there, so it is not
+    a record that does not add up,      damaged: the records before it are good, none after it is taken (JournalDamage)
+      with good ones behind it
+    a payload that does not add up      found when the frame is decoded: that group is lost, the record is not
+
+Invariants: a record is whole in the file before `append` returns, and on the disk before `commit` returns if `fsync` is `group`; after an
+error of the disk nothing is written any more, so no later record can follow a hole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgpack
+
+from async_grpo.errors import RunError
+from async_grpo.replay.events import Event, to_wire
+from async_grpo.replay.ledger import Place
+from async_grpo.wire import Buffer
+
+Fsync = Literal["group", "interval", "never"]
+JOURNAL_FORMAT = 1
+MAX_BODY_BYTES = 2**28
+SUFFIX = ".journal"
+INTERVAL_S = 1.0
+"""Seconds between flushes with fsync `interval`."""
+
+_MAGIC = b"AGRJ"
+_FILE = struct.Struct("<4sHHQ")
+_HEAD = struct.Struct("<IQQ")
+_CRC = struct.Struct("<I")
+_RECORD_BYTES = _HEAD.size + _CRC.size
+_LOOK_AHEAD = 64
+"""Records after a bad one whose sequence numbers are searched for, to tell a damaged middle from a cut-off end."""
+
+
+class JournalError(RunError):
+    """The journal cannot be written or read."""
+
+    exit_code = 7
+
+
+class JournalDamage(JournalError):
+    """A record in the middle of a segment does not add up."""
+
+
+class Record(NamedTuple):
+    """One record: its sequence number, its plain body, and where its payload is, if it has one."""
+
+    sequence: int
+    body: Any
+    place: Place | None
+
+
+def segments(directory: Path) -> list[int]:
+    """Numbers of the segments in a directory, ascending."""
+    return sorted(int(path.stem) for path in directory.glob(f"*{SUFFIX}") if path.stem.isdigit())
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """File of a segment."""
+    return directory / f"{number:08d}{SUFFIX}"
+
+
+class Writer:
+    """Appends to one segment after the other."""
+
+    def __init__(
+        self, directory: Path, *, fsync: Fsync = "group", segment_bytes: int = 2**28, segment: int = 0, sequence: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """segment, sequence: the last ones that exist. Nothing is written before `begin`."""
+        self.directory, self._fsync, self._segment_bytes, self._clock = directory, fsync, segment_bytes, clock
+        self.segment = segment
+        self.nbytes = 0
+        """Bytes in the segment."""
+        self.syncs = 0
+        self._fd = -1
+        self._written = self._synced = sequence
+        self._synced_at = clock()
+        self._syncing: asyncio.Task[None] | None = None
+        self._error: str | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time for another segment."""
+        return self.nbytes >= self._segment_bytes
+
+    def segments(self) -> list[int]:
+        """Numbers of all segments that exist, ascending."""
+        return segments(self.directory)
+
+    def begin(self, snapshot: dict[str, Any]) -> None:
+        """Start the next segment with a snapshot; what was written before is on the disk then (unless `fsync` is `never`)."""
+        self._check()
+        path = segment_path(self.directory, self.segment + 1)
+        temporary = path.with_suffix(".tmp")
+        try:
+            self._flush_now()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._broken(error) from error
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self.nbytes = fd, 0
+        self.segment += 1
+        self._write([_FILE.pack(_MAGIC, JOURNAL_FORMAT, 0, self.segment)])
+        self.append(snapshot)
+        try:
+            self._flush_now()
+            os.rename(temporary, path)
+            if self._fsync != "never":
+                _sync_directory(self.directory)
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def append_event(self, event: Event, payload: Buffer = b"") -> Place | None:
+        """Write an event; where its payload is. Raises JournalError, and then nothing was written."""
+        return self.append(to_wire(event), payload)
+
+    def append(self, body: Any, payload: Buffer = b"") -> Place | None:
+        """Write one record; where its payload is. Raises JournalError, and then nothing was written."""
+        self._check()
+        packed = msgpack.packb(body, use_bin_type=True)
+        view = memoryview(payload).cast("B")
+        head = _HEAD.pack(len(packed), len(view), self._written + 1)
+        offset = self.nbytes + _RECORD_BYTES + len(packed)
+        self._write([head + _CRC.pack(zlib.crc32(packed, zlib.crc32(head))) + packed, view])
+        self._written += 1
+        return Place(self.segment, offset, len(view)) if len(view) else None
+
+    async def commit(self) -> None:
+        """Return when everything appended so far is as safe as `fsync` says. Many callers share one flush. Raises JournalError."""
+        if self._fsync == "never" or (self._fsync == "interval" and self._clock() - self._synced_at < INTERVAL_S):
+            return
+        target = self._written if self._fsync == "group" else 0
+        if self._fsync == "interval" and self._syncing is None:
+            self._syncing = asyncio.ensure_future(self._sync())  # nobody waits for it
+        while self._synced < target:
+            self._check()
+            if self._syncing is None:
+                self._syncing = asyncio.ensure_future(self._sync())
+            await asyncio.wait({self._syncing})
+        self._check()
+
+    def remove(self, numbers: set[int]) -> None:
+        """Delete segments that nobody needs any more; never the one that is written."""
+        for number in numbers - {self.segment}:
+            segment_path(self.directory, number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Flush and close; not for reuse."""
+        if self._fd >= 0:
+            if self._error is None:
+                try:
+                    self._flush_now()
+                except OSError as error:
+                    raise self._broken(error) from error
+            os.close(self._fd)
+            self._fd = -1
+
+    async def _sync(self) -> None:
+        """One flush, in a thread. What it covers is known before it starts."""
+        covered, fd = self._written, os.dup(self._fd)
+        try:
+            await asyncio.to_thread(os.fdatasync, fd)
+            self._synced, self._synced_at = max(self._synced, covered), self._clock()
+            self.syncs += 1
+        except OSError as error:
+            self._broken(error)
+        finally:
+            os.close(fd)
+            self._syncing = None
+
+    def _flush_now(self) -> None:
+        if self._fd >= 0 and self._fsync != "never":
+            os.fdatasync(self._fd)
+            self._synced, self._synced_at = self._written, self._clock()
+
+    def _write(self, parts: list[Buffer]) -> None:
+        total, start = sum(map(len, parts)), self.nbytes
+        try:
+            written = os.writev(self._fd, parts)
+            while written < total:  # the kernel takes at most 2 GiB at once, and less when the disk is full
+                written += os.write(self._fd, memoryview(b"".join(parts))[written:])
+        except OSError as error:
+            try:
+                os.ftruncate(self._fd, start)
+            except OSError:
+                self._broken(error)
+                raise JournalError(self._error) from error
+            raise self._broken(error) from error
+        self.nbytes += total
+
+    def _broken(self, error: OSError) -> JournalError:
+        if self._error is None:
+            self._error = (
+                f"the journal in {self.directory} cannot be written ({error.strerror or error}); nothing after this is recorded. Free space or "
+                "mend the disk and start the same command again, or go on without a journal: replay.journal.enable=false"
+            )
+        return JournalError(self._error)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise JournalError(self._error)
+
+
+class Segment:
+    """One segment for reading; may be written meanwhile. `snapshot` is the ledger at its start."""
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self.number, self.path = number, segment_path(directory, number)
+        try:
+            self._data = self.path.read_bytes() if self.path.stat().st_size < _MAP_BYTES else _mapped(self.path)
+        except OSError as error:
+            raise JournalError(f"the journal's {self.path} cannot be read: {error.strerror or error}") from error
+        if len(self._data) < _FILE.size or _FILE.unpack_from(self._data)[:2] != (_MAGIC, JOURNAL_FORMAT):
+            raise JournalDamage(f"{self.path} is no segment of a journal of format {JOURNAL_FORMAT}")
+        if _FILE.unpack_from(self._data)[3] != number:
+            raise JournalDamage(f"{self.path} says that it is segment {_FILE.unpack_from(self._data)[3]}")
+        self.size = _FILE.size
+        """Bytes up to the end of the last record read."""
+        self.cut_off = 0
+        """Bytes behind them that are no whole record."""
+        first = self._next(None)
+        if first is None or not isinstance(first.body, dict):
+            raise JournalDamage(f"{self.path} does not start with a snapshot")
+        self.snapshot: dict[str, Any] = first.body
+        self.sequence = first.sequence
+        """Number of the last record read."""
+
+    def records(self) -> Iterator[Record]:
+        """The records after the snapshot, up to the end or a cut-off one. Raises JournalDamage at a damaged one."""
+        while (record := self._next(self.sequence + 1)) is not None:
+            self.sequence = record.sequence
+            yield record
+
+    def payload(self, place: Place) -> memoryview:
+        """The bytes at a place in this segment; fewer when the file is shorter."""
+        return memoryview(self._data)[place.offset : place.offset + place.length]
+
+    def _next(self, expected: int | None) -> Record | None:
+        at, end = self.size, len(self._data)
+        if at == end:
+            return None
+        if end - at >= _RECORD_BYTES:
+            length, payload, sequence = _HEAD.unpack_from(self._data, at)
+            start = at + _RECORD_BYTES
+            stop = start + length
+            if length <= MAX_BODY_BYTES and stop <= end and expected in (None, sequence) and self._adds_up(at, start, stop):
+                if stop + payload > end:
+                    self.cut_off = end - at
+                    return None
+                self.size = stop + payload
+                return Record(sequence, self._unpack(start, stop), Place(self.number, stop, payload) if payload else None)
+        if expected is not None and (found := self._later_record(expected)) is not None:
+            raise JournalDamage(f"{self.path} is damaged at byte {at} (record {expected}; good records go on at byte {found})")
+        self.cut_off = end - at
+        return None
+
+    def _adds_up(self, at: int, start: int, stop: int) -> bool:
+        (checksum,) = _CRC.unpack_from(self._data, at + _HEAD.size)
+        return zlib.crc32(memoryview(self._data)[start:stop], zlib.crc32(self._data[at : at + _HEAD.size])) == checksum
+
+    def _unpack(self, start: int, stop: int) -> Any:
+        try:
+            return msgpack.unpackb(memoryview(self._data)[start:stop], raw=False, strict_map_key=True)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise JournalDamage(f"{self.path} holds a record that is not msgpack: {error}") from error
+
+    def _later_record(self, expected: int) -> int | None:
+        """Where a whole record with one of the next sequence numbers is."""
+        for sequence in range(expected + 1, expected + 1 + _LOOK_AHEAD):
+            at = self._data.find(sequence.to_bytes(8, "little"), self.size) - 12  # lengths come before the number
+            if at >= self.size:
+                length = _HEAD.unpack_from(self._data, at)[0] if at + _RECORD_BYTES <= len(self._data) else MAX_BODY_BYTES + 1
+                start = at + _RECORD_BYTES
+                if start + length <= len(self._data) and self._adds_up(at, start, start + length):
+                    return at
+        return None
+
+
+_MAP_BYTES = 2**20
+
+
+def _mapped(path: Path) -> Any:
+    import mmap
+
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

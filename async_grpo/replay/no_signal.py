@@ -1,0 +1,61 @@
+"""When a run has nothing left to learn from.
+
+Runs in: the replay queue's process. Hides nothing and keeps no state: the counters are the ledger's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from async_grpo.replay.ledger import Ledger, State
+from async_grpo.replay.rules import QueueSettings
+
+MAX_FAILED_GROUPS = 32
+"""The run ends when this many groups and 4 R more failed for good since the last learner step."""
+FRACTION_GROUPS = 1000
+"""`max_failed_fraction` is a share of the ids issued, but of no fewer than these (or the run's own number of groups)."""
+
+
+class NoSignal(RuntimeError):
+    """Too many groups gave nothing to learn from, or no problem is left to pose."""
+
+    exit_code = 3
+
+
+def check_signal(ledger: Ledger, settings: QueueSettings, *, exhausted: bool) -> None:
+    """Raise NoSignal with the reasons when waiting for more groups is pointless. `exhausted`: every problem is retired."""
+    size, limit = settings.rollout_batch_size, settings.max_num_gen_batches
+    left = sum(len(ledger.slots[state]) for state in (State.WAITING, State.IN_FLIGHT, State.READY))
+    if exhausted and left < size:
+        raise NoSignal(
+            f"all {settings.problems} problems are retired (answered right at a rate of {settings.retire_at:g} or better) after "
+            f"{ledger.steps} of {settings.total_steps} steps, and {left} groups are left for a batch of {size}; add problems, "
+            "train fewer steps, or raise replay.filter_groups.retire_at"
+        )
+    rejected, failed = ledger.rejected_now.total(), ledger.failed_now.total()
+    if limit and rejected >= limit * size:
+        raise NoSignal(
+            f"{rejected} groups were rejected since the last learner step ({_listed(ledger.rejected_now)}), limit {limit} batches of "
+            f"{size}; make the task easier or harder, sample more responses, or raise replay.filter_groups.max_num_gen_batches"
+        )
+    if failed >= MAX_FAILED_GROUPS + 4 * size:
+        raise NoSignal(
+            f"{failed} groups failed since the last learner step after {settings.max_attempts} attempts each "
+            f"({_listed(ledger.failed_now)}); see the logs of the rollout actors"
+        )
+    _check_failed(ledger, settings)
+
+
+def _check_failed(ledger: Ledger, settings: QueueSettings) -> None:
+    failed = ledger.closed[State.FAILED]
+    allowed = settings.max_failed_fraction * max(ledger.issued, min(FRACTION_GROUPS, settings.total_groups))
+    if failed > allowed:
+        raise NoSignal(
+            f"{failed} of {ledger.issued} groups failed for good, {settings.max_attempts} attempts each ({_listed(ledger.failed)}); "
+            f"task.max_bad_fraction {settings.max_failed_fraction:g} allows {int(allowed)}. Mend these problems, or raise "
+            "task.max_bad_fraction to go on without them"
+        )
+
+
+def _listed(reasons: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in reasons.most_common(5))
