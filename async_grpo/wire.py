@@ -1,6 +1,6 @@
 """Everything that crosses a process boundary, and its codec.
 
-Runs in: rollout actors (encode), the replay queue (metadata), learner ranks (decode). Hides the byte layout of a group:
+Runs in: rollout actors (encode), the replay queue (metadata), learner ranks (decode). Hides the byte layout of a group (`groups` says what one is):
 
     offset  size  content
     0       4     magic b"AGRP"
@@ -22,18 +22,24 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
 import msgpack
 import numpy as np
+
+from async_grpo.groups import Batch, Group, GroupMeta, GroupTicket, Rollout, RowMeta, VersionSpan, WireError
+
+__all__ = [
+    "Batch", "Buffer", "Group", "GroupMeta", "GroupTicket", "Rollout", "RowMeta", "VersionSpan", "WireError", "decode_group", "decode_meta",
+    "encode_group", "pack_frames", "peek_ticket", "unpack_frames",
+]
 
 WIRE_VERSION = 2
 MAX_DEPTH = 4
 """The header, its list of rows, a row, and what a row holds."""
 MAX_STRING_BYTES = 64 * 2**10
 Buffer = bytes | bytearray | memoryview | np.ndarray
-Role = Literal["train", "baseline"]
 
 _MAGIC = b"AGRP"
 _FIXED = struct.Struct("<4sHHII")
@@ -41,119 +47,6 @@ _BATCH = struct.Struct("<4sI")
 _BATCH_MAGIC = b"AGRB"
 _FINISH_REASONS = ("stop", "length")
 _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
-
-
-class WireError(ValueError):
-    """A frame or a group that breaks the format: never padded, never trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTicket:
-    """Permission to produce one group. `policy_version` is the live version at the time of issue."""
-
-    group_id: int
-    attempt: int
-    policy_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Tokens [start, end) of a response were sampled by `policy_version`."""
-
-    policy_version: int
-    start: int
-    end: int
-
-
-@dataclass(slots=True)
-class Rollout:
-    """One sampled response.
-
-    response_ids [L] int32; behavior_logprobs [L] float32, under the distribution each token was sampled from; loss_mask [L] uint8,
-    1 on tokens the policy sampled; versions cover [0, L) in order; rewards: raw value by component; verdict: 0/1 or None.
-    """
-
-    response_ids: np.ndarray
-    behavior_logprobs: np.ndarray
-    loss_mask: np.ndarray
-    versions: list[VersionSpan]
-    rewards: dict[str, float]
-    verdict: float | None
-    finish_reason: str
-    role: Role = "train"
-
-
-@dataclass(slots=True)
-class Group:
-    """The rollouts of one prompt: filtered, journaled, trained or dropped whole. prompt_ids [P] int32. Times in Unix seconds."""
-
-    group_id: int
-    attempt: int
-    policy_version: int
-    actor_id: str
-    prompt_ids: np.ndarray
-    rollouts: list[Rollout]
-    times: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RowMeta:
-    """What the driver knows of one rollout: lengths in tokens, rewards and versions, never tokens."""
-
-    role: Role
-    length: int
-    mask_tokens: int
-    rewards: dict[str, float]
-    verdict: float | None
-    finish_reason: str
-    versions: tuple[tuple[int, int], ...]
-    """(policy version, tokens) of each span, in order."""
-
-    @property
-    def min_version(self) -> int:
-        """Oldest version that sampled a token of the response."""
-        return min(version for version, _ in self.versions)
-
-    @property
-    def max_version(self) -> int:
-        """Newest version that sampled a token of the response."""
-        return max(version for version, _ in self.versions)
-
-    def tokens_before(self, version: int) -> int:
-        """Tokens that older versions than this one sampled."""
-        return sum(tokens for sampled, tokens in self.versions if sampled < version)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMeta:
-    """What the driver and the queue know of one group."""
-
-    group_id: int
-    attempt: int
-    policy_version: int
-    actor_id: str
-    prompt_length: int
-    rows: tuple[RowMeta, ...]
-    times: dict[str, float]
-    nbytes: int
-
-    @property
-    def min_version(self) -> int:
-        """Oldest version that sampled a token of the group."""
-        return min(row.min_version for row in self.rows)
-
-    @property
-    def max_version(self) -> int:
-        """Newest version that sampled a token of the group."""
-        return max(row.max_version for row in self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The groups of one learner step, sorted by group_id."""
-
-    step: int
-    groups: tuple[GroupMeta, ...]
 
 
 def encode_group(group: Group, *, max_bytes: int | None = None) -> bytes:

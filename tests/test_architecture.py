@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 LAYERS = {
-    0: "config wire errors",
+    0: "config groups wire errors",
     1: "algo",
     2: "replay tasks batching weights",
     3: "engine learner checkpoint tracking console report warm_start warm_start_model",
@@ -23,7 +23,7 @@ LAYERS = {
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split()}
 
-BESIDE = {("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary")}
+BESIDE = {("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary")}
 """Modules of one layer that are one part in two files."""
 
 UPWARD = {("config.schema", "trainer"): "`Config.build()` is how a user gets a Trainer; imported when it is called"}
@@ -32,6 +32,7 @@ UPWARD = {("config.schema", "trainer"): "`Config.build()` is how a user gets a T
 LIBRARIES = {
     "config": "pydantic yaml",
     "errors": "",
+    "groups": "numpy",
     "wire": "msgpack numpy",
     "algo": "torch",
     "algo.filters": "",  # plain numbers: the queue uses them

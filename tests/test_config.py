@@ -184,7 +184,7 @@ def test_an_override_is_named_as_the_place_of_the_mistake(base: Path) -> None:
         ("learner.group_size=4", "`group_size` is `rollout.group_size` here."),
         ("lr=1e-5", "`lr` is `learner.lr` here."),
         ("replay.metric=acc", "`metric` is `replay.filter_groups.metric` here."),
-        ("enable=true", "`replay.filter_groups.enable` or `algorithm.overlong_buffer.enable`"),
+        ("enable=true", "`replay.filter_groups.enable` or `replay.journal.enable` or `algorithm.overlong_buffer.enable`"),
         ("model.warm_start.layer=3", "Did you mean `model.warm_start.layers`?"),
         ("rollout.num_return_sequences_in_group=8", "`num_return_sequences_in_group` is `rollout.group_size` here."),
         ("num_generations=8", "`num_generations` is `rollout.group_size` here."),

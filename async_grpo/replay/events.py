@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-
 OVERDUE = "no result in time and no word from its actor"
 """Reason of a `Fail` when a ticket reached its deadline."""
 

@@ -32,7 +32,23 @@ from typing import Any, Literal
 import numpy as np
 
 from async_grpo.replay.admission import Admission
-from async_grpo.replay.events import OVERDUE, Close, Done, Event, Expire, Fail, Forfeit, Issue, Live, Put, Refuse, Reject, Retire, Skip, TakeBatch
+from async_grpo.replay.events import (
+    OVERDUE,
+    Close,
+    Done,
+    Event,
+    Expire,
+    Fail,
+    Forfeit,
+    Issue,
+    Live,
+    Put,
+    Refuse,
+    Reject,
+    Retire,
+    Skip,
+    TakeBatch,
+)
 from async_grpo.replay.journal import Writer
 from async_grpo.replay.ledger import REASON_CHARS, Entry, Ledger, State
 from async_grpo.replay.no_signal import check_signal

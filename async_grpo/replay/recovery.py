@@ -28,6 +28,7 @@ from async_grpo.replay.queue import SNAPSHOT_FORMAT, ReplayQueue, snapshot_facts
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import GroupMeta, WireError, decode_meta
 
+
 @dataclass(frozen=True)
 class JournalSettings:
     """Where and how the queue keeps its journal; plain values that can be pickled.

@@ -14,7 +14,6 @@ from async_grpo.algo.filters import FilterRule, filter_reason
 from async_grpo.algo.rewards import Shaping, score
 from async_grpo.wire import GroupMeta, GroupTicket, RowMeta
 
-
 Order = Literal["oldest", "fifo", "ready"]
 OnStale = Literal["wait", "mask", "expire"]
 

@@ -1,0 +1,126 @@
+"""What crosses a process: tickets, groups with their tokens, and what the driver knows of them without tokens.
+
+Runs in: any process. Hides nothing; `wire` turns groups into bytes and back, and names these types too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+Role = Literal["train", "baseline"]
+
+
+class WireError(ValueError):
+    """A frame or a group that breaks the format: never padded, never trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTicket:
+    """Permission to produce one group. `policy_version` is the live version at the time of issue."""
+
+    group_id: int
+    attempt: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a response were sampled by `policy_version`."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sampled response.
+
+    response_ids [L] int32; behavior_logprobs [L] float32, under the distribution each token was sampled from; loss_mask [L] uint8,
+    1 on tokens the policy sampled; versions cover [0, L) in order; rewards: raw value by component; verdict: 0/1 or None.
+    """
+
+    response_ids: np.ndarray
+    behavior_logprobs: np.ndarray
+    loss_mask: np.ndarray
+    versions: list[VersionSpan]
+    rewards: dict[str, float]
+    verdict: float | None
+    finish_reason: str
+    role: Role = "train"
+
+
+@dataclass(slots=True)
+class Group:
+    """The rollouts of one prompt: filtered, journaled, trained or dropped whole. prompt_ids [P] int32. Times in Unix seconds."""
+
+    group_id: int
+    attempt: int
+    policy_version: int
+    actor_id: str
+    prompt_ids: np.ndarray
+    rollouts: list[Rollout]
+    times: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RowMeta:
+    """What the driver knows of one rollout: lengths in tokens, rewards and versions, never tokens."""
+
+    role: Role
+    length: int
+    mask_tokens: int
+    rewards: dict[str, float]
+    verdict: float | None
+    finish_reason: str
+    versions: tuple[tuple[int, int], ...]
+    """(policy version, tokens) of each span, in order."""
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version that sampled a token of the response."""
+        return min(version for version, _ in self.versions)
+
+    @property
+    def max_version(self) -> int:
+        """Newest version that sampled a token of the response."""
+        return max(version for version, _ in self.versions)
+
+    def tokens_before(self, version: int) -> int:
+        """Tokens that older versions than this one sampled."""
+        return sum(tokens for sampled, tokens in self.versions if sampled < version)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMeta:
+    """What the driver and the queue know of one group."""
+
+    group_id: int
+    attempt: int
+    policy_version: int
+    actor_id: str
+    prompt_length: int
+    rows: tuple[RowMeta, ...]
+    times: dict[str, float]
+    nbytes: int
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version that sampled a token of the group."""
+        return min(row.min_version for row in self.rows)
+
+    @property
+    def max_version(self) -> int:
+        """Newest version that sampled a token of the group."""
+        return max(row.max_version for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one learner step, sorted by group_id."""
+
+    step: int
+    groups: tuple[GroupMeta, ...]
