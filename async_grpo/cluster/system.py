@@ -99,6 +99,7 @@ class System:
         self.device = ""
         self.model_dir = ""
         self._producing = False
+        self._queue_restarts = 0
 
     def connect(self) -> None:
         """Join or start Ray; from the main thread, since Ray installs signal handlers."""
@@ -137,12 +138,11 @@ class System:
             tasks.create_task(self.actors.start())
             learner = tasks.create_task(starting)
         self.learner = learner.result()
-        actors = self.actors
         self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live)
         self.loop = Loop(
             config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
             total_steps=self._total_steps, steps_done=steps_done,
-            log=lambda step, metrics: log(step, metrics | actors.measurements()),
+            log=lambda step, metrics: log(step, self._with_faults(metrics, note)),
             row_state=None if self.learner.state is None else self.learner.state["rows"],
         )
 
@@ -245,6 +245,13 @@ class System:
         self.queue = QueueClient(self._queue_handle)
         if (report := await self.queue.opened()) is not None:
             note(f"replay queue: {report}")
+
+    def _with_faults(self, metrics: dict[str, float], note: Callable[[str], None]) -> dict[str, float]:
+        """The metrics of a step with what the actors count; a queue that had to be started again is said once."""
+        if (restarts := int(metrics["replay/restarts"])) > self._queue_restarts:
+            note(f"the replay queue's process died; it was started again from its journal (restart {restarts} of this run)")
+        self._queue_restarts = int(metrics["replay/restarts"])
+        return metrics | self.actors.measurements()
 
     def _identity(self) -> str:
         """Digest of everything that a completed group depends on, the weights after the start apart."""

@@ -1,0 +1,93 @@
+"""The queue's process is killed at random moments of a real run: no completed group is lost, none is trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.cluster import actor_manager, learner_group
+from async_grpo.config.schema import Config
+from async_grpo.console import Console
+from async_grpo.trainer import Trainer
+from tests import side_log
+from tests.models import write_model
+
+STEPS, R, K, KILLS = 14, 6, 2, 3
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def settings(home: Path, model: str) -> Config:
+    return Config.model_validate({
+        "seed": 5, "run": {"name": "death", "dir": str(home / "run"), "total_steps": STEPS}, "model": {"path": model},
+        "task": {"name": "tests.mixed_task:Mixed"},
+        "rollout": {"rollout_batch_size": R, "group_size": 4, "prompt_length": 32, "response_length": 24},
+        "replay": {"max_staleness": K}, "algorithm": {"use_kl_loss": False}, "learner": {"lr": 1e-4, "tokens_per_micro_batch": 4096},
+        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False}, "weight_sync": {"self_check": False},
+        "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}, "restart_budget": 2 * KILLS},
+    })
+
+
+def ask(trainer: Trainer, work: Any) -> Any:
+    """Run a coroutine of the system on the trainer's loop."""
+    return asyncio.run_coroutine_threadsafe(work, trainer._loop).result(timeout=90)
+
+
+async def result(reference: Any) -> Any:
+    return await reference
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory) -> Iterator[dict]:
+    """One run whose queue is killed `KILLS` times while actors produce and the learner trains."""
+    home, rng = tmp_path_factory.mktemp("death"), random.Random(time.time_ns())
+    told: dict = {"side": home / "run-side", "kills": [], "journal": home / "run" / "journal"}
+    config = settings(home, write_model(home / "model", positions=64))
+    with pytest.MonkeyPatch.context() as patch, open(home / "log.txt", "w") as log:
+        patch.setattr(actor_manager, "RolloutProcess", side_log.LoggedRolloutProcess)
+        patch.setattr(learner_group, "LearnerProcess", side_log.LoggedLearnerProcess)
+        with Trainer(config, console=Console(log)) as trainer, ThreadPoolExecutor(1) as thread:
+            trainer.train(steps=1)
+            handle = trainer.system._queue_handle
+            for kill in range(KILLS):
+                pid = ask(trainer, result(handle.pid.remote()))
+                training = thread.submit(trainer.train, steps=3)
+                time.sleep(rng.uniform(0.0, 0.6))
+                os.kill(pid, signal.SIGKILL)
+                told["kills"].append((pid, trainer.steps_done))
+                training.result(timeout=120)
+                assert ask(trainer, result(handle.pid.remote())) != pid, f"kill {kill}: the queue's process is still the old one"
+            trainer.train()
+            told["counts"] = ask(trainer, trainer.system.queue.counts())
+            told["metrics"] = ask(trainer, trainer.system.queue.metrics())
+    told["log"] = (home / "log.txt").read_text()
+    yield told
+
+
+def test_no_completed_group_is_lost_and_none_is_trained_twice(story):
+    trained = side_log.read(story["side"], "trained")
+    per_step = Counter(step for step, _ in trained)
+    assert per_step == dict.fromkeys(range(1, STEPS + 1), R)
+    group_ids = [group_id for _, group_id in trained]
+    assert len(group_ids) == len(set(group_ids)), "a group was trained twice"
+    acknowledged = Counter(group_id for group_id, _ in side_log.read(story["side"], "put"))
+    assert set(acknowledged) == set(group_ids), "a completed group was lost, or one was trained that nobody saw acknowledged"
+    assert set(acknowledged.values()) == {1}, "two attempts of one group were taken"
+
+
+def test_the_ledger_went_on_where_it_was(story):
+    counts = story["counts"]
+    assert counts["restarts"] == KILLS and counts["trained"] == STEPS * R
+    assert counts["failed"] == counts["invalid"] == counts["unreadable"] == 0
+    assert story["metrics"]["replay/lag_max"] <= K
+    assert "the replay queue's process died" in story["log"], "the run says so"
