@@ -1,15 +1,17 @@
-"""What the replay queue carries: `python -m benchmarks.queue [--only small medium large single age crowd] [--rounds 3] [--out FILE]`.
+"""What the replay queue carries: `python -m benchmarks.queue [--only small medium large single age crowd recovery] [--out FILE]`.
 
     small, medium, large   groups of about 1.5 KB, 590 KB and 4.3 MB through Ray actors, many per call            against a plain actor
     single                 groups of 1.5 KB, one per call                                                         against a plain actor
     age                    CPU time per group, and memory, after 1,000, 100,000 and 1,000,000 groups; the queue object alone
     crowd                  1,200 calls of `acquire` under way while groups are put
+    recovery               seconds until a journal of about half a GB is open again
 
 Two producers call like rollout actors, each with one `acquire` and one `put` under way; a consumer calls like the loop and a learner
-rank. The rival is a Ray actor around a deque that answers the same calls with the same arrays and looks at nothing. The contestants take
-turns within a round, and a ratio compares two figures of one round: printed is the median over the rounds with the smallest and the
-largest. Everything shares the machine's cores, producers and consumer included. A get is next_batch and payload, without the time for
-which groups of the batch were still missing. CPU time is that of the contestant's process, all threads.
+rank. The rival is a Ray actor around a deque that answers the same calls with the same arrays and looks at nothing. The queue runs
+without a journal, with one that the kernel writes when it likes (fsync never), and with one that is on the disk before a put is answered
+(fsync group). The contestants take turns within a round, and a ratio compares two figures of one round: printed is the median over the
+rounds with the smallest and the largest. Everything shares the machine's cores, producers and consumer included. A get is next_batch and
+payload, without the time for which groups of the batch were still missing. CPU time is that of the contestant's process, all threads.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +34,13 @@ import ray
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
-from async_grpo.cluster.processes import MAX_CALLS
+from async_grpo.cluster.processes import MAX_CALLS, QueueProcess
 from async_grpo.cluster.session import Session
+from async_grpo.replay.recovery import JournalSettings
 from async_grpo.replay.rules import QueueSettings
-from benchmarks.queue_actors import Consumer, MeasuredQueue, PlainQueue, Producer, Shape
-from benchmarks.queue_alone import ages, crowd
+from benchmarks.algo import kilobytes
+from benchmarks.queue_actors import Consumer, PlainQueue, Producer, Shape
+from benchmarks.queue_alone import ages, crowd, recovery
 
 PRODUCERS, MAX_STALENESS, WARM_UP_STEPS, MAX_STEPS = 2, 3, 4, 100_000
 WAITING_ACTORS = 1_200
@@ -44,10 +49,10 @@ SHAPES = {
     "small": Shape(rows=8, tokens=6, batch=256, call=64, steps=16),
     "medium": Shape(rows=16, tokens=4_096, batch=16, call=8, steps=12),
     "large": Shape(rows=16, tokens=30_000, batch=8, call=2, steps=8),
-    "single": Shape(rows=8, tokens=6, batch=16, call=1, steps=20),
+    "single": Shape(rows=8, tokens=6, batch=16, call=1, steps=14),
 }
 TINY = Shape(rows=1, tokens=1, batch=256, call=0, steps=0)
-PARTS = ["age", *SHAPES, "crowd"]
+PARTS = ["age", *SHAPES, "crowd", "recovery"]
 MARKERS = ("<!-- benchmarks.queue: begin -->", "<!-- benchmarks.queue: end -->")
 
 
@@ -76,24 +81,30 @@ def settings_for(shape: Shape) -> QueueSettings:
 class Contest:
     """One shape: its contestants, each with the number of the next step, and the processes that drive them."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.shape = name, SHAPES[name]
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name, self.shape, self._directory = name, SHAPES[name], directory
         self._producers = [ray.remote(Producer).options(num_cpus=0).remote(f"producer-{index}") for index in range(PRODUCERS)]
         self._consumer = ray.remote(Consumer).options(num_cpus=0).remote()
         settings = settings_for(self.shape)
+        queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0)
         actors = {
             "plain": ray.remote(PlainQueue).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(self.shape.batch, settings.capacity),
-            "queue": ray.remote(MeasuredQueue).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(settings, None),
+            "queue": queue.remote(settings),
         }
+        for fsync in ("never", "group"):
+            journal = JournalSettings(str(directory / f"{name}-{fsync}"), start="benchmark", fsync=fsync)
+            actors[f"queue, journal, fsync {fsync}"] = queue.remote(settings, journal)
         self._actors = actors
         self._steps = dict.fromkeys(actors, 1)
         self.rounds: list[dict[str, Measured]] = []
         self.memcpy: list[float] = []
+        self.disk: list[float] = []
 
     async def round(self) -> None:
-        """Every contestant once."""
+        """Every contestant once, and what memory and disk do at that time."""
         self.rounds.append({name: await self._measure(name) for name in self._actors})
         self.memcpy.append(memcpy_gb_per_s())
+        self.disk.append(disk_gb_per_s(self._directory))
 
     def close(self) -> None:
         """End all processes of the contest."""
@@ -102,7 +113,8 @@ class Contest:
 
     async def _measure(self, name: str) -> Measured:
         queue, step, shape = self._actors[name], self._steps[name], self.shape
-        _, cpu_before = await queue.used.remote()
+        pid = await queue.pid.remote()
+        cpu_before = cpu_seconds(pid)
         producing = [producer.produce.remote(queue, shape, step - 1) for producer in self._producers]
         taking = self._consumer.take.remote(queue, self._producers, step, WARM_UP_STEPS, shape.steps)
         taken = await asyncio.wait_for(taking, TIMEOUT_S)
@@ -110,7 +122,11 @@ class Contest:
         for producer in self._producers:
             producer.stop.remote()
         calls = [call for calls in await asyncio.wait_for(asyncio.gather(*producing), TIMEOUT_S) for call in calls]
-        memory_mb, cpu_after = await queue.used.remote()
+        cpu_after, memory_mb = cpu_seconds(pid), kilobytes(f"/proc/{pid}/status", "VmRSS") / 1024
+        if "journal" in name:  # a checkpoint lets go of what is trained; the disk comes to rest before the next one is measured
+            segment = (await queue.snapshot.remote())["segment"]
+            await queue.forget.remote(segment=segment, step=self._steps[name] - 1)
+            os.sync()
         put = sum(count for count, _ in calls)
         return Measured(
             groups_per_s=shape.steps * shape.batch / taken["seconds"], gb_per_s=taken["bytes"] / taken["seconds"] / 1e9,
@@ -118,6 +134,12 @@ class Contest:
             group_bytes=taken["bytes"] // (shape.steps * shape.batch),
             puts=[seconds for _, seconds in calls], gets=taken["gets"],
         )
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memcpy_gb_per_s(nbytes: int = 64 * 2**20) -> float:
@@ -129,15 +151,27 @@ def memcpy_gb_per_s(nbytes: int = 64 * 2**20) -> float:
     return 4 * nbytes / (time.perf_counter() - started) / 1e9
 
 
-async def contest(name: str, *, rounds: int) -> Contest:
+def disk_gb_per_s(directory: Path, nbytes: int = 64 * 2**20) -> float:
+    """Written in pieces of 4 MB, then flushed."""
+    piece, path = bytes(2**22), directory / "disk"
+    started = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        file.writelines([piece] * (nbytes // len(piece)))
+        os.fdatasync(file)
+    rate = nbytes / (time.perf_counter() - started) / 1e9
+    path.unlink()
+    return rate
+
+
+async def contest(name: str, *, rounds: int, directory: Path) -> Contest:
     """All rounds of one shape, after one that is thrown away: processes start, and memory is touched for the first time."""
-    found = Contest(name)
+    found = Contest(name, directory)
     try:
         for _ in range(rounds + 1):
             await found.round()
     finally:
         found.close()
-    del found.rounds[0], found.memcpy[0]
+    del found.rounds[0], found.memcpy[0], found.disk[0]
     return found
 
 
@@ -162,7 +196,7 @@ def contest_lines(found: Contest) -> list[str]:
     shape, median = found.shape, statistics.median
     lines = [
         f"{found.name}: {shape.rows} responses of {shape.tokens:,} tokens, {found.rounds[0]['plain'].group_bytes:,} bytes; batches of "
-        + f"{shape.batch}, at most {shape.call} groups per call; memcpy {spread(found.memcpy, '.1f')} GB/s",
+        + f"{shape.batch}, at most {shape.call} groups per call; memcpy {spread(found.memcpy, '.1f')} GB/s, disk {spread(found.disk)} GB/s",
         "",
         f"| {found.name} | groups/s | GB/s | against plain | of memcpy | put ms, p50 / p99 | get ms, p50 / p99 | CPU us per group | MB |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -221,15 +255,32 @@ async def crowd_part() -> tuple[list[str], list[str], Any]:
         f"crowd: {WAITING_ACTORS:,} actors ask a full queue at once; a put of {shape.call} groups is sent behind them", "",
         "| put ms | all answered after ms |", "|---|---|", f"| {puts} | {answered} |",
     ]
-    reached = aim(f"crowd: {WAITING_ACTORS:,} actors wait, a put goes through", f"{puts} ms", met=all(one.answers == one.calls for one in waves))
+    met = all(one.answers == one.calls for one in waves)
+    reached = aim(f"crowd: {WAITING_ACTORS:,} actors wait, a put goes through", f"{puts} ms", met=met)
     return lines, [reached], [asdict(one) for one in waves]
 
 
-def contest_part(name: str, rounds: int) -> tuple[list[str], list[str], Any]:
+async def recovery_part(directory: Path) -> tuple[list[str], list[str], Any]:
+    """Table and values of opening a journal again."""
+    found = []
+    for name, shape in (("medium", replace(SHAPES["medium"], batch=128, steps=4)), ("small", replace(SHAPES["small"], steps=60))):
+        journal = JournalSettings(str(directory / f"recovery-{name}"), start="first", fsync="never")
+        found.append((name, await recovery(settings_for(shape), shape, journal)))
+    lines = ["recovery: `open_queue` on a journal that is there, the queue object alone", ""]
+    lines += ["| groups | journal GB | trained | ready | same start, s (s/GB) | from a checkpoint, s (s/GB) |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {name} | {one.gb:.2f} | {one.trained:,} | {one.ready:,} | {one.same_s:.2f} ({one.same_s / one.gb:.1f}) "
+        f"| {one.other_s:.2f} ({one.other_s / one.gb:.1f}) |"
+        for name, one in found
+    ]
+    return lines, [], {name: asdict(one) for name, one in found}
+
+
+def contest_part(name: str, *, rounds: int, directory: Path) -> tuple[list[str], list[str], Any]:
     """Table, aims and values of one shape."""
-    found = asyncio.run(contest(name, rounds=rounds))
+    found = asyncio.run(contest(name, rounds=rounds, directory=directory))
     values = [{who: asdict(one) for who, one in results.items()} for results in found.rounds]
-    return contest_lines(found), contest_aims(found), {"rounds": values, "memcpy_gb_per_s": found.memcpy}
+    return contest_lines(found), contest_aims(found), {"rounds": values, "memcpy_gb_per_s": found.memcpy, "disk_gb_per_s": found.disk}
 
 
 def write_docs(path: Path, lines: Sequence[str]) -> None:
@@ -247,6 +298,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--groups", type=int, default=1_000_000, help="groups that pass in the part age")
+    parser.add_argument("--directory", type=Path, help="where the journals go (default: the directory of temporary files)")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--docs", type=Path, help="a file whose tables between the markers are replaced")
     arguments = parser.parse_args()
@@ -262,12 +314,15 @@ def main() -> None:
     print(machine)
     if "age" in arguments.only:
         keep("age", age_part(arguments.groups))  # before Ray has its threads in this process
-    session = Session.open(processes=PRODUCERS + 4)
+    session = Session.open(processes=PRODUCERS + 6)
     try:
-        for name in (name for name in SHAPES if name in arguments.only):
-            keep(name, contest_part(name, arguments.rounds))
-        if "crowd" in arguments.only:
-            keep("crowd", asyncio.run(crowd_part()))
+        with tempfile.TemporaryDirectory(prefix="queue-", dir=arguments.directory) as directory:
+            for name in (name for name in SHAPES if name in arguments.only):
+                keep(name, contest_part(name, rounds=arguments.rounds, directory=Path(directory)))
+            if "crowd" in arguments.only:
+                keep("crowd", asyncio.run(crowd_part()))
+            if "recovery" in arguments.only:
+                keep("recovery", asyncio.run(recovery_part(Path(directory))))
     finally:
         session.close()
     keep("aims", (["| aim | measured | |", "|---|---|---|", *aims], [], list(aims)))

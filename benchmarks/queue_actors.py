@@ -7,6 +7,7 @@ ticket arrives. Its frames are made once; for a ticket only the header and the c
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 import time
 import zlib
@@ -19,11 +20,11 @@ import msgpack
 import numpy as np
 import ray
 
-from async_grpo.cluster.processes import BATCH_PATIENCE_S, BATCH_POLL_S, QueueHandle, QueueProcess
+from async_grpo.cluster.processes import BATCH_PATIENCE_S, BATCH_POLL_S, QueueHandle
+from async_grpo.groups import Group, GroupTicket, Rollout, VersionSpan
 from async_grpo.replay.queue import Verdict
 from async_grpo.rollout_actor import POLL_S
-from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, VersionSpan, encode_group, pack_frames, unpack_frames
-from benchmarks.algo import kilobytes
+from async_grpo.wire import Buffer, encode_group, pack_frames, unpack_frames
 
 CALL_TIMEOUT_S = 60.0
 FIXED = struct.Struct("<4sHHII")
@@ -60,6 +61,7 @@ class Frames:
         unpacker.feed(frame[FIXED.size : FIXED.size + self._length])
         self._header = unpacker.unpack()
         self._buffers = [bytearray(frame) for _ in range(count)]
+        self.count = count
 
     def make(self, tickets: Sequence[GroupTicket]) -> list[Buffer]:
         """Frames for the tickets; valid until the next call."""
@@ -171,14 +173,6 @@ def _result(reference: Any) -> Any:
     return ray.get(reference, timeout=CALL_TIMEOUT_S)
 
 
-class MeasuredQueue(QueueProcess):
-    """The product's queue; beside it only what the table shows of its process."""
-
-    async def used(self) -> tuple[float, float]:
-        """Resident MB, and CPU seconds of all threads so far."""
-        return kilobytes("/proc/self/status", "VmRSS") / 1024, time.process_time()
-
-
 @dataclass(frozen=True, slots=True)
 class PlainGroup:
     """What the plain actor knows of a group."""
@@ -238,6 +232,6 @@ class PlainQueue:
     async def metrics(self) -> dict[str, float]:
         return {"replay/learner_wait_s": self._waited}
 
-    async def used(self) -> tuple[float, float]:
-        """Resident MB (pages of the object store included), and CPU seconds of all threads so far."""
-        return kilobytes("/proc/self/status", "VmRSS") / 1024, time.process_time()
+    async def pid(self) -> int:
+        """Process id."""
+        return os.getpid()

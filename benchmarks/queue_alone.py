@@ -1,4 +1,4 @@
-"""The parts of the queue benchmark that need no traffic of two sides: cost by age, and a crowd of waiting actors.
+"""The parts of the queue benchmark that need no traffic of two sides: cost by age, a crowd of waiting actors, opening a journal again.
 
 Runs in: the process of `benchmarks.queue`.
 """
@@ -9,13 +9,15 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from async_grpo.cluster.processes import MAX_CALLS, QueueHandle, QueueProcess
 from async_grpo.replay.queue import ReplayQueue
+from async_grpo.replay.recovery import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import pack_frames, unpack_frames
 from benchmarks.algo import kilobytes
@@ -62,6 +64,53 @@ async def ages(settings: QueueSettings, shape: Shape, marks: Sequence[int]) -> l
 
 
 @dataclass(frozen=True)
+class Recovery:
+    """Opening a journal of `gb`: seconds under the same start of the run, and under another from a checkpoint after `trained` groups."""
+
+    gb: float
+    trained: int
+    ready: int
+    same_s: float
+    other_s: float
+
+
+async def recovery(settings: QueueSettings, shape: Shape, journal: JournalSettings) -> Recovery:
+    """Write a journal of `shape.steps` trained batches and a queue full of ready groups, then open it twice."""
+    queue, frames = open_queue(settings, journal), Frames(shape, ACTOR, shape.batch)
+    for step in range(1, shape.steps + 1):
+        while await queue.get_batch(step) is None:
+            await _put_some(queue, frames, step - 1)
+        await queue.live(step)
+    snapshot = await queue.snapshot()
+    while await _put_some(queue, frames, shape.steps):
+        pass
+    counts = await queue.counts()
+    del queue
+    nbytes = sum(path.stat().st_size for path in Path(journal.directory).iterdir())
+    seconds = []
+    for again in (
+        lambda: open_queue(settings, journal),
+        lambda: open_queue(replace(settings, trained_steps=shape.steps), replace(journal, start="another"), snapshot=snapshot),
+    ):
+        started = time.perf_counter()
+        opened = again()
+        seconds.append(time.perf_counter() - started)
+        ready = (await opened.counts())["ready"]
+        if ready != counts["ready"]:
+            raise RuntimeError(f"{ready} groups are ready after opening again, before it were {counts['ready']}: {opened.report}")
+        del opened
+    return Recovery(nbytes / 1e9, counts["trained"], counts["ready"], *seconds)
+
+
+async def _put_some(queue: ReplayQueue, frames: Frames, version: int) -> int:
+    """Acquire as many tickets as there are frames at most, and put them all."""
+    tickets = await queue.acquire(ACTOR, version, [], frames.count) or []
+    if tickets:
+        await queue.put(ACTOR, list(unpack_frames(pack_frames(frames.make(tickets)))))
+    return len(tickets)
+
+
+@dataclass(frozen=True)
 class Crowd:
     """One wave: calls of `acquire` sent at once, answers that came, seconds until the last, seconds of a put sent after them."""
 
@@ -73,7 +122,7 @@ class Crowd:
 
 async def crowd(settings: QueueSettings, shape: Shape, *, actors: int, waves: int) -> list[Crowd]:
     """Waves of `actors` actors that want tickets from a full queue, and a put of `shape.call` groups behind each."""
-    process = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(settings, None)
+    process = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(settings)
     queue, frames = QueueHandle(process), Frames(shape, ACTOR, shape.call)
     tickets = await queue.acquire(ACTOR, 0, [], settings.capacity) or []
     found = []
