@@ -38,12 +38,16 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One response: token_ids [L] int32, logprobs [L] float32 (processed: temperature included), labels by span of tokens."""
+    """One response: token_ids [L] int32, logprobs [L] float32 (processed: temperature included), labels by span of tokens.
+
+    first_token: when the request's first token came, in Unix seconds.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     labels: list[tuple[str, int, int]]
     finish_reason: str
+    first_token: float
 
     @property
     def versions(self) -> list[VersionSpan]:
@@ -81,7 +85,7 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         args = AsyncEngineArgs(**_engine_arguments(config, model_dir=model_dir, device=device, backend=backend, seed=seed))
-        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=[_request_times()])
         engine = cls(llm, stop_token_ids=stop_token_ids, recompute=config.weight_sync.kv_cache == "recompute")
         await engine._set_label(label)
         return engine
@@ -109,7 +113,8 @@ class Engine:
             final = output
         if final is None or len(final.outputs) != sampling.n:
             raise EngineError(f"the engine returned {0 if final is None else len(final.outputs)} of {sampling.n} responses")
-        return [_completion(output) for output in sorted(final.outputs, key=lambda output: output.index)]
+        first_token = final.metrics.arrival_time + final.metrics.first_token_latency
+        return [_completion(output, first_token) for output in sorted(final.outputs, key=lambda output: output.index)]
 
     async def connect(self, payload: dict[str, Any]) -> None:
         """Prepare the workers for publications (for NCCL: join the group; blocks until the learner joins too)."""
@@ -199,7 +204,19 @@ def _engine_arguments(config: Config, *, model_dir: str, device: str, backend: s
     return arguments
 
 
-def _completion(output: CompletionOutput) -> Completion:
+def _request_times() -> type:
+    """A logger that logs nothing: with one of our own, vLLM notes the times of requests without its default loggers."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Silent(StatLoggerBase):
+        def __init__(self, vllm_config: object, engine_index: int = 0) -> None: ...
+        def record(self, *args: object, **kwargs: object) -> None: ...
+        def log_engine_initialized(self) -> None: ...
+
+    return Silent
+
+
+def _completion(output: CompletionOutput, first_token: float) -> Completion:
     length = len(output.token_ids)
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(f"a response ended with {output.finish_reason!r}; it is not trained")
@@ -208,5 +225,5 @@ def _completion(output: CompletionOutput) -> Completion:
     labels = [(span.version, span.start, span.end) for span in output.weight_versions or []]
     return Completion(
         token_ids=np.asarray(output.token_ids, np.int32), logprobs=np.asarray(output.logprobs.logprobs, np.float32),
-        labels=labels, finish_reason=output.finish_reason,
+        labels=labels, finish_reason=output.finish_reason, first_token=first_token,
     )

@@ -55,7 +55,11 @@ class Rollout:
 
 @dataclass(slots=True)
 class Group:
-    """The rollouts of one prompt: filtered, journaled, trained or dropped whole. prompt_ids [P] int32. Times in Unix seconds."""
+    """The rollouts of one prompt: filtered, journaled, trained or dropped whole. prompt_ids [P] int32.
+
+    actor_id: of the actor's process, which has one engine. times: Unix seconds when the ticket came (`queued`), the first token of the
+    group, the last token of all responses (`done`), and the last reward (`scored`).
+    """
 
     group_id: int
     attempt: int

@@ -147,8 +147,7 @@ class RowMath:
             "rollout/masked_rows": sum(self._loss_tokens(row) == 0 for row in metas) / n,
             "rollout/mixed_version_rows": sum(row.min_version != row.max_version for row in metas) / n,
             "rollout/versions_per_row": sum(row.max_version - row.min_version + 1 for row in metas) / n,
-            "rollout/generate_s": sum(group.times["generated"] - group.times["started"] for group in groups) / len(groups),
-            "rollout/verify_s": sum(group.times["scored"] - group.times["generated"] for group in groups) / len(groups),
+            **_durations(batch),
         }
         out |= _spread("rollout/score", [score(row.rewards, self._weights) for row in metas])
         out |= _constant_groups(batch, shaped) | _by_correctness(metas)
@@ -171,6 +170,19 @@ def _tensor(numbers: Any) -> torch.Tensor:
 
 def _groups(rows: Mapping[RowKey, RowMeta]) -> torch.Tensor:
     return torch.tensor([group_id for group_id, _ in rows], dtype=torch.int64)
+
+
+def _durations(batch: Batch) -> dict[str, float]:
+    """Means over groups, in seconds, and tokens per second of the response that took longest."""
+    groups = batch.groups
+    spent = {"first_token": ("queued", "first_token"), "generate": ("queued", "done"), "verify": ("done", "scored")}
+    out = {
+        f"rollout/{name}_s": sum(group.times[end] - group.times[start] for group in groups) / len(groups) for name, (start, end) in spent.items()
+    }
+    decoding = sum(group.times["done"] - group.times["first_token"] for group in groups)
+    if decoding > 0:
+        out["rollout/tokens_per_s_per_response"] = sum(max(row.length for row in group.rows) - 1 for group in groups) / decoding
+    return out
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:

@@ -218,12 +218,12 @@ class RolloutActor:
             self._outbox_event.set()
 
     async def _group(self, ticket: GroupTicket) -> Group:
-        config, started = self._config, time.time()
+        config, queued = self._config, time.time()
         problem = self._task.train(problem_index(config.seed, self._task.fingerprint, ticket.group_id, len(self._task)))
         prompt_ids = self._encode(problem)
         seed = _hash63(config.seed, ticket.group_id) if config.seeded else None
         completions = await self._generate(prompt_ids, seed=seed)
-        generated = time.time()
+        done = time.time()
         scores = await self._score(problem, completions)
         size = config.rollout.group_size
         self._counts["groups"] += 1
@@ -241,7 +241,10 @@ class RolloutActor:
         return Group(
             group_id=ticket.group_id, attempt=ticket.attempt, policy_version=ticket.policy_version, actor_id=self.actor_id,
             prompt_ids=np.asarray(prompt_ids, np.int32), rollouts=rollouts,
-            times={"started": started, "generated": generated, "scored": time.time()},
+            times={
+                "queued": queued, "first_token": min(completion.first_token for completion in completions), "done": done,
+                "scored": time.time(),
+            },
         )
 
     async def _generate(self, prompt_ids: list[int], *, seed: int | None) -> list[Completion]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo import checkpoint
+from async_grpo.advice import StalenessAdvice
 from async_grpo.cluster.system import System
 from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.schema import Config
@@ -49,6 +50,7 @@ class Trainer:
         self._tracker: Tracker | None = None
         self._checkpoint: Path | None = None
         self._stop_requested = threading.Event()
+        self._advice = StalenessAdvice(self.config)
         self._saved_at: int | None = None
         self._rl_seconds = 0.0
         self._loop = asyncio.new_event_loop()
@@ -126,6 +128,8 @@ class Trainer:
         started = time.perf_counter()
         while self.steps_done < last and not self._stop_requested.is_set():
             metrics = self._run(system.step())
+            if (advice := self._advice.observe(metrics)) is not None:
+                self.console.info(f"note: {advice}")
             if saving and self.steps_done % saving == 0 and self.steps_done < self.total_steps:
                 self.save()
             if evaluation and self.steps_done % evaluation == 0 and self.steps_done < self.total_steps:

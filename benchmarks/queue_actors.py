@@ -53,7 +53,7 @@ class Frames:
             )
             for row in range(shape.rows)
         ]
-        times = {"started": 1.7e9, "generated": 1.7e9, "scored": 1.7e9}
+        times = {"queued": 1.7e9, "first_token": 1.7e9, "done": 1.7e9, "scored": 1.7e9}
         # The largest numbers make the longest header; shorter ones are padded to its length, so that the arrays keep their place.
         frame = encode_group(Group(LARGEST_ID, 1, LARGEST_VERSION, actor_id, np.arange(16, dtype=np.int32), rows, times))
         self._length = FIXED.unpack_from(frame)[3]

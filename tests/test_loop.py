@@ -47,7 +47,7 @@ def row(group: int, index: int) -> RowMeta:
 
 
 def batch_of(step: int) -> Batch:
-    times = {"started": 1.0, "generated": 3.0, "scored": 3.5}
+    times = {"queued": 1.0, "first_token": 1.5, "done": 3.0, "scored": 3.5}
     ids = range(10 * step, 10 * step + GROUPS)
     return Batch(step, tuple(
         GroupMeta(group, 0, 0, "a", 3 + group % 3, tuple(row(group, index) for index in range(ROWS)), times, 100) for group in ids

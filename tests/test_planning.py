@@ -15,7 +15,7 @@ from async_grpo.wire import Batch, GroupMeta, RowMeta
 
 WEIGHTS = {"correct": 1.0, "format": 0.5}
 GROUPS, LIMIT = 4, 16
-TIMES = {"started": 1.0, "generated": 3.0, "scored": 3.5}
+TIMES = {"queued": 1.0, "first_token": 1.5, "done": 3.0, "scored": 3.5}
 
 
 def config(*, size: int = 3, ranks: int = 1, epochs: int = 1, minibatch: int | None = None, **algorithm: Any) -> Config:

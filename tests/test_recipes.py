@@ -64,7 +64,7 @@ def record(config: Config, directory: str, step: int) -> list[bytes]:
                 versions=spans if oldest < step - 1 else [wire.VersionSpan(oldest, 0, length)], rewards={"correct": right, "format": rng.random()},
                 verdict=right, finish_reason="length" if length == config.rollout.response_length else "stop", role=role,
             ))
-        times = {"started": 0.0, "generated": 1.0, "scored": 1.5}
+        times = {"queued": 0.0, "first_token": 0.5, "done": 1.0, "scored": 1.5}
         frames.append(wire.encode_group(wire.Group(group_id, 1, oldest, "actor", prompt, rollouts, times)))
     return frames
 

@@ -6,7 +6,10 @@ Runs in: the replay queue's process. Hides the clocks of the waits. Times in sec
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from async_grpo.replay.ledger import Entry
+from async_grpo.replay.rules import rows_to_train
 
 WINDOW = 1000
 """Groups over which slow and fast are told apart."""
@@ -62,3 +65,15 @@ class Pressure:
         if self._trained_slow:
             out["replay/slowest_tenth"] = sum(self._trained_slow) / len(self._trained_slow)
         return out
+
+
+def batch_metrics(chosen: Sequence[Entry], *, step: int, max_staleness: int, now: float) -> dict[str, float]:
+    """How old the batch of `step` is: lags in learner steps over what is trained with weight, tokens that are too old, seconds ready."""
+    rows = [row for entry in chosen for row in rows_to_train(entry.meta)]
+    lags = [lag for row in rows for version, _ in row.versions if (lag := step - 1 - version) <= max_staleness]
+    return {
+        "replay/lag_mean": sum(min(step - 1 - row.min_version, max_staleness) for row in rows) / len(rows),
+        "replay/lag_max": float(max(lags)),
+        "replay/stale_tokens": float(sum(row.tokens_before(step - 1 - max_staleness) for row in rows)),
+        "replay/ready_wait_s": sum(now - entry.ready_at for entry in chosen) / len(chosen),
+    }

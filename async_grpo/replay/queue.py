@@ -52,9 +52,9 @@ from async_grpo.replay.events import (
 from async_grpo.replay.journal import Writer
 from async_grpo.replay.ledger import REASON_CHARS, Entry, Ledger, State
 from async_grpo.replay.no_signal import check_signal
-from async_grpo.replay.pressure import Pressure
+from async_grpo.replay.pressure import Pressure, batch_metrics
 from async_grpo.replay.retirement import Retirement
-from async_grpo.replay.rules import QueueSettings, can_leave, check_bound, in_order, is_too_old, problem_of, rejection, rows_to_train
+from async_grpo.replay.rules import QueueSettings, can_leave, check_bound, in_order, is_too_old, problem_of, rejection
 from async_grpo.wire import Batch, Buffer, GroupMeta, GroupTicket, WireError, decode_meta, pack_frames, peek_ticket
 
 MAX_SKIPS = 4096
@@ -182,7 +182,11 @@ class ReplayQueue:
             return None
         for entry in chosen:
             check_bound(entry.meta, step=step, max_staleness=self.settings.max_staleness, on_stale=self.settings.on_stale)
-        self._note_batch(chosen, step)
+        waited = self._pressure.learner_served([entry.ready_at - entry.issued_at for entry in chosen], now=now)
+        self._last_batch = batch_metrics(chosen, step=step, max_staleness=self.settings.max_staleness, now=now) | {
+            "replay/learner_wait_s": waited,
+            "replay/rejected_in_step": float(ledger.rejected_now.total()), "replay/failed_in_step": float(ledger.failed_now.total()),
+        }
         self.record(TakeBatch(step, tuple(entry.group_id for entry in chosen)))
         await self._commit()
         return self._current_batch()
@@ -401,15 +405,3 @@ class ReplayQueue:
             training = sorted(self._ledger.slots[State.TRAINING].values(), key=lambda entry: entry.group_id)
             self._batch = Batch(self._ledger.training_step, tuple(entry.meta for entry in training))
         return self._batch
-
-    def _note_batch(self, chosen: list[Entry], step: int) -> None:
-        ledger, now, bound = self._ledger, self._clock(), self.settings.max_staleness
-        waited = self._pressure.learner_served([entry.ready_at - entry.issued_at for entry in chosen], now=now)
-        rows = [row for entry in chosen for row in rows_to_train(entry.meta)]
-        lags = [step - 1 - version for row in rows for version, _ in row.versions if step - 1 - version <= bound]
-        self._last_batch = {
-            "replay/lag_mean": sum(min(step - 1 - row.min_version, bound) for row in rows) / len(rows), "replay/lag_max": float(max(lags)),
-            "replay/stale_tokens": float(sum(row.tokens_before(step - 1 - bound) for row in rows)),
-            "replay/learner_wait_s": waited, "replay/ready_wait_s": sum(now - entry.ready_at for entry in chosen) / len(chosen),
-            "replay/rejected_in_step": float(ledger.rejected_now.total()), "replay/failed_in_step": float(ledger.failed_now.total()),
-        }
