@@ -136,7 +136,7 @@ class RowMath:
     def _metrics(
         self, batch: Batch, rows: Mapping[RowKey, RowMeta], greedy: Mapping[RowKey, RowMeta], shaped: Mapping[RowKey, float]
     ) -> dict[str, float]:
-        metas, n, groups = list(rows.values()), len(rows), batch.groups
+        metas, n = list(rows.values()), len(rows)
         truncated = [row.finish_reason == "length" for row in metas]
         out = {
             "rollout/shaped_reward": sum(shaped[key] for key in rows) / n,

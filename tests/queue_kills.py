@@ -52,7 +52,7 @@ class Host:
         """Take tickets, work a moment, put or fail, until the queue is closed."""
         rng, queue, holding = random.Random(seed), QueueHandle(handle), {}
         self._versions[name] = version
-        with open(f"{side}-{name}", "a", buffering=1) as log:
+        with open(f"{side}-{name}", "a", buffering=1) as log:  # noqa: ASYNC230 - lines of a few bytes
             while True:
                 tickets = await queue.acquire(name, self._versions[name], list(holding), rng.randint(0, 3))
                 if tickets is None:

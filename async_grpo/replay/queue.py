@@ -31,24 +31,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from async_grpo.replay import events
 from async_grpo.replay.admission import Admission
-from async_grpo.replay.events import (
-    OVERDUE,
-    Close,
-    Done,
-    Event,
-    Expire,
-    Fail,
-    Forfeit,
-    Issue,
-    Live,
-    Put,
-    Refuse,
-    Reject,
-    Retire,
-    Skip,
-    TakeBatch,
-)
 from async_grpo.replay.journal import Writer
 from async_grpo.replay.ledger import REASON_CHARS, Entry, Ledger, State
 from async_grpo.replay.no_signal import check_signal
@@ -134,7 +118,7 @@ class ReplayQueue:
             verdict = self._take(actor_id, frame)
             verdicts.append(verdict)
             if verdict.status in ("late", "duplicate", "invalid"):
-                self.record(Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, verdict.reason[:REASON_CHARS]))
+                self.record(events.Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, verdict.reason[:REASON_CHARS]))
             taken += len(frame)
             if taken >= SLICE_BYTES or index % SLICE_FRAMES == SLICE_FRAMES - 1:
                 taken = 0
@@ -153,7 +137,7 @@ class ReplayQueue:
         """The process is gone: all its tickets are issued again. Its id gets no ticket any more, should it still be alive."""
         self._admission.forget(actor_id)
         self._pressure.gone(actor_id, now=self._clock())
-        self.record(Forfeit(actor_id))
+        self.record(events.Forfeit(actor_id))
         for entry in self._ledger.held_by(actor_id):
             self._lose(entry, "producer died")
 
@@ -187,7 +171,7 @@ class ReplayQueue:
             "replay/learner_wait_s": waited,
             "replay/rejected_in_step": float(ledger.rejected_now.total()), "replay/failed_in_step": float(ledger.failed_now.total()),
         }
-        self.record(TakeBatch(step, tuple(entry.group_id for entry in chosen)))
+        self.record(events.TakeBatch(step, tuple(entry.group_id for entry in chosen)))
         await self._commit()
         return self._current_batch()
 
@@ -204,13 +188,13 @@ class ReplayQueue:
             raise ValueError(f"version {version} cannot be live: {self._ledger.live} is, and the learner is at {self._ledger.newest_version}")
         if version == self._ledger.training_step:
             self._finish_step()
-        self.record(Live(version, digest))
+        self.record(events.Live(version, digest))
         await self._commit()
 
     async def close(self) -> None:
         """The run is over: groups that no step took are unused, and actors are told to stop."""
         if not self._ledger.over:
-            self.record(Close())
+            self.record(events.Close())
             await self._commit()
 
     # ---- what others may know ----
@@ -266,7 +250,7 @@ class ReplayQueue:
         for number in old:
             ledger.segment_steps.pop(number, None)
 
-    def record(self, event: Event, *, meta: GroupMeta | None = None, frame: bytes | None = None) -> None:
+    def record(self, event: events.Event, *, meta: GroupMeta | None = None, frame: bytes | None = None) -> None:
         """Make an event happen: first in the journal, then in the ledger."""
         place = None if self._journal is None else self._journal.append_event(event, frame or b"")
         self._ledger.apply(event, now=self._clock(), meta=meta, frame=frame, place=place)
@@ -292,14 +276,14 @@ class ReplayQueue:
         ledger = self._ledger
         again = sorted(ledger.slots[State.WAITING])[: min(count, self._admission.free_again())]
         for group_id in again:
-            self.record(Issue(group_id, ledger.entries[group_id].attempt + 1, actor_id, ledger.live))
+            self.record(events.Issue(group_id, ledger.entries[group_id].attempt + 1, actor_id, ledger.live))
         given, end = again, ledger.next_group_id + count + MAX_SKIPS
         while len(given) < count and ledger.next_group_id < end:
             group_id = ledger.next_group_id
             if self._retirement.skips(group_id):
-                self.record(Skip(group_id, 1))
+                self.record(events.Skip(group_id, 1))
             else:
-                self.record(Issue(group_id, 1, actor_id, ledger.live))
+                self.record(events.Issue(group_id, 1, actor_id, ledger.live))
                 given.append(group_id)
         return [ledger.entries[group_id].ticket for group_id in given]
 
@@ -313,10 +297,10 @@ class ReplayQueue:
                 break
             late.append(entry)
         for entry in late:
-            self._lose(entry, OVERDUE)
+            self._lose(entry, events.OVERDUE)
 
     def _lose(self, entry: Entry, reason: str) -> None:
-        self.record(Fail(entry.group_id, entry.attempt, reason[:REASON_CHARS]))
+        self.record(events.Fail(entry.group_id, entry.attempt, reason[:REASON_CHARS]))
 
     # ---- intake ----
 
@@ -338,11 +322,11 @@ class ReplayQueue:
         except ValueError as error:
             return self._refuse(actor_id, ticket, f"the filter cannot judge it: {error}")
         if (retired := self._retirement.retires(meta)) is not None:
-            self.record(Retire(retired))
+            self.record(events.Retire(retired))
         if reason is not None:
-            self.record(Reject(*ticket, reason))
+            self.record(events.Reject(*ticket, reason))
             return Verdict(*ticket, "rejected", reason)
-        self.record(Put(*ticket), meta=meta, frame=bytes(memoryview(frame)))
+        self.record(events.Put(*ticket), meta=meta, frame=bytes(memoryview(frame)))
         self._pressure.completed(entry.ready_at - entry.issued_at)
         return Verdict(*ticket, "accepted")
 
@@ -381,7 +365,7 @@ class ReplayQueue:
         rule = {"step": step, "max_staleness": self.settings.max_staleness, "on_stale": self.settings.on_stale}
         for entry in list(self._ledger.slots[State.READY].values()):
             if is_too_old(entry.meta, **rule):
-                self.record(Expire(entry.group_id, entry.attempt, step))
+                self.record(events.Expire(entry.group_id, entry.attempt, step))
 
     def _can_wait(self, chosen: list[Entry], ready: list[Entry], step: int) -> bool:
         """Whether the groups that stay behind, ready or not, are trained in time when these leave."""
@@ -398,7 +382,7 @@ class ReplayQueue:
 
     def _finish_step(self) -> None:
         if self._ledger.training_step is not None:
-            self.record(Done(self._ledger.training_step))
+            self.record(events.Done(self._ledger.training_step))
 
     def _current_batch(self) -> Batch:
         if self._ledger.training_step is not None and (self._batch is None or self._batch.step != self._ledger.training_step):
