@@ -90,15 +90,17 @@ class Life:
     def __init__(self, directory: Path, seed: int, **changes: object) -> None:
         self.random = rng = random.Random(seed)
         self.clock = Clock()
-        self.settings = queue_settings(
-            rollout_batch_size=rng.randint(1, 3), max_staleness=rng.randint(0, 3), max_attempts=rng.randint(2, 4),
-            ticket_timeout_s=rng.choice([None, 20.0]), **changes,
-        )
+        drawn = {
+            "rollout_batch_size": rng.randint(1, 3), "max_staleness": rng.randint(0, 3), "max_attempts": rng.randint(2, 4),
+            "ticket_timeout_s": rng.choice([None, 20.0]),
+        }
+        self.settings = queue_settings(**drawn | changes)
         if rng.random() < 0.4:
             self.settings = replace(self.settings, retire_at=1.0, problem=problem_of_id, problems=PROBLEMS)
         self.journal = journal_in(directory, "start-0", segment_bytes=rng.choice([700, 4000, 2**28]))
         self.queue = open_queue(self.settings, self.journal, clock=self.clock)
         self.starts = self.serial = 0
+        self.forgets = True
         self.taken = self.live = 0
         self.batches: dict[int, dict[int, int]] = {}
         """Of the history of the current weights: step -> group id -> attempt."""
@@ -217,11 +219,11 @@ class Life:
         snapshot = json.loads(json.dumps(await self.queue.snapshot()))
         steps = {snapshot["ledger"]["steps"], self.taken}
         self.checkpoints.append(Checkpoint(self.random.choice(sorted(steps)), snapshot))
-        oldest = self.checkpoints[0]
-        if self.random.random() < 0.5 and len(self.checkpoints) > 2:
-            oldest = self.checkpoints[1]
-            del self.checkpoints[0]
-        await self.queue.forget(segment=oldest.snapshot["segment"], step=oldest.step)
+        if self.forgets:
+            if len(self.checkpoints) > 2 and self.random.random() < 0.5:
+                del self.checkpoints[0]
+            oldest = self.checkpoints[0]
+            await self.queue.forget(segment=oldest.snapshot["segment"], step=oldest.step)
 
     # ---- deaths ----
 
