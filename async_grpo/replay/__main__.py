@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,19 @@ from rich.text import Text
 
 from async_grpo.config import yaml12
 from async_grpo.errors import RunError, SetupError
-from async_grpo.replay.facts import SORT_KEYS, Facts, Selection, candidates, group_facts, ledger_facts, reward, select
+from async_grpo.replay.facts import (
+    SORT_KEYS,
+    Facts,
+    Selection,
+    candidates,
+    columns_of,
+    group_facts,
+    ledger_facts,
+    narrowed,
+    reward,
+    select,
+    visible,
+)
 from async_grpo.replay.history import History, read_history
 from async_grpo.replay.journal import segment_path, segments
 from async_grpo.replay.ledger import State
@@ -37,7 +50,7 @@ PLAIN_WIDTH = 100_000
 SNIPPET = 60
 """Characters of a prompt or response in the table."""
 STATE_STYLES = {
-    "trained": "green", "training": "bright_green", "ready": "cyan", "in_flight": "blue", "waiting": "yellow", "rejected": "magenta",
+    "trained": "green", "training": "bright_green", "ready": "cyan", "in flight": "blue", "waiting": "yellow", "rejected": "magenta",
     "failed": "red", "expired": "red",
 }
 
@@ -168,11 +181,6 @@ def _decoder(options: argparse.Namespace, config: dict[str, Any]) -> Decode | No
 # ---- text ----
 
 
-def visible(text: str) -> str:
-    """The text on one line, with control characters as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
-
-
 def _snippet(text: str) -> str:
     text = visible(text)
     return text if len(text) <= SNIPPET else text[: SNIPPET - 3] + "..."
@@ -181,14 +189,6 @@ def _snippet(text: str) -> str:
 def _indented(ids: Sequence[int], decode: Decode | None) -> str:
     lines = decode(ids).split("\n") if decode else [" ".join(map(str, ids))]
     return "\n".join(f"    {visible(line)}" for line in lines)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _range(low: int | None, high: int | None) -> str:
-    return "" if low is None else str(low) if low == high else f"{low}-{high}"
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -241,20 +241,21 @@ def _ledger(history: History) -> Iterator[str]:
 def _files(directory: Path) -> str:
     stats = [path.stat() for number in segments(directory) if (path := segment_path(directory, number)).exists()]
     size, newest = sum(stat.st_size for stat in stats), max((stat.st_mtime for stat in stats), default=0.0)
-    return f"{directory}: {len(stats)} segments, {size / 1e6:,.1f} MB, written {_ago(time.time() - newest)}"
+    return f"{directory}: {len(stats)} segment{'s' * (len(stats) != 1)}, {size / 1e6:,.1f} MB, written {_ago(time.time() - newest)}"
 
 
 def _starts(history: History) -> str:
     restarts, resumed = history.ledger.totals["restarts"], [str(start.step) for start in history.starts if start.epoch]
     text = f"epoch {history.starts[-1].epoch}" + (f", resumed from step {', '.join(resumed)}" if resumed else "")
-    return text + (f"; the queue's process was replaced {restarts} times" if restarts else "")
+    return text + (f"; restarts of the queue's process: {restarts}" if restarts else "")
 
 
 def _last_refusal(history: History) -> str:
     if not history.refusals:
         return ""
     last = history.refusals[-1]
-    return f"the last one: {last.status}, group {last.group_id} attempt {last.attempt} from {last.actor_id}: {last.reason}"
+    what = f"group {last.group_id} attempt {last.attempt}" if last.group_id >= 0 else "an unreadable frame"
+    return f"the last one: {last.status}, {what} from {last.actor_id}: {last.reason}"
 
 
 # ---- many groups ----
@@ -269,51 +270,19 @@ def _title(selection: Selection, shown: int, found: int) -> str:
     return f"{shown:,}" + ("" if selection.reads_frames else f" of {found:,}") + f" groups, {order}"
 
 
-def _state(facts: Facts) -> str:
-    return facts["state"].replace("_", " ")
-
-
-def _tokens(facts: Facts) -> str:
-    return f"{facts['length_min']} {facts['length_mean']:.1f} {facts['length_max']}" if facts["responses"] else ""
-
-
-_LONG = ("prompt", "best response", "reason")
-_BEFORE_REWARDS = (
-    ("group", "right", lambda facts: str(facts["group_id"])),
-    ("attempt", "right", lambda facts: str(facts["attempt"]) if facts["attempt"] > 1 else ""),
-    ("state", "left", _state),
-    ("step", "right", lambda facts: str(facts["step"] or "")),
-    ("ticket", "right", lambda facts: "" if facts["ticket_version"] is None else f"v{facts['ticket_version']}"),
-    ("sampled by", "right", lambda facts: f"v{_range(facts['versions'][0], facts['versions'][-1])}" if facts["versions"] else ""),
-    ("lag", "right", lambda facts: _range(facts["lag_min"], facts["lag_max"])),
-)
-_AFTER_REWARDS = (
-    ("verdict", "right", lambda facts: "" if facts["verdict"] is None else f"{facts['verdict']:.0%}"),
-    ("min mean max tokens", "right", _tokens),
-    ("truncated", "right", lambda facts: f"{facts['truncated']} of {facts['responses']}" if facts["truncated"] else ""),
-    ("seconds", "right", lambda facts: _number(facts["seconds"])),
-    ("actor", "left", lambda facts: facts["actor"]),
-    ("prompt", "left", lambda facts: facts.get("prompt", "")),
-    ("best response", "left", lambda facts: facts.get("best_response", "")),
-    ("reason", "left", lambda facts: facts["reason"]),
-)
-
-
 def _table(groups: list[Facts]) -> Iterator[str]:
-    """One line per group; a column that would be empty is left out."""
+    """One line per group. A terminal that is too narrow does without the least important columns, and folds long texts."""
     if not groups:
         return
-    components = dict.fromkeys(name for facts in groups for name in facts["rewards"])
-    rewards = [(name, "right", lambda facts, name=name: _number(facts["rewards"].get(name))) for name in components]
-    table, cells = Table(box=None, padding=(0, 2, 0, 0), header_style="dim"), []
-    for header, justify, cell in (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS):
-        if any(cell(facts) for facts in groups):
-            cells.append(cell)
-            long = header in _LONG
-            table.add_column(Text(visible(header)), justify=justify, no_wrap=not long, overflow="fold" if long else "ellipsis")
-    for facts in groups:
-        style = STATE_STYLES.get(facts["state"], "")
-        table.add_row(*[Text(visible(cell(facts)), style=style if cell is _state else "") for cell in cells])
+    columns = columns_of(groups)
+    if sys.stdout.isatty():
+        columns = narrowed(columns, shutil.get_terminal_size().columns)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(Text(column.header), justify=column.justify, no_wrap=not column.long, overflow="fold" if column.long else "ellipsis")
+    for cells in zip(*[column.cells for column in columns], strict=True):
+        named = zip(columns, cells, strict=True)
+        table.add_row(*[Text(cell, style=STATE_STYLES.get(cell, "") if column.header == "state" else "") for column, cell in named])
     yield from _render(table)
 
 

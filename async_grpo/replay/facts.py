@@ -6,11 +6,11 @@ else selects. All numbers of a group are of its responses to train; a baseline c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from async_grpo.replay.history import GroupRecord, History
 from async_grpo.replay.ledger import State
@@ -24,6 +24,11 @@ Sort = Literal["id", "reward", "length", "lag", "seconds"]
 SORT_KEYS: dict[Sort, str] = {"id": "group_id", "reward": "reward", "length": "length_mean", "lag": "lag_max", "seconds": "seconds"}
 REASON_STATES = (State.WAITING, State.REJECTED, State.FAILED, State.EXPIRED)
 """A reason is of the group's present state only in these; a trained group may have lost an attempt before."""
+LEAST_IMPORTANT = ("actor", "seconds", "ticket", "truncated", "verdict")
+"""Columns that a narrow terminal does without, the first one first."""
+LONG = ("prompt", "best response", "reason")
+LONG_MIN_WIDTH, GAP = 16, 2
+"""Characters that a column of long text gets at least, and between columns."""
 
 
 @dataclass(frozen=True)
@@ -138,3 +143,85 @@ def _measured(meta: GroupMeta, step: int | None, weights: Mapping[str, float]) -
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+# ---- columns for a person ----
+
+
+class Column(NamedTuple):
+    """A column of a table of groups: plain text on one line, whatever the run contains."""
+
+    header: str
+    cells: list[str]
+    justify: Literal["left", "right"]
+
+    @property
+    def long(self) -> bool:
+        """Whether it may be folded."""
+        return self.header in LONG
+
+    @property
+    def width(self) -> int:
+        """Characters that it needs, with the gap to the next one."""
+        widest = max(map(len, (self.header, *self.cells)))
+        return GAP + (min(widest, LONG_MIN_WIDTH) if self.long else widest)
+
+
+def visible(text: str) -> str:
+    """The text on one line, with control characters as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def columns_of(groups: Sequence[Facts]) -> list[Column]:
+    """What `group_facts` say, one cell per group; a column that would be empty is left out."""
+    names = dict.fromkeys(name for facts in groups for name in facts["rewards"])
+    rewards: list[_Cells] = [(name, "right", lambda facts, name=name: _number(facts["rewards"].get(name))) for name in names]
+    columns = [
+        Column(visible(header), [visible(cell(facts)) for facts in groups], justify)
+        for header, justify, cell in (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS)
+    ]
+    return [column for column in columns if any(column.cells)]
+
+
+def narrowed(columns: list[Column], width: int) -> list[Column]:
+    """The columns that fit into `width` characters: without the least important ones, as far as needed."""
+    for name in LEAST_IMPORTANT:
+        if sum(column.width for column in columns) <= width:
+            break
+        columns = [column for column in columns if column.header != name]
+    return columns
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _range(low: int | None, high: int | None) -> str:
+    return "" if low is None else str(low) if low == high else f"{low}-{high}"
+
+
+def _tokens(facts: Facts) -> str:
+    text = _range(facts["length_min"], facts["length_max"])
+    return f"{text} ({facts['length_mean']:.1f})" if "-" in text else text
+
+
+_Cells = tuple[str, Literal["left", "right"], Callable[[Facts], str]]
+_BEFORE_REWARDS: tuple[_Cells, ...] = (
+    ("group", "right", lambda facts: str(facts["group_id"])),
+    ("attempt", "right", lambda facts: str(facts["attempt"]) if facts["attempt"] > 1 else ""),
+    ("state", "left", lambda facts: facts["state"].replace("_", " ")),
+    ("step", "right", lambda facts: str(facts["step"] or "")),
+    ("ticket", "right", lambda facts: "" if facts["ticket_version"] is None else f"v{facts['ticket_version']}"),
+    ("sampled", "right", lambda facts: f"v{_range(facts['versions'][0], facts['versions'][-1])}" if facts["versions"] else ""),
+    ("lag", "right", lambda facts: _range(facts["lag_min"], facts["lag_max"])),
+)
+_AFTER_REWARDS: tuple[_Cells, ...] = (
+    ("verdict", "right", lambda facts: "" if facts["verdict"] is None else f"{facts['verdict']:.0%}"),
+    ("tokens", "right", _tokens),
+    ("truncated", "right", lambda facts: f"{facts['truncated']} of {facts['responses']}" if facts["truncated"] else ""),
+    ("seconds", "right", lambda facts: _number(facts["seconds"])),
+    ("actor", "left", lambda facts: facts["actor"]),
+    ("prompt", "left", lambda facts: facts.get("prompt", "")),
+    ("best response", "left", lambda facts: facts.get("best_response", "")),
+    ("reason", "left", lambda facts: facts["reason"]),
+)
