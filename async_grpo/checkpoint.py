@@ -137,6 +137,11 @@ def oldest(run_dir: Path) -> Path:
     return found
 
 
+def steps(run_dir: Path) -> list[int]:
+    """Steps of the complete checkpoints of a run directory, ascending."""
+    return [step_of(path) for path in _finished(run_dir) if _is_complete(path)]
+
+
 def prune(run_dir: Path, keep: int) -> list[Path]:
     """Remove all but the `keep` newest complete checkpoints, and everything older than them; returns what was removed.
 

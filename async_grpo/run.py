@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from async_grpo.config.load import ConfigError, load_config
@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m async_grpo.run", description="Asynchronous GRPO training from one YAML file.")
     parser.add_argument("config", help="YAML file, for example configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace those of the file")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--replay", metavar="RUN_DIR", help="train the learner alone on the batches that this run recorded")
+    parser.add_argument("--after", metavar="STEP", type=int, help="with --replay: begin at the run's checkpoint of this step")
+    arguments = parser.parse_intermixed_args(argv)  # settings may follow --replay
     console = Console()
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -35,32 +37,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer.check()
     except (ConfigError, RunError) as error:
         return _end(console, 2, str(error))
-    return _train(trainer, console)
+    if arguments.replay is not None:
+        return _guarded(trainer, console, lambda: _replay(trainer, console, arguments.replay, arguments.after))
+    return _guarded(trainer, console, lambda: _train(trainer, console))
 
 
-def _train(trainer, console: Console) -> int:
+def _train(trainer, console: Console) -> None:
     from async_grpo.summary import summarise
 
-    status, code, message = "FAILED", 1, ""
+    _on_signal(trainer, console)
+    trainer.start()
+    if trainer.config.evaluation.before and trainer.steps_done == 0 and not trainer.stop_requested:
+        trainer.evaluate()
+    trainer.train()
+    final = trainer.save()  # before the evaluation: what goes wrong there must not cost the training
+    if not trainer.stop_requested:
+        trainer.evaluate()
+    rows = summarise(trainer, final)
+    trainer.stop("KILLED" if trainer.stop_requested else "FINISHED")
+    console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
+
+
+def _replay(trainer, console: Console, source: str, after: int | None) -> None:
+    with console.phase(f"repeating {source} with the learner alone"):
+        compared = trainer.replay(source, after=after)
+    trainer.stop()
+    count = len(compared.same) + len(compared.different)
+    equal = f"bit-equal at all {count} publications" if not compared.different else (
+        f"different from version {compared.different[0]} on ({len(compared.same)} of {count} publications are bit-equal)"
+    )
+    console.summary("repeated", [
+        ("weights", equal if count else "not compared: the run recorded no digests"), ("metrics", str(trainer.run_dir / "metrics.jsonl")),
+    ])
+
+
+def _guarded(trainer, console: Console, work: Callable[[], None]) -> int:
+    """Do the work and say how it ended; whatever goes wrong, nothing of the run is left behind."""
+    done, code, message = False, 1, ""
     try:
-        _on_signal(trainer, console)
-        trainer.start()
-        if trainer.config.evaluation.before and trainer.steps_done == 0 and not trainer.stop_requested:
-            trainer.evaluate()
-        trainer.train()
-        final = trainer.save()  # before the evaluation: what goes wrong there must not cost the training
-        if not trainer.stop_requested:
-            trainer.evaluate()
-        rows = summarise(trainer, final)
-        trainer.stop("KILLED" if trainer.stop_requested else "FINISHED")
-        console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
-        status, code = "FINISHED", 0
+        work()
+        done, code = True, 0
     except RunError as error:
         code, message = error.exit_code, _plain(str(error))
     except Exception as error:  # noqa: BLE001 - every error ends the run; those that carry an exit code are explained, the others are bugs
         code, message = _explained(error)
     finally:
-        if status == "FAILED":
+        if not done:
             _stop_after_error(trainer, console)
     return _end(console, code, message)
 

@@ -21,11 +21,13 @@ from typing import Any, Self
 
 from async_grpo import checkpoint
 from async_grpo.advice import StalenessAdvice
+from async_grpo.cluster.rerun import Comparison, Rerun
 from async_grpo.cluster.system import System
 from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError
+from async_grpo.replay.history import read_history
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import load_task
 from async_grpo.tracking import Tracker
@@ -46,6 +48,7 @@ class Trainer:
         self._fingerprint = ""
         self._tracking_error: BaseException | None = None
         self._system: System | None = None
+        self._rerun: Rerun | None = None
         self._started = False
         self._tracker: Tracker | None = None
         self._checkpoint: Path | None = None
@@ -182,13 +185,45 @@ class Trainer:
         )
         self.check()
 
+    def replay(self, source: str | Path, *, after: int | None = None) -> Comparison:
+        """Train the learner alone on the batches that the run in directory `source` recorded, in its order; no engine is started.
+
+        Begins at the checkpoint of step `after` in `source`, by default with the first step recorded. Metrics go to this run's directory.
+        Returns which published weights are the recorded ones, bit for bit. Raises SetupError for what cannot be repeated.
+        """
+        if self._system is not None:
+            raise RunError("a replay is a run of its own; build another trainer")
+        source = Path(source).expanduser().resolve()
+        if source == self.run_dir:
+            raise SetupError(f"a replay writes its own metrics: set run.dir to another directory than {source}")
+        self.check()
+        steps = read_history(source / "journal").steps
+        first = min(steps, default=1) if after is None else after + 1
+        found = checkpoint.path_for(source, first - 1) if first > 1 else None
+        if found is not None and not found.is_dir():
+            there = ", ".join(str(step) for step in checkpoint.steps(source)) or "none"
+            raise SetupError(f"the replay begins with step {first} and needs {found}, which is not there (checkpoints of steps: {there})")
+        (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        rerun = self._rerun = Rerun(
+            self.config, source=str(source / "journal"), total_steps=self.total_steps, weights=self._task_weights, key=uuid.uuid4().hex[:8]
+        )
+        model_dir = self._model_dir()
+        self._thread.start()
+        rerun.connect()
+        self._tracker = Tracker(self.config, run_dir=self.run_dir, resume_run_id=None)
+        self._start_tracking()
+        return self._run(rerun.run(
+            model_dir=model_dir, checkpoint=None if found is None else str(found / "learner"), first=first, log=self._log,
+        ))
+
     def request_stop(self) -> None:
         """Ask `train` to return after the current learner step (safe in a signal handler)."""
         self._stop_requested.set()
 
     def stop(self, status: str = "FINISHED") -> None:
         """Stop every process of the run and close tracking. Safe to call twice, and after an error."""
-        system, self._system, self._started = self._system, None, False
+        system, self._system, self._started = self._system or self._rerun, None, False
+        self._rerun = None
         try:
             if system is not None and self._thread.is_alive():
                 self._run(system.stop())

@@ -125,7 +125,7 @@ class Fixture:
         self.members = [engine for engine in self.members if engine.actor_id != actor_id]
         self.dropped[actor_id] = error
 
-    async def live(self, version: int) -> None:
+    async def live(self, version: int, digest: str) -> None:
         if self.live_error is not None and version > 0:
             raise self.live_error
         served = {engine.actor_id: engine.label for engine in self.members if engine.group}

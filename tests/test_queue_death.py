@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from async_grpo.cluster import actor_manager, learner_group
+from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
+from async_grpo.run import main
 from async_grpo.trainer import Trainer
 from tests import side_log
 from tests.models import write_model
@@ -51,8 +53,9 @@ async def result(reference: Any) -> Any:
 def story(tmp_path_factory) -> Iterator[dict]:
     """One run whose queue is killed `KILLS` times while actors produce and the learner trains."""
     home, rng = tmp_path_factory.mktemp("death"), random.Random(time.time_ns())
-    told: dict = {"side": home / "run-side", "kills": [], "journal": home / "run" / "journal"}
+    told: dict = {"side": home / "run-side", "kills": [], "run": home / "run"}
     config = settings(home, write_model(home / "model", positions=64))
+    (home / "cfg.yaml").write_text(dump(config))
     with pytest.MonkeyPatch.context() as patch, open(home / "log.txt", "w") as log:
         patch.setattr(actor_manager, "RolloutProcess", side_log.LoggedRolloutProcess)
         patch.setattr(learner_group, "LearnerProcess", side_log.LoggedLearnerProcess)
@@ -91,3 +94,26 @@ def test_the_ledger_went_on_where_it_was(story):
     assert counts["failed"] == counts["invalid"] == counts["unreadable"] == 0
     assert story["metrics"]["replay/lag_max"] <= K
     assert "the replay queue's process died" in story["log"], "the run says so"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [("learner.weight_decay=0.0", f"bit-equal at all {STEPS} publications"),
+     pytest.param("learner.lr=2e-4", "different from version 1 on (0 of", marks=pytest.mark.slow)],
+)
+def test_a_learner_alone_repeats_the_recorded_run(story, capfd, change: str, says: str):
+    """Whatever happened to the queue meanwhile, its record gives the same weights, bit for bit; and another learner other ones."""
+    home = story["run"].parent
+    assert main([str(home / "cfg.yaml"), "--replay", str(story["run"]), f"run.dir={home / change}", change]) == 0
+    assert says in capfd.readouterr().out
+
+
+def test_a_replay_that_cannot_be_is_refused_in_a_sentence(story, capfd):
+    home = story["run"].parent
+    for arguments, says in (
+        (["--replay", str(story["run"])], "set run.dir to another directory"),
+        (["--replay", str(home), f"run.dir={home / 'x'}"], "journal"),
+        (["--replay", str(story["run"]), "--after", "3", f"run.dir={home / 'x'}"], "checkpoints of steps: none"),
+    ):
+        assert main([str(home / "cfg.yaml"), *arguments]) in (2, 7)
+        assert says in capfd.readouterr().out

@@ -51,7 +51,7 @@ def batch_file(config: Config, step: int) -> Path:
 
 async def synchronous(system: System, config: Config) -> tuple[list[Group], list[float]]:
     """Generate a batch, train on it, publish, and only then generate the next one: no queue, no tickets but those made here."""
-    async def nobody_waits_for_slots(version: int) -> None: ...
+    async def nobody_waits_for_slots(version: int, digest: str) -> None: ...
 
     system.coordinator._live = nobody_waits_for_slots
     engine, rows = system.actors.alive()[0], RowMath(config, {"correct": 1.0, "format": 0.0})

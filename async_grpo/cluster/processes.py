@@ -22,6 +22,7 @@ import ray
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError, SetupError
 from async_grpo.replay.queue import ReplayQueue, Verdict
+from async_grpo.replay.recorded import RecordedQueue
 from async_grpo.replay.recovery import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.rollout_actor import RolloutActor
@@ -67,6 +68,10 @@ class QueueProcess(ReplayQueue):
     async def put_packed(self, actor_id: str, packed: np.ndarray) -> list[Verdict]:
         """`put` of the frames in one packed array."""
         return await self.put(actor_id, list(unpack_frames(packed)))
+
+
+class RecordedProcess(RecordedQueue):
+    """A queue that repeats a journal, as an actor."""
 
 
 class QueueHandle:

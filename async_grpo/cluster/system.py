@@ -49,8 +49,8 @@ class QueueClient:
     async def metrics(self) -> dict[str, float]:
         return await self._call(self._handle.metrics.remote())
 
-    async def live(self, version: int) -> None:
-        await self._call(self._handle.live.remote(version))
+    async def live(self, version: int, digest: str) -> None:
+        await self._call(self._handle.live.remote(version, digest))
 
     async def counts(self) -> dict[str, int]:
         return await self._call(self._handle.counts.remote())

@@ -24,11 +24,15 @@ SELF_CHECK = "self-check"
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """One publication, as the engines need it. `label` is what the engine stamps on tokens; `payload` is the transport's own."""
+    """One publication, as the engines need it. `label` is what the engine stamps on tokens; `payload` is the transport's own.
+
+    digest: of the bits of all weights, "" where the transport does not compute one.
+    """
 
     label: str
     backend: str
     payload: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
 
 
 class WeightSender(Protocol):

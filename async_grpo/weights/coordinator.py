@@ -80,7 +80,7 @@ class Coordinator:
     """Publishes the learner's weights to every engine."""
 
     def __init__(
-        self, config: Config, *, learner: LearnerSide, engines: EngineSet, backend: str, live: Callable[[int], Awaitable[None]]
+        self, config: Config, *, learner: LearnerSide, engines: EngineSet, backend: str, live: Callable[[int, str], Awaitable[None]]
     ) -> None:
         self._config, self._learner, self._engines, self._backend, self._live = config, learner, engines, backend, live
         self._lock = asyncio.Lock()
@@ -97,7 +97,7 @@ class Coordinator:
             if self._config.weight_sync.self_check:
                 measured = await self._self_check(list(self._engines.alive()))
             _raise_first(await self._transfer(version_label(version)))
-        await self._live(version)
+        await self._live(version, self._newest.digest)
         self.times = PublicationTimes()  # of the run, without its start
         return measured
 
@@ -166,7 +166,7 @@ class Coordinator:
             async with self._lock:
                 await self._connect_all()
                 await self._drop(await self._transfer(version_label(version)))
-            await self._live(version)
+            await self._live(version, self._newest.digest)
 
     async def _finish(self, announcement: Announcement, version: int) -> None:
         started = time.perf_counter()
@@ -174,7 +174,7 @@ class Coordinator:
             await self._drop(await self._send(announcement))
         finally:
             self._lock.release()
-        await self._live(version)
+        await self._live(version, announcement.digest)
         self.times.wall += time.perf_counter() - started
         self.times.count += 1
 

@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ import torch
 from async_grpo.weights.base import Announcement, WeightOwner
 
 SEGMENT_DIR = Path("/dev/shm")
+DIGEST_BYTES = 2**28
+"""Weights up to this size get a digest at every publication (some 0.1 s at the most)."""
 _HEADER = struct.Struct("<8sQ")
 _MAGIC = b"AGRPWTS1"
 _HEADER_BYTES = 4096
@@ -77,6 +80,13 @@ class _Mapping:
     def mark(self, sequence: int) -> None:
         _HEADER.pack_into(self.map, 0, _MAGIC, sequence)
 
+    def digest(self) -> str:
+        """Checksum of everything behind the header; "" for a segment whose reading would hold up the learner."""
+        if len(self.map) > DIGEST_BYTES:
+            return ""
+        with memoryview(self.map) as view:
+            return f"crc32-{zlib.crc32(view[_HEADER_BYTES:]):08x}"
+
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         return self.data[offset : offset + nbytes].view(dtype).view(shape)
@@ -115,7 +125,8 @@ class SharedMemorySender:
                 segment.tensor(offset, tuple(shape), _dtype(dtype)).copy_(weight)
         if segment is not None:
             segment.mark(self._sequence)
-        return Announcement(label, "shared_memory", {"path": str(segment_path(self._key, index)), "sequence": self._sequence})
+        payload = {"path": str(segment_path(self._key, index)), "sequence": self._sequence}
+        return Announcement(label, "shared_memory", payload, "" if segment is None else segment.digest())
 
     def send(self) -> None:
         pass
