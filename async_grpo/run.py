@@ -19,6 +19,7 @@ from async_grpo.config.load import ConfigError, load_config
 from async_grpo.console import Console
 from async_grpo.errors import EXIT_MEANING, RunError, Stalled
 
+NO_SIGNAL = 3
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -49,7 +50,12 @@ def _train(trainer, console: Console) -> None:
     trainer.start()
     if trainer.config.evaluation.before and trainer.steps_done == 0 and not trainer.stop_requested:
         trainer.evaluate()
-    trainer.train()
+    try:
+        trainer.train()
+    except Exception as error:
+        if _coded(error)[0] == NO_SIGNAL:  # nothing is broken, so what was learnt is kept
+            trainer.save()
+        raise
     final = trainer.save()  # before the evaluation: what goes wrong there must not cost the training
     if not trainer.stop_requested:
         trainer.evaluate()
@@ -96,6 +102,14 @@ def _stop_after_error(trainer, console: Console) -> None:
 
 
 def _explained(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of an error; one that carries no code is a bug and comes with its traceback."""
+    code, message = _coded(error)
+    if code == 1:
+        print(_plain("".join(traceback.format_exception(error))), file=sys.stderr, end="")
+    return code, message
+
+
+def _coded(error: BaseException) -> tuple[int, str]:
     """Exit code and message of an error, through the layers that a remote call or a task group put around it."""
     layers, causes = [error], []
     for current in layers:  # grows while it is read
@@ -110,7 +124,6 @@ def _explained(error: BaseException) -> tuple[int, str]:
         if isinstance(current, TimeoutError) and str(current):
             return Stalled.exit_code, _plain(str(current))
         causes.append(current)
-    print(_plain("".join(traceback.format_exception(error))), file=sys.stderr, end="")
     return 1, _plain(f"{type(causes[0]).__name__}: {causes[0]}").splitlines()[0]
 
 

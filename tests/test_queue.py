@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import heapq
 import json
 import pickle
 import random
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import msgpack
@@ -22,13 +18,11 @@ from async_grpo.algo.rewards import Shaping
 from async_grpo.replay import ledger
 from async_grpo.replay import queue as queue_module
 from async_grpo.replay.no_signal import MAX_FAILED_GROUPS, NoSignal
-from async_grpo.replay.queue import ReplayQueue
+from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
 from async_grpo.replay.recovery import open_queue
-from async_grpo.replay.rules import QueueSettings, StalenessError, can_leave, fair_share
+from async_grpo.replay.rules import QueueSettings, StalenessError, can_leave, fair_share, is_too_old
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import (
-    Batch,
-    GroupMeta,
     GroupTicket,
     VersionSpan,
     decode_meta,
@@ -362,6 +356,211 @@ async def test_a_snapshot_continues_for_a_learner_before_or_after_the_step_in_tr
     assert ids(await take(smaller, 9)) == [(0, 2), (1, 2)] and (await smaller.counts())["waiting"] == 2
 
 
+# ---- order and what happens to old groups ----
+
+
+async def produce(queue: ReplayQueue, tickets: list[GroupTicket], *, actor: str = "a", versions: tuple[int, ...] = ()) -> None:
+    verdicts = await queue.put(actor, [frame_of(ticket, versions=versions, actor=actor) for ticket in tickets])
+    assert {verdict.status for verdict in verdicts} <= {"accepted"}, verdicts
+
+
+async def batch_ids(queue: ReplayQueue, step: int) -> list[int] | None:
+    batch = await queue.get_batch(step)
+    return None if batch is None else [group.group_id for group in batch.groups]
+
+
+async def test_fifo_trains_strictly_by_id() -> None:
+    queue = ReplayQueue(queue_settings(order="fifo"))
+    tickets = await take(queue, 4)
+    await produce(queue, tickets[1:])
+    assert await batch_ids(queue, 1) is None  # three are ready, the first one is not
+    await queue.fail("a", tickets[:1], "bad luck")
+    assert await batch_ids(queue, 1) is None  # it waits for another attempt, and the learner for it
+    await produce(queue, await take(queue, 1))
+    assert await batch_ids(queue, 1) == [0, 1]
+    assert await batch_ids(queue, 2) == [2, 3]
+
+
+async def test_oldest_goes_by_the_ticket_and_fifo_by_the_id() -> None:
+    for order, expected in (("oldest", [1, 3]), ("fifo", [0, 1])):
+        queue = ReplayQueue(queue_settings(order=order, max_staleness=2, total_steps=9))
+        tickets = await take(queue, 6)
+        await produce(queue, [tickets[1], tickets[2], tickets[4], tickets[3], tickets[5]] if order == "fifo" else tickets[1:])
+        await queue.fail("a", tickets[:1], "bad luck")
+        if order == "fifo":
+            await produce(queue, await take(queue, 1))
+            assert await batch_ids(queue, 1) == expected
+            continue
+        assert await batch_ids(queue, 1) == [1, 2]
+        await queue.live(1)
+        (again,) = [ticket for ticket in await take(queue, 1, version=1) if ticket.group_id == 0]
+        assert again == GroupTicket(0, 2, 1)
+        await produce(queue, [again])
+        assert await batch_ids(queue, 2) == [3, 4], "group 0 has a newer ticket now"
+
+
+async def test_ready_goes_by_completion() -> None:
+    clock = Clock()
+    queue = ReplayQueue(queue_settings(order="ready", on_stale="mask"), clock=clock)
+    tickets = await take(queue, 4)
+    for index in (3, 1, 0):
+        clock.now += 1.0
+        await produce(queue, [tickets[index]])
+    assert await batch_ids(queue, 1) == [1, 3]
+
+
+def test_the_order_of_completion_has_no_bound_to_wait_for() -> None:
+    with pytest.raises(ValueError, match="mask"):
+        queue_settings(order="ready", on_stale="wait")
+
+
+@pytest.mark.parametrize("on_stale", ["mask", "expire"])
+async def test_the_learner_goes_on_without_a_late_group(on_stale: str) -> None:
+    queue = ReplayQueue(queue_settings(on_stale=on_stale, total_steps=9, max_attempts=2, rollout_batch_size=1))
+    late, *others = await take(queue, 2)
+    for step in range(1, 4):
+        await produce(queue, others, versions=(step - 1,))
+        assert await batch_ids(queue, step) == [others[0].group_id]
+        await queue.live(step)
+        others = await take(queue, 1, version=step, holding=[(late.group_id, late.attempt)])
+    await produce(queue, [late], versions=(0, 2, 3))
+    if on_stale == "mask":
+        assert await batch_ids(queue, 4) == [0]
+        metrics = await queue.metrics()
+        # Lag 3, 1 and 0 for two tokens each of two rollouts: the first ones are masked, and no longer count as lag.
+        assert (metrics["replay/stale_tokens"], metrics["replay/lag_max"], metrics["replay/expirations"]) == (4.0, 1.0, 0.0)
+        return
+    assert await batch_ids(queue, 4) is None
+    counts = await queue.counts()
+    assert (counts["waiting"], counts["expirations"], counts["expired"]) == (1, 1, 0)
+    (again,) = await take(queue, 1, version=3, holding=[(ticket.group_id, ticket.attempt) for ticket in others])
+    assert again == GroupTicket(0, 2, 3)
+
+
+async def test_a_group_of_nothing_but_old_tokens_expires_and_in_the_end_for_good() -> None:
+    queue = ReplayQueue(queue_settings(on_stale="mask", total_steps=20, max_attempts=2, rollout_batch_size=1))
+    step, other = 0, (await take(queue, 2))[1]
+    late = GroupTicket(0, 1, 0)
+    for attempt in (1, 2):
+        for _ in range(2):
+            step += 1
+            await produce(queue, [other], versions=(other.policy_version,))
+            assert await batch_ids(queue, step) == [other.group_id]
+            await queue.live(step)
+            (other,) = await take(queue, 1, version=step, holding=[(0, attempt)])
+        assert other.group_id != 0
+        await produce(queue, [late])
+        assert await batch_ids(queue, step + 1) is None
+        counts = await queue.counts()
+        assert (counts["expirations"], counts["expired"]) == (attempt, int(attempt == 2))
+        if attempt == 1:
+            (late,) = await take(queue, 1, version=step, holding=[(other.group_id, 1)])
+            assert late == GroupTicket(0, 2, step)
+    (replacement,) = await take(queue, 1, version=step, holding=[(other.group_id, 1)])
+    assert (replacement.group_id, replacement.attempt) == (other.group_id + 1, 1)
+
+
+async def test_a_baseline_that_is_too_old_does_not_expire_a_group_that_is_masked() -> None:
+    queue = ReplayQueue(queue_settings(on_stale="mask", baseline=True, filter=None))
+    (ticket,) = await take(queue, 1)
+    meta = decode_meta(frame_of(ticket, versions=(2,), baselines=(1.0,), policy_version=0))
+    old = replace(meta, rows=(*meta.rows[:-1], replace(meta.rows[-1], versions=((0, 4),))))
+    assert not is_too_old(old, step=3, max_staleness=1, on_stale="mask") and is_too_old(old, step=3, max_staleness=1, on_stale="expire")
+
+
+# ---- deadlines, failures, waits ----
+
+
+async def test_a_group_lost_inside_a_living_actor_is_issued_again_at_its_deadline() -> None:
+    clock = Clock()
+    queue = ReplayQueue(queue_settings(max_staleness=0, ticket_timeout_s=10.0, max_attempts=3), clock=clock)
+    tickets = await take(queue, 2)
+    await produce(queue, tickets[1:])
+    held = [(0, 1)]
+    clock.now = 10.0 + TICKET_GRACE_S
+    assert await take(queue, 5, holding=held) == [] and await queue.get_batch(1) is None
+    clock.now += 0.1
+    assert await take(queue, 5, actor="b") == [GroupTicket(0, 2, 0)]
+    (verdict,) = await queue.put("a", [frame_of(tickets[0])])
+    assert verdict.status == "late"
+    clock.now += 10.0 + TICKET_GRACE_S + 0.1
+    assert await queue.get_batch(1) is None  # asking for a batch looks at the deadlines too
+    counts = await queue.counts()
+    assert (counts["waiting"], counts["overdue"], counts["late"], counts["attempts_lost"]) == (1, 2, 1, 2)
+
+
+@pytest.mark.parametrize(("fraction", "groups", "ends_after"), [(0.0, 400, 1), (0.01, 400, 5), (0.01, 5000, 11), (1.0, 400, None)])
+async def test_more_failed_groups_than_tolerated_end_the_run(fraction: float, groups: int, ends_after: int | None) -> None:
+    queue = ReplayQueue(queue_settings(
+        rollout_batch_size=1, max_staleness=40, total_steps=groups, max_attempts=1, max_failed_fraction=fraction,
+    ))
+    for failed in range(1, 20):
+        (ticket,) = await take(queue, 1)
+        await queue.fail("a", [ticket], "too long a prompt")
+        if ends_after is not None and failed >= ends_after:
+            with pytest.raises(NoSignal, match=rf"{failed} of {failed} groups failed for good, 1 attempts each \(too long a prompt {failed}\)") as caught:
+                await queue.get_batch(1)
+            assert caught.value.exit_code == 3 and "task.max_bad_fraction" in str(caught.value)
+            return
+        assert await queue.get_batch(1) is None
+    assert ends_after is None
+
+
+async def test_many_different_reasons_do_not_fill_the_memory() -> None:
+    queue = ReplayQueue(queue_settings(rollout_batch_size=1, max_staleness=200, total_steps=400, max_attempts=1))
+    for index in range(3 * ledger.REASONS):
+        (ticket,) = await take(queue, 1)
+        await queue.fail("a", [ticket], f"reason {index} {'x' * 10_000}")
+    reasons = queue._ledger.failed
+    assert len(reasons) == ledger.REASONS + 1 and reasons.total() == 3 * ledger.REASONS
+    assert max(map(len, reasons)) <= ledger.REASON_CHARS
+
+
+async def test_waits_of_producers_and_learner_are_measured() -> None:
+    clock = Clock()
+    queue = ReplayQueue(queue_settings(max_staleness=0), clock=clock)
+    tickets = await take(queue, 2)
+    assert await take(queue, 1, actor="b") == []  # from here on b holds nothing and gets nothing
+    assert await queue.get_batch(1) is None
+    clock.now = 3.0
+    assert await take(queue, 1, actor="b") == []
+    metrics = await queue.metrics()
+    assert (metrics["replay/blocked_s"], metrics["replay/starved_s"]) == (3.0, 3.0)
+    await produce(queue, tickets)
+    clock.now = 4.0
+    assert await queue.get_batch(1) is not None
+    assert (await queue.metrics())["replay/learner_wait_s"] == 4.0
+    clock.now = 10.0
+    await queue.live(1)
+    assert len(await take(queue, 1, actor="b", version=1)) == 1
+    clock.now = 20.0
+    metrics = await queue.metrics()
+    assert (metrics["replay/blocked_s"], metrics["replay/starved_s"]) == (10.0, 4.0)
+
+
+async def test_the_share_of_slow_groups_among_the_trained_ones() -> None:
+    """Order of completion with expiry never trains the slowest answers, the oldest first does."""
+    shares = {}
+    for order, on_stale in (("oldest", "wait"), ("ready", "expire")):
+        rng, clock = random.Random(1), Clock()
+        settings = queue_settings(
+            order=order, on_stale=on_stale, rollout_batch_size=8, max_staleness=1, total_steps=400, max_attempts=50, filter=None
+        )
+        queue, ends, live = ReplayQueue(settings, clock=clock), {}, 0
+        while (step := live + 1) <= 120:
+            for ticket in await take(queue, 16, version=live, holding=list(ends)):
+                ends[ticket.group_id, ticket.attempt] = (clock.now + (20.0 if rng.random() < 0.1 else 1.0 + rng.random()), ticket)
+            clock.now = max(clock.now, min(end for end, _ in ends.values())) if ends else clock.now
+            for key in [key for key, (end, _) in ends.items() if end <= clock.now]:
+                await produce(queue, [ends.pop(key)[1]])
+            if await queue.get_batch(step) is not None:
+                clock.now += 1.0
+                live = step
+                await queue.live(live)
+        shares[order] = (await queue.metrics())["replay/slowest_tenth"]
+    assert shares["oldest"] > 0.07 and shares["ready"] < 0.02, shares
+
+
 # ---- baselines and retired problems ----
 
 
@@ -480,260 +679,3 @@ async def test_a_snapshot_keeps_the_retired_problems() -> None:
 def test_settings_that_cannot_retire_are_refused(changes: dict) -> None:
     with pytest.raises(ValueError, match="retire_at"):
         replace(retiring(), **changes)
-
-
-# ---- random schedules ----
-
-
-@dataclass
-class Actor:
-    name: str
-    version: int
-    slots: int
-    alive: bool = True
-    holding: dict[int, GroupTicket] = field(default_factory=dict)
-
-
-class Simulation:
-    """Invented time: producers with random latencies, rejections, failures, deaths and lost answers against one real queue."""
-
-    def __init__(self, seed: int, max_staleness: int) -> None:
-        self.random = rng = random.Random(1000 * max_staleness + seed)
-        self.settings = queue_settings(
-            rollout_batch_size=rng.randint(1, 4), max_staleness=max_staleness, total_steps=rng.randint(5, 8), max_attempts=rng.randint(2, 4)
-        )
-        if rng.random() < 0.6:
-            problems = rng.choice([2, 9, 25])
-            self.settings = replace(
-                self.settings, retire_at=rng.choice([0.5, 1.0]), problem=partial(problem_index, seed, "data", n=problems), problems=problems
-            )
-        self.settings = replace(self.settings, baseline=rng.random() < 0.5)
-        self.retired: set[int] = set()
-        self.skipped = 0
-        self.ended = ""
-        self.publish_every = rng.randint(1, max_staleness + 1)
-        self.overlap = rng.random() < 0.5
-        self.hazards = {name: rng.choice([0.0, 0.05, 0.3]) for name in ("reject", "fail", "lost_reply", "lost_ack", "invalid")}
-        self.death_rate = rng.choice([0.0, 0.02, 0.1])
-        self.restarts = rng.random() < 0.5
-        self.step_time = rng.choice([0.1, 1.0, 5.0])
-        self.now = 0.0
-        self.generation = 0
-        self.queue = ReplayQueue(self.settings, clock=lambda: self.now)
-        self.events: list[tuple[float, int, int, Callable[[], Awaitable[None]]]] = []
-        self.serial = 0
-        self.actors: dict[str, Actor] = {}
-        self.trained: dict[int, int] = {}
-        self.step = 0
-        self.published = 0
-        self.publishing = False
-        self.done = False
-
-    def later(self, delay: float, call: Callable[[], Awaitable[None]]) -> None:
-        self.serial += 1
-        heapq.heappush(self.events, (self.now + delay, self.serial, self.generation, call))
-
-    def chance(self, name: str) -> bool:
-        return self.random.random() < self.hazards[name]
-
-    async def run(self) -> None:
-        for _ in range(self.random.randint(1, 4)):
-            self.start_actor(0.0)
-        self.later(0.0, self.poll_batch)
-        for _ in range(60_000):
-            if self.done:
-                break
-            self.now, _, generation, call = heapq.heappop(self.events)
-            if generation == self.generation:
-                await call()
-                await self.check_ledger()
-        assert self.done, f"stuck at step {self.step} of {self.settings.total_steps}: {await self.queue.metrics()}"
-
-    async def check_ledger(self) -> None:
-        counts, snapshot = await self.queue.counts(), await self.queue.snapshot()
-        states = [counts[s] for s in (*OPEN_STATES, "trained", "rejected", "failed", "expired", "skipped", "unused")]
-        assert sum(states) == snapshot["ledger"]["next_group_id"]
-        assert sum(states[:4]) <= self.settings.capacity
-
-    # producers
-
-    def start_actor(self, delay: float) -> None:
-        self.serial += 1
-        actor = Actor(f"actor-{self.serial}", 0 if self.random.random() < 0.5 else self.published, self.random.randint(1, 8))
-        self.actors[actor.name] = actor
-
-        async def join() -> None:  # a newcomer may have started from old weights; it takes the live ones later
-            actor.version = max(actor.version, self.published)
-
-        self.later(delay + self.random.random(), join)
-        self.later(delay, lambda: self.poll_tickets(actor))
-
-    async def poll_tickets(self, actor: Actor) -> None:
-        if not actor.alive:
-            return
-        if self.random.random() < self.death_rate:
-            await self.die(actor)
-            return
-        holding = [(ticket.group_id, ticket.attempt) for ticket in actor.holding.values()]
-        first_new = (await self.queue.snapshot())["ledger"]["next_group_id"]
-        tickets = await self.queue.acquire(actor.name, actor.version, holding, actor.slots - len(holding))
-        if tickets is None:
-            return
-        await self.check_new_ids(first_new, {ticket.group_id for ticket in tickets})
-        if not self.chance("lost_reply"):
-            for ticket in tickets:
-                assert ticket.policy_version <= actor.version
-                actor.holding[ticket.group_id] = ticket
-                latency = self.random.choice([0.1, 0.3, 1.0, 1.0, 20.0]) * self.random.random()
-                self.later(latency, lambda t=ticket: self.finish(actor, t))
-        self.later(0.05 + 0.3 * self.random.random(), lambda: self.poll_tickets(actor))
-
-    async def check_new_ids(self, first: int, given: set[int]) -> None:
-        """Every new id poses a problem that is not retired and is given out, or a retired one and is skipped."""
-        new = range(first, (await self.queue.snapshot())["ledger"]["next_group_id"])
-        skipped = {group_id for group_id in new if self.settings.problem is not None and self.settings.problem(group_id) in self.retired}
-        assert given & set(new) == set(new) - skipped
-        self.skipped += len(skipped)
-        assert (await self.queue.counts())["skipped"] == self.skipped
-
-    async def die(self, actor: Actor) -> None:
-        actor.alive = False
-        delay = self.random.random()
-
-        async def declared_dead() -> None:
-            await self.queue.forfeit(actor.name)
-            del self.actors[actor.name]
-            self.start_actor(self.random.random())
-
-        self.later(delay, declared_dead)
-
-    async def finish(self, actor: Actor, ticket: GroupTicket) -> None:
-        """The group is complete; a dead actor's last frame may still arrive."""
-        if actor.holding.get(ticket.group_id) != ticket or (not actor.alive and self.random.random() < 0.5):
-            return
-        versions = sorted({ticket.policy_version, self.random.randint(ticket.policy_version, actor.version), actor.version})
-        values_ = (1.0, 1.0) if self.chance("reject") else (0.0, 1.0)
-        baselines = (self.random.choice([0.0, 1.0]),) if self.settings.baseline else ()
-        if self.chance("fail"):
-            await self.queue.fail(actor.name, [ticket], "timeout")
-        elif self.chance("invalid"):
-            wrong = {"values": (0.0,)} if self.random.random() < 0.5 else {"baselines": () if self.settings.baseline else (1.0,)}
-            verdicts = await self.queue.put(actor.name, [frame_of(ticket, **({"baselines": baselines} | wrong))])
-            assert verdicts[0].status in ("invalid", "late")
-        else:
-            frame = frame_of(ticket, values=values_, versions=tuple(versions), baselines=baselines)
-            first = await self.queue.put(actor.name, [frame])
-            assert first[0].status in ("rejected" if values_ == (1.0, 1.0) else "accepted", "late")
-            if self.settings.problem is not None and first[0].status != "late" and sum(values_) / 2 >= self.settings.retire_at:
-                self.retired.add(self.settings.problem(ticket.group_id))
-            if self.chance("lost_ack"):
-                again = await self.queue.put(actor.name, [frame])
-                assert again[0].status == ("late" if first[0].status == "late" else "duplicate")
-        actor.holding.pop(ticket.group_id, None)
-
-    # learner
-
-    async def poll_batch(self) -> None:
-        try:
-            batch = await self.queue.get_batch(self.step + 1)
-        except NoSignal as error:
-            await self.end_without_problems(str(error))
-            return
-        if batch is None:
-            self.later(0.1, self.poll_batch)
-            return
-        assert await self.queue.get_batch(self.step + 1) is batch
-        self.check_batch(batch)
-        frames = unpack_frames(await self.queue.payload(batch.step, [group.group_id for group in batch.groups]))
-        assert [decode_meta(frame).group_id for frame in frames] == [group.group_id for group in batch.groups]
-        self.later(self.step_time * self.random.random(), self.end_step)
-
-    def check_batch(self, batch: Batch) -> None:
-        def lags(group: GroupMeta) -> list[int]:
-            return [batch.step - 1 - version for row in group.rows for version in (row.min_version, row.max_version)]
-
-        group_ids = [group.group_id for group in batch.groups]
-        assert group_ids == sorted(group_ids) and len(group_ids) == self.settings.rollout_batch_size
-        assert all(0 <= lag <= self.settings.max_staleness for group in batch.groups for lag in lags(group))
-        for group_id in group_ids:
-            assert group_id not in self.trained, f"group {group_id} is trained by steps {self.trained[group_id]} and {batch.step}"
-            self.trained[group_id] = batch.step
-
-    async def end_step(self) -> None:
-        if self.publishing:  # the last publication is still on its way
-            self.later(0.1, self.end_step)
-            return
-        self.step += 1
-        if self.restarts and self.step == 3:
-            await self.restart()
-        elif self.step == self.settings.total_steps:
-            await self.queue.live(self.step)
-            await self.finish_run()
-        elif self.step % self.publish_every == 0:
-            self.publish()
-            if self.overlap:
-                self.later(0.0, self.poll_batch)
-        else:
-            self.later(0.0, self.poll_batch)
-
-    def publish(self) -> None:
-        version, self.publishing = self.step, True
-        for actor in self.actors.values():
-            async def receive(actor: Actor = actor) -> None:
-                actor.version = max(actor.version, version)
-
-            self.later(self.random.random(), receive)
-
-        async def acknowledged() -> None:
-            for actor in self.actors.values():
-                actor.version = max(actor.version, version)
-            self.published, self.publishing = version, False
-            await self.queue.live(version)
-            if not self.overlap:
-                self.later(0.0, self.poll_batch)
-
-        self.later(1.0 + 3.0 * self.random.random(), acknowledged)
-
-    async def restart(self) -> None:
-        """The whole run starts again from a checkpoint taken at the end of this step."""
-        snapshot = msgpack.unpackb(msgpack.packb(await self.queue.snapshot()))
-        self.settings = replace(self.settings, trained_steps=self.step)
-        self.queue = open_queue(self.settings, snapshot=snapshot, clock=lambda: self.now)
-        self.generation += 1
-        self.actors, self.published = {}, self.step
-        for _ in range(self.random.randint(1, 3)):
-            self.start_actor(self.random.random())
-        self.later(0.0, self.poll_batch)
-
-    async def finish_run(self) -> None:
-        assert await self.queue.acquire("late", self.step, [], 3) is None
-        await self.queue.close()
-        counts = await self.queue.counts()
-        assert not any(counts[state] for state in (*OPEN_STATES, "unused"))  # nothing was issued that the run could not train
-        assert counts["trained"] == len(self.trained) == self.settings.total_steps * self.settings.rollout_batch_size
-        self.done, self.ended = True, "trained"
-
-    async def end_without_problems(self, message: str) -> None:
-        assert f"all {len(self.retired)} problems are retired" in message and len(self.retired) == self.settings.problems
-        counts = await self.queue.counts()
-        assert sum(counts[state] for state in OPEN_STATES) < self.settings.rollout_batch_size
-        self.done, self.ended = True, "retired"
-
-
-@pytest.mark.parametrize("max_staleness", range(5))
-def test_no_schedule_breaks_the_bound_or_stops_the_run(max_staleness: int) -> None:
-    ended, skipped = Counter(), 0
-
-    async def all_schedules() -> None:
-        nonlocal skipped
-        for seed in range(64):
-            simulation = Simulation(seed, max_staleness)
-            try:
-                await simulation.run()
-            except Exception as error:
-                raise AssertionError(f"schedule {seed} at max_staleness {max_staleness}: {error}") from error
-            ended[simulation.ended] += 1
-            skipped += simulation.skipped
-
-    asyncio.run(all_schedules())
-    assert ended["trained"] > 30 and ended["retired"] > 5 and skipped > 20, f"the schedules show too little: {ended}, {skipped} skipped"

@@ -14,11 +14,13 @@ from torch import Tensor
 from async_grpo.algo.aggregation import AGGREGATIONS, row_weights
 from async_grpo.algo.losses import CLIPPED, POLICY_LOSSES
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import PlanRow, RowKey, RowValue
+from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.schema import Config
-from async_grpo.learner.rows import Row, TokenBatch, token_batch
+from async_grpo.learner.rows import Row, StalenessError, TokenBatch, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath
+from async_grpo.wire import GroupTicket, pack_frames
+from tests.wire_case import frame_of
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 1, 9, 3, 7, 4, 6, 2]
@@ -65,14 +67,17 @@ def logprobs_of(batch: TokenBatch, rows: dict[RowKey, Row], theta: Tensor) -> Te
     return batch.behavior.double() + 0.5 * torch.tanh(features @ theta)
 
 
-def gradient(config: Config, rows: dict[RowKey, Row], split: Sequence[Sequence[RowKey]]) -> tuple[float, Tensor]:
-    """Loss and gradient of one update, its rows cut into these micro-batches."""
+def gradient(
+    config: Config, rows: dict[RowKey, Row], split: Sequence[Sequence[RowKey]], *, counted: dict[RowKey, Row] | None = None,
+    metrics: MetricSums | None = None,
+) -> tuple[float, Tensor]:
+    """Loss and gradient of one update, its rows cut into these micro-batches. The divisors are those of `counted`."""
     math = TokenMath(config, Alone())
     keys = sorted(rows)
     values = {key: RowValue(float(value)) for key, value in zip(keys, [1.0, -0.5, 0.7, -1.2, 2.0, -2.0, 0.4, -0.4], strict=True)}
     math.assign(rows, owned=rows, values=values, kl_coef=0.0)
     weights = row_weights(
-        config.algorithm.loss_agg_mode, [int(rows[key].mask.sum()) for key in keys], max_response_length=16, group_index=[key[0] for key in keys]
+        config.algorithm.loss_agg_mode, [int((counted or rows)[key].mask.sum()) for key in keys], max_response_length=16, group_index=[key[0] for key in keys]
     )
     planned = {key: PlanRow(*key, 2, len(rows[key].mask), weight) for key, weight in zip(keys, weights, strict=True)}
     theta = torch.tensor([0.3, -0.8, 0.5], dtype=torch.float64, requires_grad=True)
@@ -83,7 +88,7 @@ def gradient(config: Config, rows: dict[RowKey, Row], split: Sequence[Sequence[R
     total = torch.zeros((), dtype=torch.float64)
     for batch, selection in zip(batches, selections, strict=True):
         logprobs = logprobs_of(batch, rows, theta)
-        total = total + math.loss(batch, logprobs, -logprobs.exp(), selection=selection, metrics=MetricSums())
+        total = total + math.loss(batch, logprobs, -logprobs.exp(), selection=selection, metrics=metrics or MetricSums())
     return float(total.detach()), torch.autograd.grad(total, theta)[0]
 
 
@@ -134,6 +139,55 @@ def test_the_interpolated_anchor_is_the_behaviour_policy_up_to_lag_one() -> None
     for row in rows.values():
         row.lag = row.lag + 2
     assert not torch.allclose(gradient(config_of(anchor="interpolated"), rows, [sorted(rows)])[1], wanted[1])
+
+
+@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
+@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "reinforce", "sapo"])
+def test_tokens_that_are_too_old_have_no_weight_and_stay_in_the_divisors(loss: str, mode: str) -> None:
+    config = config_of(policy_loss=loss, loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, importance={"level": "token"})
+    bounded, whole, without = make_rows(), make_rows(), make_rows()
+    for key, row in bounded.items():
+        row.max_lag = 1
+        without[key].mask = row.mask * (row.lag <= 1)
+    assert any(((row.lag > 1) & (row.mask == 1)).any() for row in whole.values())
+    split = [sorted(bounded)]
+    got, wanted = gradient(config, bounded, split), gradient(config, without, split, counted=whole)
+    assert got[0] == pytest.approx(wanted[0], rel=1e-9) and torch.allclose(got[1], wanted[1], rtol=1e-9)
+    assert not torch.allclose(got[1], gradient(config, whole, split)[1], rtol=1e-3)
+
+
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_whatever_stands_on_tokens_that_are_too_old_is_no_matter(loss: str) -> None:
+    config = config_of(policy_loss=loss, loss_agg_mode="seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1, m2po={"budget": 0.005})
+    rows, junk, metrics = make_rows(), make_rows(), MetricSums()
+    for key, row in rows.items():
+        row.max_lag = junk[key].max_lag = 1
+        junk[key].reference = np.where(row.lag > 1, -9.0, row.reference).astype(np.float32)
+    got, other = gradient(config, rows, [sorted(rows)], metrics=metrics), gradient(config, junk, [sorted(rows)])
+    assert got[0] == other[0] and torch.equal(got[1], other[1])
+    means = metrics.means()
+    tokens = sum(int(row.mask.sum()) for row in rows.values())
+    assert means["train/lag_max"] == 1
+    assert means["train/stale_share"] == sum(int((row.mask * (row.lag > 1)).sum()) for row in rows.values()) / tokens > 0
+
+
+@pytest.mark.parametrize("mask_stale", [True, False])
+def test_old_tokens_of_a_payload_are_masked_or_refused(mask_stale: bool) -> None:
+    frame = frame_of(GroupTicket(7, 1, 0), versions=(0, 3))
+    row = PlanRow(7, 1, 3, 4, 0.5)
+    plan = RankPlan(step=5, group_ids=(7,), updates=(((row,),),), epoch_updates=1)
+    if not mask_stale:
+        with pytest.raises(StalenessError, match="lag 1 to 4"):
+            decode_rows(plan, pack_frames([frame]), max_staleness=3)
+        return
+    rows = decode_rows(plan, pack_frames([frame]), max_staleness=3, mask_stale=True)
+    assert rows[7, 1].lag.tolist() == [4, 4, 1, 1] and rows[7, 1].trained.tolist() == [0, 0, 1, 1] and rows[7, 1].mask.tolist() == [1] * 4
+    rows[7, 1].advantages = np.ones(4, np.float32)
+    batch = token_batch([row], [rows[7, 1]], CPU)
+    assert batch.weights.tolist() == [0, 0, 0.5, 0.5] and batch.mask.tolist() == [1] * 4
+    future = RankPlan(step=3, group_ids=(7,), updates=(((row,),),), epoch_updates=1)
+    with pytest.raises(StalenessError, match="lag -1"):
+        decode_rows(future, pack_frames([frame]), max_staleness=3, mask_stale=True)
 
 
 @pytest.mark.parametrize(("estimator", "gamma"), list(itertools.product(["reinforce_plus_plus", "remax"], [1.0, 0.9])))
