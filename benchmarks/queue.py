@@ -46,10 +46,10 @@ PRODUCERS, MAX_STALENESS, WARM_UP_STEPS, MAX_STEPS = 2, 3, 4, 100_000
 WAITING_ACTORS = 1_200
 TIMEOUT_S = 120.0
 SHAPES = {
-    "small": Shape(rows=8, tokens=6, batch=256, call=64, steps=16),
+    "small": Shape(rows=8, tokens=6, batch=256, call=64, steps=12),
     "medium": Shape(rows=16, tokens=4_096, batch=16, call=8, steps=12),
     "large": Shape(rows=16, tokens=30_000, batch=8, call=2, steps=8),
-    "single": Shape(rows=8, tokens=6, batch=16, call=1, steps=14),
+    "single": Shape(rows=8, tokens=6, batch=16, call=1, steps=8),
 }
 TINY = Shape(rows=1, tokens=1, batch=256, call=0, steps=0)
 PARTS = ["age", *SHAPES, "crowd", "recovery"]
