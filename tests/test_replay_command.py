@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -24,9 +25,9 @@ from async_grpo.replay.journal import JournalError, Segment, segment_path, segme
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.recovery import open_queue
-from async_grpo.wire import GroupTicket, WireError, decode_meta
+from async_grpo.wire import GroupTicket, WireError, decode_meta, encode_group
 from tests.journal_case import RULES, Life, journal_in, queue_settings
-from tests.wire_case import frame_of
+from tests.wire_case import frame_of, make_group
 
 STATES = [state.value for state in State]
 
@@ -210,6 +211,30 @@ def test_a_last_attempt_is_told_by_the_settings_or_else_by_the_next_segment(tmp_
     assert (told.groups[0].state, told.groups[0].reason, told.ledger.counts()["failed"]) == (State.FAILED, "no answer", 1)
 
 
+def test_settings_that_change_at_a_resume_do_not_change_what_was_before(tmp_path: Path) -> None:
+    async def live() -> ReplayQueue:
+        settings = queue_settings(max_attempts=3, filter=None)
+        queue = open_queue(settings, journal_in(tmp_path, "first"))
+        await queue.fail("a", await queue.acquire("a", 0, [], 1), "no answer")
+        await train(queue, 1, want=3)
+        return open_queue(replace(settings, max_attempts=1), journal_in(tmp_path, "second"))
+
+    queue = asyncio.run(live())
+    history = read_history(tmp_path, max_attempts=1)
+    assert history.notes == [] and history.ledger.snapshot() == queue._ledger.snapshot()
+
+
+def test_when_the_run_ends_the_batch_in_training_is_not_unused(tmp_path: Path) -> None:
+    async def live() -> None:
+        queue = open_queue(queue_settings(filter=None), journal_in(tmp_path))
+        await train(queue, 1, want=3)
+        await queue.close()
+
+    asyncio.run(live())
+    history = read_history(tmp_path)
+    assert [record.state for record in history.groups.values()] == [State.TRAINING, State.TRAINING, State.UNUSED] and history.ledger.over
+
+
 def test_frames_stay_in_the_files_until_somebody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def live() -> None:
         queue = open_queue(queue_settings(total_steps=40, filter=None), journal_in(tmp_path, segment_bytes=1500))
@@ -235,9 +260,9 @@ def test_frames_stay_in_the_files_until_somebody_asks(tmp_path: Path, monkeypatc
             history.frame(*args)
 
 
-async def train(queue: ReplayQueue, step: int) -> None:
-    """Produce what the queue asks for and take the batch of `step`, in two groups."""
-    tickets = await queue.acquire("a", queue._ledger.live, [], 2)
+async def train(queue: ReplayQueue, step: int, *, want: int = 2) -> None:
+    """Produce so many groups and take the batch of `step`."""
+    tickets = await queue.acquire("a", queue._ledger.live, [], want)
     await queue.put("a", [frame_of(ticket) for ticket in tickets])
     assert await queue.get_batch(step) is not None
 
@@ -283,7 +308,9 @@ async def a_run(directory: Path) -> None:
     await queue.put("actor-1.0", [frame(second[0], 4.0, versions=(0, 1), values=(0.25, 1.0), actor="actor-1.0")])
     await queue.live(1, "d1")
     third = await queue.acquire("actor-1.0", 1, [], 2)  # group 4 again, and 5
-    await queue.put("actor-1.0", [frame(third[1], values=(0.0, 0.25), actor="actor-1.0")])
+    five = make_group(third[1], values=(0.0, 0.25), actor="actor-1.0")
+    five.rollouts[1].response_ids = np.array([3, 2])
+    await queue.put("actor-1.0", [encode_group(five)])
     assert [meta.group_id for meta in (await queue.get_batch(2)).groups] == [3, 5]
     await queue.fail("actor-1.0", [third[0]], "timeout")  # group 4 failed
     await queue.acquire("actor-2.0", 1, [], 1)  # group 6
@@ -347,6 +374,7 @@ def test_the_ledger_says_what_became_of_everything(look) -> None:
     ):
         assert part in text, (part, text)
     told = json.loads(look("--ledger", "--json"))
+    assert command.parse(["x"]).limit == 20
     assert sum(told["states"].values()) == told["issued"] == 7 and told["rejected"] == {"all_right": 1} and told["digest"] == "d1"
 
 
@@ -359,6 +387,28 @@ def test_off_a_terminal_every_group_is_one_line_and_empty_columns_are_left_out(l
     assert rows[3].split() == ["3", "2", "training", "2", "v0", "v0-1", "0-1", "0.62", "1.00", "62%", "4", "4.00", "actor-1.0"]
     assert not any(line.endswith(" ") for line in lines)
     assert "attempt" not in look("--step", "1").splitlines()[-3] and "no group matches" in look("--step", "7")
+
+
+def test_a_result_that_expired_is_not_taken_for_that_of_the_next_attempt(look, tmp_path: Path) -> None:
+    async def live() -> ReplayQueue:
+        settings = queue_settings(rollout_batch_size=1, order="ready", on_stale="expire", filter=None)
+        queue = open_queue(settings, journal_in(journal_of(tmp_path)))
+        (old,) = await queue.acquire("slow", 0, [], 1)
+        for step in (1, 2):
+            await train(queue, step, want=1)
+            await queue.live(step)
+        await queue.put("slow", [frame_of(old)])
+        assert await queue.get_batch(3) is None
+        return queue
+
+    queue = asyncio.run(live())
+    facts = json.loads(look("--json", "--state", "waiting", directory=tmp_path))
+    assert (facts["reward"], facts["reason"]) == (0.5, "too old for step 3")
+    assert "1 expiration" in look("--ledger", directory=tmp_path)
+    asyncio.run(queue.acquire("b", 2, [], 1))
+    facts = json.loads(look("--json", "--state", "in_flight", directory=tmp_path))
+    assert (facts["attempt"], facts["reward"], facts["actor"]) == (2, None, "b")
+    assert "what follows is the result of attempt 1\n" in look("--group", "0", directory=tmp_path)
 
 
 def test_a_whole_group_with_text_from_the_newest_checkpoint(look, run_dir: Path) -> None:
@@ -388,7 +438,7 @@ def test_text_beside_the_groups_is_the_best_response_on_one_line(look, tmp_path:
         "model": {"type": "WordLevel", "vocab": {"a\nb": 0, "\x1b[2J": 1, "c": 2, "d": 3, "?": 4}, "unk_token": "?"},
     }))
     lines = look("--step", "2", "--text", "--tokenizer", str(tmp_path)).splitlines()
-    assert lines[-1].endswith("a\\nb \\x1b[2J c  a\\nb \\x1b[2J c d")
+    assert lines[-1].endswith("a\\nb \\x1b[2J c  a\\nb \\x1b[2J c d") and lines[-2].endswith("a\\nb \\x1b[2J c  d c")
     facts = json.loads(look("--step", "2", "--limit", "1", "--text", "--json", "--tokenizer", str(tmp_path)))
     assert facts["prompt"] == "a\nb \x1b[2J c" and len(facts["texts"]) == 2
     assert "\n    a\n    b \\x1b[2J c\n" in look("--group", "3", "--tokenizer", str(tmp_path))
@@ -399,7 +449,7 @@ def test_frames_are_read_only_for_groups_that_everything_else_selects(look, monk
     original = History._view
     monkeypatch.setattr(History, "_view", lambda self, group_id, attempt: read.append(group_id) or original(self, group_id, attempt))
     for args, expected in ((["--ledger"], []), (["--limit", "2"], [6, 5]), (["--step", "1", "--version", "0"], [2, 0]),
-                           (["--version", "2", "--steps", "1-9"], []), (["--actor", "actor-0.*", "--state", "trained", "--limit", "1"], [2])):
+                           (["--version", "2", "--steps", "1-9"], []), (["--actor", "actor-1.*", "--limit", "1"], [5])):
         read.clear()
         look("--json", *args)
         assert read == expected, args

@@ -246,8 +246,7 @@ class _Reader:
 
     def _issue(self, event: Issue) -> None:
         record = self._groups.setdefault(event.group_id, GroupRecord(event.group_id, 0, None))
-        record.attempt, record.state, record.step = event.attempt, State.IN_FLIGHT, None
-        record.policy_version, record.actor_id = event.version, event.actor_id
+        record.attempt, record.state, record.policy_version, record.actor_id = event.attempt, State.IN_FLIGHT, event.version, event.actor_id
         self._unfinished[event.group_id] = record
 
     def _change(self, event: Put | Reject | Fail | Expire | Drop, place: Place | None) -> None:
