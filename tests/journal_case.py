@@ -235,21 +235,24 @@ class Life:
         differ = {name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)}
         assert not differ, differ
 
-    async def resume(self, checkpoint: Checkpoint | None) -> None:
-        """The whole run dies and starts again from a checkpoint, or from its beginning."""
+    async def resume(self, checkpoint: Checkpoint | None, **changes: object) -> None:
+        """The whole run dies and starts again from a checkpoint, or from its beginning; perhaps under other settings."""
         end, step = self.queue._ledger, 0 if checkpoint is None else checkpoint.step
         kept, again = self.left_at(step)
         finished = {state: end.closed[state] for state in (State.REJECTED, State.FAILED, State.EXPIRED, State.SKIPPED)}
         self.starts += 1
         self.journal = replace(self.journal, start=f"start-{self.starts}")
-        self.settings = replace(self.settings, trained_steps=step)
+        trained = sum(len(ids) for number, ids in self.batches.items() if number <= step)
+        self.settings = replace(self.settings, trained_steps=step, **changes)
         self.queue = open_queue(self.settings, self.journal, snapshot=checkpoint and checkpoint.snapshot, clock=self.clock)
         ledger = self.queue._ledger
         assert ledger.next_group_id == end.next_group_id and ledger.held == {}
-        assert {entry.group_id: (entry.attempt, entry.frame) for entry in ledger.slots[State.READY].values()} == kept
+        ready = {entry.group_id: (entry.attempt, entry.frame) for entry in ledger.slots[State.READY].values()}
+        assert ready.items() <= kept.items() and (changes or ready == kept), f"{ready} are ready, not {kept}"
+        again |= {group_id: attempt for group_id, (attempt, _) in kept.items() if group_id not in ready}
         assert {group_id: entry.attempt for group_id, entry in ledger.slots[State.WAITING].items()} == again
         assert {state: ledger.closed[state] for state in finished} == finished
-        assert (ledger.closed[State.TRAINED], ledger.closed[State.UNUSED]) == (step * self.settings.rollout_batch_size, 0)
+        assert (ledger.closed[State.TRAINED], ledger.closed[State.UNUSED]) == (trained, 0)
         self.batches = {number: ids for number, ids in self.batches.items() if number <= step}
         self.taken = self.live = step
         self.gone += self.actors
@@ -294,4 +297,4 @@ class Life:
             self.live = self.taken
             await self.queue.live(self.live)
         assert self.taken == self.settings.total_steps, f"stuck at step {self.taken}: {await self.queue.counts()}"
-        assert (await self.queue.counts())["trained"] == self.settings.total_groups
+        assert (await self.queue.counts())["trained"] == sum(map(len, self.batches.values()))
