@@ -37,7 +37,7 @@ def balanced(scenario: Scenario) -> Scenario:
     """With a learner that needs as long for a batch as the producers on average, all of their slots taken."""
     group_s = statistics.mean(scenario.duration_s(group_id) for group_id in range(4_000))
     step_s = scenario.rollout_batch_size * group_s / (scenario.actors * scenario.slots)
-    return replace(scenario, learner_s=step_s, publish_s=0.05 * step_s, poll_s=0.05 * step_s)
+    return replace(scenario, learner_s=step_s, publish_s=0.05 * step_s, poll_s=0.25 * step_s)
 
 
 def cell(name: str, runs: list[dict[str, float]]) -> str:
