@@ -54,8 +54,8 @@ def describe(scenario: Scenario, seeds: int) -> str:
     longest = scenario.longest * scenario.mean_tokens / scenario.tokens_per_s
     slots, step_s = scenario.actors * scenario.slots, scenario.learner_s
     return f"""{scenario.total_steps} steps of R = {scenario.rollout_batch_size} groups of {scenario.group_size} responses, {seeds} seeds;
-{slots} groups at a time on {scenario.actors} actors. Response lengths are lognormal (sigma {scenario.spread:g}, of which {PROMPT_SHARE:g} is the
-prompt's) and cut at {scenario.longest:g} x the mean. A group takes as long as its longest response: {group_s:.2f} x the time of a mean
+{slots} groups at a time on {scenario.actors} actors. Response lengths are lognormal (sigma {scenario.spread:g}, of which {PROMPT_SHARE:g} is
+the prompt's) and cut at {scenario.longest:g} x the mean. A group takes as long as its longest response: {group_s:.2f} x the time of a mean
 response on average, {longest:g} x at most. A learner step takes {step_s:.2f} x that time (+- 50 %): the longest response lasts
 {longest / step_s:.1f} learner steps. The first and the last {SKIPPED_STEPS} steps are left out.
 {machine()}."""

@@ -303,6 +303,7 @@ class Simulation:
         try:
             batch = await self.queue.get_batch(self.step + 1)
         except NoSignal as error:
+            self.witness.no_batch(self.step + 1)
             await self.finish_run("retired" if "retired" in str(error) else "failed")
             return
         if batch is None:
