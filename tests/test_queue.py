@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
-from async_grpo.replay import ledger
+from async_grpo.replay import events, ledger
 from async_grpo.replay import queue as queue_module
 from async_grpo.replay.no_signal import MAX_FAILED_GROUPS, NoSignal
 from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
@@ -513,7 +513,7 @@ async def test_many_different_reasons_do_not_fill_the_memory() -> None:
         await queue.fail("a", [ticket], f"reason {index} {'x' * 10_000}")
     reasons = queue._ledger.failed
     assert len(reasons) == ledger.REASONS + 1 and reasons.total() == 3 * ledger.REASONS
-    assert max(map(len, reasons)) <= ledger.REASON_CHARS
+    assert max(map(len, reasons)) <= events.REASON_CHARS
 
 
 async def test_waits_of_producers_and_learner_are_measured() -> None:

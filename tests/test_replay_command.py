@@ -20,6 +20,7 @@ from tokenizers.models import WordLevel
 
 from async_grpo.replay import __main__ as command
 from async_grpo.replay import history as history_module
+from async_grpo.replay import lineage as lineage_module
 from async_grpo.replay.history import History, Start, read_history
 from async_grpo.replay.journal import JournalError, Segment, segment_path, segments
 from async_grpo.replay.ledger import Ledger, State
@@ -72,11 +73,11 @@ def test_at_every_moment_the_history_is_that_of_the_living_queue(tmp_path: Path,
                 elif chance < 0.05 and (life.checkpoints or not life.batches):
                     await life.resume(life.random.choice(life.checkpoints) if life.checkpoints else None)
                 elif chance < 0.2:
-                    compare(read_history(tmp_path / str(seed), max_attempts=life.settings.max_attempts), life)
+                    compare(read_history(tmp_path / str(seed)), life)
             states.update(await life.queue.counts())
             await life.finish()
             await life.queue.close()
-            compare(read_history(tmp_path / str(seed), max_attempts=life.settings.max_attempts), life)
+            compare(read_history(tmp_path / str(seed)), life)
 
     asyncio.run(lives())
     assert all(states[name] for name in ("trained", "rejected", "late", "invalid", "forfeited", "restarts")), states
@@ -91,7 +92,7 @@ def test_what_deleted_segments_told_is_counted_not_listed_and_nothing_else_chang
             life = Life(tmp_path / str(seed), 3000 + seed)
             for _ in range(200):
                 await life.call()
-            history, ledger = read_history(tmp_path / str(seed), max_attempts=life.settings.max_attempts), life.queue._ledger
+            history, ledger = read_history(tmp_path / str(seed)), life.queue._ledger
             assert history.ledger.snapshot() == ledger.snapshot()
             for group_id, record in history.groups.items():
                 known = ledger.record(group_id)
@@ -127,7 +128,7 @@ def test_the_bytes_that_a_dying_writer_left_are_a_note_and_every_prefix_is_a_his
     cut.mkdir()
     for size in range(Segment(tmp_path / "whole", number).size, len(data) + 1, 7):
         segment_path(cut, number).write_bytes(data[:size])
-        history = read_history(cut, max_attempts=3)
+        history = read_history(cut)
         assert history.ledger.issued >= issued and [note for note in history.notes if "cut off" not in note] == []
         issued = history.ledger.issued
         assert Counter(record.state.value for record in history.groups.values()) == +Counter(history.ledger.counts())
@@ -152,17 +153,17 @@ def test_damage_is_a_note_where_it_is_and_the_next_snapshot_is_right_again(tmp_p
     segment = Segment(tmp_path, numbers[1])
     start, records = segment.size, list(segment.records())
     path.write_bytes(whole[: start + 30] + b"\xff" * 8 + whole[start + 38:])
-    history = read_history(tmp_path, max_attempts=3)
+    history = read_history(tmp_path)
     assert history.ledger.snapshot() == ledger.snapshot()
     assert len(history.notes) == 1 and "damaged" in history.notes[0] and path.name in history.notes[0]
     path.write_bytes(b"something else")
-    assert read_history(tmp_path, max_attempts=3).ledger.snapshot() == ledger.snapshot()
+    assert read_history(tmp_path).ledger.snapshot() == ledger.snapshot()
 
     put = next(record for record in records if record.place is not None)
     broken = bytearray(whole)
     broken[put.place.offset + put.place.length - 1] ^= 255
     path.write_bytes(bytes(broken))
-    history, group_id = read_history(tmp_path, max_attempts=3), put.body[1]
+    history, group_id = read_history(tmp_path), put.body[1]
     assert history.notes == []
     with pytest.raises(WireError):
         history.group(group_id, put.body[2])
@@ -197,15 +198,14 @@ def test_another_start_is_in_the_history_and_what_it_took_back_is_not(tmp_path: 
     }
 
 
-def test_a_last_attempt_is_told_by_the_settings_or_else_by_the_next_segment(tmp_path: Path) -> None:
+def test_a_last_attempt_is_told_by_the_journal_itself(tmp_path: Path) -> None:
     async def live() -> ReplayQueue:
         queue = open_queue(queue_settings(max_attempts=1), journal_in(tmp_path))
         await queue.fail("a", await queue.acquire("a", 0, [], 1), "no answer")
         return queue
 
     queue = asyncio.run(live())
-    assert read_history(tmp_path, max_attempts=1).groups[0].state == State.FAILED
-    assert read_history(tmp_path).groups[0].state == State.WAITING
+    assert read_history(tmp_path).groups[0].state == State.FAILED
     queue.begin_segment()
     told = read_history(tmp_path)
     assert (told.groups[0].state, told.groups[0].reason, told.ledger.counts()["failed"]) == (State.FAILED, "no answer", 1)
@@ -220,7 +220,7 @@ def test_settings_that_change_at_a_resume_do_not_change_what_was_before(tmp_path
         return open_queue(replace(settings, max_attempts=1), journal_in(tmp_path, "second"))
 
     queue = asyncio.run(live())
-    history = read_history(tmp_path, max_attempts=1)
+    history = read_history(tmp_path)
     assert history.notes == [] and history.ledger.snapshot() == queue._ledger.snapshot()
 
 
@@ -244,7 +244,8 @@ def test_frames_stay_in_the_files_until_somebody_asks(tmp_path: Path, monkeypatc
 
     asyncio.run(live())
     opened = []
-    monkeypatch.setattr(history_module, "Segment", lambda directory, number: opened.append(number) or Segment(directory, number))
+    for module in (history_module, lineage_module):
+        monkeypatch.setattr(module, "Segment", lambda directory, number: opened.append(number) or Segment(directory, number))
     history = read_history(tmp_path)
     assert len(opened) == len(segments(tmp_path)) > 2 * history_module.OPEN_SEGMENTS
     opened.clear()

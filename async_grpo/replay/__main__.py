@@ -153,7 +153,7 @@ def _history(run_dir: Path, config: dict[str, Any]) -> History:
         raise SetupError(f"{run_dir} is no directory")
     if not segments(run_dir / "journal"):
         raise SetupError(f"{run_dir} has no journal: it is not the directory of a run (run.dir), or replay.journal.enable is false")
-    return read_history(run_dir / "journal", max_attempts=_section(config, "replay").get("max_attempts"))
+    return read_history(run_dir / "journal")
 
 
 def _decoder(options: argparse.Namespace, config: dict[str, Any]) -> Decode | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+REASON_CHARS = 200
+"""What is kept of the text that says why."""
 OVERDUE = "no result in time and no word from its actor"
 """Reason of a `Fail` when a ticket reached its deadline."""
 
@@ -119,6 +121,11 @@ KINDS: dict[str, type[Event]] = {
     "retire": Retire, "refuse": Refuse, "batch": TakeBatch, "done": Done, "live": Live, "close": Close,
 }
 _KIND_OF = {event: kind for kind, event in KINDS.items()}
+
+
+def plain_text(reason: str) -> str:
+    """The beginning of a reason as text that can be written down, whatever an exception put into it."""
+    return reason[:REASON_CHARS].encode("utf-8", "replace").decode()
 
 
 def to_wire(event: Event) -> list[Any]:

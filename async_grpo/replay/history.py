@@ -1,7 +1,7 @@
 """What happened in a run, from its journal alone: every group, every batch, and the frames on demand.
 
-Runs in: any process that looks at a run, while it goes on or afterwards; reads only. Hides segments and events. Segments are walked in
-order, and the snapshot at the start of each one is right where it and the events before it differ:
+Runs in: any process that looks at a run, while it goes on or afterwards; reads only. Hides segments and events. The segments that
+lead to the newest one (`lineage`) are walked in order, and the snapshot at the start of each one is right where it and the events before it differ:
 
     a process of the queue died      the snapshot says what was safe
     another start of the run         the batches of the steps after its checkpoint were taken back: their groups are ready, or wait
@@ -13,7 +13,6 @@ notes, not errors, as long as one segment can be read.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +34,9 @@ from async_grpo.replay.events import (
     TakeBatch,
     from_wire,
 )
-from async_grpo.replay.journal import JournalDamage, JournalError, Record, Segment, segment_path, segments
+from async_grpo.replay.journal import JournalDamage, JournalError, Record, Segment
 from async_grpo.replay.ledger import Ledger, Place, State
+from async_grpo.replay.lineage import Link, lineage
 from async_grpo.replay.queue import SNAPSHOT_FORMAT
 from async_grpo.wire import Group, GroupMeta, WireError, decode_group, decode_meta
 
@@ -44,7 +44,6 @@ OPEN_SEGMENTS = 8
 """Segments that stay mapped while frames are read; a batch of one learner step lies in one or two."""
 REFUSALS = 100
 """Refused results that are remembered; the ledger counts all of them."""
-_NO_LIMIT = sys.maxsize
 
 
 @dataclass(slots=True)
@@ -123,59 +122,47 @@ class History:
         return self._open[number].payload(places[-1])
 
 
-def read_history(directory: Path, *, max_attempts: int | None = None) -> History:
-    """The history that the segments in `directory` tell.
-
-    max_attempts: of the run's settings. The journal itself says only at the next segment that an attempt was the last one; without this
-    number, such a group is `waiting` until then. Raises JournalError where there is no journal, or nothing of it can be read.
-    """
-    numbers = segments(directory)
-    if not numbers:
-        raise JournalError(f"there is no journal in {directory}")
-    reader = _Reader(directory, max_attempts=max_attempts)
-    for number in numbers:
-        try:
-            segment = Segment(directory, number)
-        except JournalError as error:
-            if segment_path(directory, number).exists():  # the queue may have deleted it meanwhile: an old one that nobody needs
-                reader.notes.append(str(error))
-            continue
-        if segment.snapshot.get("format") != SNAPSHOT_FORMAT:
-            raise JournalError(f"{segment.path} is of format {segment.snapshot.get('format')}, this program reads {SNAPSHOT_FORMAT}")
-        reader.read(segment, last=number == numbers[-1])
+def read_history(directory: Path) -> History:
+    """The history that the segments in `directory` tell. Raises JournalError where there is no journal, or nothing of it can be read."""
+    links, notes = lineage(directory)
+    reader = _Reader(directory)
+    reader.notes += notes
+    for link in links:
+        found = link.segment.snapshot.get("format")
+        if found != SNAPSHOT_FORMAT:
+            raise JournalError(f"{link.segment.path} is of format {found}, this program reads {SNAPSHOT_FORMAT}")
+        reader.read(link)
     return reader.history()
 
 
 class _Reader:
     """Builds a History, segment by segment."""
 
-    def __init__(self, directory: Path, *, max_attempts: int | None) -> None:
-        self._directory, self._max_attempts = directory, max_attempts or _NO_LIMIT
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self.notes: list[str] = []
         self._ledger: Ledger | None = None
         self._facts: dict[str, Any] = {}
         self._forget_all()
 
     def history(self) -> History:
-        """What was read. Raises JournalError if that is nothing."""
-        if self._ledger is None:
-            raise JournalError(self.notes[0] if self.notes else f"the journal in {self._directory} was deleted while it was read")
+        """What was read."""
         return History(
             self._directory, self._ledger, self._groups, self._steps, self._live, self._starts, self._refusals, self.notes
         )
 
-    def read(self, segment: Segment, *, last: bool) -> None:
+    def read(self, link: Link) -> None:
         """Go through the next segment; damage in it ends it early."""
-        # An attempt that was the last one under earlier settings need not be it under the present ones: the next snapshot tells.
-        self._ledger = Ledger.from_snapshot(segment.snapshot["ledger"], max_attempts=self._max_attempts if last else _NO_LIMIT)
+        segment = link.segment
+        self._ledger = Ledger.from_snapshot(segment.snapshot["ledger"])
         self._enter(segment.snapshot)
         try:
-            for record in segment.records():
+            for record in link.records():
                 self._take(from_wire(record.body), record)
         except (JournalDamage, RuntimeError, ValueError) as error:
             self.notes.append(f"what came later in its segment is unknown: {error}")
         if segment.cut_off:
-            tail = "is being written, or was" if last else "was"
+            tail = "is being written, or was" if link.until is None else "was"
             self.notes.append(f"{segment.path}: the last record {tail} cut off ({segment.cut_off:,} bytes)")
 
     def _forget_all(self) -> None:

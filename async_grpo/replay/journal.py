@@ -3,7 +3,9 @@
 Runs in: the replay queue's process (writing), and whoever looks at a run (reading). Hides files, framing and flushing:
 
     <directory>/00000012.journal   magic, format version, segment number; then records. The first record is a snapshot of the ledger.
-    record      body length u32 | payload length u64 | sequence number u64 | crc32 of these and the body | body (msgpack) | payload
+    record      magic | body length u32 | payload length u64 | sequence number u64 | crc32 of these and the body | body (msgpack) | payload
+
+A snapshot names the segment's parent: the segment and the record after which it goes on (`lineage`).
 
 The payload is a group's frame, which carries a checksum of its own (`wire`). A segment appears under its name with its snapshot in it, or
 not at all. What a reader finds at the end of a segment, or in it:
@@ -44,11 +46,10 @@ INTERVAL_S = 1.0
 
 _MAGIC = b"AGRJ"
 _FILE = struct.Struct("<4sHHQ")
-_HEAD = struct.Struct("<IQQ")
+_RECORD_MAGIC = b"\xa7Rec"
+_HEAD = struct.Struct("<4sIQQ")
 _CRC = struct.Struct("<I")
 _RECORD_BYTES = _HEAD.size + _CRC.size
-_LOOK_AHEAD = 64
-"""Records after a bad one whose sequence numbers are searched for, to tell a damaged middle from a cut-off end."""
 
 
 class JournalError(RunError):
@@ -84,11 +85,11 @@ class Writer:
 
     def __init__(
         self, directory: Path, *, fsync: Fsync = "group", segment_bytes: int = 2**28, segment: int = 0, sequence: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        parent: int | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """segment, sequence: the last ones that exist. Nothing is written before `begin`."""
+        """segment: the last number that is taken. The first segment goes on after record `sequence` of segment `parent`."""
         self.directory, self._fsync, self._segment_bytes, self._clock = directory, fsync, segment_bytes, clock
-        self.segment = segment
+        self.segment, self._parent = segment, parent
         self.nbytes = 0
         """Bytes in the segment."""
         self.syncs = 0
@@ -108,7 +109,7 @@ class Writer:
         return segments(self.directory)
 
     def begin(self, snapshot: dict[str, Any]) -> None:
-        """Start the next segment with a snapshot; what was written before is on the disk then (unless `fsync` is `never`)."""
+        """Start the next segment with a snapshot; with fsync `group`, what was written before is on the disk then."""
         self._check()
         path = segment_path(self.directory, self.segment + 1)
         temporary = path.with_suffix(".tmp")
@@ -120,10 +121,12 @@ class Writer:
             raise self._broken(error) from error
         if self._fd >= 0:
             os.close(self._fd)
+        parent = None if self._parent is None else [self._parent, self._written]
         self._fd, self.nbytes = fd, 0
         self.segment += 1
+        self._parent = self.segment
         self._write([_FILE.pack(_MAGIC, JOURNAL_FORMAT, 0, self.segment)])
-        self.append(snapshot)
+        self.append({**snapshot, "parent": parent})
         try:
             self._flush_now()
             os.rename(temporary, path)
@@ -141,7 +144,7 @@ class Writer:
         self._check()
         packed = msgpack.packb(body, use_bin_type=True)
         view = memoryview(payload).cast("B")
-        head = _HEAD.pack(len(packed), len(view), self._written + 1)
+        head = _HEAD.pack(_RECORD_MAGIC, len(packed), len(view), self._written + 1)
         offset = self.nbytes + _RECORD_BYTES + len(packed)
         self._write([head + _CRC.pack(zlib.crc32(packed, zlib.crc32(head))) + packed, view])
         self._written += 1
@@ -177,21 +180,27 @@ class Writer:
             os.close(self._fd)
             self._fd = -1
 
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
+
     async def _sync(self) -> None:
         """One flush, in a thread. What it covers is known before it starts."""
-        covered, fd = self._written, os.dup(self._fd)
+        covered, fd = self._written, -1
         try:
+            fd = os.dup(self._fd)  # the segment may change meanwhile
             await asyncio.to_thread(os.fdatasync, fd)
             self._synced, self._synced_at = max(self._synced, covered), self._clock()
             self.syncs += 1
         except OSError as error:
             self._broken(error)
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             self._syncing = None
 
     def _flush_now(self) -> None:
-        if self._fd >= 0 and self._fsync != "never":
+        if self._fd >= 0 and self._fsync == "group":
             os.fdatasync(self._fd)
             self._synced, self._synced_at = self._written, self._clock()
 
@@ -246,6 +255,9 @@ class Segment:
         self.snapshot: dict[str, Any] = first.body
         self.sequence = first.sequence
         """Number of the last record read."""
+        parent = self.snapshot.get("parent")
+        self.parent: tuple[int, int] | None = None if parent is None else (parent[0], parent[1])
+        """The segment and the record after which it goes on; None for the first one of a run."""
 
     def records(self) -> Iterator[Record]:
         """The records after the snapshot, up to the end or a cut-off one. Raises JournalDamage at a damaged one."""
@@ -262,10 +274,10 @@ class Segment:
         if at == end:
             return None
         if end - at >= _RECORD_BYTES:
-            length, payload, sequence = _HEAD.unpack_from(self._data, at)
+            magic, length, payload, sequence = _HEAD.unpack_from(self._data, at)
             start = at + _RECORD_BYTES
             stop = start + length
-            if length <= MAX_BODY_BYTES and stop <= end and expected in (None, sequence) and self._adds_up(at, start, stop):
+            if magic == _RECORD_MAGIC and length <= MAX_BODY_BYTES and stop <= end and expected in (None, sequence) and self._adds_up(at, start, stop):
                 if stop + payload > end:
                     self.cut_off = end - at
                     return None
@@ -287,14 +299,13 @@ class Segment:
             raise JournalDamage(f"{self.path} holds a record that is not msgpack: {error}") from error
 
     def _later_record(self, expected: int) -> int | None:
-        """Where a whole record with one of the next sequence numbers is."""
-        for sequence in range(expected + 1, expected + 1 + _LOOK_AHEAD):
-            at = self._data.find(sequence.to_bytes(8, "little"), self.size) - 12  # lengths come before the number
-            if at >= self.size:
-                length = _HEAD.unpack_from(self._data, at)[0] if at + _RECORD_BYTES <= len(self._data) else MAX_BODY_BYTES + 1
-                start = at + _RECORD_BYTES
-                if start + length <= len(self._data) and self._adds_up(at, start, start + length):
-                    return at
+        """Where a whole record with a later sequence number is."""
+        at = self.size
+        while (at := self._data.find(_RECORD_MAGIC, at + 1)) >= 0 and at + _RECORD_BYTES <= len(self._data):
+            _, length, _, sequence = _HEAD.unpack_from(self._data, at)
+            start = at + _RECORD_BYTES
+            if sequence > expected and start + length <= len(self._data) and self._adds_up(at, start, start + length):
+                return at
         return None
 
 

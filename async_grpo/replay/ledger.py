@@ -44,8 +44,8 @@ from async_grpo.replay.events import (
 from async_grpo.wire import GroupMeta, GroupTicket
 
 RECENT_GROUPS = 8192
-REASON_CHARS, REASONS = 200, 64
-"""Reasons of failures are counted by their first characters; beyond so many different ones they are counted together."""
+REASONS = 64
+"""Different reasons of failures that are counted one by one; beyond that they are counted together."""
 
 
 class State(StrEnum):
@@ -119,6 +119,8 @@ class Ledger:
         self.forfeited: set[str] = set()
         self.segment_steps: dict[int, int] = {}
         """Segment of the journal -> the latest learner step that took a group from it."""
+        self.unused: dict[int, Entry] = {}
+        """Groups that the end of the run left over: a run that goes on later takes them up again."""
         self.changes = 0
         self._recent: dict[int, tuple[int, State, int | None]] = {}
         self._apply: dict[type, Callable[..., None]] = {
@@ -284,6 +286,7 @@ class Ledger:
             if entry.state == State.IN_FLIGHT:
                 self._release(entry)
             if entry.state in (State.WAITING, State.IN_FLIGHT, State.READY):
+                self.unused[entry.group_id] = entry
                 self._move(entry, State.UNUSED)
 
     # ---- bookkeeping ----
@@ -332,22 +335,23 @@ class Ledger:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain values for `from_snapshot`. Results are named by their place in the journal, not contained."""
+        in_slots = [entry for index in self.slots.values() for entry in index.values()]  # in each state in the order of arrival
         groups = [
             [entry.group_id, entry.attempt, entry.policy_version, entry.state.value, entry.actor_id, entry.step, entry.place]
-            for entry in self.entries.values()
+            for entry in (*in_slots, *self.unused.values())
         ]
         counters = {name: {str(key): count for key, count in getattr(self, name).items()} for name in _COUNTERS}
         return {
             "first_group_id": self.first_group_id, "next_group_id": self.next_group_id, "steps": self.steps, "live": self.live,
-            "training_step": self.training_step, "over": self.over, "groups": groups, **counters,
+            "training_step": self.training_step, "over": self.over, "max_attempts": self.max_attempts, "groups": groups, **counters,
             "retired": sorted(self.retired), "forfeited": sorted(self.forfeited),
             "segment_steps": [list(pair) for pair in self.segment_steps.items()],
         }
 
     @classmethod
-    def from_snapshot(cls, snapshot: dict[str, Any], *, max_attempts: int, entries: Iterable[Entry] | None = None) -> Ledger:
+    def from_snapshot(cls, snapshot: dict[str, Any], *, entries: Iterable[Entry] | None = None) -> Ledger:
         """The ledger that `snapshot` described; results are not there until somebody reads them. `entries` take the place of its groups."""
-        ledger = cls(first_group_id=snapshot["first_group_id"], steps=snapshot["steps"], max_attempts=max_attempts)
+        ledger = cls(first_group_id=snapshot["first_group_id"], steps=snapshot["steps"], max_attempts=snapshot["max_attempts"])
         for name in ("next_group_id", "live", "training_step", "over"):
             setattr(ledger, name, snapshot[name])
         for name in _COUNTERS:
@@ -356,6 +360,9 @@ class Ledger:
         ledger.retired, ledger.forfeited = set(snapshot["retired"]), set(snapshot["forfeited"])
         ledger.segment_steps = {segment: step for segment, step in snapshot["segment_steps"]}
         for entry in _entries(snapshot["groups"]) if entries is None else entries:
+            if entry.state == State.UNUSED:
+                ledger.unused[entry.group_id] = entry
+                continue
             ledger.entries[entry.group_id] = ledger.slots[entry.state][entry.group_id] = entry
             if entry.state == State.IN_FLIGHT:
                 ledger.held.setdefault(entry.actor_id, {})[entry.group_id] = entry
@@ -370,7 +377,6 @@ def _entries(rows: Iterable[list[Any]]) -> Iterable[Entry]:
 
 def _count(reasons: Counter[str], reason: str) -> None:
     """Errors may name ids or values: without a limit every one would be a reason of its own."""
-    reason = reason[:REASON_CHARS]
     if reason not in reasons and len(reasons) >= REASONS:
         reason = "other reasons"
     reasons[reason] += 1

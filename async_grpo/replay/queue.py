@@ -34,7 +34,7 @@ import numpy as np
 from async_grpo.replay import events
 from async_grpo.replay.admission import Admission
 from async_grpo.replay.journal import Writer
-from async_grpo.replay.ledger import REASON_CHARS, Entry, Ledger, State
+from async_grpo.replay.ledger import Entry, Ledger, State
 from async_grpo.replay.no_signal import check_signal
 from async_grpo.replay.pressure import Pressure, batch_metrics
 from async_grpo.replay.retirement import Retirement
@@ -118,7 +118,7 @@ class ReplayQueue:
             verdict = self._take(actor_id, frame)
             verdicts.append(verdict)
             if verdict.status in ("late", "duplicate", "invalid"):
-                self.record(events.Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, verdict.reason[:REASON_CHARS]))
+                self.record(events.Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, events.plain_text(verdict.reason)))
             taken += len(frame)
             if taken >= SLICE_BYTES or index % SLICE_FRAMES == SLICE_FRAMES - 1:
                 taken = 0
@@ -300,7 +300,7 @@ class ReplayQueue:
             self._lose(entry, events.OVERDUE)
 
     def _lose(self, entry: Entry, reason: str) -> None:
-        self.record(events.Fail(entry.group_id, entry.attempt, reason[:REASON_CHARS]))
+        self.record(events.Fail(entry.group_id, entry.attempt, events.plain_text(reason)))
 
     # ---- intake ----
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from async_grpo.replay.events import Close, Drop, Event, Put, TakeBatch, from_wire
-from async_grpo.replay.journal import Fsync, JournalDamage, JournalError, Segment, Writer, segments
+from async_grpo.replay.events import Drop, Event, Put, TakeBatch, from_wire
+from async_grpo.replay.journal import Fsync, JournalDamage, JournalError, Record, Segment, Writer, segments
 from async_grpo.replay.ledger import Entry, Ledger, Place, State
+from async_grpo.replay.lineage import Link, lineage
 from async_grpo.replay.queue import SNAPSHOT_FORMAT, ReplayQueue, snapshot_facts
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import GroupMeta, WireError, decode_meta
@@ -78,30 +79,44 @@ def open_queue(
     if snapshot is not None:
         _check_snapshot(snapshot, settings)
     if journal is None:
-        ledger, report = (None, None) if snapshot is None else _rewind(_Past.of(snapshot, settings), settings)
+        ledger, report = (None, None) if snapshot is None else _rewind(_Past(snapshot), settings)
         return ReplayQueue(settings, ledger=ledger, clock=clock, report=report)
     directory = Path(journal.directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise JournalError(f"the journal's directory {directory} cannot be made: {error.strerror or error}") from error
-    numbers = segments(directory)
-    last = Segment(directory, numbers[-1]) if numbers else None
-    if last is not None and last.snapshot["start"] == journal.start:
-        return _go_on(settings, journal, last, clock=clock)
-    return _resume(settings, journal, snapshot, numbers, clock=clock)
+    own = _own_segment(directory, journal.start)
+    return _resume(settings, journal, snapshot, clock=clock) if own is None else _go_on(settings, journal, own, clock=clock)
+
+
+def _own_segment(directory: Path, start: str) -> Segment | None:
+    """The last segment, if this start of the run wrote it.
+
+    Raises JournalDamage if this start wrote the last one and it cannot be read: what it says happened, and the learner has gone on from it.
+    """
+    damage = None
+    for number in reversed(segments(directory)):
+        try:
+            segment = Segment(directory, number)
+        except JournalDamage as error:
+            damage = damage or error
+            continue
+        if segment.snapshot["start"] != start:
+            return None
+        if damage is not None:
+            raise damage
+        return segment
+    return None
 
 
 def _go_on(settings: QueueSettings, journal: JournalSettings, last: Segment, *, clock: Callable[[], float]) -> ReplayQueue:
     """The queue's process died: everything is as it was."""
-    ledger = Ledger.from_snapshot(last.snapshot["ledger"], max_attempts=settings.max_attempts)
+    ledger = Ledger.from_snapshot(last.snapshot["ledger"])
     for record in last.records():
-        _apply(ledger, from_wire(record.body), record.place, now=clock(), where=last.path)
+        _apply(ledger, _event(record, last), record.place, last)
     results, unreadable = _Results(Path(journal.directory)), []
-    for entry in ledger.entries.values():
-        entry.issued_at = entry.ready_at = clock()
-        if entry.state not in (State.READY, State.TRAINING):
-            continue
+    for entry in (*ledger.slots[State.READY].values(), *ledger.slots[State.TRAINING].values()):
         try:
             entry.meta, entry.frame = results.read(entry.place, entry.group_id, entry.attempt, settings)
         except WireError as error:
@@ -109,42 +124,56 @@ def _go_on(settings: QueueSettings, journal: JournalSettings, last: Segment, *, 
                 raise JournalError(f"group {entry.group_id} of the learner step in training cannot be read from the journal: {error}") from error
             unreadable.append(entry)
     ledger.totals["restarts"] += 1
-    queue = _on_journal(settings, journal, ledger, last, facts=_facts_of(last.snapshot), clock=clock)
+    writer = _writer(journal, number=last.number, last=last, clock=clock)
+    queue = _opened(settings, ledger, writer, {name: value for name, value in last.snapshot.items() if name != "ledger"}, clock=clock)
     for entry in unreadable:
         queue.record(Drop(entry.group_id, entry.attempt))
     return queue
 
 
 def _resume(
-    settings: QueueSettings, journal: JournalSettings, snapshot: dict[str, Any] | None, numbers: list[int], *, clock: Callable[[], float]
+    settings: QueueSettings, journal: JournalSettings, snapshot: dict[str, Any] | None, *, clock: Callable[[], float]
 ) -> ReplayQueue:
     """Another start of the run. Without a journal that fits, outstanding groups are generated again."""
     directory = Path(journal.directory)
-    first = None if journal.fresh else _first_needed(directory, numbers, snapshot, settings)
-    ledger = report = last = None
+    numbers = segments(directory)
+    past, note = (None, "") if journal.fresh or not numbers else _past(directory, snapshot, settings, journal.identity)
+    ledger = report = None
     facts = snapshot_facts(journal.identity, start=journal.start)
-    if first is not None:
-        past, last = _Past.read(directory, [number for number in numbers if number >= first], settings)
+    if past is not None:
         facts |= {"journal": past.snapshot["journal"], "epoch": past.snapshot["epoch"] + 1}
         ledger, report = _rewind(past, settings, results=_Results(directory) if past.snapshot["identity"] == journal.identity else None)
     elif snapshot is not None:
-        ledger, report = _rewind(_Past.of(snapshot, settings), settings)
         facts["epoch"] = snapshot["epoch"] + 1
-    if first is None:
-        Writer(directory).remove(set(numbers))
-    queue = _on_journal(settings, journal, ledger, last, facts=facts, clock=clock, after=max(numbers, default=0))
+        ledger, report = _rewind(_Past(snapshot), settings)
+    if note:
+        report = report or Report()
+        report.note = note
+    writer = _writer(journal, number=max(numbers, default=0), last=None if past is None else past.last, clock=clock)
+    if past is None and not note:
+        writer.remove(set(numbers))
+    queue = _opened(settings, ledger, writer, facts, clock=clock)
     queue.report = report
     return queue
 
 
-def _on_journal(
-    settings: QueueSettings, journal: JournalSettings, ledger: Ledger | None, last: Segment | None, *, facts: dict[str, Any],
-    clock: Callable[[], float], after: int | None = None,
-) -> ReplayQueue:
-    writer = Writer(
-        Path(journal.directory), fsync=journal.fsync, segment_bytes=journal.segment_bytes, clock=clock,
-        segment=last.number if after is None else after, sequence=0 if last is None else last.sequence,
+def _writer(journal: JournalSettings, *, number: int, last: Segment | None, clock: Callable[[], float]) -> Writer:
+    """Writes the segments after `number`, which go on after what was read of `last`."""
+    return Writer(
+        Path(journal.directory), fsync=journal.fsync, segment_bytes=journal.segment_bytes, clock=clock, segment=number,
+        sequence=0 if last is None else last.sequence, parent=None if last is None else last.number,
     )
+
+
+def _opened(
+    settings: QueueSettings, ledger: Ledger | None, writer: Writer, facts: dict[str, Any], *, clock: Callable[[], float]
+) -> ReplayQueue:
+    if ledger is not None:
+        ready = list(ledger.slots[State.READY].values())
+        for place, entry in enumerate(ready):
+            entry.ready_at = clock() - 1e-6 * (len(ready) - place)  # the order of completion outlives the process, the times do not
+        for entry in ledger.slots[State.IN_FLIGHT].values():
+            entry.issued_at = clock()
     queue = ReplayQueue(settings, ledger=ledger, journal=writer, facts=facts, clock=clock)
     queue.begin_segment()
     return queue
@@ -173,69 +202,83 @@ class _Results:
         return meta, frame
 
 
-@dataclass
 class _Past:
-    """A run's history up to its end: the ledger there, the batches that were taken since the beginning, and where results are."""
+    """A run's history up to its end: the ledger there, the batches that were taken on the way, and where results are."""
 
-    snapshot: dict[str, Any]
-    ledger: Ledger
-    batches: dict[int, list[int]] = field(default_factory=dict)
-    results: dict[int, tuple[int, Place]] = field(default_factory=dict)
-    note: str = ""
-
-    @classmethod
-    def of(cls, snapshot: dict[str, Any], settings: QueueSettings) -> _Past:
+    def __init__(self, snapshot: dict[str, Any]) -> None:
         """No more than a snapshot: results are not at hand."""
-        return cls(snapshot, Ledger.from_snapshot(snapshot["ledger"], max_attempts=settings.max_attempts))
+        self.snapshot, self.ledger = snapshot, Ledger.from_snapshot(snapshot["ledger"])
+        self.batches: dict[int, list[int]] = {}
+        self.results: dict[int, tuple[int, Place]] = {}
+        self.last: Segment | None = None
+        self.notes: list[str] = []
 
-    @classmethod
-    def read(cls, directory: Path, numbers: list[int], settings: QueueSettings) -> tuple[_Past, Segment]:
-        """The segments in order, up to the last one or the first damage; and the last segment read."""
-        past = None
-        for number in numbers:
-            segment = Segment(directory, number)
-            if past is None:
-                past = cls.of(segment.snapshot, settings)
-            past._enter(segment, settings)
+    def read(self, links: list[Link], *, step: int) -> None:
+        """The segments in order, up to the last one, the first damage, or a start of the run that went behind `step`: another branch."""
+        for link in links:
+            snapshot = link.segment.snapshot
+            if snapshot["start"] != self.snapshot["start"] and snapshot["ledger"]["steps"] < step:
+                return
+            self._enter(link.segment)
             try:
-                for record in segment.records():
-                    past._note(from_wire(record.body), record.place, segment)
+                for record in link.records():
+                    self._note(_event(record, link.segment), record.place, link.segment)
             except JournalDamage as error:
-                past.note = f"what came later is not taken over, because {error}"
-                break
-        return past, segment
+                self.notes.append(f"what came later is not taken over, because {error}")
+                return
 
-    def _enter(self, segment: Segment, settings: QueueSettings) -> None:
+    def _enter(self, segment: Segment) -> None:
         """A segment begins. At another start of the run its snapshot has taken back the batches that were lost then."""
         taken_back = segment.snapshot["start"] != self.snapshot["start"]
-        self.snapshot, self.ledger = segment.snapshot, Ledger.from_snapshot(segment.snapshot["ledger"], max_attempts=settings.max_attempts)
+        self.snapshot, self.ledger, self.last = segment.snapshot, Ledger.from_snapshot(segment.snapshot["ledger"]), segment
         if taken_back:
             self.batches = {step: ids for step, ids in self.batches.items() if step <= self.ledger.steps}
-        for entry in self.ledger.entries.values():
+        for entry in (*self.ledger.entries.values(), *self.ledger.unused.values()):
             if entry.place is not None:
                 self.results[entry.group_id] = (entry.attempt, entry.place)
         if self.ledger.training_step is not None:
             self.batches[self.ledger.training_step] = sorted(self.ledger.slots[State.TRAINING])
 
     def _note(self, event: Event, place: Place | None, segment: Segment) -> None:
-        if isinstance(event, Close):  # a run that goes on has no unused groups
-            return
+        _apply(self.ledger, event, place, segment)
         if isinstance(event, Put) and place is not None:
             self.results[event.group_id] = (event.attempt, place)
         if isinstance(event, TakeBatch):
             self.batches[event.step] = list(event.group_ids)
-        _apply(self.ledger, event, place, now=0.0, where=segment.path)
+
+
+def _past(directory: Path, snapshot: dict[str, Any] | None, settings: QueueSettings, identity: str) -> tuple[_Past | None, str]:
+    """The history that leads from the checkpoint, or from the beginning of the run; None if this journal does not have it, and why not."""
+    if snapshot is not None and snapshot["segment"] not in segments(directory):
+        return None, ""
+    try:
+        links, notes = lineage(directory, first=None if snapshot is None else snapshot["segment"], whole=True)
+    except JournalError as error:
+        return None, f"the journal is left alone and not read, because {error}"
+    first = links[0].segment.snapshot
+    if snapshot is None:
+        begun = first["ledger"]
+        if begun["steps"] or begun["next_group_id"] or settings.trained_steps or first["identity"] != identity:
+            return None, ""
+    elif first["journal"] != snapshot["journal"]:
+        return None, ""
+    past = _Past(first)
+    past.read(links, step=settings.trained_steps)
+    past.notes += notes
+    return past, ""
 
 
 def _rewind(past: _Past, settings: QueueSettings, *, results: _Results | None = None) -> tuple[Ledger, Report]:
     """The ledger for a learner at `settings.trained_steps`, and what became of the groups. Without `results`, all are issued again."""
-    step, end, report = settings.trained_steps, past.ledger, Report(note=past.note)
+    step, end, report = settings.trained_steps, past.ledger, Report(note="; ".join(past.notes))
     closed = Counter(end.closed)
+    closed[State.UNUSED] -= len(end.unused)  # a run that goes on has use for them
+    known = end.entries | end.unused
     lost = {group_id: after for after, ids in past.batches.items() if after > step for group_id in ids}
     report.lost_steps = len(set(lost.values()))
     kept: list[Entry] = []
-    for group_id in sorted({*end.entries, *lost}):
-        entry = end.entries.get(group_id)
+    for group_id in sorted({*known, *lost}):
+        entry = known.get(group_id)
         if entry is None:
             closed[State.TRAINED] -= 1  # a lost step had trained it
         elif entry.step is not None and entry.step <= step:
@@ -246,8 +289,10 @@ def _rewind(past: _Past, settings: QueueSettings, *, results: _Results | None = 
             attempt, place = past.results.get(group_id, (attempt, None))
         kept.append(_taken_over(Entry(group_id, attempt, step, State.WAITING, place=place), settings, results, report))
     _keep_what_can_be_trained(kept, settings, report)
-    then = {"steps": step, "live": step, "training_step": None, "over": False, "closed": closed}
-    ledger = Ledger.from_snapshot({**end.snapshot(), **then}, max_attempts=settings.max_attempts, entries=kept)
+    then = {
+        "steps": step, "live": step, "training_step": None, "over": False, "closed": +closed, "max_attempts": settings.max_attempts,
+    }
+    ledger = Ledger.from_snapshot({**end.snapshot(), **then}, entries=kept)
     report.ready = len(ledger.slots[State.READY])
     return ledger, report
 
@@ -273,33 +318,25 @@ def _taken_over(entry: Entry, settings: QueueSettings, results: _Results | None,
 
 
 def _keep_what_can_be_trained(entries: list[Entry], settings: QueueSettings, report: Report) -> None:
-    """With `wait`, ready groups that a smaller bound or batch than before cannot train in time wait for another attempt."""
+    """With `wait`, ready groups that a smaller bound or batch than before cannot train in time wait for another attempt.
+
+    Order `fifo` trains the waiting ones with a smaller id first, so they count.
+    """
     if settings.on_stale != "wait":
         return
-    ready = [entry for entry in entries if entry.state == State.READY]
-    ready.sort(key=lambda entry: entry.group_id if settings.order == "fifo" else (entry.policy_version, entry.group_id))
+    if settings.order == "fifo":
+        order = sorted(entries, key=lambda entry: entry.group_id)
+    else:
+        order = sorted((entry for entry in entries if entry.state == State.READY), key=lambda entry: (entry.policy_version, entry.group_id))
     place = 0
-    for entry in ready:
-        if entry.meta.min_version + settings.max_staleness >= settings.trained_steps + place // settings.rollout_batch_size:
-            place += 1
-        else:
+    for entry in order:
+        if entry.policy_version + settings.max_staleness < settings.trained_steps + place // settings.rollout_batch_size:
+            if entry.state == State.WAITING:
+                continue
             report.waits("too old for these settings")
             entry.state, entry.policy_version = State.WAITING, settings.trained_steps
             entry.meta = entry.frame = entry.place = None
-
-
-def _first_needed(directory: Path, numbers: list[int], snapshot: dict[str, Any] | None, settings: QueueSettings) -> int | None:
-    """The segment to read from: the one that the checkpoint names, or the run's first one; None if this journal has it not."""
-    number = snapshot["segment"] if snapshot is not None else (numbers[0] if numbers else None)
-    if number not in numbers:
-        return None
-    try:
-        found = Segment(directory, number).snapshot
-    except JournalDamage:
-        return None
-    if snapshot is not None:
-        return number if found["journal"] == snapshot["journal"] else None
-    return number if found["ledger"]["steps"] == settings.trained_steps == 0 and found["ledger"]["next_group_id"] == 0 else None
+        place += 1 if settings.order == "fifo" or entry.state == State.READY else 0
 
 
 def _check_snapshot(snapshot: dict[str, Any], settings: QueueSettings) -> None:
@@ -313,12 +350,15 @@ def _check_snapshot(snapshot: dict[str, Any], settings: QueueSettings) -> None:
         )
 
 
-def _apply(ledger: Ledger, event: Event, place: Place | None, *, now: float, where: Path) -> None:
+def _event(record: Record, segment: Segment) -> Event:
     try:
-        ledger.apply(event, place=place, now=now)
-    except RuntimeError as error:
-        raise JournalDamage(f"{where} tells what cannot have happened: {error}") from error
+        return from_wire(record.body)
+    except (ValueError, TypeError, LookupError) as error:
+        raise JournalDamage(f"{segment.path} holds a record {record.sequence} that is no event: {error}") from error
 
 
-def _facts_of(snapshot: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in snapshot.items() if name != "ledger"}
+def _apply(ledger: Ledger, event: Event, place: Place | None, segment: Segment) -> None:
+    try:
+        ledger.apply(event, place=place)
+    except (RuntimeError, TypeError, LookupError) as error:
+        raise JournalDamage(f"{segment.path} tells what cannot have happened: {error}") from error
