@@ -34,11 +34,15 @@ class Admission:
 
     def grant(self, actor_id: str, want: int, *, now: float) -> int:
         """Tickets for this actor, which asked for `want`: all free slots go, one by one, to the asking actor with the fewest in flight."""
-        self._polls[actor_id] = _Poll(now, want)
+        free = self.free_again() + self._free_new()
+        if want <= 0 or free <= 0:  # the common answer, so it must not look at every actor
+            self._polls[actor_id] = _Poll(now, want)
+            return 0
         self._polls = {name: poll for name, poll in self._polls.items() if now - poll.at <= POLL_MEMORY_S}
+        self._polls[actor_id] = _Poll(now, want)
         wants = {name: poll.want for name, poll in self._polls.items() if poll.want > 0}
         in_flight = {name: len(self._ledger.held.get(name, ())) for name in wants}
-        share = fair_share(actor_id, wants, in_flight, free=self.free_again() + self._free_new())
+        share = fair_share(actor_id, wants, in_flight, free=free)
         self._polls[actor_id].want -= share
         return share
 

@@ -104,17 +104,19 @@ def fair_share(actor_id: str, wants: Mapping[str, int], in_flight: Mapping[str, 
 
 def problem_of(meta: GroupMeta, ticket: GroupTicket, *, newest_version: int, group_size: int, baseline: bool) -> str | None:
     """Why a well-formed group must not be trained, or None. `newest_version` is the newest that the learner can have published."""
-    rows, greedy = len(rows_to_train(meta)), sum(row.role == "baseline" for row in meta.rows)
+    roles = [row.role for row in meta.rows]
+    rows, greedy = roles.count("train"), roles.count("baseline")
     if rows != group_size:
         return f"{rows} rollouts to train instead of {group_size}"
     if greedy != int(baseline):
         return f"{greedy} baseline rollouts instead of {int(baseline)}"
     if meta.policy_version != ticket.policy_version:
         return f"ticket version {meta.policy_version} instead of {ticket.policy_version}"
-    if meta.min_version < ticket.policy_version:
-        return f"a token of version {meta.min_version} under a ticket of version {ticket.policy_version}"
+    versions = [version for row in meta.rows for version, _ in row.versions]
+    oldest, newest = min(versions), max(versions)
+    if oldest < ticket.policy_version:
+        return f"a token of version {oldest} under a ticket of version {ticket.policy_version}"
     # An engine resumes with new weights before all of them do, so its tokens may be ahead of the live version, not of the learner.
-    newest = max(row.max_version for row in meta.rows)
     if newest > newest_version:
         return f"a token of version {newest}, the learner is at {newest_version}"
     return None
