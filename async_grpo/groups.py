@@ -70,9 +70,12 @@ class Group:
     times: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowMeta:
-    """What the driver knows of one rollout: lengths in tokens, rewards and versions, never tokens."""
+    """What the driver knows of one rollout: lengths in tokens, rewards and versions, never tokens.
+
+    Nobody changes one. It is not frozen because that makes it four times as expensive to make, and the queue makes one per rollout.
+    """
 
     role: Role
     length: int
@@ -86,21 +89,21 @@ class RowMeta:
     @property
     def min_version(self) -> int:
         """Oldest version that sampled a token of the response."""
-        return min(version for version, _ in self.versions)
+        return min(self.versions)[0]
 
     @property
     def max_version(self) -> int:
         """Newest version that sampled a token of the response."""
-        return max(version for version, _ in self.versions)
+        return max(self.versions)[0]
 
     def tokens_before(self, version: int) -> int:
         """Tokens that older versions than this one sampled."""
         return sum(tokens for sampled, tokens in self.versions if sampled < version)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupMeta:
-    """What the driver and the queue know of one group."""
+    """What the driver and the queue know of one group. Nobody changes one, see `RowMeta`."""
 
     group_id: int
     attempt: int

@@ -8,13 +8,17 @@ Runs in: rollout actors (encode), the replay queue (metadata), learner ranks (de
     6       2     zero
     8       4     header length h
     12      4     crc32 of everything after these 16 bytes
-    16      h     msgpack map: ids, lengths, rewards, verdicts, finish reasons, version spans, times (padded to 8 bytes)
+    16      h     msgpack map (padded to 8 bytes): ids, prompt length, times, and the facts of the rollouts as columns
     16+h          int32 prompt tokens | int32 response tokens of all rows | float32 behaviour log-probs | uint8 loss mask, little endian
+
+The columns, of n rollouts with s version spans: roles [n], lengths [n], verdicts [n], finish_reasons [n], reward_names [c], rewards [c n]
+(component by component, nil where a rollout lacks it), span_counts [n], span_versions [s], span_tokens [s]. A column is checked with a
+few passes in C where a map per rollout costs a dozen Python calls each: the queue decodes every group of the run in one process.
 
 Invariants: facts only (advantages and ratios are derived later); nothing is ever unpickled, and bytes from anywhere give a group or a
 WireError, nothing else; every length is checked against the frame, and the frame against its limit, before an array is made; the header
-holds plain maps, lists, numbers and strings, at most MAX_DEPTH deep; a decoded group has finite log-probs and a version for every
-token. `decode_meta` never copies or widens a token array, so a reader of metadata costs the same for any response length.
+has exactly its keys, and under them numbers, strings, and flat lists or one flat map of those; a decoded group has finite log-probs and a
+version for every token. `decode_meta` never copies or widens a token array, so a reader of metadata costs the same for any response length.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from dataclasses import asdict
+from bisect import bisect_right
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import msgpack
@@ -35,9 +40,7 @@ __all__ = [
     "encode_group", "pack_frames", "peek_ticket", "unpack_frames",
 ]
 
-WIRE_VERSION = 2
-MAX_DEPTH = 4
-"""The header, its list of rows, a row, and what a row holds."""
+WIRE_VERSION = 3
 MAX_STRING_BYTES = 64 * 2**10
 Buffer = bytes | bytearray | memoryview | np.ndarray
 
@@ -45,7 +48,13 @@ _MAGIC = b"AGRP"
 _FIXED = struct.Struct("<4sHHII")
 _BATCH = struct.Struct("<4sI")
 _BATCH_MAGIC = b"AGRB"
-_FINISH_REASONS = ("stop", "length")
+_KEYS = frozenset({
+    "group_id", "attempt", "policy_version", "actor_id", "prompt_length", "times", "roles", "lengths", "verdicts", "finish_reasons",
+    "reward_names", "rewards", "span_counts", "span_versions", "span_tokens",
+})
+_ROLES, _FINISH_REASONS = frozenset({"train", "baseline"}), frozenset({"stop", "length"})
+_INTEGER, _TEXT, _NUMBER = frozenset({int}), frozenset({str}), frozenset({int, float})
+_NUMBER_OR_NONE = _NUMBER | {type(None)}
 _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 
 
@@ -60,37 +69,17 @@ def encode_group(group: Group, *, max_bytes: int | None = None) -> bytes:
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"group {group.group_id} has a value that is not a plain number or string: {error}") from error
     packed += b"\0" * (-len(packed) % 8)
-    body = b"".join([packed, *[array.tobytes() for array in arrays]])
-    frame = _FIXED.pack(_MAGIC, WIRE_VERSION, 0, len(packed), zlib.crc32(body)) + body
-    decode_meta(frame, max_bytes=max_bytes)
+    checksum = zlib.crc32(packed)
+    for array in arrays:
+        checksum = zlib.crc32(array, checksum)
+    frame = b"".join([_FIXED.pack(_MAGIC, WIRE_VERSION, 0, len(packed), checksum), packed, *arrays])
+    _meta(*_open(frame, verify=False, max_bytes=max_bytes))  # what is checked is what was written
     return frame
 
 
 def decode_meta(frame: Buffer, *, max_bytes: int | None = None) -> GroupMeta:
     """Metadata of a frame, every rule of the format checked; `max_bytes` first. Raises WireError."""
-    header, view, offset = _open(frame, max_bytes=max_bytes)
-    try:
-        rows = header["rows"]
-        prompt_length, n_tokens = _natural(header, "prompt_length"), sum(_natural(row, "length") for row in rows)
-        _check_size(view, offset, prompt_length, n_tokens)
-        logprobs = np.frombuffer(view, _FLOAT32, n_tokens, offset + 4 * (prompt_length + n_tokens))
-        mask = np.frombuffer(view, _UINT8, n_tokens, offset + 4 * (prompt_length + 2 * n_tokens))
-        metas, start = [], 0
-        for index, row in enumerate(rows):
-            stop = start + row["length"]
-            metas.append(_row_meta(index, row, logprobs[start:stop], mask[start:stop]))
-            start = stop
-        meta = GroupMeta(
-            group_id=_natural(header, "group_id"), attempt=_natural(header, "attempt"), policy_version=_natural(header, "policy_version"),
-            actor_id=str(header["actor_id"]), prompt_length=prompt_length, rows=tuple(metas), times=_times(header), nbytes=len(view),
-        )
-    except WireError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise WireError(f"malformed header: {type(error).__name__}: {error}") from error
-    if prompt_length < 1 or not metas:
-        raise WireError(f"group {meta.group_id} has {prompt_length} prompt tokens and {len(metas)} rollouts; both must be at least 1")
-    return meta
+    return _meta(*_open(frame, max_bytes=max_bytes))
 
 
 def peek_ticket(frame: Buffer) -> tuple[int, int] | None:
@@ -104,24 +93,18 @@ def peek_ticket(frame: Buffer) -> tuple[int, int] | None:
 
 def decode_group(frame: Buffer) -> Group:
     """The whole group; arrays are read-only views into `frame`. Raises WireError."""
-    meta = decode_meta(frame)
-    header, view, offset = _open(frame, verify=False)
-    n_tokens = sum(row.length for row in meta.rows)
-    prompt = np.frombuffer(view, _INT32, meta.prompt_length, offset)
-    at = offset + 4 * meta.prompt_length
-    tokens, logprobs = np.frombuffer(view, _INT32, n_tokens, at), np.frombuffer(view, _FLOAT32, n_tokens, at + 4 * n_tokens)
-    mask = np.frombuffer(view, _UINT8, n_tokens, at + 8 * n_tokens)
-    rollouts, start = [], 0
-    for row, raw in zip(meta.rows, header["rows"], strict=True):
-        stop = start + row.length
-        rollouts.append(
-            Rollout(
-                response_ids=tokens[start:stop], behavior_logprobs=logprobs[start:stop], loss_mask=mask[start:stop],
-                versions=[VersionSpan(*span) for span in _spans(raw["versions"])], rewards=row.rewards, verdict=row.verdict,
-                finish_reason=row.finish_reason, role=row.role,
-            )
+    header, view, offset = _open(frame)
+    meta = _meta(header, view, offset)
+    bounds = [0, *accumulate(row.length for row in meta.rows)]
+    ids, logprobs, mask = _arrays(view, offset, meta.prompt_length, bounds[-1])
+    prompt, tokens = ids[: meta.prompt_length], ids[meta.prompt_length :]
+    rollouts = [
+        Rollout(
+            response_ids=tokens[start:stop], behavior_logprobs=logprobs[start:stop], loss_mask=mask[start:stop],
+            versions=_spans(row), rewards=row.rewards, verdict=row.verdict, finish_reason=row.finish_reason, role=row.role,
         )
-        start = stop
+        for row, (start, stop) in zip(meta.rows, pairwise(bounds), strict=True)
+    ]
     return Group(
         group_id=meta.group_id, attempt=meta.attempt, policy_version=meta.policy_version, actor_id=meta.actor_id,
         prompt_ids=prompt, rollouts=rollouts, times=meta.times,
@@ -132,12 +115,14 @@ def pack_frames(frames: list[Buffer]) -> np.ndarray:
     """Several frames as one uint8 array, which Ray moves out of band. Every frame starts at a multiple of 8 bytes."""
     views = [_byte_view(frame) for frame in frames]
     head = _BATCH.pack(_BATCH_MAGIC, len(views)) + struct.pack(f"<{len(views)}Q", *[len(view) for view in views])
-    out = np.zeros(len(head) + sum(_padded(len(view)) for view in views), np.uint8)
+    out = np.empty(len(head) + sum(_padded(len(view)) for view in views), np.uint8)
     out[: len(head)] = np.frombuffer(head, np.uint8)
     at = len(head)
     for view in views:
-        out[at : at + len(view)] = np.frombuffer(view, np.uint8)
-        at += _padded(len(view))
+        end, following = at + len(view), at + _padded(len(view))
+        out[at:end] = np.frombuffer(view, np.uint8)
+        out[end:following] = 0
+        at = following
     return out
 
 
@@ -162,37 +147,50 @@ def unpack_frames(buffer: Buffer) -> list[memoryview]:
 
 
 def _header_of(group: Group) -> dict[str, Any]:
-    rows = [
-        {
-            "role": row.role, "length": len(row.response_ids), "rewards": row.rewards, "verdict": row.verdict,
-            "finish_reason": row.finish_reason, "versions": [value for span in row.versions for value in asdict(span).values()],
-        }
-        for row in group.rollouts
-    ]
+    rows = group.rollouts
+    names = list(dict.fromkeys(chain.from_iterable(row.rewards for row in rows)))
+    rewards = [row.rewards.get(name) for name in names for row in rows]
+    if None in rewards and any(None in row.rewards.values() for row in rows):  # on the wire it means that the component is missing
+        raise WireError(f"group {group.group_id} has a reward component without a value")
+    spans = [span for row in rows for span in row.versions]
     return {
         "group_id": group.group_id, "attempt": group.attempt, "policy_version": group.policy_version, "actor_id": group.actor_id,
-        "prompt_length": len(group.prompt_ids), "rows": rows, "times": group.times,
+        "prompt_length": len(group.prompt_ids), "times": group.times, "roles": [row.role for row in rows],
+        "lengths": [len(row.response_ids) for row in rows], "verdicts": [row.verdict for row in rows],
+        "finish_reasons": [row.finish_reason for row in rows], "reward_names": names, "rewards": rewards,
+        "span_counts": [len(row.versions) for row in rows], "span_versions": [span.policy_version for span in spans],
+        "span_tokens": [span.end - span.start for span in spans],
     }
 
 
 def _arrays_of(group: Group) -> list[np.ndarray]:
+    """The arrays of the frame, part by part. Also refuses what a header cannot say: lengths that differ, spans that do not join."""
+    ids, logprobs, masks = [_cast(group, "prompt_ids", group.prompt_ids, _INT32)], [], []
     for index, row in enumerate(group.rollouts):
         lengths = (len(row.response_ids), len(row.behavior_logprobs), len(row.loss_mask))
-        if len(set(lengths)) != 1:
+        if not lengths[0] == lengths[1] == lengths[2]:
             raise WireError(f"group {group.group_id} rollout {index}: {lengths} tokens, log-probs and mask entries; they must be equal")
-    columns = [("response_ids", _INT32), ("behavior_logprobs", _FLOAT32), ("loss_mask", _UINT8)]
-    prompt = _column(group, "prompt_ids", [group.prompt_ids], _INT32)
-    return [prompt, *[_column(group, name, [getattr(row, name) for row in group.rollouts], dtype) for name, dtype in columns]]
+        at = 0
+        for span in row.versions:
+            if span.start != at:
+                raise WireError(f"group {group.group_id} rollout {index}: a version span starts at {span.start} instead of {at}")
+            at = span.end
+        ids.append(_cast(group, "response_ids", row.response_ids, _INT32))
+        logprobs.append(_cast(group, "behavior_logprobs", row.behavior_logprobs, _FLOAT32))
+        masks.append(_cast(group, "loss_mask", row.loss_mask, _UINT8))
+    return [*ids, *logprobs, *masks]
 
 
-def _column(group: Group, name: str, parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """One array of the frame. Integers must survive the cast: a wrapped token id or mask would be trained as something else."""
-    raw = np.concatenate([np.asarray(part) for part in parts]) if parts else np.empty(0, dtype)
+def _cast(group: Group, name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A part of the frame, the array itself where it can be. Integers must survive: a wrapped id or mask would be trained as another."""
+    raw = np.ascontiguousarray(values)
+    if raw.dtype == dtype:
+        return raw
     if raw.dtype.kind not in "biuf":
         raise WireError(f"group {group.group_id} has {name} of type {raw.dtype}; they must be numbers")
     with np.errstate(over="ignore", invalid="ignore"):
         out = raw.astype(dtype)
-    if dtype != _FLOAT32 and ((out != raw).any() or (out < 0).any()):
+    if dtype != _FLOAT32 and (out != raw).any():
         raise WireError(f"group {group.group_id} has {name} that are not natural numbers of type {dtype.name}")
     return out
 
@@ -233,79 +231,123 @@ def _open(frame: Buffer, *, verify: bool = True, max_bytes: int | None = None) -
         header = unpacker.unpack()
     except (msgpack.UnpackException, ValueError, RecursionError) as error:
         raise WireError(f"the header is not msgpack: {error}") from error
-    _check_plain(header, MAX_DEPTH)
-    if not isinstance(header, dict) or not isinstance(header.get("rows"), list):
+    if type(header) is not dict:
         raise WireError("the header is not a group")
     return header, view, offset
 
 
-def _check_plain(value: object, depth: int) -> None:
-    """Raise WireError for anything but maps with string keys, lists, strings, numbers, booleans and None, `depth` levels deep."""
-    if isinstance(value, dict | list):
-        if depth == 0:
-            raise WireError(f"the header is nested more than {MAX_DEPTH} deep")
-        for inner in value.values() if isinstance(value, dict) else value:
-            _check_plain(inner, depth - 1)
-        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
-            raise WireError("the header has a key that is not a string")
-    elif not isinstance(value, str | int | float | None):
-        raise WireError(f"the header holds a {type(value).__name__}")
-
-
-def _spans(versions: list[int]) -> list[tuple[int, int, int]]:
-    """(version, start, end) of each span, from the flat list on the wire. Raises WireError."""
-    if not isinstance(versions, list) or len(versions) % 3 or any(type(value) is not int for value in versions):
-        raise WireError(f"version spans {versions!r} are not triples of integers")
-    return list(zip(versions[::3], versions[1::3], versions[2::3], strict=True))
-
-
-def _check_size(view: memoryview, offset: int, prompt_length: int, n_tokens: int) -> None:
-    expected = offset + 4 * prompt_length + 9 * n_tokens
-    if prompt_length < 0 or n_tokens < 0 or expected != len(view):
-        raise WireError(f"a frame with {prompt_length} + {n_tokens} tokens has {expected} bytes, this one {len(view)}")
-
-
-def _row_meta(index: int, row: dict[str, Any], logprobs: np.ndarray, mask: np.ndarray) -> RowMeta:
-    length, versions, rewards, verdict = _natural(row, "length"), _spans(row["versions"]), row["rewards"], row["verdict"]
-    if length < 1:
-        raise WireError(f"rollout {index} is empty")
+def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
+    """Every rule of the format behind the envelope. A value is used only after its type is checked, so nothing but WireError is raised."""
+    if header.keys() != _KEYS:
+        raise WireError(f"the header has other keys than those of a group; missing: {sorted(_KEYS - header.keys())}")
+    prompt_length, lengths = _natural(header, "prompt_length"), _list(header, "lengths", _INTEGER)
+    n_rows = len(lengths)
+    if prompt_length < 1 or n_rows < 1 or min(lengths) < 1:
+        raise WireError(f"{prompt_length} prompt tokens and {n_rows} rollouts; both, and every response, must have at least 1")
+    bounds = list(accumulate(lengths))
+    ids, logprobs, mask = _arrays(view, offset, prompt_length, bounds[-1])
+    if ids.min() < 0:
+        raise WireError("a token id is negative")
     if not (logprobs.min() > -np.inf and logprobs.max() <= 1e-3):  # both comparisons are false for NaN; no copy of the array is made
-        raise WireError(f"rollout {index} has a log-prob that is not finite or positive")
+        raise WireError(f"rollout {_row_of(~((logprobs > -np.inf) & (logprobs <= 1e-3)), bounds)} has a log-prob that is not finite or positive")
     if mask.max() > 1:
-        raise WireError(f"rollout {index} has a loss mask other than 0 and 1")
-    if row["role"] not in ("train", "baseline") or row["finish_reason"] not in _FINISH_REASONS:
-        raise WireError(f"rollout {index} has role {row['role']!r} and finish reason {row['finish_reason']!r}")
-    at = 0
-    for version, start, end in versions:
-        if start != at or end <= start or version < 0:
-            raise WireError(f"rollout {index} has version spans {versions} that do not cover its {length} tokens in order")
-        at = end
-    if at != length:
-        raise WireError(f"rollout {index} has {length} tokens and versions for {at}")
-    if not rewards or not all(isinstance(name, str) and _finite(value) for name, value in rewards.items()):
-        raise WireError(f"rollout {index} has rewards {rewards}; every component must be a finite number")
-    if verdict is not None and not _finite(verdict):
-        raise WireError(f"rollout {index} has verdict {verdict}")
-    return RowMeta(
-        role=row["role"], length=length, mask_tokens=int(mask.sum()), rewards={name: float(value) for name, value in rewards.items()},
-        verdict=None if verdict is None else float(verdict), finish_reason=row["finish_reason"],
-        versions=tuple((version, end - start) for version, start, end in versions),
+        raise WireError(f"rollout {_row_of(mask > 1, bounds)} has a loss mask other than 0 and 1")
+    roles, finish_reasons = _one_of(header, "roles", n_rows, _ROLES), _one_of(header, "finish_reasons", n_rows, _FINISH_REASONS)
+    mask_tokens = np.add.reduceat(mask, [0, *bounds[:-1]], dtype=np.int64).tolist()
+    rewards, verdicts = _rewards(header, n_rows), _finite(header, "verdicts", n_rows)
+    rows = map(RowMeta, roles, lengths, mask_tokens, rewards, verdicts, finish_reasons, _versions(header, bounds))
+    actor_id, times = header["actor_id"], header["times"]
+    if type(actor_id) is not str:
+        raise WireError("actor_id must be a string")
+    if type(times) is not dict or not _TEXT.issuperset(map(type, times)) or not _NUMBER.issuperset(map(type, times.values())):
+        raise WireError("times must be numbers by name")
+    if not all(map(math.isfinite, times.values())):
+        raise WireError("times must be finite")
+    return GroupMeta(
+        _natural(header, "group_id"), _natural(header, "attempt"), _natural(header, "policy_version"), actor_id, prompt_length, tuple(rows),
+        {name: float(value) for name, value in times.items()}, len(view),
     )
 
 
-def _times(header: dict[str, Any]) -> dict[str, float]:
-    times = header["times"]
-    if not all(isinstance(name, str) and _finite(value) for name, value in times.items()):
-        raise WireError(f"times must be finite numbers, got {times}")
-    return {name: float(value) for name, value in times.items()}
+def _arrays(view: memoryview, offset: int, prompt_length: int, n_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Views of the prompt and response tokens, log-probs and mask, after the announced lengths agree with the frame's."""
+    expected = offset + 4 * prompt_length + 9 * n_tokens
+    if expected != len(view):
+        raise WireError(f"a frame with {prompt_length} + {n_tokens} tokens has {expected} bytes, this one {len(view)}")
+    n_ids = prompt_length + n_tokens
+    return (
+        np.frombuffer(view, _INT32, n_ids, offset), np.frombuffer(view, _FLOAT32, n_tokens, offset + 4 * n_ids),
+        np.frombuffer(view, _UINT8, n_tokens, offset + 4 * (n_ids + n_tokens)),
+    )
 
 
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _row_of(bad: np.ndarray, bounds: list[int]) -> int:
+    """The rollout of the first bad token."""
+    return bisect_right(bounds, int(bad.argmax()))
+
+
+def _list(header: dict[str, Any], name: str, types: frozenset[type], count: int | None = None) -> list[Any]:
+    """A flat list of `count` values, all exactly of these types. A boolean is not an integer."""
+    column = header[name]
+    if type(column) is not list or not types.issuperset(map(type, column)):
+        raise WireError(f"{name} must be a list of {' or '.join(sorted(kind.__name__ for kind in types))}")
+    if count is not None and len(column) != count:
+        raise WireError(f"{name} has {len(column)} entries instead of {count}")
+    return column
+
+
+def _one_of(header: dict[str, Any], name: str, count: int, allowed: frozenset[str]) -> list[str]:
+    column = _list(header, name, _TEXT, count)
+    if not allowed.issuperset(column):
+        index = next(index for index, value in enumerate(column) if value not in allowed)
+        raise WireError(f"rollout {index} has {column[index]!r:.40} in {name}, not one of {sorted(allowed)}")
+    return column
+
+
+def _finite(header: dict[str, Any], name: str, count: int) -> list[float | None]:
+    """A column of finite numbers, or None where a rollout has none."""
+    column = _list(header, name, _NUMBER_OR_NONE, count)
+    if not all(map(math.isfinite, filter(None, column))):  # the filter takes None away, and zeros, which are finite
+        raise WireError(f"{name} must be finite")
+    return [None if value is None else float(value) for value in column]
+
+
+def _rewards(header: dict[str, Any], n_rows: int) -> list[dict[str, float]]:
+    names = _list(header, "reward_names", _TEXT)
+    width = len(names)
+    if width < 1 or len(set(names)) != width:
+        raise WireError("reward_names must name at least one component, and none of them twice")
+    values = _finite(header, "rewards", n_rows * width)
+    columns = [values[start : start + n_rows] for start in range(0, len(values), n_rows)]
+    rewards = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    if None in values:
+        rewards = [{name: value for name, value in row.items() if value is not None} for row in rewards]
+        if not all(rewards):
+            raise WireError(f"rollout {rewards.index({})} has no reward")
+    return rewards
+
+
+def _versions(header: dict[str, Any], bounds: list[int]) -> list[tuple[tuple[int, int], ...]]:
+    """(version, tokens) of each span of each rollout; they cover each response exactly. `bounds`: where the responses end."""
+    counts, versions = _list(header, "span_counts", _INTEGER, len(bounds)), _list(header, "span_versions", _INTEGER)
+    tokens = _list(header, "span_tokens", _INTEGER, len(versions))
+    if min(counts) < 1 or sum(counts) != len(versions) or min(versions) < 0 or min(tokens) < 1:
+        raise WireError(f"{len(versions)} version spans for {len(bounds)} rollouts, or a negative version, or a span without tokens")
+    stops, covered = list(accumulate(counts)), list(accumulate(tokens))
+    for index, (stop, bound) in enumerate(zip(stops, bounds, strict=True)):
+        if covered[stop - 1] != bound:
+            raise WireError(f"rollout {index} has version spans that do not cover its tokens")
+    spans = list(zip(versions, tokens, strict=True))
+    return [tuple(spans[stop - count : stop]) for count, stop in zip(counts, stops, strict=True)]
+
+
+def _spans(row: RowMeta) -> list[VersionSpan]:
+    ends = accumulate(tokens for _, tokens in row.versions)
+    return [VersionSpan(version, end - tokens, end) for (version, tokens), end in zip(row.versions, ends, strict=True)]
 
 
 def _natural(header: dict[str, Any], name: str) -> int:
     value = header[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise WireError(f"{name} must be a natural number, got {value!r}")
+    if type(value) is not int or value < 0:
+        raise WireError(f"{name} must be a natural number")
     return value

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 
 import msgpack
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.wire import (
-    MAX_DEPTH,
+    MAX_STRING_BYTES,
     WIRE_VERSION,
     Group,
     GroupTicket,
@@ -27,7 +29,7 @@ from async_grpo.wire import (
     peek_ticket,
     unpack_frames,
 )
-from tests.wire_case import HEAD, frame_of, make_group, with_header
+from tests.wire_case import HEAD, frame_of, make_group, with_columns
 
 FUZZ_FRAMES = 100_000
 
@@ -97,7 +99,7 @@ values = st.recursive(
 @settings(max_examples=120, deadline=None)
 @given(value=values, data=st.data())
 def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObject) -> None:
-    frame = frame_of(GroupTicket(3, 1, 2), times={"start": 1.0})
+    frame = frame_of(GroupTicket(3, 1, 2), versions=(2, 3), times={"start": 1.0})
 
     def change(header: dict) -> None:
         at: dict | list = header
@@ -110,13 +112,13 @@ def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObjec
             return
 
     try:
-        meta = decode_meta(with_header(frame, change))
+        meta = decode_meta(with_columns(frame, change))
     except WireError:
         return
     numbers = [meta.group_id, meta.attempt, meta.policy_version, meta.prompt_length]
     numbers += [number for row in meta.rows for number in (row.length, row.mask_tokens, row.min_version, row.max_version)]
     assert all(type(number) is int and number >= 0 for number in numbers)
-    assert meta.prompt_length == 3 and [row.length for row in meta.rows] == [2, 2]
+    assert meta.prompt_length == 3 and [row.length for row in meta.rows] == [4, 4]
     assert all(np.isfinite(list(row.rewards.values())).all() for row in meta.rows)
 
 
@@ -168,42 +170,230 @@ def deep(levels: int) -> object:
     return value
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda header: header.update(x=deep(MAX_DEPTH)), "nested"),
-    (lambda header: header.update(x=deep(400)), "nested"),
-    (lambda header: header.update(x=b"bytes"), "msgpack"),
-    (lambda header: header.update(x=msgpack.ExtType(5, b"payload")), "msgpack"),
-    (lambda header: header.update(x=msgpack.Timestamp(0)), "msgpack"),
-    (lambda header: header.update(x="a" * (64 * 1024 + 1)), "msgpack"),
-    (lambda header: header["rows"][0].update(versions=[0, 0]), "triples"),
-    (lambda header: header["rows"][0].update(versions=[[0, 0, 2]]), "nested"),
-    (lambda header: header["rows"][0].update(versions=[0.0, 0, 2]), "triples"),
-], ids=["one_level_too_deep", "a_tower", "bytes", "extension", "timestamp", "long_text", "half_a_span", "nested_span", "float_version"])  # fmt: skip
-def test_what_the_header_may_not_hold(change: Callable[[dict], object], message: str) -> None:
-    with pytest.raises(WireError, match=message):
-        decode_meta(with_header(frame_of(GroupTicket(3, 1, 2)), change))
+KEYS = [
+    "group_id", "attempt", "policy_version", "actor_id", "prompt_length", "times", "roles", "lengths", "verdicts", "finish_reasons",
+    "reward_names", "rewards", "span_counts", "span_versions", "span_tokens",
+]  # fmt: skip
+COLUMNS = KEYS[6:]
+WRONG = {
+    "none": None, "boolean": True, "negative": -1, "huge_negative": -(2**63), "fraction": 0.5, "nan": float("nan"), "infinite": float("inf"),
+    "text": "1", "bytes": b"bytes", "no_bytes": b"", "extension": msgpack.ExtType(5, b""), "long_extension": msgpack.ExtType(5, b"payload"),
+    "timestamp": msgpack.Timestamp(0), "empty_list": [], "list": [1], "map": {}, "tower": deep(400), "long_text": "a" * (MAX_STRING_BYTES + 1),
+    "huge": 2**63, "largest": 2**64 - 1,
+}  # fmt: skip
+NUMBERS = frozenset({"negative", "huge_negative", "fraction", "huge", "largest"})
+NATURALS = frozenset({"huge", "largest"})
+ALLOWED = {
+    "group_id": NATURALS, "attempt": NATURALS, "policy_version": NATURALS, "span_versions": NATURALS, "actor_id": {"text"}, "times": {"map"},
+    "verdicts": NUMBERS | {"none"}, "reward_names": {"text"}, "rewards": NUMBERS | {"none"},
+}
+"""What is right in a place of the header, of the values of WRONG. In a reward, None is a component that the rollout lacks."""
 
 
-def test_a_tower_of_lists_overflows_no_stack() -> None:
-    packed = b"\x81\xa4rows" + b"\x91" * 100_000 + b"\x90"
+def two_version_frame() -> bytes:
+    """Two rollouts of four tokens: two of version 2, two of version 3."""
+    return frame_of(GroupTicket(3, 1, 2), versions=(2, 3), times={"start": 1.0})
+
+
+def test_the_header_is_what_the_tests_below_take_it_for() -> None:
+    seen: dict = {}
+    assert with_columns(two_version_frame(), seen.update) == two_version_frame()
+    assert {name: seen[name] for name in KEYS} == seen == {
+        "group_id": 3, "attempt": 1, "policy_version": 2, "actor_id": "a", "prompt_length": 3, "times": {"start": 1.0},
+        "roles": ["train", "train"], "lengths": [4, 4], "verdicts": [0.0, 1.0], "finish_reasons": ["stop", "stop"],
+        "reward_names": ["correct", "format"], "rewards": [0.0, 1.0, 1.0, 1.0], "span_counts": [2, 2], "span_versions": [2, 3, 2, 3],
+        "span_tokens": [2, 2, 2, 2],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_header_has_exactly_its_keys(key: str) -> None:
+    frame = two_version_frame()
+    for change in (lambda header: header.pop(key), lambda header: header.update({key + "s": header.pop(key)})):
+        with pytest.raises(WireError, match=f"keys.*{key}"):
+            decode_meta(with_columns(frame, change))
+
+
+@pytest.mark.parametrize("key", ["other", "", "a" * 100_000, b"group_id", b"", 7])
+def test_a_header_has_no_other_key(key: object) -> None:
+    with pytest.raises(WireError, match="keys|msgpack"):
+        decode_meta(with_columns(two_version_frame(), lambda header: header.update({key: 1})))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("key", KEYS)
+def test_a_wrong_value_in_the_header(key: str, wrong: str) -> None:
+    """In the place of a value, and in each place of a column: refused, unless it is one of the values that belong there."""
+    frame, value, allowed = two_version_frame(), WRONG[wrong], wrong in ALLOWED.get(key, ())
+    changes: list[Callable[[dict], object]] = [lambda header: header.update({key: value})]
+    if key in COLUMNS:
+        with pytest.raises(WireError):
+            decode_meta(with_columns(frame, changes.pop()))
+        size = len(header_of(frame)[key])
+        changes = [lambda header, at=at: header[key].__setitem__(at, value) for at in range(size)]
+    for change in changes:
+        if allowed:
+            assert decode_meta(with_columns(frame, change)).prompt_length == 3
+        else:
+            with pytest.raises(WireError):
+                decode_meta(with_columns(frame, change))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_time(wrong: str) -> None:
+    changed = with_columns(two_version_frame(), lambda header: header["times"].update(start=WRONG[wrong]))
+    if wrong in NUMBERS:
+        assert decode_meta(changed).times == {"start": float(WRONG[wrong])}
+    else:
+        with pytest.raises(WireError):
+            decode_meta(changed)
+
+
+def test_a_time_has_a_name_of_text() -> None:
+    for name in (b"start", 1):
+        with pytest.raises(WireError, match="times|msgpack"):
+            decode_meta(with_columns(two_version_frame(), lambda header, name=name: header.update(times={name: 1.0})))
+
+
+def header_of(frame: bytes) -> dict:
+    seen: dict = {}
+    with_columns(frame, seen.update)
+    return seen
+
+
+@pytest.mark.parametrize("key", COLUMNS)
+def test_a_column_has_one_entry_for_each_rollout_or_span(key: str) -> None:
+    frame = two_version_frame()
+    for change in (
+        lambda header: header[key].pop(), lambda header: header[key].append(header[key][-1]), lambda header: header[key].clear(),
+        lambda header: header.update({key: header[key] * 1000}),
+    ):
+        with pytest.raises(WireError):
+            decode_meta(with_columns(frame, change))
+
+
+def test_a_group_without_rollouts_or_prompt_is_refused() -> None:
+    empty = HEAD.size + HEAD.unpack_from(two_version_frame())[3] + 4 * 3
+
+    def no_rows(header: dict) -> None:
+        header.update({column: [] for column in COLUMNS if column != "reward_names"})
+
+    with pytest.raises(WireError, match="at least 1"):
+        decode_meta(with_columns(two_version_frame()[:empty], no_rows))
+    group = make_group(GroupTicket(0, 1, 0))
+    for name, value in (("rollouts", []), ("prompt_ids", np.empty(0, np.int32))):
+        with pytest.raises(WireError, match="at least 1"):
+            encode_group(replace(group, **{name: value}))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"span_tokens": [2, 1, 2, 2]}, "rollout 0.*cover"),  # a gap at the end
+    ({"span_tokens": [2, 2, 2, 3]}, "rollout 1.*cover"),
+    ({"span_tokens": [2, 3, 1, 2]}, "rollout 0.*cover"),  # the sum is right, the second rollout's tokens are the first's
+    ({"span_tokens": [4, 0, 2, 2]}, "without tokens"), ({"span_tokens": [5, -1, 2, 2]}, "without tokens"),
+    ({"span_tokens": [2, 2, 2, 2**63]}, "rollout 1.*cover"), ({"span_versions": [2, -1, 2, 3]}, "negative version"),
+    ({"span_counts": [1, 3]}, "rollout 0.*cover"), ({"span_counts": [4, 0]}, "version spans"), ({"span_counts": [5, -1]}, "version spans"),
+    ({"span_counts": [2, 1]}, "version spans"), ({"span_counts": [2, 2**64 - 1]}, "version spans"),
+    ({"span_counts": [2, 3], "span_versions": [2, 3, 2, 3, 3], "span_tokens": [2, 2, 2, 2, 1]}, "rollout 1.*cover"),
+    ({"span_counts": [0, 0], "span_versions": [], "span_tokens": []}, "version spans"),
+    ({"span_versions": [2, 3, 2]}, "span_tokens has 4"), ({"lengths": [5, 3]}, "rollout 0.*cover"), ({"lengths": [8, 0]}, "at least 1"),
+    ({"lengths": [9, -1]}, "at least 1"), ({"lengths": [8]}, "instead of 1"), ({"lengths": [4, 5]}, "tokens has .* bytes"),
+    ({"reward_names": ["correct", "correct"]}, "twice"), ({"reward_names": [], "rewards": []}, "at least one"),
+    ({"reward_names": ["correct"]}, "rewards has 4 entries instead of 2"), ({"rewards": [None, 1.0, None, 1.0]}, "rollout 0 has no reward"),
+    ({"rewards": [0.0, None, 1.0, None]}, "rollout 1 has no reward"), ({"roles": ["train", "other"]}, "rollout 1 .*'other'"),
+    ({"finish_reasons": ["abort", "stop"]}, "rollout 0 .*'abort'"), ({"roles": ["train", "r" * 60_000]}, "rollout 1"),
+])  # fmt: skip
+def test_columns_that_contradict_each_other(changes: dict, message: str) -> None:
+    with pytest.raises(WireError, match=message) as caught:
+        decode_meta(with_columns(two_version_frame(), lambda header: header.update(changes)))
+    assert len(str(caught.value)) < 300, "the queue keeps the message"
+
+
+def test_rollouts_may_differ_in_their_reward_components() -> None:
+    group = make_group(GroupTicket(0, 1, 0))
+    group.rollouts[0].rewards, group.rollouts[1].rewards = {"correct": 0.0, "length": 2}, {"style": -1.0, "length": 0.5}
+    meta = decode_meta(encode_group(group))
+    assert [row.rewards for row in meta.rows] == [{"correct": 0.0, "length": 2.0}, {"style": -1.0, "length": 0.5}]
+    assert all(type(value) is float for row in meta.rows for value in row.rewards.values())
+
+
+def test_mask_tokens_are_counted_per_rollout() -> None:
+    group = make_group(GroupTicket(0, 1, 0), values=(0.0, 1.0, None), versions=(0, 1))
+    for row, mask in zip(group.rollouts, ([1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]), strict=True):
+        row.loss_mask = np.array(mask)
+    meta = decode_meta(encode_group(group))
+    assert [row.mask_tokens for row in meta.rows] == [2, 0, 3]
+    assert [row.verdict for row in meta.rows] == [0.0, 1.0, None]
+    assert [row.versions for row in meta.rows] == [((0, 2), (1, 2))] * 3
+    assert (meta.min_version, meta.max_version, meta.rows[0].tokens_before(1)) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("behavior_logprobs", np.nan, "log-prob"), ("behavior_logprobs", -np.inf, "log-prob"), ("behavior_logprobs", np.inf, "log-prob"),
+    ("behavior_logprobs", 0.2, "log-prob"), ("loss_mask", 2, "loss mask"), ("loss_mask", 255, "loss mask"),
+])  # fmt: skip
+def test_the_rollout_of_a_bad_token_is_named(name: str, value: float, message: str, row: int) -> None:
+    """Already in arrays of the wire's types, which are taken as they are, at the first and at the last token of a response."""
+    dtype = np.float32 if name == "behavior_logprobs" else np.uint8
+    for at in (0, -1):
+        group = make_group(GroupTicket(0, 1, 0), values=(0.0, 1.0, 1.0), versions=(0, 1))
+        for rollout in group.rollouts:
+            setattr(rollout, name, getattr(rollout, name).astype(dtype))
+        getattr(group.rollouts[row], name)[at] = value
+        with pytest.raises(WireError, match=f"rollout {row} has a {message}"):
+            encode_group(group)
+
+
+def test_a_negative_token_is_refused_in_arrays_of_the_wires_type() -> None:
+    for name in ("prompt", "response"):
+        group = make_group(GroupTicket(0, 1, 0))
+        ids = np.array([3, -2], np.int32)
+        if name == "prompt":
+            group.prompt_ids = ids
+        else:
+            group.rollouts[1].response_ids = ids
+        with pytest.raises(WireError, match="negative"):
+            encode_group(group)
+
+
+def test_arrays_that_are_not_contiguous_are_written_as_their_values() -> None:
+    group = make_group(GroupTicket(0, 1, 0))
+    wide = np.arange(8, dtype=np.int32)
+    group.rollouts[0].response_ids, group.rollouts[1].response_ids = wide[::4], wide[::-4].astype(">i4")
+    assert [row.response_ids.tolist() for row in decode_group(encode_group(group)).rollouts] == [[0, 4], [7, 3]]
+
+
+def test_what_a_header_is_not() -> None:
+    frame = two_version_frame()
+    payload = frame[HEAD.size + HEAD.unpack_from(frame)[3] :]
+    for value in (None, 7, [1, 2], "text", list(range(15)), [KEYS]):
+        body = msgpack.packb(value) + payload
+        with pytest.raises(WireError, match="not a group"):
+            decode_meta(HEAD.pack(b"AGRP", WIRE_VERSION, 0, len(body) - len(payload), zlib.crc32(body)) + body)
+    for version in (2, WIRE_VERSION + 1):
+        with pytest.raises(WireError, match=f"wire version {version}"):
+            decode_meta(HEAD.pack(b"AGRP", version, *HEAD.unpack_from(frame)[2:]) + frame[HEAD.size :])
+
+
+@pytest.mark.parametrize("levels", [300, 900, 100_000])
+def test_a_tower_of_lists_overflows_no_stack(levels: int) -> None:
+    packed = b"\x81\xa5roles" + b"\x91" * levels + b"\x90"
     packed += b"\0" * (-len(packed) % 8)
-    with pytest.raises(WireError, match="msgpack"):
-        decode_meta(HEAD.pack(b"AGRP", WIRE_VERSION, 0, len(packed), zlib.crc32(packed)) + packed)
-
-
-def test_the_header_is_as_deep_as_it_may_be() -> None:
-    frame = with_header(frame_of(GroupTicket(3, 1, 2)), lambda header: header.update(x=deep(MAX_DEPTH - 1)))
-    assert decode_meta(frame).group_id == 3
+    frame = HEAD.pack(b"AGRP", WIRE_VERSION, 0, len(packed), zlib.crc32(packed)) + packed
+    assert peek_ticket(frame) is None
+    with pytest.raises(WireError, match="msgpack" if levels > 1000 else "keys"):
+        decode_meta(frame)
 
 
 def test_announced_lengths_are_checked_before_arrays_are_made() -> None:
-    for huge in (2**31, 2**62, 2**64 - 1):
-        for where in ("prompt_length", "length"):
-            def change(header: dict, where: str = where, huge: int = huge) -> None:
-                (header if where == "prompt_length" else header["rows"][0])[where] = huge
-
-            with pytest.raises(WireError):
-                decode_meta(with_header(frame_of(GroupTicket(3, 1, 2)), change))
+    for huge in (2**31, 2**62, 2**63, 2**64 - 1):
+        for change in (
+            lambda header, huge=huge: header.update(prompt_length=huge), lambda header, huge=huge: header.update(lengths=[4, huge]),
+            lambda header, huge=huge: header.update(lengths=[huge, huge], span_tokens=[huge - 2, 2, huge - 2, 2]),
+        ):
+            with pytest.raises(WireError, match="tokens has .* bytes"):
+                decode_meta(with_columns(two_version_frame(), change))
 
 
 # ---- fuzz ----
@@ -241,6 +431,9 @@ def test_mutated_frames_are_refused_or_whole() -> None:
         frame_of(GroupTicket(index, 1, index % 3), values=(0.0, 1.0, 0.5)[: 1 + index % 3], versions=tuple(range(index % 3, index % 3 + 1 + index % 2)))
         for index in range(12)
     ]
+    mixed = make_group(GroupTicket(12, 2, 3), values=(None, 1.0), baselines=(0.5,), finish="length", times={"queued": 1.5, "done": 2.5})
+    mixed.rollouts[0].rewards = {"style": 1.0}
+    frames.append(encode_group(mixed))
     accepted = 0
     for _ in range(FUZZ_FRAMES):
         frame = mutated(rng.choice(frames), rng)
@@ -256,5 +449,8 @@ def test_mutated_frames_are_refused_or_whole() -> None:
             assert len(rollout.response_ids) == len(rollout.behavior_logprobs) == len(rollout.loss_mask) == row.length >= 1
             assert np.isfinite(rollout.behavior_logprobs).all() and set(rollout.loss_mask.tolist()) <= {0, 1}
             assert rollout.versions[0].start == 0 and rollout.versions[-1].end == row.length
-            assert all(np.isfinite(value) for value in row.rewards.values())
+            assert all(span.start < span.end and span.policy_version >= 0 for span in rollout.versions)
+            assert all(before.end == after.start for before, after in pairwise(rollout.versions))
+            assert row.mask_tokens == rollout.loss_mask.sum() and row.rewards and np.isfinite(list(row.rewards.values())).all()
+            assert (row.role in ("train", "baseline"), row.finish_reason in ("stop", "length")) == (True, True)
     assert 0 < accepted < FUZZ_FRAMES / 2, "both outcomes occur"

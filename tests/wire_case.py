@@ -37,8 +37,11 @@ def frame_of(ticket: GroupTicket, **options: object) -> bytes:
     return encode_group(make_group(ticket, **options))
 
 
-def with_header(frame: bytes, change: Callable[[dict], object]) -> bytes:
-    """The frame with another header and a checksum that matches."""
+ROW_COLUMNS = {"role": "roles", "length": "lengths", "verdict": "verdicts", "finish_reason": "finish_reasons"}
+
+
+def with_columns(frame: bytes, change: Callable[[dict], object]) -> bytes:
+    """The frame with another header, and a checksum that matches."""
     length = HEAD.unpack_from(frame)[3]
     unpacker = msgpack.Unpacker()
     unpacker.feed(frame[HEAD.size : HEAD.size + length])
@@ -48,3 +51,16 @@ def with_header(frame: bytes, change: Callable[[dict], object]) -> bytes:
     packed += b"\0" * (-len(packed) % 8)
     body = packed + frame[HEAD.size + length :]
     return HEAD.pack(b"AGRP", WIRE_VERSION, 0, len(packed), zlib.crc32(body)) + body
+
+
+def with_header(frame: bytes, change: Callable[[dict], object]) -> bytes:
+    """`with_columns` where `change` also sees `rows`: what the columns say of each rollout, written back to them afterwards."""
+
+    def change_rows(header: dict) -> None:
+        cells = zip(*[header[column] for column in ROW_COLUMNS.values()], strict=True)
+        header["rows"] = [dict(zip(ROW_COLUMNS, row, strict=True)) for row in cells]
+        change(header)
+        rows = header.pop("rows")
+        header.update({column: [row[name] for row in rows] for name, column in ROW_COLUMNS.items()})
+
+    return with_columns(frame, change_rows)
