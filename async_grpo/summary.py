@@ -36,6 +36,8 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     rows.append(("checkpoint", f"{checkpoint} (Hugging Face format in hf/)"))
     if trainer.tracker is not None and trainer.tracker.run_id is not None:
         rows.append(("MLflow", f"run {trainer.tracker.run_id}; look at it with: mlflow ui --backend-store-uri {trainer.tracker.uri}"))
+    if config.replay.journal.enable:
+        rows.append(("groups", f"python -m async_grpo.replay {trainer.run_dir} shows what was generated and trained"))
     rows.append(("next", f"python -m async_grpo.run {trainer.run_dir}/config.yaml{_longer(trainer)} continues this run"))
     if config.replay.max_staleness:
         rows.append(("to compare", "the same run with replay.max_staleness=0 is synchronous: engines and learner take turns"))
