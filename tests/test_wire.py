@@ -129,8 +129,11 @@ def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObjec
         ("response_ids", np.array([1])), ("behavior_logprobs", np.array([-0.5, np.nan])), ("behavior_logprobs", np.array([-0.5, -np.inf])),
         ("behavior_logprobs", np.array([-0.5, 0.2])), ("behavior_logprobs", np.array([None, -0.5])), ("loss_mask", np.array([1, 256])),
         ("loss_mask", np.array([1, 257])), ("loss_mask", np.array([1, 2])), ("versions", [VersionSpan(0, 0, 1)]), ("versions", []),
-        ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 0, 2)]), ("versions", [VersionSpan(-1, 0, 2)]), ("versions", [VersionSpan(0.5, 0, 2)]),
-        ("rewards", {}), ("rewards", {"correct": float("nan")}), ("rewards", {"correct": object()}), ("finish_reason", "abort"),
+        ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 0, 2)]), ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 0, 1)]),
+        ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 5, 6)]), ("versions", [VersionSpan(0, 1, 3)]), ("versions", [VersionSpan(-1, 0, 2)]), ("versions", [VersionSpan(0.5, 0, 2)]),
+        ("rewards", {}), ("rewards", {"correct": float("nan")}), ("rewards", {"correct": object()}),
+        ("rewards", {"correct": None, "format": 1.0}), ("response_ids", np.array(["1", "2"])), ("behavior_logprobs", np.array(["-1", "-2"])),
+        ("rewards", {"correct": True}), ("verdict", True), ("verdict", float("inf")), ("finish_reason", "abort"),
         ("role", "other"),
     ],
 )
@@ -141,10 +144,21 @@ def test_what_must_not_be_trained_does_not_reach_the_wire(name: str, value: obje
         encode_group(group)
 
 
+def test_lengths_that_differ_in_a_rollout_and_agree_in_the_group_are_refused() -> None:
+    group = make_group(GroupTicket(0, 1, 0))
+    group.rollouts[0].behavior_logprobs, group.rollouts[1].behavior_logprobs = np.full(3, -0.5), np.full(1, -0.5)
+    with pytest.raises(WireError, match="rollout 0: .*must be equal"):
+        encode_group(group)
+
+
 @given(sizes=st.lists(st.integers(0, 40), max_size=5))
 def test_frames_packed_together_come_apart_again(sizes: list[int]) -> None:
     frames = [bytes(range(size)) for size in sizes]
+    dirty = [np.full(size, 255, np.uint8) for size in [len(pack_frames(frames))] * 8]
+    del dirty  # so that the memory of the next array is not zero by luck
     buffer = pack_frames(frames)
+    padding = -[0, *sizes][-1] % 8
+    assert not buffer[len(buffer) - padding :].any(), "memory of this process does not travel"
     assert [bytes(view) for view in unpack_frames(buffer)] == frames
     for broken in (buffer[:-1], buffer[1:], buffer[:7], np.append(buffer, np.uint8(0))):
         with pytest.raises(WireError):
@@ -250,7 +264,7 @@ def test_a_wrong_time(wrong: str) -> None:
 
 
 def test_a_time_has_a_name_of_text() -> None:
-    for name in (b"start", 1):
+    for name in (b"start", b"", 1):
         with pytest.raises(WireError, match="times|msgpack"):
             decode_meta(with_columns(two_version_frame(), lambda header, name=name: header.update(times={name: 1.0})))
 
@@ -295,6 +309,7 @@ def test_a_group_without_rollouts_or_prompt_is_refused() -> None:
     ({"span_counts": [1, 3]}, "rollout 0.*cover"), ({"span_counts": [4, 0]}, "version spans"), ({"span_counts": [5, -1]}, "version spans"),
     ({"span_counts": [2, 1]}, "version spans"), ({"span_counts": [2, 2**64 - 1]}, "version spans"),
     ({"span_counts": [2, 3], "span_versions": [2, 3, 2, 3, 3], "span_tokens": [2, 2, 2, 2, 1]}, "rollout 1.*cover"),
+    ({"span_versions": [2, 3, 2, 3, 3], "span_tokens": [2, 2, 2, 2, 1]}, "5 version spans for 2"),  # one of no rollout
     ({"span_counts": [0, 0], "span_versions": [], "span_tokens": []}, "version spans"),
     ({"span_versions": [2, 3, 2]}, "span_tokens has 4"), ({"lengths": [5, 3]}, "rollout 0.*cover"), ({"lengths": [8, 0]}, "at least 1"),
     ({"lengths": [9, -1]}, "at least 1"), ({"lengths": [8]}, "instead of 1"), ({"lengths": [4, 5]}, "tokens has .* bytes"),
@@ -362,6 +377,13 @@ def test_arrays_that_are_not_contiguous_are_written_as_their_values() -> None:
     wide = np.arange(8, dtype=np.int32)
     group.rollouts[0].response_ids, group.rollouts[1].response_ids = wide[::4], wide[::-4].astype(">i4")
     assert [row.response_ids.tolist() for row in decode_group(encode_group(group)).rollouts] == [[0, 4], [7, 3]]
+
+
+def test_bytes_after_the_arrays_are_refused() -> None:
+    frame = two_version_frame()
+    for extra in (b"\0", b"\0" * 8, b"\0" * 36):
+        with pytest.raises(WireError, match="tokens has .* bytes"):
+            decode_meta(with_columns(frame + extra, lambda header: None))
 
 
 def test_what_a_header_is_not() -> None:
