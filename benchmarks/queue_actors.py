@@ -69,8 +69,7 @@ class Frames:
 
     def _fill(self, buffer: bytearray, ticket: GroupTicket) -> bytearray:
         self._header |= {"group_id": ticket.group_id, "attempt": ticket.attempt, "policy_version": ticket.policy_version}
-        for row in self._header["rows"]:
-            row["versions"][0] = ticket.policy_version
+        self._header["span_versions"] = [ticket.policy_version] * len(self._header["lengths"])
         packed = msgpack.packb(self._header)
         buffer[FIXED.size : FIXED.size + self._length] = packed.ljust(self._length, b"\0")
         struct.pack_into("<I", buffer, CHECKSUM_AT, zlib.crc32(memoryview(buffer)[FIXED.size :]))

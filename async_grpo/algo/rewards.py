@@ -49,8 +49,8 @@ def score(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
     Raises ValueError for a weighted component that the response does not have.
     """
-    missing = sorted(set(weights) - set(rewards))
-    if missing:
+    if not weights.keys() <= rewards.keys():
+        missing = sorted(weights.keys() - rewards.keys())
         raise ValueError(f"the reward has components {sorted(rewards)} but weights name {missing}; correct task.rewards")
     return math.fsum(weights[name] * rewards[name] for name in weights)
 
