@@ -123,7 +123,8 @@ async def test_calls_repeated_after_a_lost_answer_change_nothing() -> None:
     assert await take(queue, 2, holding=[]) == []  # results are in: nothing is lost
     frames[0][:] = bytes(len(frames[0]))  # the queue owns its copy
     batch = await queue.get_batch(1)
-    assert await queue.get_batch(1) == batch
+    assert await queue.get_batch(1) == batch == pickle.loads(pickle.dumps(batch))
+    assert tickets == pickle.loads(pickle.dumps(tickets))
     assert [decode_meta(view).group_id for view in unpack_frames(await queue.payload(1, [1, 0]))] == [1, 0]
     assert {verdict.status for verdict in await queue.put("a", [frame_of(ticket) for ticket in tickets])} == {"duplicate"}
     await queue.live(1)

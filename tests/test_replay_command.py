@@ -142,7 +142,7 @@ def test_damage_is_a_note_where_it_is_and_the_next_snapshot_is_right_again(tmp_p
     async def live() -> Life:
         life = Life(tmp_path, 4, max_attempts=3, retire_at=None, problem=None)
         life.forgets = False
-        await restarted(life, 4000, calls=150)
+        await restarted(life, 3000, calls=150)
         return life
 
     life = asyncio.run(live())

@@ -65,6 +65,9 @@ class Verdict:
     status: Literal["accepted", "rejected", "duplicate", "late", "invalid"]
     reason: str = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Verdict, (self.group_id, self.attempt, self.status, self.reason)
+
 
 class ReplayQueue:
     """Owner of every group between its ticket and its learner step. Every call answers at once; `recovery.open_queue` builds one on a journal."""
