@@ -52,7 +52,7 @@ def score(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
     if not weights.keys() <= rewards.keys():
         missing = sorted(weights.keys() - rewards.keys())
         raise ValueError(f"the reward has components {sorted(rewards)} but weights name {missing}; correct task.rewards")
-    return math.fsum(weights[name] * rewards[name] for name in weights)
+    return math.fsum([weight * rewards[name] for name, weight in weights.items()])
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor: float) -> float:
