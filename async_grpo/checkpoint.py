@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 
 _NAME = re.compile(r"step_(\d{6,})")
-_TEMPORARY = ".tmp"
+_TEMPORARY, _SUPERSEDED = ".tmp", ".superseded-"
 _HASH_LIMIT = 64 * 2**20
 
 
@@ -129,12 +129,17 @@ def latest(run_dir: Path) -> Path | None:
     return next((path for path in reversed(_finished(run_dir)) if _is_complete(path)), None)
 
 
-def oldest(run_dir: Path) -> Path:
-    """The oldest complete checkpoint of a run directory. Raises CheckpointError when there is none."""
-    found = next((path for path in _finished(run_dir) if _is_complete(path)), None)
-    if found is None:
-        raise CheckpointError(f"{run_dir} has no complete checkpoint")
-    return found
+def set_aside(run_dir: Path, after: int) -> list[Path]:
+    """Rename the checkpoints of later steps than `after`: the run goes on from there and writes its own. Returns the new names.
+
+    They can be read by path still; `latest`, `steps` and `prune` are not told by their step numbers any more.
+    """
+    renamed = []
+    for path in _finished(run_dir):
+        if step_of(path) > after:
+            number = next(number for number in range(1, 10**6) if not path.with_name(f"{path.name}{_SUPERSEDED}{number}").exists())
+            renamed.append(path.rename(path.with_name(f"{path.name}{_SUPERSEDED}{number}")))
+    return renamed
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -156,7 +161,7 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     removed = []
     for path in sorted((run_dir / "checkpoints").iterdir()):
         match = _NAME.match(path.name)
-        if match and int(match[1]) < oldest:
+        if match and _SUPERSEDED not in path.name and int(match[1]) < oldest:
             shutil.rmtree(path)
             removed.append(path)
     return removed

@@ -54,7 +54,10 @@ def _train(trainer, console: Console) -> None:
         trainer.train()
     except Exception as error:
         if _coded(error)[0] == NO_SIGNAL:  # nothing is broken, so what was learnt is kept
-            trainer.save()
+            try:
+                trainer.save()
+            except Exception as second:  # noqa: BLE001 - shown; the run ends for the first reason
+                console.error("and what was learnt could not be saved: " + _coded(second)[1])
         raise
     final = trainer.save()  # before the evaluation: what goes wrong there must not cost the training
     if not trainer.stop_requested:

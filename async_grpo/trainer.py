@@ -119,6 +119,8 @@ class Trainer:
         if self._tracking_error is not None:
             raise self._tracking_error
         self._started = True
+        for path in checkpoint.set_aside(self.run_dir, manifest["step"] if manifest else 0):
+            self.console.info(f"a checkpoint of a later step is set aside, because this run goes its own way: {path}")
         if manifest:
             self.console.info(f"resumed {self._checkpoint} at step {manifest['step']} of {self.total_steps}")
 
@@ -290,10 +292,10 @@ class Trainer:
 
     def _forget_old_groups(self) -> None:
         """Let the journal drop what no kept checkpoint needs."""
-        oldest = checkpoint.oldest(self.run_dir)
-        snapshot = json.loads((oldest / "queue.json").read_text(encoding="utf-8"))
-        if snapshot["segment"] is not None:
-            self._run(self._running().queue.forget(segment=snapshot["segment"], step=checkpoint.step_of(oldest)))
+        kept = [checkpoint.path_for(self.run_dir, step) for step in checkpoint.steps(self.run_dir)]
+        segments = [json.loads((path / "queue.json").read_text(encoding="utf-8"))["segment"] for path in kept]
+        if None not in segments:
+            self._run(self._running().queue.forget(segment=min(segments), step=checkpoint.step_of(kept[0])))
 
     def _check_filter_metric(self) -> None:
         filters, known = self.config.replay.filter_groups, ["score", "acc", "seq_reward", *self._task_weights]

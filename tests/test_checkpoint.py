@@ -85,3 +85,18 @@ def test_prune_keeps_complete_checkpoints_and_what_is_being_written(tmp_path: Pa
     assert checkpoint.prune(tmp_path / "nothing", 1) == []
     with pytest.raises(ValueError, match="at least 1"):
         checkpoint.prune(tmp_path, 0)
+
+
+def test_later_checkpoints_are_set_aside_and_neither_found_nor_pruned(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        _write(tmp_path, step)
+    renamed = checkpoint.set_aside(tmp_path, 10)
+    assert [path.name for path in renamed] == ["step_000020.superseded-1", "step_000030.superseded-1"]
+    assert checkpoint.steps(tmp_path) == [10] and checkpoint.latest(tmp_path) == checkpoint.path_for(tmp_path, 10)
+    assert checkpoint.read(renamed[0])
+    _write(tmp_path, 20)
+    assert checkpoint.set_aside(tmp_path, 0)[1].name == "step_000020.superseded-2"
+    _write(tmp_path, 40)
+    _write(tmp_path, 50)
+    checkpoint.prune(tmp_path, 1)
+    assert checkpoint.steps(tmp_path) == [50] and all(path.exists() for path in renamed)

@@ -100,7 +100,7 @@ def facts(queue: ReplayQueue) -> str:
     """The ledger without what an unreadable frame may change: it makes a ready group wait."""
     ledger = queue._ledger.snapshot()
     groups = []
-    for group_id, attempt, version, state, actor_id, step, _ in ledger["groups"]:
+    for group_id, attempt, version, state, actor_id, step, *_ in ledger["groups"]:
         open_ = state in ("ready", "waiting")
         groups.append([group_id, attempt, None if open_ else version, "ready or waiting" if open_ else state, actor_id, step])
     for name in ("restarts", "unreadable"):

@@ -18,6 +18,7 @@ from async_grpo.algo.rewards import Shaping
 from async_grpo.replay import events, ledger
 from async_grpo.replay import queue as queue_module
 from async_grpo.replay.no_signal import MAX_FAILED_GROUPS, NoSignal
+from async_grpo.replay.pressure import batch_metrics
 from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
 from async_grpo.replay.recovery import open_queue
 from async_grpo.replay.rules import QueueSettings, StalenessError, can_leave, fair_share, is_too_old
@@ -499,7 +500,7 @@ async def test_more_failed_groups_than_tolerated_end_the_run(fraction: float, gr
         (ticket,) = await take(queue, 1)
         await queue.fail("a", [ticket], "too long a prompt")
         if ends_after is not None and failed >= ends_after:
-            with pytest.raises(NoSignal, match=rf"{failed} of {failed} groups failed for good, 1 attempts each \(too long a prompt {failed}\)") as caught:
+            with pytest.raises(NoSignal, match=rf"{failed} of {failed} groups failed for good, 1 times each \(too long a prompt {failed}\)") as caught:
                 await queue.get_batch(1)
             assert caught.value.exit_code == 3 and "task.max_bad_fraction" in str(caught.value)
             return
@@ -560,6 +561,90 @@ async def test_the_share_of_slow_groups_among_the_trained_ones() -> None:
                 await queue.live(live)
         shares[order] = (await queue.metrics())["replay/slowest_tenth"]
     assert shares["oldest"] > 0.07 and shares["ready"] < 0.02, shares
+
+
+# ---- another start of the run ----
+
+
+async def started_again(queue: ReplayQueue, **changes: object) -> ReplayQueue:
+    return open_queue(replace(queue.settings, **changes), snapshot=msgpack.unpackb(msgpack.packb(await queue.snapshot())))
+
+
+async def test_an_actor_of_the_next_start_is_not_the_dead_one_of_the_same_name() -> None:
+    queue = ReplayQueue(queue_settings())
+    await take(queue, 2, actor="actor-0.0")
+    await queue.forfeit("actor-0.0")
+    assert await queue.acquire("actor-0.0", 0, [], 2) is None and not await queue.is_over()
+    again = await started_again(queue)
+    assert len(await take(again, 2, actor="actor-0.0")) == 2
+
+
+@pytest.mark.parametrize("way", ["rejected", "failed"])
+async def test_a_run_that_ended_without_signal_may_be_tried_again(way: str) -> None:
+    limits = {"max_num_gen_batches": 2, "max_failed_fraction": 0.0, "max_attempts": 1}
+    queue = ReplayQueue(queue_settings(total_steps=40, **limits))
+    tickets = await take(queue, 4)
+    if way == "failed":
+        await queue.fail("a", tickets[:1], "no such file")
+    else:
+        await queue.put("a", [frame_of(ticket, values=(0.0, 0.0)) for ticket in tickets])
+    with pytest.raises(NoSignal):
+        await queue.get_batch(1)
+    again = await started_again(queue)
+    assert await again.get_batch(1) is None
+    tickets = await take(again, 4)
+    if way == "failed":
+        await again.fail("a", tickets[:1], "no such file")
+        with pytest.raises(NoSignal, match="^1 of "):
+            await again.get_batch(1)
+    assert (await again.counts())[way] == {"failed": 2, "rejected": 4}[way]
+
+
+async def test_starts_of_the_run_do_not_count_as_failures_of_a_group() -> None:
+    queue = ReplayQueue(queue_settings(max_attempts=2))
+    for _ in range(4):
+        await take(queue, 1)
+        queue = await started_again(queue)
+    (ticket,) = await take(queue, 1)
+    assert (ticket.group_id, ticket.attempt) == (0, 5)
+    await queue.fail("a", [ticket], "bad luck")
+    assert (await queue.counts())["waiting"] == 1
+    queue = await started_again(queue)
+    await queue.fail("a", await take(queue, 1), "bad luck")
+    assert (await queue.counts())["failed"] == 1
+
+
+async def test_rejections_beside_a_slow_group_do_not_end_the_run() -> None:
+    queue = ReplayQueue(queue_settings(max_num_gen_batches=2, max_staleness=1, total_steps=9))
+    tickets = await take(queue, 4)
+    await produce(queue, tickets[1:3])
+    await produce(queue, [])
+    assert [group.group_id for group in (await queue.get_batch(1)).groups] == [1, 2]
+    await queue.live(1)
+    queue = ReplayQueue(queue_settings(max_num_gen_batches=2, max_staleness=0, total_steps=9, rollout_batch_size=2, order="fifo"))
+    slow, *_ = await take(queue, 2)
+    for _ in range(6):
+        (ticket,) = [ticket for ticket in await take(queue, 2, holding=[(slow.group_id, 1)]) if ticket != slow]
+        await queue.put("a", [frame_of(ticket, values=(0.0, 0.0))])
+    with pytest.raises(NoSignal):  # fewer than a batch is ready: waiting is for more groups
+        await queue.get_batch(1)
+    queue = ReplayQueue(queue_settings(max_num_gen_batches=2, total_steps=9, order="fifo"))
+    slow, *others = await take(queue, 4)
+    await produce(queue, others[:2])
+    holding = [(slow.group_id, 1), (others[2].group_id, 1)]
+    for _ in range(6):
+        await queue.put("a", [frame_of(GroupTicket(*holding[1], 0), values=(0.0, 0.0))])
+        holding[1:] = ids(await take(queue, 2, holding=holding[:1]))
+    assert await queue.get_batch(1) is None  # a batch is ready, and the learner waits for the slow group alone
+
+
+def test_a_lag_above_the_bound_would_show() -> None:
+    meta = decode_meta(frame_of(GroupTicket(0, 1, 0), versions=(0, 3)))
+    entries = [ledger.Entry(0, 1, 0, ledger.State.READY, meta=meta)]
+    seen = {
+        on_stale: batch_metrics(entries, queue_settings(on_stale=on_stale), step=4, now=0.0) for on_stale in ("wait", "mask", "expire")
+    }
+    assert [seen[name]["replay/lag_max"] for name in seen] == [3, 0, 3] and [seen[name]["replay/stale_tokens"] for name in seen] == [0, 4, 0]
 
 
 # ---- baselines and retired problems ----

@@ -89,7 +89,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
         trainer.start()
         told["resumed_at"] = trainer.steps_done
         told["resumed_probes"] = ask(trainer, trainer.system.learner.logprobs(PROBES))
-        told["resumed_metrics"] = trainer.train(steps=1)
+        told["resumed_metrics"] = trainer.train(steps=3)  # beyond the groups that were restored
         told["resumed_history"] = ask(trainer, trainer.system.queue.history(range(STEPS * 4 + 32)))
     told["log"], told["log2"] = (home / "log.txt").read_text(), (home / "log2.txt").read_text()
     yield told
@@ -143,6 +143,7 @@ def test_a_resumed_run_continues_from_the_same_weights(story):
     steps = [entry["step"] for entry in story["resumed_history"].values() if entry["state"] in ("trained", "training")]
     assert steps.count(SAVED + 1) == 4
     assert f"resumed {story['saved']} at step {SAVED}" in story["log2"]
+    assert "completed groups restored" in story["log2"] and "is set aside" in story["log2"]
 
 
 def test_mlflow_holds_the_run(story):

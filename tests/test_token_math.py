@@ -158,17 +158,37 @@ def test_tokens_that_are_too_old_have_no_weight_and_stay_in_the_divisors(loss: s
 
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_whatever_stands_on_tokens_that_are_too_old_is_no_matter(loss: str) -> None:
-    config = config_of(policy_loss=loss, loss_agg_mode="seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1, m2po={"budget": 0.005})
+    """Neither in the loss nor in the statistics of their row: log-probs of sampler, anchor and reference may be anything there."""
+    config = config_of(
+        policy_loss=loss, loss_agg_mode="seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1, m2po={"budget": 0.005}, anchor="recomputed",
+        importance={"level": "geometric"}, rejection={"level": "sequence", "lower": 0.7, "upper": 1.5}, opsm_delta=0.2,
+    )
     rows, junk, metrics = make_rows(), make_rows(), MetricSums()
     for key, row in rows.items():
         row.max_lag = junk[key].max_lag = 1
-        junk[key].reference = np.where(row.lag > 1, -9.0, row.reference).astype(np.float32)
+        for name in ("reference", "anchor"):
+            setattr(junk[key], name, np.where(row.lag > 1, -9.0, getattr(row, name)).astype(np.float32))
     got, other = gradient(config, rows, [sorted(rows)], metrics=metrics), gradient(config, junk, [sorted(rows)])
     assert got[0] == other[0] and torch.equal(got[1], other[1])
     means = metrics.means()
     tokens = sum(int(row.mask.sum()) for row in rows.values())
     assert means["train/lag_max"] == 1
     assert means["train/stale_share"] == sum(int((row.mask * (row.lag > 1)).sum()) for row in rows.values()) / tokens > 0
+
+
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_no_gradient_reaches_a_token_that_is_too_old(loss: str) -> None:
+    config = config_of(policy_loss=loss, loss_agg_mode="seq-mean-token-mean", m2po={"budget": 0.005})
+    rows, math = {key: row for key, row in make_rows().items() if row.mask.any()}, TokenMath(config, Alone())
+    for row in rows.values():
+        row.max_lag = 1
+    math.assign(rows, owned=rows, values={key: RowValue(1.0 + key[1]) for key in rows}, kl_coef=0.0)
+    batch = token_batch([PlanRow(*key, 2, len(row.mask), 0.1) for key, row in rows.items()], list(rows.values()), CPU)
+    logprobs = (batch.behavior.double() + 0.01).requires_grad_()
+    selection = math.select(3, [batch], [logprobs.detach()])[0] if math.selects else None
+    loss_value = math.loss(batch, logprobs, -logprobs.exp(), selection=selection, metrics=None)
+    (given,) = torch.autograd.grad(loss_value, logprobs)
+    assert (given[batch.lag > 1] == 0).all() and (given[batch.trained == 1] != 0).any()
 
 
 @pytest.mark.parametrize("mask_stale", [True, False])

@@ -14,13 +14,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import ray
 
 from async_grpo.cluster.placement import Placement
-from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, RolloutProcess
+from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
 from async_grpo.weights.base import UNPUBLISHED, Announcement
@@ -48,6 +48,13 @@ class RemoteEngine:
         return await self.handle.probe_sequences.remote()
 
 
+class QueueSide(Protocol):
+    """The queue as the manager sees it."""
+
+    async def forfeit(self, actor_id: str) -> None: ...
+    async def is_over(self) -> bool: ...
+
+
 Join = Callable[[RemoteEngine, Callable[[], None]], Awaitable[None]]
 
 
@@ -55,10 +62,10 @@ class ActorManager:
     """All rollout actors of a run. `on_fatal` is told once when the run cannot go on."""
 
     def __init__(
-        self, config: Config, *, placement: Placement, options: list[dict[str, Any]], queue: Any, model_dir: str, backend: str,
-        on_fatal: Callable[[BaseException], None], note: Callable[[str], None],
+        self, config: Config, *, placement: Placement, options: list[dict[str, Any]], queue: Any, client: QueueSide, model_dir: str,
+        backend: str, on_fatal: Callable[[BaseException], None], note: Callable[[str], None],
     ) -> None:
-        self._config, self._placement, self._options, self._queue = config, placement, options, queue
+        self._config, self._placement, self._options, self._queue, self._client = config, placement, options, queue, client
         self._model_dir, self._backend, self._on_fatal, self._note = model_dir, backend, on_fatal, note
         self._alive: list[RemoteEngine] = []
         self._processes: dict[str, RemoteEngine] = {}
@@ -101,7 +108,7 @@ class ActorManager:
         if engine is None or self._stopping:
             return
         self._alive.remove(engine)
-        await asyncio.wait_for(self._queue.forfeit.remote(actor_id), CALL_TIMEOUT_S)
+        await self._client.forfeit(actor_id)
         self._kill(engine)
         self._spawn(self._replace(engine, error))
 
@@ -188,6 +195,8 @@ class ActorManager:
     async def _watch(self, engine: RemoteEngine) -> None:
         try:
             await engine.handle.run.remote()
+            if not self._stopping and not await self._client.is_over():
+                await self.drop(engine.actor_id, RunError("it stopped producing before the run was over"))
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, RunError):
                 raise error.cause from error  # not a fault of this process: another one would meet the same

@@ -14,14 +14,14 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import ray
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import RunError, SetupError
+from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.recorded import RecordedQueue
 from async_grpo.replay.recovery import JournalSettings, open_queue
@@ -43,12 +43,12 @@ class QueueProcess(ReplayQueue):
         try:
             vars(self).update(vars(open_queue(settings, journal, snapshot=snapshot)))
             gc.freeze()  # what the imports made lives as long as the process; looking through it again and again costs a tenth of the time
-        except (RunError, ValueError) as error:
-            self._not_opened = error  # raised by the first call: from here Ray would wrap it into its own story
+        except Exception as error:  # noqa: BLE001 - raised by every call: from here Ray would wrap it into a story of its own
+            self._not_opened = error
 
     def __getattr__(self, name: str) -> Any:
         """Only called for what is missing: every part of a queue that could not be opened."""
-        if "_not_opened" in vars(self) and name in ("report", "settings", "_ledger", "_clock"):
+        if "_not_opened" in vars(self) and not name.startswith("__"):
             raise self._not_opened
         raise AttributeError(name)
 
@@ -77,26 +77,39 @@ class RecordedProcess(RecordedQueue):
 
 
 class QueueHandle:
-    """The queue as a rollout actor sees it; every call has a deadline."""
+    """The queue as a rollout actor sees it; every call has a deadline, and may be repeated, so it is, for `patience_s` at most."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    def __init__(self, handle: Any, *, patience_s: float = CALL_TIMEOUT_S) -> None:
+        self._handle, self._patience_s = handle, patience_s
 
     async def acquire(self, actor_id: str, serving_version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket] | None:
-        return await _call(self._handle.acquire.remote(actor_id, serving_version, holding, want))
+        return await self._call(lambda: self._handle.acquire.remote(actor_id, serving_version, holding, want))
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
-        return await _call(self._handle.put_packed.remote(actor_id, pack_frames(frames)))
+        packed = pack_frames(frames)
+        return await self._call(lambda: self._handle.put_packed.remote(actor_id, packed))
 
     async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str) -> None:
-        await _call(self._handle.fail.remote(actor_id, tickets, reason))
+        await self._call(lambda: self._handle.fail.remote(actor_id, tickets, reason))
+
+    async def _call(self, ask: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await asyncio.wait_for(ask(), CALL_TIMEOUT_S)
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise Stalled(f"the replay queue did not answer for {self._patience_s:g} s") from None
+            except ray.exceptions.RayActorError as error:
+                raise queue_died(error) from error
 
 
 class RolloutProcess(RolloutActor):
     """A rollout actor whose queue is a Ray actor."""
 
     def __init__(self, config: Config, *, actor_id: str, queue: Any, model_dir: str, device: str, cores: Sequence[int]) -> None:
-        super().__init__(config, actor_id=actor_id, queue=QueueHandle(queue), model_dir=model_dir, device=device, cores=cores)
+        handle = QueueHandle(queue, patience_s=config.watchdog.step_timeout_s)
+        super().__init__(config, actor_id=actor_id, queue=handle, model_dir=model_dir, device=device, cores=cores)
 
     async def pid(self) -> int:
         """Process id, for tests and post-mortems."""
@@ -168,8 +181,15 @@ class LearnerProcess:
         self._learner.close()
 
     def _fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
-        return ray.get(self._queue.payload.remote(step, list(group_ids)), timeout=CALL_TIMEOUT_S)
+        try:
+            return ray.get(self._queue.payload.remote(step, list(group_ids)), timeout=CALL_TIMEOUT_S)
+        except ray.exceptions.RayActorError as error:
+            raise queue_died(error) from error
 
 
-async def _call(reference: Any) -> Any:
-    return await asyncio.wait_for(reference, CALL_TIMEOUT_S)
+def queue_died(error: BaseException) -> FaultBudgetSpent:
+    """The error of a run whose queue is gone for good."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return FaultBudgetSpent(
+        f"the replay queue's process died, and more often than cluster.restart_budget allows (with replay.journal.enable=false: once): {lines[0]}"
+    )

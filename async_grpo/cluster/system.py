@@ -20,10 +20,10 @@ from async_grpo.algo.filters import FilterRule
 from async_grpo.cluster.actor_manager import ActorManager
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
-from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, QueueProcess
+from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, QueueProcess, queue_died
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
+from async_grpo.errors import SetupError, Stalled
 from async_grpo.loop import Loop
 from async_grpo.planning import shaping
 from async_grpo.replay.recovery import JournalSettings
@@ -61,8 +61,15 @@ class QueueClient:
     async def held(self) -> dict[str, list[tuple[int, int]]]:
         return await self._call(self._handle.held.remote())
 
-    async def opened(self) -> str | None:
-        return await self._call(self._handle.opened.remote())
+    async def opened(self, *, timeout_s: float) -> str | None:
+        """Wait until the queue has read its journal; what it took over, in words."""
+        return await self._call(self._handle.opened.remote(), timeout_s=timeout_s)
+
+    async def forfeit(self, actor_id: str) -> None:
+        await self._call(self._handle.forfeit.remote(actor_id))
+
+    async def is_over(self) -> bool:
+        return await self._call(self._handle.is_over.remote())
 
     async def snapshot(self) -> dict[str, Any]:
         return await self._call(self._handle.snapshot.remote())
@@ -74,13 +81,13 @@ class QueueClient:
         await self._call(self._handle.close.remote())
 
     @staticmethod
-    async def _call(reference: Awaitable[Any]) -> Any:
+    async def _call(reference: Awaitable[Any], *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         try:
-            return await asyncio.wait_for(reference, CALL_TIMEOUT_S)
+            return await asyncio.wait_for(reference, timeout_s)
         except TimeoutError as error:
-            raise Stalled(f"the replay queue did not answer within {CALL_TIMEOUT_S:g} s") from error
+            raise Stalled(f"the replay queue did not answer within {timeout_s:g} s") from error
         except ray.exceptions.RayActorError as error:
-            raise FaultBudgetSpent(f"the replay queue's process died: {error}") from error
+            raise queue_died(error) from error
 
 
 class System:
@@ -126,8 +133,8 @@ class System:
         learner_options, engine_options = await self._reserve(placement)
         await self._start_queue(steps_done, snapshot, note)
         self.actors = ActorManager(
-            config, placement=placement, options=engine_options, queue=self._queue_handle, model_dir=model_dir, backend=backend,
-            on_fatal=self._fail, note=note,
+            config, placement=placement, options=engine_options, queue=self._queue_handle, client=self.queue, model_dir=model_dir,
+            backend=backend, on_fatal=self._fail, note=note,
         )
         updates = self._total_steps * config.updates_per_step
         starting = LearnerGroup.start(
@@ -243,7 +250,7 @@ class System:
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **repairs, **self._session.on_this_node())
         self._queue_handle = queue.remote(self._queue_settings(steps_done), journal, snapshot)
         self.queue = QueueClient(self._queue_handle)
-        if (report := await self.queue.opened()) is not None:
+        if (report := await self.queue.opened(timeout_s=config.watchdog.start_timeout_s)) is not None:
             note(f"replay queue: {report}")
 
     def _with_faults(self, metrics: dict[str, float], note: Callable[[str], None]) -> dict[str, float]:

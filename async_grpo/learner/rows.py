@@ -18,10 +18,7 @@ from torch import Tensor
 
 from async_grpo import wire
 from async_grpo.batching import PlanRow, RankPlan, RowKey
-
-
-class StalenessError(RuntimeError):
-    """A planned token is older than the bound, or newer than the policy that trains on it."""
+from async_grpo.replay.rules import StalenessError
 
 
 @dataclass(slots=True)
@@ -29,7 +26,7 @@ class Row:
     """One response of L tokens with its prompt; arrays are views into the payload.
 
     behavior [L] float32; mask [L] uint8; lag [L] int64; once computed: anchor, reference, advantages [L] float32, kl [L] float64.
-    max_lag: older tokens are not trained; they stay in the mask, so in every divisor.
+    max_lag: older tokens are not trained; they stay in the divisors, and out of the statistics of their row.
     """
 
     prompt: np.ndarray

@@ -93,7 +93,7 @@ class TokenMath:
         weights, kept = self._weights(batch, logprobs.detach(), anchor)
         token_loss, diagnostics = policy_loss(
             algorithm.policy_loss, logprobs, anchor_logprobs=anchor, behavior_logprobs=batch.behavior, advantages=batch.advantages,
-            loss_mask=batch.mask, staleness=batch.lag, clip=self._clip, row_index=batch.row_index, selection=selection,
+            loss_mask=batch.trained, staleness=batch.lag, clip=self._clip, row_index=batch.row_index, selection=selection,
             options=self._options, weights=weights if kept is None else kept if weights is None else weights * kept,
         )
         kl = None
@@ -127,17 +127,17 @@ class TokenMath:
         weights = kept = None
         if importance.level != "none":
             weights = importance_weights(
-                policy, batch.behavior, batch.mask, level=importance.level, mode=importance.mode, lower=importance.lower,
+                policy, batch.behavior, batch.trained, level=importance.level, mode=importance.mode, lower=importance.lower,
                 upper=importance.upper, row_index=batch.row_index,
             )
         if rejection.level != "none":
             kept = rejection_mask(
-                policy, batch.behavior, batch.mask, level=rejection.level, lower=rejection.lower, upper=rejection.upper,
+                policy, batch.behavior, batch.trained, level=rejection.level, lower=rejection.lower, upper=rejection.upper,
                 row_index=batch.row_index,
             )
         if algorithm.opsm_delta is not None:
             opsm = opsm_mask(
-                logprobs, batch.behavior, batch.advantages, batch.mask, delta=algorithm.opsm_delta, row_index=batch.row_index
+                logprobs, batch.behavior, batch.advantages, batch.trained, delta=algorithm.opsm_delta, row_index=batch.row_index
             )
             kept = opsm if kept is None else kept * opsm
         return weights, kept

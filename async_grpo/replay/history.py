@@ -37,7 +37,6 @@ from async_grpo.replay.events import (
 from async_grpo.replay.journal import JournalDamage, JournalError, Record, Segment
 from async_grpo.replay.ledger import Ledger, Place, State
 from async_grpo.replay.lineage import Link, lineage
-from async_grpo.replay.queue import SNAPSHOT_FORMAT
 from async_grpo.wire import Group, GroupMeta, WireError, decode_group, decode_meta
 
 OPEN_SEGMENTS = 8
@@ -128,9 +127,6 @@ def read_history(directory: Path) -> History:
     reader = _Reader(directory)
     reader.notes += notes
     for link in links:
-        found = link.segment.snapshot.get("format")
-        if found != SNAPSHOT_FORMAT:
-            raise JournalError(f"{link.segment.path} is of format {found}, this program reads {SNAPSHOT_FORMAT}")
         reader.read(link)
     return reader.history()
 

@@ -38,7 +38,8 @@ from async_grpo.replay.ledger import Place
 from async_grpo.wire import Buffer
 
 Fsync = Literal["group", "interval", "never"]
-JOURNAL_FORMAT = 1
+JOURNAL_FORMAT = 4
+"""Of segments and of the snapshots in them: another number cannot be read."""
 MAX_BODY_BYTES = 2**28
 SUFFIX = ".journal"
 INTERVAL_S = 1.0
@@ -115,7 +116,9 @@ class Writer:
         temporary = path.with_suffix(".tmp")
         try:
             self._flush_now()
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if not self.directory.is_dir():
+                self.directory.mkdir(parents=True)
+                _sync_directory(self.directory.parent)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._broken(error) from error

@@ -76,6 +76,7 @@ class Place(NamedTuple):
 class Entry:
     """One group that holds a slot. `policy_version` is the live version at its latest issue; `step` the learner step that takes it.
 
+    `failures`: attempts that came to nothing, and results that expired; those of an earlier start of the run do not count as failures.
     Times are the queue's clock: the latest issue, and when its result came.
     """
 
@@ -90,6 +91,7 @@ class Entry:
     frame: bytes | None = None
     place: Place | None = None
     step: int | None = None
+    failures: int = 0
 
     @property
     def ticket(self) -> GroupTicket:
@@ -115,6 +117,8 @@ class Ledger:
         self.rejected_now: Counter[str] = Counter()
         """Rejected since the last batch left, by reason; `failed_now` likewise."""
         self.failed_now: Counter[str] = Counter()
+        self.failed_before = 0
+        """Groups that had failed for good when this start of the run began: it is judged by its own."""
         self.retired: set[int] = set()
         self.forfeited: set[str] = set()
         self.segment_steps: dict[int, int] = {}
@@ -227,7 +231,8 @@ class Ledger:
         self._release(entry)
         self.totals["attempts_lost"] += 1
         self.totals["overdue"] += event.reason == OVERDUE
-        self._move(entry, State.WAITING if entry.attempt < self.max_attempts else State.FAILED)
+        entry.failures += 1
+        self._move(entry, State.WAITING if entry.failures < self.max_attempts else State.FAILED)
         if entry.state == State.FAILED:
             _count(self.failed, event.reason)
             _count(self.failed_now, event.reason)
@@ -236,7 +241,8 @@ class Ledger:
         entry = self._entry(event, State.READY, attempt=event.attempt)
         self.totals["expirations"] += 1
         self._forget_result(entry)
-        self._move(entry, State.WAITING if entry.attempt < self.max_attempts else State.EXPIRED)
+        entry.failures += 1
+        self._move(entry, State.WAITING if entry.failures < self.max_attempts else State.EXPIRED)
 
     def _drop(self, event: Drop) -> None:
         entry = self._entry(event, State.READY, attempt=event.attempt)
@@ -337,13 +343,13 @@ class Ledger:
         """Plain values for `from_snapshot`. Results are named by their place in the journal, not contained."""
         in_slots = [entry for index in self.slots.values() for entry in index.values()]  # in each state in the order of arrival
         groups = [
-            [entry.group_id, entry.attempt, entry.policy_version, entry.state.value, entry.actor_id, entry.step, entry.place]
+            [entry.group_id, entry.attempt, entry.policy_version, entry.state.value, entry.actor_id, entry.step, entry.place, entry.failures]
             for entry in (*in_slots, *self.unused.values())
         ]
         counters = {name: {str(key): count for key, count in getattr(self, name).items()} for name in _COUNTERS}
         return {
             "first_group_id": self.first_group_id, "next_group_id": self.next_group_id, "steps": self.steps, "live": self.live,
-            "training_step": self.training_step, "over": self.over, "max_attempts": self.max_attempts, "groups": groups, **counters,
+            "training_step": self.training_step, "over": self.over, "max_attempts": self.max_attempts, "failed_before": self.failed_before, "groups": groups, **counters,
             "retired": sorted(self.retired), "forfeited": sorted(self.forfeited),
             "segment_steps": [list(pair) for pair in self.segment_steps.items()],
         }
@@ -352,7 +358,7 @@ class Ledger:
     def from_snapshot(cls, snapshot: dict[str, Any], *, entries: Iterable[Entry] | None = None) -> Ledger:
         """The ledger that `snapshot` described; results are not there until somebody reads them. `entries` take the place of its groups."""
         ledger = cls(first_group_id=snapshot["first_group_id"], steps=snapshot["steps"], max_attempts=snapshot["max_attempts"])
-        for name in ("next_group_id", "live", "training_step", "over"):
+        for name in ("next_group_id", "live", "training_step", "over", "failed_before"):
             setattr(ledger, name, snapshot[name])
         for name in _COUNTERS:
             getattr(ledger, name).update(snapshot[name])
@@ -371,8 +377,9 @@ class Ledger:
 
 
 def _entries(rows: Iterable[list[Any]]) -> Iterable[Entry]:
-    for group_id, attempt, version, state, actor_id, step, place in rows:
-        yield Entry(group_id, attempt, version, State(state), actor_id, step=step, place=None if place is None else Place(*place))
+    for group_id, attempt, version, state, actor_id, step, place, failures in rows:
+        known = None if place is None else Place(*place)
+        yield Entry(group_id, attempt, version, State(state), actor_id, step=step, place=known, failures=failures)
 
 
 def _count(reasons: Counter[str], reason: str) -> None:

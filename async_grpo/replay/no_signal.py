@@ -33,26 +33,27 @@ def check_signal(ledger: Ledger, settings: QueueSettings, *, exhausted: bool) ->
             "train fewer steps, or raise replay.filter_groups.retire_at"
         )
     rejected, failed = ledger.rejected_now.total(), ledger.failed_now.total()
-    if limit and rejected >= limit * size:
+    waits_for_more = len(ledger.slots[State.READY]) < size  # not for one slow group, while others are rejected beside it
+    if limit and rejected >= limit * size and waits_for_more:
         raise NoSignal(
             f"{rejected} groups were rejected since the last learner step ({_listed(ledger.rejected_now)}), limit {limit} batches of "
             f"{size}; make the task easier or harder, sample more responses, or raise replay.filter_groups.max_num_gen_batches"
         )
     if failed >= MAX_FAILED_GROUPS + 4 * size:
         raise NoSignal(
-            f"{failed} groups failed since the last learner step after {settings.max_attempts} attempts each "
+            f"{failed} groups failed since the last learner step {settings.max_attempts} times each "
             f"({_listed(ledger.failed_now)}); see the logs of the rollout actors"
         )
     _check_failed(ledger, settings)
 
 
 def _check_failed(ledger: Ledger, settings: QueueSettings) -> None:
-    failed = ledger.closed[State.FAILED]
+    failed = ledger.closed[State.FAILED] - ledger.failed_before
     allowed = settings.max_failed_fraction * max(ledger.issued, min(FRACTION_GROUPS, settings.total_groups))
     if failed > allowed:
         raise NoSignal(
-            f"{failed} of {ledger.issued} groups failed for good, {settings.max_attempts} attempts each ({_listed(ledger.failed)}); "
-            f"task.max_bad_fraction {settings.max_failed_fraction:g} allows {int(allowed)}. Mend these problems, or raise "
+            f"{failed} of {ledger.issued} groups failed for good, {settings.max_attempts} times each ({_listed(ledger.failed)}); "
+            f"task.max_bad_fraction {settings.max_failed_fraction:g} allows {int(allowed)}. Mend what they failed for, or raise "
             "task.max_bad_fraction to go on without them"
         )
 

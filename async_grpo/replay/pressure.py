@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from async_grpo.replay.ledger import Entry
-from async_grpo.replay.rules import rows_to_train
+from async_grpo.replay.rules import QueueSettings, rows_to_train
 
 WINDOW = 1000
 """Groups over which slow and fast are told apart."""
@@ -67,13 +67,17 @@ class Pressure:
         return out
 
 
-def batch_metrics(chosen: Sequence[Entry], *, step: int, max_staleness: int, now: float) -> dict[str, float]:
+def batch_metrics(chosen: Sequence[Entry], settings: QueueSettings, *, step: int, now: float) -> dict[str, float]:
     """How old the batch of `step` is: lags in learner steps over what is trained with weight, tokens that are too old, seconds ready."""
     rows = [row for entry in chosen for row in rows_to_train(entry.meta)]
-    lags = [lag for row in rows for version, _ in row.versions if (lag := step - 1 - version) <= max_staleness]
+    oldest = [step - 1 - row.min_version for row in rows]
+    lags = [step - 1 - version for row in rows for version, _ in row.versions]
+    masked = 0.0
+    if settings.on_stale == "mask":  # otherwise a lag above the bound must show
+        masked = float(sum(row.tokens_before(step - 1 - settings.max_staleness) for row in rows))
+        oldest = [min(lag, settings.max_staleness) for lag in oldest]
+        lags = [lag for lag in lags if lag <= settings.max_staleness]
     return {
-        "replay/lag_mean": sum(min(step - 1 - row.min_version, max_staleness) for row in rows) / len(rows),
-        "replay/lag_max": float(max(lags)),
-        "replay/stale_tokens": float(sum(row.tokens_before(step - 1 - max_staleness) for row in rows)),
+        "replay/lag_mean": sum(oldest) / len(rows), "replay/lag_max": float(max(lags)), "replay/stale_tokens": masked,
         "replay/ready_wait_s": sum(now - entry.ready_at for entry in chosen) / len(chosen),
     }

@@ -33,7 +33,7 @@ import numpy as np
 
 from async_grpo.replay import events
 from async_grpo.replay.admission import Admission
-from async_grpo.replay.journal import Writer
+from async_grpo.replay.journal import JOURNAL_FORMAT, Writer
 from async_grpo.replay.ledger import Entry, Ledger, State
 from async_grpo.replay.no_signal import check_signal
 from async_grpo.replay.pressure import Pressure, batch_metrics
@@ -45,15 +45,13 @@ MAX_SKIPS = 4096
 """Ids of retired problems that one `acquire` passes over (tens of milliseconds); the next one goes on from there."""
 TICKET_GRACE_S = 5.0
 """An actor watches its own tickets and says why one failed; the queue takes a ticket back only this much later."""
-SNAPSHOT_FORMAT = 3
-"""Of what `snapshot` returns and a segment of the journal starts with."""
 SLICE_BYTES, SLICE_FRAMES = 2**22, 32
 """What one `put` takes before it lets other calls run."""
 
 
 def snapshot_facts(identity: str = "", *, start: str = "") -> dict[str, Any]:
     """What stands beside the ledger in a snapshot of a new run; `recovery.JournalSettings` says what identity and start are."""
-    return {"format": SNAPSHOT_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity, "epoch": 0}
+    return {"format": JOURNAL_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity, "epoch": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +152,7 @@ class ReplayQueue:
         """
         ledger, now = self._ledger, self._clock()
         if step == ledger.training_step or self._batch is not None and step == self._batch.step:
+            await self._commit()  # the call that took it may not have come to that
             return self._current_batch()
         if step != ledger.newest_version + 1:
             raise ValueError(f"step {step} is out of turn: the next learner step is {ledger.newest_version + 1}")
@@ -170,7 +169,7 @@ class ReplayQueue:
         for entry in chosen:
             check_bound(entry.meta, step=step, max_staleness=self.settings.max_staleness, on_stale=self.settings.on_stale)
         waited = self._pressure.learner_served([entry.ready_at - entry.issued_at for entry in chosen], now=now)
-        self._last_batch = batch_metrics(chosen, step=step, max_staleness=self.settings.max_staleness, now=now) | {
+        self._last_batch = batch_metrics(chosen, self.settings, step=step, now=now) | {
             "replay/learner_wait_s": waited,
             "replay/rejected_in_step": float(ledger.rejected_now.total()), "replay/failed_in_step": float(ledger.failed_now.total()),
         }
@@ -202,6 +201,10 @@ class ReplayQueue:
 
     # ---- what others may know ----
 
+    async def is_over(self) -> bool:
+        """Whether actors are told to stop: the run was closed, or all its steps are trained."""
+        return self._ledger.over or self._ledger.steps >= self.settings.total_steps
+
     async def counts(self) -> dict[str, int]:
         """Groups by state (their sum is the number of ids issued), then totals: rejected by reason, late, duplicate, invalid."""
         ledger = self._ledger
@@ -227,7 +230,7 @@ class ReplayQueue:
             "replay/live_version": float(ledger.live), "replay/steps": float(ledger.steps), "replay/retired": float(len(ledger.retired)),
             "replay/producers": float(len(ledger.held)), "replay/bytes": float(sum(len(entry.frame or b"") for entry in ready)),
             "replay/oldest_ready_s": now - min((entry.ready_at for entry in ready), default=now),
-            "replay/journal_bytes": 0.0 if self._journal is None else float(self._journal.nbytes),
+            "replay/segment_bytes": 0.0 if self._journal is None else float(self._journal.nbytes),
             "replay/journal_syncs": 0.0 if self._journal is None else float(self._journal.syncs),
         }
         return out | self._pressure.metrics(now) | self._last_batch
@@ -282,10 +285,12 @@ class ReplayQueue:
             self.record(events.Issue(group_id, ledger.entries[group_id].attempt + 1, actor_id, ledger.live))
         given, end = again, ledger.next_group_id + count + MAX_SKIPS
         while len(given) < count and ledger.next_group_id < end:
-            group_id = ledger.next_group_id
-            if self._retirement.skips(group_id):
-                self.record(events.Skip(group_id, 1))
-            else:
+            first = group_id = ledger.next_group_id
+            while group_id < end and self._retirement.skips(group_id):
+                group_id += 1
+            if group_id > first:
+                self.record(events.Skip(first, group_id - first))
+            if group_id < end:
                 self.record(events.Issue(group_id, 1, actor_id, ledger.live))
                 given.append(group_id)
         return [ledger.entries[group_id].ticket for group_id in given]

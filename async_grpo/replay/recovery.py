@@ -17,15 +17,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from async_grpo.replay.events import Drop, Event, Put, TakeBatch, from_wire
-from async_grpo.replay.journal import Fsync, JournalDamage, JournalError, Record, Segment, Writer, segments
+from async_grpo.replay.journal import JOURNAL_FORMAT, Fsync, JournalDamage, JournalError, Record, Segment, Writer, segments
 from async_grpo.replay.ledger import Entry, Ledger, Place, State
 from async_grpo.replay.lineage import Link, lineage
-from async_grpo.replay.queue import SNAPSHOT_FORMAT, ReplayQueue, snapshot_facts
+from async_grpo.replay.queue import ReplayQueue, snapshot_facts
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import GroupMeta, WireError, decode_meta
 
@@ -150,7 +150,7 @@ def _resume(
         report = report or Report()
         report.note = note
     writer = _writer(journal, number=max(numbers, default=0), last=None if past is None else past.last, clock=clock)
-    if past is None and not note:
+    if journal.fresh:
         writer.remove(set(numbers))
     queue = _opened(settings, ledger, writer, facts, clock=clock)
     queue.report = report
@@ -209,7 +209,8 @@ class _Past:
         """No more than a snapshot: results are not at hand."""
         self.snapshot, self.ledger = snapshot, Ledger.from_snapshot(snapshot["ledger"])
         self.batches: dict[int, list[int]] = {}
-        self.results: dict[int, tuple[int, Place]] = {}
+        self.results: dict[int, Entry] = {}
+        """Group -> as it was when its latest result came."""
         self.last: Segment | None = None
         self.notes: list[str] = []
 
@@ -235,33 +236,34 @@ class _Past:
             self.batches = {step: ids for step, ids in self.batches.items() if step <= self.ledger.steps}
         for entry in (*self.ledger.entries.values(), *self.ledger.unused.values()):
             if entry.place is not None:
-                self.results[entry.group_id] = (entry.attempt, entry.place)
+                self.results[entry.group_id] = replace(entry)
         if self.ledger.training_step is not None:
             self.batches[self.ledger.training_step] = sorted(self.ledger.slots[State.TRAINING])
 
     def _note(self, event: Event, place: Place | None, segment: Segment) -> None:
         _apply(self.ledger, event, place, segment)
         if isinstance(event, Put) and place is not None:
-            self.results[event.group_id] = (event.attempt, place)
+            self.results[event.group_id] = replace(self.ledger.entries[event.group_id])
         if isinstance(event, TakeBatch):
             self.batches[event.step] = list(event.group_ids)
 
 
 def _past(directory: Path, snapshot: dict[str, Any] | None, settings: QueueSettings, identity: str) -> tuple[_Past | None, str]:
     """The history that leads from the checkpoint, or from the beginning of the run; None if this journal does not have it, and why not."""
+    foreign = "the journal in the run's directory is of another run, or of other settings, and is not read"
     if snapshot is not None and snapshot["segment"] not in segments(directory):
-        return None, ""
+        return None, foreign
     try:
         links, notes = lineage(directory, first=None if snapshot is None else snapshot["segment"], whole=True)
     except JournalError as error:
-        return None, f"the journal is left alone and not read, because {error}"
+        return None, f"the journal is not read, because {error}"
     first = links[0].segment.snapshot
     if snapshot is None:
         begun = first["ledger"]
         if begun["steps"] or begun["next_group_id"] or settings.trained_steps or first["identity"] != identity:
-            return None, ""
+            return None, foreign
     elif first["journal"] != snapshot["journal"]:
-        return None, ""
+        return None, foreign
     past = _Past(first)
     past.read(links, step=settings.trained_steps)
     past.notes += notes
@@ -284,13 +286,15 @@ def _rewind(past: _Past, settings: QueueSettings, *, results: _Results | None = 
         elif entry.step is not None and entry.step <= step:
             closed[State.TRAINED] += 1
             continue
-        attempt, place = past.results.get(group_id, (1, None)) if entry is None else (entry.attempt, entry.place)
-        if place is None and group_id in lost:
-            attempt, place = past.results.get(group_id, (attempt, None))
-        kept.append(_taken_over(Entry(group_id, attempt, step, State.WAITING, place=place), settings, results, report))
+        if group_id in lost or entry is None:
+            entry = past.results.get(group_id, entry) or Entry(group_id, 1, step, State.WAITING)
+        kept.append(_taken_over(entry, settings, results, report))
     _keep_what_can_be_trained(kept, settings, report)
     then = {
         "steps": step, "live": step, "training_step": None, "over": False, "closed": +closed, "max_attempts": settings.max_attempts,
+        # Actors, counters of now and faults are of one start of the run; whoever mended the data must not be stopped by old failures.
+        "forfeited": [], "rejected_now": {}, "failed_now": {}, "failed": {}, "failed_before": closed[State.FAILED],
+        "totals": {name: count for name, count in end.totals.items() if name != "restarts"},
     }
     ledger = Ledger.from_snapshot({**end.snapshot(), **then}, entries=kept)
     report.ready = len(ledger.slots[State.READY])
@@ -299,22 +303,25 @@ def _rewind(past: _Past, settings: QueueSettings, *, results: _Results | None = 
 
 def _taken_over(entry: Entry, settings: QueueSettings, results: _Results | None, report: Report) -> Entry:
     """Ready if its result can be trained at the learner's step, otherwise waiting."""
+    waiting = Entry(entry.group_id, entry.attempt, settings.trained_steps, State.WAITING, failures=entry.failures)
     if entry.place is None:
         report.waits("in flight")
     elif results is None:
         report.waits("completed under other settings or in another run's journal")
+    elif entry.policy_version > settings.trained_steps:  # known without reading: a long run may have lost many steps
+        report.waits("with tokens of lost learner steps")
     else:
         try:
-            entry.meta, entry.frame = results.read(entry.place, entry.group_id, entry.attempt, settings)
+            meta, frame = results.read(entry.place, entry.group_id, entry.attempt, settings)
         except WireError:
             report.waits("unreadable in the journal")
-        else:
-            if entry.meta.max_version <= settings.trained_steps:
-                entry.state, entry.policy_version = State.READY, entry.meta.policy_version
-                return entry
-            report.waits("with tokens of lost learner steps")
-    entry.meta = entry.frame = entry.place = None
-    return entry
+            return waiting
+        if meta.max_version <= settings.trained_steps:
+            ready = replace(waiting, state=State.READY, policy_version=meta.policy_version, place=entry.place)
+            ready.meta, ready.frame = meta, frame
+            return ready
+        report.waits("with tokens of lost learner steps")
+    return waiting
 
 
 def _keep_what_can_be_trained(entries: list[Entry], settings: QueueSettings, report: Report) -> None:
@@ -340,8 +347,8 @@ def _keep_what_can_be_trained(entries: list[Entry], settings: QueueSettings, rep
 
 
 def _check_snapshot(snapshot: dict[str, Any], settings: QueueSettings) -> None:
-    if snapshot.get("format") != SNAPSHOT_FORMAT:
-        raise ValueError(f"the checkpoint's queue is of format {snapshot.get('format')}, this program reads {SNAPSHOT_FORMAT}")
+    if snapshot.get("format") != JOURNAL_FORMAT:
+        raise ValueError(f"the checkpoint's queue is of format {snapshot.get('format')}, this program reads {JOURNAL_FORMAT}")
     steps = (snapshot["ledger"]["steps"], snapshot["ledger"]["training_step"])
     if settings.trained_steps not in steps:
         raise ValueError(
