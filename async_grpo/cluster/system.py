@@ -23,7 +23,7 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, QueueProcess, queue_died
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError, Stalled
+from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.loop import Loop
 from async_grpo.planning import shaping
 from async_grpo.replay.recovery import JournalSettings
@@ -197,7 +197,8 @@ class System:
         parts = [part for part in (self.actors, self.learner) if part is not None]
         results += await asyncio.gather(*[part.stop() for part in parts], return_exceptions=True)
         remove_segments(self._key)
-        failures = [result for result in results if isinstance(result, BaseException)]
+        # A queue that died for good cannot be closed; the run has ended for that reason.
+        failures = [result for result in results if isinstance(result, BaseException) and not isinstance(result, FaultBudgetSpent)]
         if failures:
             raise failures[0]
 

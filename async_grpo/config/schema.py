@@ -181,7 +181,7 @@ class Replay(Section):
     on_stale: Literal["wait", "mask", "expire"] = "wait"
     """Groups that would become too old: the learner waits in time, or goes on and gives old tokens weight 0, or has the group generated again."""
     max_attempts: Positive = 3
-    """Times a group is issued before it counts as failed."""
+    """Times a group may come to nothing (or become too old) before it counts as failed (or expired)."""
     filter_groups: FilterGroups = FilterGroups()
     journal: Journal = Journal()
 
