@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from async_grpo.replay import __main__ as command
+from async_grpo.replay import facts as facts_module
 from async_grpo.replay import history as history_module
 from async_grpo.replay import lineage as lineage_module
 from async_grpo.replay.history import History, Start, read_history
@@ -43,7 +45,7 @@ def journal_of(directory: Path) -> Path:
 def compare(history: History, life: Life) -> None:
     """What the journal tells is what the living queue has."""
     ledger: Ledger = life.queue._ledger
-    assert history.ledger.snapshot() == ledger.snapshot() and history.notes == []
+    assert history.ledger.snapshot() == ledger.snapshot() and history.notes == [] and history.unlisted == {}
     told = Counter(record.state.value for record in history.groups.values())
     assert {state: told[state] for state in STATES} == ledger.counts()
     assert {step: set(ids) for step, ids in history.steps.items()} == {step: set(ids) for step, ids in life.batches.items()}
@@ -99,7 +101,9 @@ def test_what_deleted_segments_told_is_counted_not_listed_and_nothing_else_chang
                 assert record.state in (None, known[1]) or record.state == State.SKIPPED
             assert {entry.group_id for entry in ledger.entries.values()} <= set(history.groups)
             assert history.steps.items() <= {step: tuple(sorted(ids)) for step, ids in life.batches.items()}.items()
-            hidden += ledger.issued - len(history.groups)
+            missing = ledger.issued - len(history.groups)
+            assert history.unlisted == ({"deleted": missing} if missing else {})
+            hidden += missing
             unknown += sum(record.state is None for record in history.groups.values())
 
     asyncio.run(lives())
@@ -156,8 +160,14 @@ def test_damage_is_a_note_where_it_is_and_the_next_snapshot_is_right_again(tmp_p
     history = read_history(tmp_path)
     assert history.ledger.snapshot() == ledger.snapshot()
     assert len(history.notes) == 1 and "damaged" in history.notes[0] and path.name in history.notes[0]
+    missing = set(range(ledger.issued)) - set(history.groups)
+    assert missing and history.unlisted == {"damaged": len(missing)}
     path.write_bytes(b"something else")
-    assert read_history(tmp_path).ledger.snapshot() == ledger.snapshot()
+    history = read_history(tmp_path)
+    assert history.ledger.snapshot() == ledger.snapshot()
+    assert history.unlisted == {"damaged": ledger.issued - len(history.groups)}
+    path.unlink()
+    assert read_history(tmp_path).unlisted == {"deleted": ledger.issued - len(history.groups)}
 
     put = next(record for record in records if record.place is not None)
     broken = bytearray(whole)
@@ -370,8 +380,9 @@ def test_rewards_are_weighted_as_the_run_weights_them(look, run_dir: Path, tmp_p
 def test_the_ledger_says_what_became_of_everything(look) -> None:
     text = " ".join(look("--ledger").split())
     for part in (
-        "epoch 0", "1 trained, step 2 in training", "version 1, weights d1", "7 issued: 1 in flight, 2 training, 2 trained, 1 rejected, 1 failed",
-        "rejected 1 all right", "failed 1 timeout", "3 attempts lost", "1 late, 1 duplicate, 1 invalid", "the last one: invalid, an unreadable frame from actor-1.0: checksum mismatch",
+        "run first start steps", "1 trained, step 2 in training", "version 1, weights d1", "7 issued: 1 in flight, 2 training, 2 trained, 1 rejected, 1 failed",
+        "rejected 1 all_right", "failed 1 timeout", "3 attempts lost", "1 late, 1 duplicate, 1 invalid",
+        "the last one: invalid, an unreadable frame from actor-1.0: checksum mismatch",
     ):
         assert part in text, (part, text)
     told = json.loads(look("--ledger", "--json"))
@@ -381,13 +392,13 @@ def test_the_ledger_says_what_became_of_everything(look) -> None:
 
 def test_off_a_terminal_every_group_is_one_line_and_empty_columns_are_left_out(look) -> None:
     lines = look().splitlines()
-    title = next(index for index, line in enumerate(lines) if line.startswith("7 of 7 groups"))
+    title = next(index for index, line in enumerate(lines) if line == "7 groups, newest first")
     header, rows = lines[title + 1].split(), lines[title + 2:]
     assert " ".join(header) == "group attempt state step ticket sampled lag correct format verdict tokens truncated seconds actor reason"
     assert [int(row.split()[0]) for row in rows] == [6, 5, 4, 3, 2, 1, 0]
     assert rows[3].split() == ["3", "2", "training", "2", "v0", "v0-1", "0-1", "0.62", "1.00", "62%", "4", "4.00", "actor-1.0"]
     assert not any(line.endswith(" ") for line in lines)
-    assert "attempt" not in look("--step", "1").splitlines()[-3] and "no group matches" in look("--step", "7")
+    assert "attempt" not in look("--step", "1").splitlines()[-3]
 
 
 def test_a_result_that_expired_is_not_taken_for_that_of_the_next_attempt(look, tmp_path: Path) -> None:
@@ -459,6 +470,14 @@ def test_frames_are_read_only_for_groups_that_everything_else_selects(look, monk
 @pytest.mark.parametrize(("args", "sentence"), [
     (["--state", "trainde"], "invalid choice: 'trainde'"), (["--steps", "3:4"], "neither a step nor a range of steps"),
     (["--group", "70"], "group 70 was never issued, only 0 to 6 were"), (["--sort", "size"], "invalid choice: 'size'"),
+    (["--steps", "21-20"], "'21-20' has no steps: 21 comes after 20"), (["--step", "0"], "learner steps are counted from 1"),
+    (["--min-reward", "0.5", "--max-reward", "0.25"], "no reward is at least 0.5 (--min-reward) and at most 0.25 (--max-reward)"),
+    (["--limit", "-1"], "--limit: '-1' is not a whole number"), (["--group", "-1"], "--group: '-1' is not a whole number"),
+    (["--version", "-1"], "--version: '-1' is not a whole number"), (["--min-reward", "nan"], "'nan' is not a number"),
+    (["--ledger", "--step", "1"], "options that choose or sort groups have no place beside --ledger"),
+    (["--ledger", "--sort", "reward"], "no place beside --ledger"), (["--group", "3", "--state", "ready"], "no place beside --group"),
+    (["--group", "3", "--actor", "a"], "no place beside --group"), (["--group", "3", "--min-reward", "0"], "no place beside --group"),
+    (["--ledger", "--group", "0"], "--group has no place beside it"), (["--ledger", "--text"], "--text has no place beside it"),
     (["--text", "--tokenizer", "/nowhere"], "no tokenizer in /nowhere"),
 ])
 def test_a_wrong_option_is_one_sentence_and_exit_code_2(run_dir: Path, capsys, args: list[str], sentence: str) -> None:
@@ -482,6 +501,231 @@ def failed(capsys, *args: str) -> str:
     captured = capsys.readouterr()
     assert code == 2 and captured.out == "" and captured.err.startswith("error: ")
     return captured.err
+
+
+def test_options_that_agree_are_taken() -> None:
+    options = command.parse(["x", "--steps", "3-3", "--min-reward", "0.5", "--max-reward", "0.5", "--limit", "0"])
+    assert (options.steps, options.min_reward, options.max_reward, options.limit) == ((3, 3), 0.5, 0.5, 0)
+    assert command.parse(["x", "--group", "0", "--json", "--tokenizer", "y"]).group == 0
+    assert command.parse(["x", "--ledger", "--json"]).ledger
+
+
+@pytest.mark.parametrize(("args", "title"), [
+    ([], "7 groups, newest first"), (["--limit", "7"], "7 groups, newest first"), (["--limit", "2"], "2 of 7 groups, newest first"),
+    (["--steps", "1-2", "--limit", "3", "--reverse"], "4 of 7 groups match, oldest first, 3 shown (--limit 3)"),
+    (["--steps", "1-2", "--limit", "4"], "4 of 7 groups match, newest first"), (["--state", "failed"], "1 of 7 groups matches, newest first"),
+    (["--version", "0", "--limit", "2"], "3 of 7 groups match, newest first, 2 shown (--limit 2)"),
+    (["--actor", "nobody"], "no group matches, of 7 that are listed"),
+    (["--max-reward", "0.5", "--limit", "1", "--sort", "reward"], "3 of 7 groups match, largest reward first, 1 shown (--limit 1)"),
+    (["--actor", "actor-1.0"], "3 of 7 groups match, newest first"),
+])
+def test_the_title_says_how_many_groups_match(look, args: list[str], title: str) -> None:
+    assert titles(look(*args)) == [title]
+
+
+def test_results_are_not_read_in_great_numbers_only_to_count_them(look, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts_module, "COUNTED", 2)
+    assert titles(look("--version", "0", "--limit", "2")) == ["at least 2 of 7 groups match, newest first, 2 shown (--limit 2)"]
+    assert titles(look("--version", "0", "--limit", "4")) == ["3 of 7 groups match, newest first"]
+    assert titles(look("--steps", "1-2", "--limit", "3")) == ["4 of 7 groups match, newest first, 3 shown (--limit 3)"]
+
+
+def test_one_group_is_not_called_groups(look, tmp_path: Path) -> None:
+    async def live() -> None:
+        queue = open_queue(queue_settings(), journal_in(journal_of(tmp_path)))
+        await queue.fail("a", await queue.acquire("a", 0, [], 1), "rollout.prompt_length is 3")
+
+    asyncio.run(live())
+    text = look(directory=tmp_path)
+    assert titles(text) == ["1 group, newest first"] and "1 segment," in text and "1 attempt lost\n" in text
+
+
+def titles(text: str) -> list[str]:
+    """What stands between the ledger and the table."""
+    return text.split("\n\n")[1].splitlines()[:1]
+
+
+# ---- what is not there ----
+
+
+@pytest.fixture(scope="module")
+def old_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in step 5 that was resumed from step 2. Its journal tells of step 4, whose results are gone, and of step 5 with results."""
+    directory = tmp_path_factory.mktemp("old")
+
+    async def live() -> None:
+        settings = queue_settings(filter=None)
+        queue = open_queue(settings, journal_in(journal_of(directory), "first"))
+        for step in (1, 2):
+            await train(queue, step)
+            checkpoint = await queue.snapshot()
+            await queue.live(step)
+        queue = open_queue(replace(settings, trained_steps=2), journal_in(journal_of(directory), "second"), snapshot=checkpoint)
+        queue._facts.setdefault("from_step", 2)
+        for step in (3, 4):
+            await train(queue, step)
+            await queue.live(3)
+        await queue.snapshot()
+        await train(queue, 5)
+        checkpoint = await queue.snapshot()
+        await queue.forget(segment=checkpoint["segment"], step=4)
+
+    asyncio.run(live())
+    assert len(segments(journal_of(directory))) == 2
+    return directory
+
+
+def test_what_was_deleted_is_told_as_the_normal_thing_it_is(look, old_run: Path) -> None:
+    lines = look("--ledger", directory=old_run).splitlines()
+    assert "listed    the groups of steps 4 to 5" in lines
+    assert "note      6 groups are counted but not listed: their segments were deleted at checkpoints (normal)" in lines
+    assert not any("damaged" in line for line in lines)
+    told = json.loads(look("--ledger", "--json", directory=old_run))
+    assert (told["listed_steps"], told["unlisted"]) == ([4, 5], {"deleted": 6})
+
+
+def test_the_step_of_a_resume_outlives_its_segment(look, old_run: Path) -> None:
+    assert read_history(journal_of(old_run)).starts == [Start(1, 2)]
+    assert "run       start 2, resumed from step 2" in look("--ledger", directory=old_run).splitlines()
+
+
+def test_starts_of_a_run_are_told_in_words(look, tmp_path: Path) -> None:
+    async def live() -> None:
+        settings, directory = queue_settings(filter=None), journal_of(tmp_path)
+        open_queue(settings, journal_in(directory, "first"))
+        queue = open_queue(settings, journal_in(directory, "second"))
+        await train(queue, 1)
+        checkpoint = await queue.snapshot()
+        open_queue(replace(settings, trained_steps=1), journal_in(directory, "third"), snapshot=checkpoint)
+
+    asyncio.run(live())
+    run = "run       start 3, resumed from step 1 (before: start 2, resumed from the beginning)"
+    assert run in look("--ledger", directory=tmp_path).splitlines()
+
+
+def test_a_row_without_its_result_says_so(look, old_run: Path) -> None:
+    rows = [json.loads(line) for line in look("--json", "--reverse", directory=old_run).splitlines()]
+    assert [(row["step"], row["reward"], row["reason"]) for row in rows] == [
+        (4, None, "its result is no longer in the journal"), (4, None, "its result is no longer in the journal"), (5, 0.5, ""), (5, 0.5, ""),
+    ]
+    assert look("--group", "6", directory=old_run).count("journal") == 1
+
+
+def test_a_group_whose_end_is_damaged_says_so(run_dir: Path) -> None:
+    history = read_history(journal_of(run_dir))
+    history.groups[2].state = None
+    facts = facts_module.group_facts(history, history.groups[2], {})
+    assert (facts["state"], facts["reason"], facts["reward"]) == ("unknown", "how it ended was in a damaged part of the journal", 0.25)
+
+
+def test_a_group_with_an_attempt_behind_it_names_that_beside_what_it_lacks(look, tmp_path: Path) -> None:
+    async def live() -> None:
+        queue = open_queue(queue_settings(filter=None), journal_in(journal_of(tmp_path)))
+        await queue.fail("a", await queue.acquire("a", 0, [], 1), "no answer")
+        await train(queue, 1)
+
+    asyncio.run(live())
+    assert "an earlier attempt: no answer\n" in look("--group", "0", directory=tmp_path)
+
+
+@pytest.mark.parametrize(("args", "sentence"), [
+    (["--step", "3"], "the groups of step 3 are no longer in the journal, which has steps 4 to 5"),
+    (["--steps", "1-3"], "the groups of steps 1 to 3 are no longer in the journal, which has steps 4 to 5"),
+    (["--step", "6"], "step 6 is not trained yet (the newest is 5)"), (["--steps", "6-9"], "steps 6 to 9 are not trained yet (the newest is 5)"),
+    (["--version", "6"], "no group matches: there is no version 6 (the newest is 5)"),
+    (["--state", "rejected"], "no group matches, of 4 that are listed; 6 more are not"),
+    (["--step", "5", "--state", "ready"], "no group matches, of 4 that are listed; 6 more are not"),
+])
+def test_where_no_group_matches_it_says_why(look, old_run: Path, args: list[str], sentence: str) -> None:
+    assert titles(look(*args, directory=old_run)) == [sentence]
+    assert look("--json", *args, directory=old_run) == ""
+
+
+def test_where_a_group_is_not_listed_any_more_it_says_why(old_run: Path, capsys) -> None:
+    assert failed(capsys, str(old_run), "--group", "0") == (
+        "error: group 0 is one of 6 that are counted but not listed: their segments were deleted at checkpoints (normal)\n"
+    )
+
+
+def test_a_run_at_its_beginning_and_at_its_end_says_why_there_is_nothing(look, tmp_path: Path) -> None:
+    async def live() -> None:
+        queue = open_queue(queue_settings(filter=None), journal_in(journal_of(tmp_path)))
+        assert titles(look(directory=tmp_path)) == titles(look("--step", "1", directory=tmp_path)) == ["no groups yet"]
+        await queue.acquire("b", 0, [], 1)
+        assert titles(look("--step", "1", directory=tmp_path)) == ["step 1 is not trained yet (no step is)"]
+        await queue.forfeit("b")
+        await train(queue, 1)
+        await queue.live(1)
+        await queue.close()
+
+    asyncio.run(live())
+    assert titles(look("--step", "7", directory=tmp_path)) == ["there is no step 7: the run ended with step 1"]
+
+
+def test_a_step_whose_events_are_damaged_is_not_called_deleted(look, tmp_path: Path) -> None:
+    async def live() -> None:
+        queue = open_queue(queue_settings(filter=None, total_steps=12), journal_in(journal_of(tmp_path)))
+        for step in range(1, 5):
+            await train(queue, step)
+            await queue.live(step)
+            queue.begin_segment()
+
+    asyncio.run(live())
+    path = segment_path(journal_of(tmp_path), 2)
+    damaged = bytearray(path.read_bytes())
+    damaged[Segment(journal_of(tmp_path), 2).size + 30] ^= 255
+    path.write_bytes(bytes(damaged))
+    assert titles(look("--step", "2", directory=tmp_path)) == ["the groups of step 2 were in a damaged part of the journal"]
+    text = look("--ledger", directory=tmp_path)
+    assert "2 groups are counted but not listed: what the journal told of them is damaged" in text and "checkpoints" not in text
+    path.write_bytes(b"")
+    assert titles(look("--step", "1", directory=tmp_path)) == ["the groups of step 1 were in a damaged part of the journal"]
+
+
+def test_groups_from_before_the_journal_are_told_as_such(look, tmp_path: Path) -> None:
+    async def live() -> None:
+        settings = queue_settings(filter=None)
+        queue = open_queue(settings)
+        await train(queue, 1)
+        checkpoint = await queue.snapshot()
+        await queue.live(1)
+        open_queue(replace(settings, trained_steps=1), journal_in(journal_of(tmp_path)), snapshot=checkpoint)
+
+    asyncio.run(live())
+    assert "2 groups are counted but not listed: they are from before this journal began" in look("--ledger", directory=tmp_path)
+
+
+def test_a_reason_is_quoted_as_it_is(look, tmp_path: Path) -> None:
+    async def live() -> None:
+        queue = open_queue(queue_settings(max_attempts=1), journal_in(journal_of(tmp_path)))
+        tickets = await queue.acquire("a", 0, [], 3)
+        await queue.fail("a", tickets[:2], "rollout.prompt_length is 3")
+        await queue.fail("a", tickets[2:], "no_answer")
+
+    asyncio.run(live())
+    text = look("--ledger", directory=tmp_path)
+    assert "failed    2 rollout.prompt_length is 3; 1 no_answer\n" in text and "3 attempts lost\n" in text
+
+
+def test_a_run_that_wrote_no_end_and_grows_no_more_is_pointed_out(look, run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(journal_of(run_dir), journal_of(tmp_path))
+    path = segment_path(journal_of(tmp_path), segments(journal_of(tmp_path))[-1])
+    end = "no end recorded: the run was ended abruptly, or it hangs"
+    path.touch()
+    assert end not in look("--ledger", directory=tmp_path)
+    os.utime(path, (time.time() - 90, time.time() - 90))
+    first = look("--ledger", directory=tmp_path).splitlines()[0]
+    assert first.startswith("journal") and first.endswith(end)
+
+
+def test_a_run_that_wrote_its_end_is_never_called_dead(look, tmp_path: Path) -> None:
+    async def live() -> None:
+        await open_queue(queue_settings(), journal_in(journal_of(tmp_path))).close()
+
+    asyncio.run(live())
+    os.utime(segment_path(journal_of(tmp_path), 1), (0, 0))
+    text = look("--ledger", directory=tmp_path)
+    assert "the run is over" in text and "no end recorded" not in text
 
 
 def test_a_narrow_terminal_shows_whole_numbers_in_fewer_columns(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

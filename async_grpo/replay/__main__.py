@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,20 +27,25 @@ from rich.text import Text
 from async_grpo.config import yaml12
 from async_grpo.errors import RunError, SetupError
 from async_grpo.replay.facts import (
+    GONE,
     SORT_KEYS,
+    Column,
     Facts,
     Selection,
-    candidates,
     columns_of,
+    count,
     group_facts,
     ledger_facts,
-    narrowed,
+    ledger_rows,
+    many,
     reward,
     select,
     visible,
+    why_none,
+    why_unknown,
 )
 from async_grpo.replay.history import History, read_history
-from async_grpo.replay.journal import segment_path, segments
+from async_grpo.replay.journal import segments
 from async_grpo.replay.ledger import State
 from async_grpo.wire import Group, Rollout, WireError
 
@@ -49,6 +55,10 @@ PLAIN_WIDTH = 100_000
 """Columns off a terminal, where no line is to wrap."""
 SNIPPET = 60
 """Characters of a prompt or response in the table."""
+CHOICES = ("states", "steps", "version", "actor", "min_reward", "max_reward", "sort", "reverse", "limit")
+"""Options that say which groups are listed, and in which order."""
+LEAST_IMPORTANT = ("actor", "seconds", "ticket", "truncated", "verdict")
+"""Columns that a narrow terminal does without, the first one first."""
 STATE_STYLES = {
     "trained": "green", "training": "bright_green", "ready": "cyan", "in flight": "blue", "waiting": "yellow", "rejected": "magenta",
     "failed": "red", "expired": "red",
@@ -66,25 +76,41 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("run_dir", type=Path, help="the run's directory (run.dir), which holds journal/")
     parser.add_argument("--ledger", action="store_true", help="print only the ledger, no groups")
     which = parser.add_argument_group("which groups")
-    which.add_argument("--group", type=int, metavar="ID", help="this one, whole: prompt, responses, rewards, version spans")
+    which.add_argument("--group", type=_natural, metavar="ID", help="this one, whole: prompt, responses, rewards, version spans")
     which.add_argument(
-        "--state", action="append", choices=[state.value for state in State], metavar="STATE",
+        "--state", dest="states", action="append", choices=[state.value for state in State], metavar="STATE",
         help="in this state; may be repeated: " + ", ".join(State),
     )
     which.add_argument("--step", "--steps", dest="steps", type=_span, metavar="N|A-B", help="taken by these learner steps")
-    which.add_argument("--version", type=int, metavar="V", help="with a token that policy version V sampled")
+    which.add_argument("--version", type=_natural, metavar="V", help="with a token that policy version V sampled")
     which.add_argument("--actor", metavar="NAME", help="from this rollout actor; * stands for anything")
-    which.add_argument("--min-reward", type=float, metavar="X", help="mean reward of at least X")
-    which.add_argument("--max-reward", type=float, metavar="X", help="mean reward of at most X")
+    which.add_argument("--min-reward", type=_real, metavar="X", help="mean reward of at least X")
+    which.add_argument("--max-reward", type=_real, metavar="X", help="mean reward of at most X")
     how = parser.add_argument_group("how they are shown")
     how.add_argument("--sort", choices=list(SORT_KEYS), default="id", help="largest first (default: id, so the newest first)")
     how.add_argument("--reverse", action="store_true", help="smallest first")
-    how.add_argument("--limit", type=int, default=20, metavar="N", help="at most N groups, 0 for all (default: 20)")
+    how.add_argument("--limit", type=_natural, default=20, metavar="N", help="at most N groups, 0 for all (default: 20)")
     how.add_argument("--text", action="store_true", help="with the prompt and the best response; with --json, all responses")
     how.add_argument("--tokenizer", type=Path, metavar="DIR", help="makes text of tokens (default: the model's, or the newest checkpoint's)")
     how.add_argument("--json", action="store_true", help="one JSON object per group and line; with --ledger, one for the ledger")
     parser.epilog = "The reward is weighted by task.rewards of the run's config.yaml; without weights there, it is the first component."
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if problem := _contradiction(options, parser):
+        parser.error(problem)
+    return options
+
+
+def _contradiction(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
+    """What one option says against another."""
+    chosen = any(value != parser.get_default(name) for name, value in vars(options).items() if name in CHOICES)
+    alone = "--ledger" if options.ledger else "--group" if options.group is not None else None
+    if options.ledger and (options.group is not None or options.text):
+        return f"--ledger prints no groups, so {'--text' if options.group is None else '--group'} has no place beside it"
+    if alone and chosen:
+        return f"options that choose or sort groups have no place beside {alone}"
+    if None not in (options.min_reward, options.max_reward) and options.min_reward > options.max_reward:
+        return f"no reward is at least {options.min_reward:g} (--min-reward) and at most {options.max_reward:g} (--max-reward)"
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,10 +135,10 @@ def _output(options: argparse.Namespace, history: History, config: dict[str, Any
         yield from [json.dumps(ledger_facts(history))] if options.json else _ledger(history)
     else:
         selection = Selection(
-            states=options.state, steps=options.steps, version=options.version, actor=options.actor, min_reward=options.min_reward,
-            max_reward=options.max_reward, sort=options.sort, reverse=options.reverse, limit=options.limit,
+            states=options.states, steps=options.steps, version=options.version, actor=options.actor, min_reward=options.min_reward,
+            max_reward=options.max_reward, sort=options.sort, reverse=options.reverse,
         )
-        found = select(history, selection, weights)
+        found: Iterator[Facts] = islice(select(history, selection, weights), options.limit or None)
         if decode is not None:
             found = (facts | _texts(history, facts, weights, decode, whole=options.json) for facts in found)
         if options.json:
@@ -120,7 +146,8 @@ def _output(options: argparse.Namespace, history: History, config: dict[str, Any
         else:
             yield from _ledger(history)
             groups = list(found)
-            yield from ("", _title(selection, len(groups), len(candidates(history, selection))))
+            cut = len(groups) == options.limit
+            yield from ("", _title(history, selection, len(groups), count(history, selection, weights) if cut else len(groups)))
             yield from _table(groups)
 
 
@@ -131,7 +158,28 @@ def _span(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor a range of steps like 3-7")
-    return int(match[1]), int(match[2] or match[1])
+    first, last = int(match[1]), int(match[2] or match[1])
+    if first > last:
+        raise argparse.ArgumentTypeError(f"{text!r} has no steps: {first} comes after {last}")
+    if last == 0:
+        raise argparse.ArgumentTypeError("learner steps are counted from 1")
+    return first, last
+
+
+def _natural(text: str) -> int:
+    if re.fullmatch(r"\d+", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
@@ -191,17 +239,6 @@ def _indented(ids: Sequence[int], decode: Decode | None) -> str:
     return "\n".join(f"    {visible(line)}" for line in lines)
 
 
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count)
-
-
-def _ago(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{max(seconds, 0):.0f} s ago"
-
-
 def _render(table: Table) -> Iterator[str]:
     """Lines of a table: colours and the terminal's width on a terminal, plain and as wide as they are elsewhere."""
     terminal, out = sys.stdout.isatty(), io.StringIO()
@@ -213,61 +250,30 @@ def _render(table: Table) -> Iterator[str]:
 
 
 def _ledger(history: History) -> Iterator[str]:
-    ledger, totals, digest = history.ledger, history.ledger.totals, history.live.get(history.ledger.live)
-    under_way = f"step {ledger.training_step} in training" if ledger.training_step else f"step {ledger.steps + 1} waits for its groups"
-    rows = [
-        ("journal", _files(history.directory)), ("run", _starts(history)),
-        ("steps", f"{ledger.steps:,} trained, " + ("the run is over" if ledger.over else under_way)),
-        ("live", f"version {ledger.live}" + (f", weights {digest}" if digest else "")),
-        ("groups", f"{ledger.issued:,} issued: {_listed(ledger.counts()) or 'none'}"),
-        ("rejected", _listed(ledger.rejected)), ("failed", _listed(ledger.failed)),
-        ("lost", _listed({name: totals[name] for name in ("attempts_lost", "forfeited", "overdue", "expirations", "unreadable")})),
-        ("refused", _listed({name: totals[name] for name in ("late", "duplicate", "invalid")})),
-        ("", _last_refusal(history)),
-        ("retired", f"{len(ledger.retired):,} problems" if ledger.retired else ""),
-        *[("note", note) for note in history.notes],
-    ]
-    if (hidden := ledger.issued - len(history.groups)) > 0:
-        rows.append(("note", f"{hidden:,} groups are counted but not listed: what the journal told of them was deleted or is damaged"))
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in rows:
-        if text:
-            table.add_row(name, Text(visible(text)))
+    for name, text in ledger_rows(history):
+        table.add_row(name, Text(visible(text)))
     yield from _render(table)
-
-
-def _files(directory: Path) -> str:
-    stats = [path.stat() for number in segments(directory) if (path := segment_path(directory, number)).exists()]
-    size, newest = sum(stat.st_size for stat in stats), max((stat.st_mtime for stat in stats), default=0.0)
-    return f"{directory}: {len(stats)} segment{'s' * (len(stats) != 1)}, {size / 1e6:,.1f} MB, written {_ago(time.time() - newest)}"
-
-
-def _starts(history: History) -> str:
-    restarts, resumed = history.ledger.totals["restarts"], [str(start.step) for start in history.starts if start.epoch]
-    text = f"epoch {history.starts[-1].epoch}" + (f", resumed from step {', '.join(resumed)}" if resumed else "")
-    return text + (f"; restarts of the queue's process: {restarts}" if restarts else "")
-
-
-def _last_refusal(history: History) -> str:
-    if not history.refusals:
-        return ""
-    last = history.refusals[-1]
-    what = f"group {last.group_id} attempt {last.attempt}" if last.group_id >= 0 else "an unreadable frame"
-    return f"the last one: {last.status}, {what} from {last.actor_id}: {last.reason}"
 
 
 # ---- many groups ----
 
 
-def _title(selection: Selection, shown: int, found: int) -> str:
+def _title(history: History, selection: Selection, shown: int, matching: int | None) -> str:
+    """matching: groups that match, None where nobody counted them."""
     if not shown:
-        return "no group matches"
+        return why_none(history, selection)
+    known = many(len(history.groups), "group")
     order = f"{'smallest' if selection.reverse else 'largest'} {selection.sort} first"
     if selection.sort == "id":
         order = "oldest first" if selection.reverse else "newest first"
-    return f"{shown:,}" + ("" if selection.reads_frames else f" of {found:,}") + f" groups, {order}"
+    if not selection.narrows:
+        return (known if matching == shown else f"{shown:,} of {known}") + f", {order}"
+    found = f"at least {shown:,}" if matching is None else f"{matching:,}"
+    limited = "" if matching == shown else f", {shown:,} shown (--limit {shown})"
+    return f"{found} of {known} {'matches' if matching == 1 else 'match'}, {order}{limited}"
 
 
 def _table(groups: list[Facts]) -> Iterator[str]:
@@ -276,7 +282,7 @@ def _table(groups: list[Facts]) -> Iterator[str]:
         return
     columns = columns_of(groups)
     if sys.stdout.isatty():
-        columns = narrowed(columns, shutil.get_terminal_size().columns)
+        columns = _narrowed(columns, shutil.get_terminal_size().columns)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         table.add_column(Text(column.header), justify=column.justify, no_wrap=not column.long, overflow="fold" if column.long else "ellipsis")
@@ -284,6 +290,15 @@ def _table(groups: list[Facts]) -> Iterator[str]:
         named = zip(columns, cells, strict=True)
         table.add_row(*[Text(cell, style=STATE_STYLES.get(cell, "") if column.header == "state" else "") for column, cell in named])
     yield from _render(table)
+
+
+def _narrowed(columns: list[Column], width: int) -> list[Column]:
+    """The columns that fit into `width` characters: without the least important ones, as far as needed."""
+    for name in LEAST_IMPORTANT:
+        if sum(column.width for column in columns) <= width:
+            break
+        columns = [column for column in columns if column.header != name]
+    return columns
 
 
 def _texts(history: History, facts: Facts, weights: Mapping[str, float], decode: Decode, *, whole: bool) -> Facts:
@@ -312,29 +327,23 @@ def _group(history: History, group_id: int) -> Group | None:
 def _one_group(options: argparse.Namespace, history: History, weights: Mapping[str, float], decode: Decode | None) -> Iterator[str]:
     record = history.groups.get(options.group)
     if record is None:
-        raise SetupError(_why_unknown(options.group, history))
+        raise SetupError(why_unknown(history, options.group))
     facts, group = group_facts(history, record, weights), _group(history, options.group)
     if options.json:
         yield json.dumps(facts | (_whole(group, decode) if group is not None else {}))
         return
     yield from _table([facts])
-    if record.reason and not facts["reason"]:
+    if record.reason and facts["reason"] != record.reason:
         yield f"an earlier attempt: {visible(record.reason)}"
     if group is None:
-        yield "its responses are not in the journal"
+        if facts["reason"] != GONE:
+            yield "its responses are not in the journal"
         return
     if group.attempt != record.attempt:
         yield f"what follows is the result of attempt {group.attempt}"
     yield from ("", f"prompt, {len(group.prompt_ids)} tokens", _indented(group.prompt_ids, decode), "")
     for index, row in enumerate(group.rollouts, 1):
         yield from (f"response {index}: {_row_line(row)}", _indented(row.response_ids, decode))
-
-
-def _why_unknown(group_id: int, history: History) -> str:
-    first, after = history.ledger.first_group_id, history.ledger.next_group_id
-    if first <= group_id < after:
-        return f"what the journal told of group {group_id} was deleted or is damaged"
-    return f"group {group_id} was never issued" + (f", only {first} to {after - 1} were" if after > first else ", nor was any other")
 
 
 def _whole(group: Group, decode: Decode | None) -> Facts:

@@ -6,13 +6,14 @@ else selects. All numbers of a group are of its responses to train; a baseline c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from async_grpo.replay.history import GroupRecord, History
+from async_grpo.replay.history import GroupRecord, History, Start, Unlisted
+from async_grpo.replay.journal import segment_path, segments
 from async_grpo.replay.ledger import State
 from async_grpo.replay.rules import rows_to_train
 from async_grpo.wire import GroupMeta, WireError
@@ -24,8 +25,15 @@ Sort = Literal["id", "reward", "length", "lag", "seconds"]
 SORT_KEYS: dict[Sort, str] = {"id": "group_id", "reward": "reward", "length": "length_mean", "lag": "lag_max", "seconds": "seconds"}
 REASON_STATES = (State.WAITING, State.REJECTED, State.FAILED, State.EXPIRED)
 """A reason is of the group's present state only in these; a trained group may have lost an attempt before."""
-LEAST_IMPORTANT = ("actor", "seconds", "ticket", "truncated", "verdict")
-"""Columns that a narrow terminal does without, the first one first."""
+HAS_RESULT = (State.READY, State.TRAINING, State.TRAINED)
+"""A group in one of these had a result, whatever the journal still has of it."""
+GONE = "its result is no longer in the journal"
+COUNTED = 2_000
+"""Results that are read only to say how many groups match: a fraction of a second."""
+SILENT_S = 60.0
+"""Seconds after which a journal that grows no more and has no end is pointed out."""
+ONE = {"attempts_lost": "attempt lost", "expirations": "expiration"}
+"""What a counter is called when it is 1."""
 LONG = ("prompt", "best response", "reason")
 LONG_MIN_WIDTH, GAP = 16, 2
 """Characters that a column of long text gets at least, and between columns."""
@@ -33,7 +41,7 @@ LONG_MIN_WIDTH, GAP = 16, 2
 
 @dataclass(frozen=True)
 class Selection:
-    """Which groups, in which order; None selects all. `steps` is a range with both ends, `actor` may contain `*`, `limit` 0 is no limit."""
+    """Which groups, in which order; None selects all. `steps` is a range with both ends, `actor` may contain `*`."""
 
     states: Sequence[str] | None = None
     steps: tuple[int, int] | None = None
@@ -43,7 +51,11 @@ class Selection:
     max_reward: float | None = None
     sort: Sort = "id"
     reverse: bool = False
-    limit: int = 0
+
+    @property
+    def narrows(self) -> bool:
+        """Whether it leaves groups out."""
+        return bool(self.states or self.steps or self.reads_frames)
 
     @property
     def reads_frames(self) -> bool:
@@ -83,13 +95,21 @@ def candidates(history: History, selection: Selection) -> list[GroupRecord]:
 
 
 def select(history: History, selection: Selection, weights: Mapping[str, float]) -> Iterator[Facts]:
-    """The groups that match, in order, at most `limit`; sorted by id they are read only as far as they are asked for."""
+    """The groups that match, in order; sorted by id they are read only as far as they are asked for."""
     every = (group_facts(history, record, weights) for record in candidates(history, selection))
     found: Iterator[Facts] = (facts for facts in every if selection.matches(facts))
     if selection.sort != "id":
         key, sign = SORT_KEYS[selection.sort], 1 if selection.reverse else -1
         found = iter(sorted(found, key=lambda facts: (facts[key] is None, sign * (facts[key] or 0))))
-    return islice(found, selection.limit) if selection.limit > 0 else found
+    return found
+
+
+def count(history: History, selection: Selection, weights: Mapping[str, float]) -> int | None:
+    """How many groups match; None where that would take a while to tell."""
+    found = candidates(history, selection)
+    if not selection.reads_frames:
+        return len(found)
+    return None if len(found) > COUNTED else sum(selection.matches(group_facts(history, record, weights)) for record in found)
 
 
 def group_facts(history: History, record: GroupRecord, weights: Mapping[str, float]) -> Facts:
@@ -98,13 +118,22 @@ def group_facts(history: History, record: GroupRecord, weights: Mapping[str, flo
         "group_id": record.group_id, "attempt": record.attempt, "state": record.state.value if record.state else "unknown",
         "step": record.step, "ticket_version": record.policy_version, "versions": [], "lag_min": None, "lag_max": None, "reward": None,
         "rewards": {}, "verdict": None, "responses": 0, "length_min": None, "length_mean": None, "length_max": None, "truncated": None,
-        "seconds": None, "finished_at": None, "actor": record.actor_id, "reason": record.reason if record.state in REASON_STATES else "",
+        "seconds": None, "finished_at": None, "actor": record.actor_id, "reason": _reason(record),
     }
     try:
         meta = history.meta(record.group_id, record.attempt)
     except WireError as error:
         return facts | {"reason": f"its result cannot be read: {error}"}
-    return facts if meta is None else facts | _measured(meta, record.step, weights)
+    if meta is not None:
+        return facts | _measured(meta, record.step, weights)
+    had_result = record.state in HAS_RESULT or any(attempt == record.attempt for attempt, _ in record.frames)
+    return facts | {"reason": facts["reason"] or (GONE if had_result else "")}
+
+
+def _reason(record: GroupRecord) -> str:
+    if record.state is None:
+        return "how it ended was in a damaged part of the journal"
+    return record.reason if record.state in REASON_STATES else ""
 
 
 def reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
@@ -121,9 +150,16 @@ def ledger_facts(history: History) -> Facts:
         "steps": ledger.steps, "training_step": ledger.training_step, "live_version": ledger.live,
         "digest": history.live.get(ledger.live, ""), "over": ledger.over,
         "starts": [{"epoch": start.epoch, "step": start.step} for start in history.starts], "issued": ledger.issued,
+        "listed_steps": listed_steps(history), "unlisted": dict(history.unlisted),
         "states": ledger.counts(), "rejected": dict(ledger.rejected), "failed": dict(ledger.failed), "totals": dict(ledger.totals),
         "retired": len(ledger.retired), "notes": history.notes,
     }
+
+
+def listed_steps(history: History) -> tuple[int, int] | None:
+    """The first and the last learner step whose groups are listed; None where no group has a step."""
+    steps = [record.step for record in history.groups.values() if record.step is not None]
+    return (min(steps), max(steps)) if steps else None
 
 
 def _measured(meta: GroupMeta, step: int | None, weights: Mapping[str, float]) -> Facts:
@@ -143,6 +179,142 @@ def _measured(meta: GroupMeta, step: int | None, weights: Mapping[str, float]) -
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+# ---- the ledger in words ----
+
+
+def ledger_rows(history: History) -> list[tuple[str, str]]:
+    """What the ledger says to a person: a name and a text, which may contain anything that a run produced."""
+    ledger, totals, digest = history.ledger, history.ledger.totals, history.live.get(history.ledger.live)
+    under_way = f"step {ledger.training_step} in training" if ledger.training_step else f"step {ledger.steps + 1} waits for its groups"
+    rows = [
+        ("journal", _files(history)), ("run", _starts(history)),
+        ("steps", f"{ledger.steps:,} trained, " + ("the run is over" if ledger.over else under_way)),
+        ("live", f"version {ledger.live}" + (f", weights {digest}" if digest else "")),
+        ("groups", f"{ledger.issued:,} issued: {_listed(ledger.counts()) or 'none'}"), ("listed", _steps_left(history)),
+        ("rejected", _reasons(ledger.rejected)), ("failed", _reasons(ledger.failed)),
+        ("lost", _listed({name: totals[name] for name in ("attempts_lost", "forfeited", "overdue", "expirations", "unreadable")})),
+        ("refused", _listed({name: totals[name] for name in ("late", "duplicate", "invalid")})),
+        ("", _last_refusal(history)),
+        ("retired", many(len(ledger.retired), "problem") if ledger.retired else ""),
+        *[("note", note) for note in (*history.notes, *why_unlisted(history))],
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def _files(history: History) -> str:
+    paths = [segment_path(history.directory, number) for number in segments(history.directory)]
+    stats = [path.stat() for path in paths if path.exists()]  # one may be deleted meanwhile
+    size, silent = sum(stat.st_size for stat in stats), time.time() - (stats[-1].st_mtime if stats else 0.0)
+    end = "; no end recorded: the run was ended abruptly, or it hangs" if silent > SILENT_S and not history.ledger.over else ""
+    return f"{history.directory}: {many(len(stats), 'segment')}, {size / 1e6:,.1f} MB, written {_ago(silent)}{end}"
+
+
+def _starts(history: History) -> str:
+    *earlier, last = history.starts
+    restarts, text = history.ledger.totals["restarts"], _start_words(last) if last.epoch else "first start"
+    if resumed := [_start_words(start) for start in earlier if start.epoch]:
+        text += f" (before: {'; '.join(resumed)})"
+    return text + (f"; restarts of the queue's process: {restarts}" if restarts else "")
+
+
+def _start_words(start: Start) -> str:
+    return f"start {start.epoch + 1}, resumed from " + (f"step {start.step}" if start.step else "the beginning")
+
+
+def _steps_left(history: History) -> str:
+    listed = listed_steps(history)
+    return f"the groups of {steps_text(*listed)}" if listed and listed[0] > 1 and history.unlisted else ""
+
+
+def _last_refusal(history: History) -> str:
+    if not history.refusals:
+        return ""
+    last = history.refusals[-1]
+    what = f"group {last.group_id} attempt {last.attempt}" if last.group_id >= 0 else "an unreadable frame"
+    return f"the last one: {last.status}, {what} from {last.actor_id}: {last.reason}"
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    """Counters, which are named by this program."""
+    return ", ".join(f"{number:,} {ONE.get(name, name) if number == 1 else name}".replace("_", " ") for name, number in counts.items() if number)
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    """Reasons are quoted as they are: they may name a setting."""
+    return "; ".join(f"{number:,} {reason}" for reason, number in counts.items() if number)
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"
+
+
+# ---- why something is not there, in words ----
+
+_WHY: dict[Unlisted, tuple[str, str]] = {
+    "deleted": ("are no longer in the journal", "their segments were deleted at checkpoints (normal)"),
+    "damaged": ("were in a damaged part of the journal", "what the journal told of them is damaged"),
+    "before": ("are from before this journal began", "they are from before this journal began"),
+}
+
+
+def many(count: int, noun: str) -> str:
+    """'1 group', '2 groups'."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def steps_text(first: int, last: int) -> str:
+    """'step 3', 'steps 3 to 5'."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def why_unlisted(history: History) -> list[str]:
+    """A sentence for every reason why groups are counted but not listed."""
+    return [
+        f"{many(number, 'group')} {'is' if number == 1 else 'are'} counted but not listed: {_WHY[why][1]}"
+        for why, number in history.unlisted.items()
+    ]
+
+
+def why_unknown(history: History, group_id: int) -> str:
+    """Why there is nothing to show of a group."""
+    first, after = history.ledger.first_group_id, history.ledger.next_group_id
+    if first <= group_id < after:
+        reasons = "; or ".join(_WHY[why][1] for why in history.unlisted)
+        return f"group {group_id} is one of {sum(history.unlisted.values()):,} that are counted but not listed: {reasons}"
+    return f"group {group_id} was never issued" + (f", only {first} to {after - 1} were" if after > first else ", nor was any other")
+
+
+def why_none(history: History, selection: Selection) -> str:
+    """Why no group matches, as far as it is known."""
+    newest = history.ledger.newest_version
+    if not history.ledger.issued:
+        return "no groups yet"
+    if selection.steps and (reason := _why_no_step(history, *selection.steps)):
+        return reason
+    if selection.version is not None and selection.version > newest:
+        return f"no group matches: there is no version {selection.version} (the newest is {newest})"
+    others = sum(history.unlisted.values())
+    return f"no group matches, of {len(history.groups):,} that are listed" + (f"; {others:,} more are not" if others else "")
+
+
+def _why_no_step(history: History, first: int, last: int) -> str | None:
+    """None if there are groups of these steps."""
+    ledger, listed, wanted = history.ledger, listed_steps(history), steps_text(first, last)
+    newest = ledger.newest_version
+    if first > newest and ledger.over:
+        return f"there is no {wanted}: the run ended with step {ledger.steps}"
+    if first > newest:
+        return f"{wanted} {'is' if first == last else 'are'} not trained yet (" + (f"the newest is {newest})" if newest else "no step is)")
+    if any(record.step is not None and first <= record.step <= last for record in history.groups.values()):
+        return None
+    older = listed is None or last < listed[0]
+    why = next(iter(history.unlisted), "damaged") if older else "damaged"
+    return f"the groups of {wanted} {_WHY[why][0]}" + (f", which has {steps_text(*listed)}" if listed and why == "deleted" else "")
 
 
 # ---- columns for a person ----
@@ -181,15 +353,6 @@ def columns_of(groups: Sequence[Facts]) -> list[Column]:
         for header, justify, cell in (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS)
     ]
     return [column for column in columns if any(column.cells)]
-
-
-def narrowed(columns: list[Column], width: int) -> list[Column]:
-    """The columns that fit into `width` characters: without the least important ones, as far as needed."""
-    for name in LEAST_IMPORTANT:
-        if sum(column.width for column in columns) <= width:
-            break
-        columns = [column for column in columns if column.header != name]
-    return columns
 
 
 def _number(value: float | None) -> str:

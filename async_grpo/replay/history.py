@@ -5,7 +5,8 @@ lead to the newest one (`lineage`) are walked in order, and the snapshot at the 
 
     a process of the queue died      the snapshot says what was safe
     another start of the run         the batches of the steps after its checkpoint were taken back: their groups are ready, or wait
-    a deleted or damaged part        a group whose end was in it has state None; one that was only in it is counted, not listed
+    a damaged part                   a group whose end was in it has state None
+    a deleted or damaged part        a group that was only in it is counted, not listed (`History.unlisted`)
 
 Invariants: memory grows by one small record per group and never by a frame; a journal that is being written, cut off or damaged gives
 notes, not errors, as long as one segment can be read.
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from async_grpo.replay.events import (
     Close,
@@ -34,7 +35,7 @@ from async_grpo.replay.events import (
     TakeBatch,
     from_wire,
 )
-from async_grpo.replay.journal import JournalDamage, JournalError, Record, Segment
+from async_grpo.replay.journal import JournalDamage, JournalError, Record, Segment, segment_path
 from async_grpo.replay.ledger import Ledger, Place, State
 from async_grpo.replay.lineage import Link, lineage
 from async_grpo.wire import Group, GroupMeta, WireError, decode_group, decode_meta
@@ -43,6 +44,11 @@ OPEN_SEGMENTS = 8
 """Segments that stay mapped while frames are read; a batch of one learner step lies in one or two."""
 REFUSALS = 100
 """Refused results that are remembered; the ledger counts all of them."""
+
+
+Unlisted = Literal["deleted", "damaged", "before"]
+"""Why the history does not tell of a group: its segments were deleted, as checkpoints do with those that nobody needs; what they told is
+damaged; or the journal began after it."""
 
 
 @dataclass(slots=True)
@@ -84,6 +90,8 @@ class History:
     """The latest results that changed no group."""
     notes: list[str]
     """What could not be read."""
+    unlisted: dict[Unlisted, int]
+    """Groups that the ledger counts and `groups` does not have, by reason; the reason why the oldest ones are missing comes first."""
     _open: dict[int, Segment] = field(default_factory=dict, repr=False)
 
     def frame(self, group_id: int, attempt: int | None = None) -> bytes:
@@ -138,19 +146,24 @@ class _Reader:
         self._directory = directory
         self.notes: list[str] = []
         self._ledger: Ledger | None = None
+        self._begins: tuple[Unlisted, int] = ("before", 0)
+        """Why the history does not begin earlier, and the first group that is issued in it."""
         self._facts: dict[str, Any] = {}
         self._forget_all()
 
     def history(self) -> History:
         """What was read."""
         return History(
-            self._directory, self._ledger, self._groups, self._steps, self._live, self._starts, self._refusals, self.notes
+            self._directory, self._ledger, self._groups, self._steps, self._live, self._starts, self._refusals, self.notes,
+            self._unlisted(),
         )
 
     def read(self, link: Link) -> None:
         """Go through the next segment; damage in it ends it early."""
-        segment = link.segment
+        segment, first = link.segment, self._ledger is None
         self._ledger = Ledger.from_snapshot(segment.snapshot["ledger"])
+        if first:
+            self._begins = _why_not_earlier(segment), self._ledger.next_group_id
         self._enter(segment.snapshot)
         try:
             for record in link.records():
@@ -160,6 +173,15 @@ class _Reader:
         if segment.cut_off:
             tail = "is being written, or was" if link.until is None else "was"
             self.notes.append(f"{segment.path}: the last record {tail} cut off ({segment.cut_off:,} bytes)")
+
+    def _unlisted(self) -> dict[Unlisted, int]:
+        """A group that was issued before the first segment and ended there is not in its snapshot; any other one was in a damaged part."""
+        ledger, (why, begins) = self._ledger, self._begins
+        earlier = begins - ledger.first_group_id - sum(group_id < begins for group_id in self._groups)
+        later = ledger.issued - len(self._groups) - earlier
+        counts = {why: earlier}
+        counts["damaged"] = counts.get("damaged", 0) + later
+        return {reason: count for reason, count in counts.items() if count > 0}
 
     def _forget_all(self) -> None:
         self._groups: dict[int, GroupRecord] = {}
@@ -194,7 +216,7 @@ class _Reader:
     def _start_again(self, snapshot: dict[str, Any]) -> None:
         """What came after the checkpoint of this start did not happen."""
         ledger = self._ledger
-        self._starts.append(Start(snapshot["epoch"], ledger.steps))
+        self._starts.append(Start(snapshot["epoch"], snapshot.get("from_step", ledger.steps)))
         self._steps = {step: ids for step, ids in self._steps.items() if step <= ledger.steps}
         self._live = {version: digest for version, digest in self._live.items() if version <= ledger.live}
         for known in (self._groups, self._unfinished):
@@ -250,6 +272,12 @@ class _Reader:
     def _end(self, record: GroupRecord, state: State | None) -> None:
         record.state = state
         del self._unfinished[record.group_id]
+
+
+def _why_not_earlier(oldest: Segment) -> Unlisted:
+    if oldest.parent is None:
+        return "before"
+    return "damaged" if segment_path(oldest.path.parent, oldest.parent[0]).exists() else "deleted"
 
 
 def _ended(record: GroupRecord, ledger: Ledger) -> State | None:
