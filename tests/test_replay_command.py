@@ -618,7 +618,25 @@ def test_a_group_whose_end_is_damaged_says_so(run_dir: Path) -> None:
     assert (facts["state"], facts["reason"], facts["reward"]) == ("unknown", "how it ended was in a damaged part of the journal", 0.25)
 
 
-def test_a_group_with_an_attempt_behind_it_names_that_beside_what_it_lacks(look, tmp_path: Path) -> None:
+def test_every_group_that_had_a_result_says_that_it_is_gone(look, tmp_path: Path) -> None:
+    """Trained before the snapshot, in training, and completed but never trained."""
+    async def live() -> None:
+        queue = open_queue(queue_settings(filter=None, max_staleness=2), journal_in(journal_of(tmp_path)))
+        await train(queue, 1)
+        await train(queue, 2)
+        tickets = await queue.acquire("a", 0, [], 2)
+        await queue.put("a", [frame_of(tickets[0])])
+        queue.begin_segment()
+        await queue.close()
+
+    asyncio.run(live())
+    segment_path(journal_of(tmp_path), 1).unlink()
+    rows = [json.loads(line) for line in look("--json", "--reverse", directory=tmp_path).splitlines()]
+    gone = "its result is no longer in the journal"
+    assert [(row["state"], row["reason"]) for row in rows] == [("trained", gone)] * 2 + [("training", gone)] * 2 + [("unused", gone), ("unused", "")]
+
+
+def test_an_earlier_attempt_is_named_also_beside_a_result_that_cannot_be_read(look, tmp_path: Path) -> None:
     async def live() -> None:
         queue = open_queue(queue_settings(filter=None), journal_in(journal_of(tmp_path)))
         await queue.fail("a", await queue.acquire("a", 0, [], 1), "no answer")
@@ -626,6 +644,12 @@ def test_a_group_with_an_attempt_behind_it_names_that_beside_what_it_lacks(look,
 
     asyncio.run(live())
     assert "an earlier attempt: no answer\n" in look("--group", "0", directory=tmp_path)
+    place, path = read_history(journal_of(tmp_path)).groups[0].frames[-1][1], segment_path(journal_of(tmp_path), 1)
+    damaged = bytearray(path.read_bytes())
+    damaged[place.offset + place.length - 1] ^= 255
+    path.write_bytes(bytes(damaged))
+    text = look("--group", "0", directory=tmp_path)
+    assert "its result cannot be read" in text and "an earlier attempt: no answer\n" in text
 
 
 @pytest.mark.parametrize(("args", "sentence"), [
@@ -671,13 +695,17 @@ def test_a_step_whose_events_are_damaged_is_not_called_deleted(look, tmp_path: P
             queue.begin_segment()
 
     asyncio.run(live())
-    path = segment_path(journal_of(tmp_path), 2)
+    path = segment_path(journal_of(tmp_path), 3)
     damaged = bytearray(path.read_bytes())
-    damaged[Segment(journal_of(tmp_path), 2).size + 30] ^= 255
+    damaged[Segment(journal_of(tmp_path), 3).size + 30] ^= 255
     path.write_bytes(bytes(damaged))
-    assert titles(look("--step", "2", directory=tmp_path)) == ["the groups of step 2 were in a damaged part of the journal"]
+    assert titles(look("--step", "3", directory=tmp_path)) == ["the groups of step 3 were in a damaged part of the journal"]
     text = look("--ledger", directory=tmp_path)
-    assert "2 groups are counted but not listed: what the journal told of them is damaged" in text and "checkpoints" not in text
+    assert "2 groups are counted but not listed: what the journal told of them is damaged" in text
+    assert "checkpoints" not in text and "\nlisted" not in text
+    segment_path(journal_of(tmp_path), 1).unlink()
+    assert titles(look("--step", "3", directory=tmp_path)) == ["the groups of step 3 were in a damaged part of the journal"]
+    assert titles(look("--step", "1", directory=tmp_path)) == ["the groups of step 1 are no longer in the journal, which has steps 2 to 4"]
     path.write_bytes(b"")
     assert titles(look("--step", "1", directory=tmp_path)) == ["the groups of step 1 were in a damaged part of the journal"]
 

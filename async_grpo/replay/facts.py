@@ -29,7 +29,7 @@ HAS_RESULT = (State.READY, State.TRAINING, State.TRAINED)
 """A group in one of these had a result, whatever the journal still has of it."""
 GONE = "its result is no longer in the journal"
 COUNTED = 2_000
-"""Results that are read only to say how many groups match: a fraction of a second."""
+"""Results that are read only to say how many groups match: a fraction of a second, unless responses are very long."""
 SILENT_S = 60.0
 """Seconds after which a journal that grows no more and has no end is pointed out."""
 ONE = {"attempts_lost": "attempt lost", "expirations": "expiration"}
