@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from async_grpo.config.schema import Config
 
-FIRST_STEPS = 5
+FIRST_STEPS = 10
 """Learner steps that are measured before anything is said."""
 
 

@@ -9,7 +9,7 @@ EXIT_MEANING = {
     0: "done",
     1: "an unexpected error; the traceback above says where",
     2: "the configuration, an input file or the cluster's resources do not fit",
-    3: "the data has no learning signal left",
+    3: "the data has no learning signal left, or too many groups failed",
     4: "a process died too often, or one died that cannot be replaced",
     5: "the run stalled: a wait reached its deadline",
     6: "the numbers are wrong: a loss or gradient is not finite, or an engine does not compute with the learner's weights",

@@ -34,7 +34,7 @@ from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, enco
 
 POLL_S, BUSY_POLL_S = 0.02, 0.1
 HEARTBEAT_S = 0.5
-PROBE_PROMPTS, PROBE_TOKENS = 4, 16
+PROBE_PROMPTS, PROBE_CANDIDATES, PROBE_TOKENS = 4, 64, 16
 
 
 class QueueClient(Protocol):
@@ -169,7 +169,16 @@ class RolloutActor:
         """A few greedy responses as (prompt, response, log-probs), for the comparison with the learner."""
         sampling = self._sampling(n=1, temperature=self._config.rollout.temperature, seed=1)
         sampling = Sampling(n=1, max_tokens=min(sampling.max_tokens, PROBE_TOKENS), temperature=sampling.temperature, seed=1)
-        prompts = [self._encode(problem) for problem in map(self._task.train, range(min(PROBE_PROMPTS, len(self._task))))]
+        prompts = []
+        for problem in map(self._task.train, range(min(PROBE_CANDIDATES, len(self._task)))):
+            try:
+                prompts.append(self._encode(problem))
+            except PromptTooLong as error:
+                refused = error
+            if len(prompts) == PROBE_PROMPTS:
+                break
+        if not prompts:
+            raise SetupError(f"none of the first problems fits: {refused}; raise rollout.prompt_length, or use shorter prompts")
         answers = await asyncio.gather(*[self._engine.generate(prompt, sampling) for prompt in prompts])
         return [(prompt, answer.token_ids.tolist(), answer.logprobs) for prompt, [answer] in zip(prompts, answers, strict=True)]
 

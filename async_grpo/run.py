@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         config = load_config(arguments.config, arguments.overrides)
+        if arguments.after is not None and arguments.replay is None:
+            raise ConfigError("--after needs --replay RUN_DIR; a run continues from its newest checkpoint by itself, or from checkpoint.resume=PATH")
         trainer = config.build()
         trainer.check()
     except (ConfigError, RunError) as error:
@@ -55,7 +57,7 @@ def _train(trainer, console: Console) -> None:
     except Exception as error:
         if _coded(error)[0] == NO_SIGNAL:  # nothing is broken, so what was learnt is kept
             try:
-                trainer.save()
+                trainer.save(keep_groups=True)
             except Exception as second:  # noqa: BLE001 - shown; the run ends for the first reason
                 console.error("and what was learnt could not be saved: " + _coded(second)[1])
         raise
@@ -86,22 +88,21 @@ def _guarded(trainer, console: Console, work: Callable[[], None]) -> int:
     try:
         work()
         done, code = True, 0
-    except RunError as error:
-        code, message = error.exit_code, _plain(str(error))
     except Exception as error:  # noqa: BLE001 - every error ends the run; those that carry an exit code are explained, the others are bugs
         code, message = _explained(error)
     finally:
         if not done:
-            _stop_after_error(trainer, console)
+            _stop_after_error(trainer, console, message)
     return _end(console, code, message)
 
 
-def _stop_after_error(trainer, console: Console) -> None:
-    """Take the run down; what goes wrong here is shown, but does not replace the error that ended the run."""
+def _stop_after_error(trainer, console: Console, first: str) -> None:
+    """Take the run down; what goes wrong here is shown, but does not replace the `first` error, which ended the run."""
     try:
         trainer.stop("FAILED")
     except Exception as error:  # noqa: BLE001 - shown; the exit code is the first error's
-        console.error("and the clean-up was not complete: " + _plain(f"{type(error).__name__}: {error}").splitlines()[0])
+        if (second := _coded(error)[1]) != first:
+            console.error("and the clean-up was not complete: " + second.splitlines()[0])
 
 
 def _explained(error: BaseException) -> tuple[int, str]:

@@ -33,6 +33,8 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     ]
     if system.actors.restarts:
         rows.append(("restarts", f"{system.actors.restarts} rollout actors replaced"))
+    if system.queue_restarts:
+        rows.append(("queue restarts", f"{system.queue_restarts}; the replay queue's process went on from its journal"))
     rows.append(("checkpoint", f"{checkpoint} (Hugging Face format in hf/)"))
     if trainer.tracker is not None and trainer.tracker.run_id is not None:
         rows.append(("MLflow", f"run {trainer.tracker.run_id}; look at it with: mlflow ui --backend-store-uri {trainer.tracker.uri}"))

@@ -27,7 +27,7 @@ from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError
-from async_grpo.replay.history import read_history
+from async_grpo.rerun_plan import differences, plan_rerun
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import load_task
 from async_grpo.tracking import Tracker
@@ -44,7 +44,7 @@ class Trainer:
         self.console = console or Console()
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self._task_weights: dict[str, float] = {}
-        self._held_out = self._problems = self.total_steps = 0
+        self._held_out = self._problems = self.total_steps = self._shown_steps = 0
         self._fingerprint = ""
         self._tracking_error: BaseException | None = None
         self._system: System | None = None
@@ -71,6 +71,8 @@ class Trainer:
             self._fingerprint = task.fingerprint
             self._held_out = len(task.evaluation(self.config.evaluation.max_samples))
             self._check_filter_metric()
+            if (self.run_dir / "journal").exists() and not (self.run_dir / "journal").is_dir():
+                raise SetupError(f"{self.run_dir / 'journal'} is no directory, and the replay queue keeps its journal there: move it away")
         except (TaskError, ValueError) as error:
             raise SetupError(str(error)) from error
         run, batch = self.config.run, self.config.rollout.rollout_batch_size
@@ -160,8 +162,11 @@ class Trainer:
             self._tracker.log_samples([{"step": self.steps_done, **sample} for sample in samples])
         return result
 
-    def save(self) -> Path:
-        """Write a checkpoint of the run as it is now, with the model in Hugging Face format, and return its directory."""
+    def save(self, *, keep_groups: bool = False) -> Path:
+        """Write a checkpoint of the run as it is now, with the model in Hugging Face format, and return its directory.
+
+        The journal forgets the groups that no kept checkpoint needs, unless `keep_groups`.
+        """
         system, step = self._running(), self.steps_done
         directory = checkpoint.begin(self.run_dir, step)
         with self.console.phase(f"saving a checkpoint of step {step}"):
@@ -173,7 +178,7 @@ class Trainer:
                 "config": self.config.model_dump(mode="json"),
             })
         checkpoint.prune(self.run_dir, self.config.checkpoint.keep)
-        if step < self.total_steps and not self.stop_requested:  # what a finished run leaves can be looked at and replayed
+        if step < self.total_steps and not self.stop_requested and not keep_groups:  # what a finished run leaves can be looked at and replayed
             self._forget_old_groups()
         self._saved_at = step
         return final
@@ -190,8 +195,8 @@ class Trainer:
     def replay(self, source: str | Path, *, after: int | None = None) -> Comparison:
         """Train the learner alone on the batches that the run in directory `source` recorded, in its order; no engine is started.
 
-        Begins at the checkpoint of step `after` in `source`, by default with the first step recorded. Metrics go to this run's directory.
-        Returns which published weights are the recorded ones, bit for bit. Raises SetupError for what cannot be repeated.
+        Begins at the checkpoint of step `after` in `source`, by default as early as it can, and ends with `run.total_steps` or the last
+        step recorded. Metrics go to this run's directory. Returns which published weights are the recorded ones, bit for bit. Raises SetupError for what cannot be repeated.
         """
         if self._system is not None:
             raise RunError("a replay is a run of its own; build another trainer")
@@ -199,23 +204,24 @@ class Trainer:
         if source == self.run_dir:
             raise SetupError(f"a replay writes its own metrics: set run.dir to another directory than {source}")
         self.check()
-        steps = read_history(source / "journal").steps
-        first = min(steps, default=1) if after is None else after + 1
-        found = checkpoint.path_for(source, first - 1) if first > 1 else None
-        if found is not None and not found.is_dir():
-            there = ", ".join(str(step) for step in checkpoint.steps(source)) or "none"
-            raise SetupError(f"the replay begins with step {first} and needs {found}, which is not there (checkpoints of steps: {there})")
+        course = plan_rerun(source, after=after, until=self.total_steps)
+        for line in differences(self.config, source / "config.yaml"):
+            self.console.info(f"other than recorded: {line}")
+        self.console.info(f"steps {course.first} to {course.last}, " + (f"from {course.checkpoint}" if course.checkpoint else "from the initial model"))
+        (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier replay: they are compared with each other
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         rerun = self._rerun = Rerun(
             self.config, source=str(source / "journal"), total_steps=self.total_steps, weights=self._task_weights, key=uuid.uuid4().hex[:8]
         )
+        self._shown_steps = course.last
         model_dir = self._model_dir()
         self._thread.start()
         rerun.connect()
         self._tracker = Tracker(self.config, run_dir=self.run_dir, resume_run_id=None)
         self._start_tracking()
         return self._run(rerun.run(
-            model_dir=model_dir, checkpoint=None if found is None else str(found / "learner"), first=first, log=self._log,
+            model_dir=model_dir, checkpoint=None if course.checkpoint is None else str(course.checkpoint / "learner"),
+            first=course.first, last=course.last, log=self._log,
         ))
 
     def request_stop(self) -> None:
@@ -339,7 +345,7 @@ class Trainer:
         if self._tracker is not None:
             self._tracker.log(step, metrics)
         if "time/step" in metrics:
-            self.console.step(step, self.total_steps, metrics)
+            self.console.step(step, self._shown_steps or self.total_steps, metrics)
 
     def _log_measurements(self, measured: dict[str, float]) -> None:
         if measured:

@@ -17,7 +17,7 @@ LAYERS = {
     1: "algo",
     2: "replay tasks batching weights",
     3: "engine learner checkpoint tracking console report warm_start warm_start_model",
-    4: "advice rollout_actor loop planning",
+    4: "advice rerun_plan rollout_actor loop planning",
     5: "cluster",
     6: "run status trainer summary replay.__main__",
 }
@@ -55,6 +55,7 @@ LIBRARIES = {
     "warm_start": "torch",
     "warm_start_model": "torch tokenizers transformers safetensors",
     "advice": "",
+    "rerun_plan": "",
     "rollout_actor": "numpy transformers",  # the tokenizer
     "loop": "",
     "planning": "torch",

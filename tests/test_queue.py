@@ -280,7 +280,7 @@ async def test_a_run_without_signal_ends_with_the_reasons() -> None:
         await queue.put("a", [frame_of(ticket, values=values_) for ticket in await take(queue, 1)])
     assert await queue.get_batch(1) is None
     await queue.put("a", [frame_of(ticket, values=(1.0, 1.0)) for ticket in await take(queue, 1)])
-    with pytest.raises(NoSignal, match=r"4 groups.*all_wrong 2.*all_right 2|4 groups.*all_right 2.*all_wrong 2"):
+    with pytest.raises(NoSignal, match=r"4 groups.*2 x all_wrong.*2 x all_right|4 groups.*2 x all_right.*2 x all_wrong"):
         await queue.get_batch(1)
     await queue.put("a", [frame_of(ticket) for ticket in await take(queue, 2)])
     assert await queue.get_batch(1) is not None  # a batch counts more than the limit, and starts the count anew
@@ -293,7 +293,7 @@ async def test_a_run_in_which_everything_fails_ends_with_the_reasons() -> None:
     for _ in range(MAX_FAILED_GROUPS // 2 + 4):
         assert await queue.get_batch(1) is None
         await queue.fail("a", await take(queue, 2), "verifier timeout")
-    with pytest.raises(NoSignal, match=rf"verifier timeout {MAX_FAILED_GROUPS + 8}"):
+    with pytest.raises(NoSignal, match=rf"{MAX_FAILED_GROUPS + 8} x verifier timeout"):
         await queue.get_batch(1)
 
 
@@ -500,7 +500,7 @@ async def test_more_failed_groups_than_tolerated_end_the_run(fraction: float, gr
         (ticket,) = await take(queue, 1)
         await queue.fail("a", [ticket], "too long a prompt")
         if ends_after is not None and failed >= ends_after:
-            with pytest.raises(NoSignal, match=rf"{failed} of {failed} groups failed for good, 1 times each \(too long a prompt {failed}\)") as caught:
+            with pytest.raises(NoSignal, match=rf"{failed} of {failed} groups failed for good, replay.max_attempts 1 \({failed} x too long a prompt\)") as caught:
                 await queue.get_batch(1)
             assert caught.value.exit_code == 3 and "task.max_bad_fraction" in str(caught.value)
             return

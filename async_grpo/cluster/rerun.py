@@ -21,7 +21,6 @@ from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, RecordedProcess
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
 from async_grpo.loop import Loop
 from async_grpo.weights.base import version_label
 from async_grpo.weights.shared_memory import remove_segments
@@ -70,15 +69,13 @@ class Rerun:
         self._session = Session.open(processes=self._config.learner.ranks + 1)
 
     async def run(
-        self, *, model_dir: str, checkpoint: str | None, first: int, log: Callable[[int, dict[str, float]], None]
+        self, *, model_dir: str, checkpoint: str | None, first: int, last: int, log: Callable[[int, dict[str, float]], None]
     ) -> Comparison:
-        """Train from step `first` to the last recorded one. checkpoint: the learner's, of the step before; None starts from the model."""
+        """Train the recorded steps `first` to `last`. checkpoint: the learner's, of the step before; None starts from the model."""
         config, session = self._config, self._session
         placement = await session.wait_for_room(config)
         options = await session.reserve(list(placement.learners), timeout_s=config.cluster.resources_timeout_s)
         queue = ray.remote(RecordedProcess).options(max_concurrency=MAX_CALLS, **session.on_this_node()).remote(self._source)
-        steps = await asyncio.wait_for(queue.recorded_steps.remote(), CALL_TIMEOUT_S)
-        last = self._check_steps(steps, first)
         self._learner = await LearnerGroup.start(
             config, placement=placement, options=options, queue=queue, model_dir=model_dir, backend="shared_memory", key=self._key,
             total_updates=self._total_steps * config.updates_per_step, checkpoint=checkpoint,
@@ -103,16 +100,6 @@ class Rerun:
         if self._session is not None:
             self._session.close()
         remove_segments(self._key)
-
-    def _check_steps(self, steps: list[int], first: int) -> int:
-        """The last step of the unbroken row that begins with `first`."""
-        if first not in steps:
-            have = f"steps {steps[0]} to {steps[-1]}" if steps else "no batch"
-            raise SetupError(f"the journal in {self._source} has {have}, not step {first}")
-        last = first
-        while last + 1 in set(steps):
-            last += 1
-        return last
 
 
 class _Client:

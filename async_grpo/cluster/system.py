@@ -106,7 +106,7 @@ class System:
         self.device = ""
         self.model_dir = ""
         self._producing = False
-        self._queue_restarts = 0
+        self.queue_restarts = 0
 
     def connect(self) -> None:
         """Join or start Ray; from the main thread, since Ray installs signal handlers."""
@@ -256,9 +256,10 @@ class System:
 
     def _with_faults(self, metrics: dict[str, float], note: Callable[[str], None]) -> dict[str, float]:
         """The metrics of a step with what the actors count; a queue that had to be started again is said once."""
-        if (restarts := int(metrics["replay/restarts"])) > self._queue_restarts:
-            note(f"the replay queue's process died; it was started again from its journal (restart {restarts} of this run)")
-        self._queue_restarts = int(metrics["replay/restarts"])
+        if (restarts := int(metrics["replay/restarts"])) > self.queue_restarts:
+            budget = self._config.cluster.restart_budget
+            note(f"the replay queue's process died; it was started again from its journal (restart {restarts} of at most {budget})")
+        self.queue_restarts = int(metrics["replay/restarts"])
         return metrics | self.actors.measurements()
 
     def _identity(self) -> str:

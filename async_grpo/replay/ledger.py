@@ -77,7 +77,7 @@ class Entry:
     """One group that holds a slot. `policy_version` is the live version at its latest issue; `step` the learner step that takes it.
 
     `failures`: attempts that came to nothing, and results that expired; those of an earlier start of the run do not count as failures.
-    Times are the queue's clock: the latest issue, and when its result came.
+    `slow`: it took longer than nine of ten others; None if that is not known. Times are the queue's clock: the latest issue, the result.
     """
 
     group_id: int
@@ -92,6 +92,7 @@ class Entry:
     place: Place | None = None
     step: int | None = None
     failures: int = 0
+    slow: bool | None = None
 
     @property
     def ticket(self) -> GroupTicket:

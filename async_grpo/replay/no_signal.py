@@ -41,7 +41,7 @@ def check_signal(ledger: Ledger, settings: QueueSettings, *, exhausted: bool) ->
         )
     if failed >= MAX_FAILED_GROUPS + 4 * size:
         raise NoSignal(
-            f"{failed} groups failed since the last learner step {settings.max_attempts} times each "
+            f"{failed} groups failed for good since the last learner step, replay.max_attempts {settings.max_attempts} "
             f"({_listed(ledger.failed_now)}); see the logs of the rollout actors"
         )
     _check_failed(ledger, settings)
@@ -52,11 +52,11 @@ def _check_failed(ledger: Ledger, settings: QueueSettings) -> None:
     allowed = settings.max_failed_fraction * max(ledger.issued, min(FRACTION_GROUPS, settings.total_groups))
     if failed > allowed:
         raise NoSignal(
-            f"{failed} of {ledger.issued} groups failed for good, {settings.max_attempts} times each ({_listed(ledger.failed)}); "
+            f"{failed} of {ledger.issued} groups failed for good, replay.max_attempts {settings.max_attempts} ({_listed(ledger.failed)}); "
             f"task.max_bad_fraction {settings.max_failed_fraction:g} allows {int(allowed)}. Mend what they failed for, or raise "
             "task.max_bad_fraction to go on without them"
         )
 
 
 def _listed(reasons: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in reasons.most_common(5))
+    return ", ".join(f"{count} x {name}" for name, count in reasons.most_common(5))

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from async_grpo.replay.ledger import Entry
 from async_grpo.replay.rules import QueueSettings, rows_to_train
 
-WINDOW = 1000
-"""Groups over which slow and fast are told apart."""
+WINDOW, WARM, EVERY = 1000, 100, 25
+"""Groups over which slow and fast are told apart: the latest ones, as soon as there are so many, with a border renewed every so often."""
 
 
 class Pressure:
@@ -23,6 +23,9 @@ class Pressure:
         self._blocked_s = self._starved_s = 0.0
         self._asked_at: float | None = None
         self._durations: deque[float] = deque(maxlen=WINDOW)
+        self._border: float | None = None
+        self._completed = 0
+        self._completed_slow: deque[bool] = deque(maxlen=WINDOW)
         self._trained_slow: deque[bool] = deque(maxlen=WINDOW)
 
     def answered(self, actor_id: str, *, idle: bool, now: float) -> None:
@@ -41,29 +44,38 @@ class Pressure:
         if self._asked_at is None:
             self._asked_at = now
 
-    def learner_served(self, durations: Iterable[float], *, now: float) -> float:
-        """A batch leaves whose groups took this long to produce; seconds that the learner waited for it."""
+    def learner_served(self, slow: Iterable[bool | None], *, now: float) -> float:
+        """A batch leaves, with what `completed` said of its groups; seconds that the learner waited for it."""
         waited = 0.0 if self._asked_at is None else now - self._asked_at
         self._asked_at = None
         self._starved_s += waited
-        if self._durations:
-            slow = sorted(self._durations)[int(0.9 * len(self._durations))]
-            self._trained_slow.extend(duration >= slow for duration in durations)
+        self._trained_slow.extend(one for one in slow if one is not None)
         return waited
 
-    def completed(self, duration: float) -> None:
-        """A group became ready this long after its ticket was issued."""
+    def completed(self, duration: float) -> bool | None:
+        """A group became ready this long after its ticket was issued: whether it belongs to the slowest tenth; None while that is unknown."""
+        self._completed += 1
         self._durations.append(duration)
+        if len(self._durations) >= WARM and self._completed % EVERY == 0:
+            self._border = sorted(self._durations)[int(0.9 * len(self._durations))]
+        if self._border is None:
+            return None
+        self._completed_slow.append(duration >= self._border)
+        return self._completed_slow[-1]
 
     def metrics(self, now: float) -> dict[str, float]:
-        """`replay/...` paths. The share is of recently trained groups; 0.1 means that slow ones are trained like all others."""
+        """`replay/...` paths. `slowest_tenth`: share of slow groups among those trained, in units of ten times their share of those completed.
+
+        0.1 means that slow groups are trained like all others, even while all groups become slower or faster.
+        """
         waiting = 0.0 if self._asked_at is None else now - self._asked_at
         out = {
             "replay/blocked_s": self._blocked_s + sum(now - since for since in self._blocked.values()),
             "replay/starved_s": self._starved_s + waiting,
         }
-        if self._trained_slow:
-            out["replay/slowest_tenth"] = sum(self._trained_slow) / len(self._trained_slow)
+        if len(self._trained_slow) >= WARM and any(self._completed_slow):
+            completed = sum(self._completed_slow) / len(self._completed_slow)
+            out["replay/slowest_tenth"] = 0.1 * (sum(self._trained_slow) / len(self._trained_slow)) / completed
         return out
 
 

@@ -49,9 +49,10 @@ SLICE_BYTES, SLICE_FRAMES = 2**22, 32
 """What one `put` takes before it lets other calls run."""
 
 
-def snapshot_facts(identity: str = "", *, start: str = "") -> dict[str, Any]:
+def snapshot_facts(identity: str = "", *, start: str = "", from_step: int = 0) -> dict[str, Any]:
     """What stands beside the ledger in a snapshot of a new run; `recovery.JournalSettings` says what identity and start are."""
-    return {"format": JOURNAL_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity, "epoch": 0}
+    facts = {"format": JOURNAL_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity}
+    return {**facts, "epoch": 0, "from_step": from_step}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class ReplayQueue:
             return None
         for entry in chosen:
             check_bound(entry.meta, step=step, max_staleness=self.settings.max_staleness, on_stale=self.settings.on_stale)
-        waited = self._pressure.learner_served([entry.ready_at - entry.issued_at for entry in chosen], now=now)
+        waited = self._pressure.learner_served([entry.slow for entry in chosen], now=now)
         self._last_batch = batch_metrics(chosen, self.settings, step=step, now=now) | {
             "replay/learner_wait_s": waited,
             "replay/rejected_in_step": float(ledger.rejected_now.total()), "replay/failed_in_step": float(ledger.failed_now.total()),
@@ -335,7 +336,7 @@ class ReplayQueue:
             self.record(events.Reject(*ticket, reason))
             return Verdict(*ticket, "rejected", reason)
         self.record(events.Put(*ticket), meta=meta, frame=bytes(memoryview(frame)))
-        self._pressure.completed(entry.ready_at - entry.issued_at)
+        entry.slow = self._pressure.completed(entry.ready_at - entry.issued_at)
         return Verdict(*ticket, "accepted")
 
     def _answer_again(self, meta: GroupMeta) -> Verdict:

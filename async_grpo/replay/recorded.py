@@ -40,10 +40,6 @@ class RecordedQueue:
         """None: nothing is admitted, ordered or counted here."""
         return {}
 
-    async def recorded_steps(self) -> list[int]:
-        """The learner steps that can be repeated, ascending."""
-        return sorted(self._history.steps)
-
     async def digests(self) -> dict[int, str]:
         """Digest of the weights of every version that was live, where the run recorded one."""
         return {version: digest for version, digest in self._history.live.items() if digest}

@@ -53,6 +53,7 @@ class Report:
     ready: int = 0
     again: dict[str, int] = field(default_factory=dict)
     lost_steps: int = 0
+    from_step: int = 0
     note: str = ""
 
     def waits(self, reason: str) -> None:
@@ -63,7 +64,10 @@ class Report:
         listed = ", ".join(f"{count} {reason}" for reason, count in self.again.items())
         text = f"{self.ready} completed groups restored, {sum(self.again.values())} to be issued again" + (f" ({listed})" if listed else "")
         if self.lost_steps:
-            text += f"; {self.lost_steps} learner steps after the checkpoint are trained again"
+            steps = f"{self.lost_steps} learner step{'s' if self.lost_steps > 1 else ''}"
+            text += f"; {steps} after the checkpoint will be trained anew" if self.from_step else (
+                f"; there was no checkpoint: training begins anew, {steps} are lost"
+            )
         return text + (f"; {self.note}" if self.note else "")
 
 
@@ -139,7 +143,7 @@ def _resume(
     numbers = segments(directory)
     past, note = (None, "") if journal.fresh or not numbers else _past(directory, snapshot, settings, journal.identity)
     ledger = report = None
-    facts = snapshot_facts(journal.identity, start=journal.start)
+    facts = snapshot_facts(journal.identity, start=journal.start, from_step=settings.trained_steps)
     if past is not None:
         facts |= {"journal": past.snapshot["journal"], "epoch": past.snapshot["epoch"] + 1}
         ledger, report = _rewind(past, settings, results=_Results(directory) if past.snapshot["identity"] == journal.identity else None)
@@ -277,7 +281,7 @@ def _rewind(past: _Past, settings: QueueSettings, *, results: _Results | None = 
     closed[State.UNUSED] -= len(end.unused)  # a run that goes on has use for them
     known = end.entries | end.unused
     lost = {group_id: after for after, ids in past.batches.items() if after > step for group_id in ids}
-    report.lost_steps = len(set(lost.values()))
+    report.lost_steps, report.from_step = max(end.steps - step, 0), step
     kept: list[Entry] = []
     for group_id in sorted({*known, *lost}):
         entry = known.get(group_id)

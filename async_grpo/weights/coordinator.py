@@ -114,6 +114,7 @@ class Coordinator:
             self._lock.release()
             raise
         self._running = asyncio.create_task(self._finish(announcement, version))
+        self._running.add_done_callback(_looked_at)
         if not self._config.weight_sync.overlap or self._backend == "nccl":  # NCCL reads the parameters themselves: nothing is staged
             await self.wait()
         waited = time.perf_counter() - started
@@ -255,6 +256,12 @@ class Coordinator:
 def _largest(differences: list[np.ndarray]) -> float:
     """Largest absolute entry; not a number if one entry is not, 0 without entries."""
     return float(np.abs(np.concatenate(differences)).max()) if differences else 0.0
+
+
+def _looked_at(task: asyncio.Task[None]) -> None:
+    """Whoever waits gets the error; when the run ends first, nobody does."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _raise_first(failures: dict[str, BaseException]) -> None:
