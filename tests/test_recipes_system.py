@@ -17,6 +17,8 @@ from tests.test_recipes import CONFIGS, RECIPES
 
 STEPS = 4
 IN_EVERY_RUN = ("dapo", "decoupled_ppo")
+GOES_ON = "decoupled_ppo"
+"""The recipe that is run in the order of completion, with old tokens masked."""
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -31,6 +33,8 @@ def test_a_recipe_runs_end_to_end(name: str, tmp_path: Path) -> None:
         "task.name=tests.mixed_task:Mixed", f"rollout.rollout_batch_size={groups}", "evaluation={before: false, max_samples: 8}",
         "tracking.mlflow=false", "cluster.rollout_actors.max=1", "cluster.engine.max_num_seqs=64",
     ]
+    if name == GOES_ON:
+        overrides += ["replay.order=ready", "replay.on_stale=mask"]
     if whole.learner.ppo_mini_batch_size is not None:
         overrides.append(f"learner.ppo_mini_batch_size={groups // 2}")
     if whole.model.reference_refresh_steps:
