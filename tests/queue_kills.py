@@ -46,12 +46,12 @@ class Host:
 
     async def serve(self, name: str, version: int) -> None:
         """The producer's engine has these weights now."""
-        self._versions[name] = version
+        self._versions[name] = max(version, self._versions.get(name, 0))  # calls to a new process may overtake each other
 
     async def produce(self, handle: Any, name: str, version: int, side: str, seed: int) -> None:
         """Take tickets, work a moment, put or fail, until the queue is closed."""
         rng, queue, holding = random.Random(seed), QueueHandle(handle), {}
-        self._versions[name] = version
+        self._versions[name] = max(version, self._versions.get(name, 0))  # calls to a new process may overtake each other
         with open(f"{side}-{name}", "a", buffering=1) as log:  # noqa: ASYNC230 - lines of a few bytes
             while True:
                 tickets = await queue.acquire(name, self._versions[name], list(holding), rng.randint(0, 3))
@@ -161,9 +161,17 @@ class Schedule:
             self.kills += 1
 
     async def learn(self, step: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while (batch := await self.call("next_batch", step)) is None:
-                await asyncio.sleep(0.01)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while (batch := await self.call("next_batch", step)) is None:
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            ended, _ = await asyncio.wait([asyncio.ensure_future(_settled(task)) for task in self.tasks], timeout=1.0)
+            ends = [str(task.result())[-300:] for task in ended]
+            raise AssertionError(
+                f"no batch for step {step}: {await self.call('metrics')}, held {await self.call('held')}, version {self.version}, producers "
+                f"{list(self.producers)}, ends of producers {ends}"
+            ) from None
         group_ids = [group.group_id for group in batch.groups]
         assert batch.step == step and len(group_ids) == self.settings.rollout_batch_size and group_ids == sorted(group_ids)
         frames = [decode_group(frame) for frame in unpack_frames(await self.call("payload", step, group_ids))]
@@ -195,6 +203,13 @@ class Schedule:
         if self.settings.on_stale == "wait":
             assert {int(group_id) for group_id in acknowledged} <= set(self.trained), "an acknowledged group was lost"
             assert set(acknowledged.values()) <= {1}, "two attempts of one group were taken"
+
+
+async def _settled(task: Any) -> Any:
+    try:
+        return await task
+    except ray.exceptions.RayError as error:
+        return error
 
 
 async def all_schedules(count: int, seed: int, folder: Path) -> dict[str, int]:

@@ -365,7 +365,7 @@ def fake_trainer(settings: Config, *, steps: int = 4, total: int = 4, lags: floa
     loop = SimpleNamespace(durations=[1.0] * steps, tokens=1000, lag_sum=lags, lag_max=1.0, seconds={"train": 2.0, "wait": 1.0})
     coordinator = SimpleNamespace(times=SimpleNamespace(count=4, learner_waited=0.4))
     return SimpleNamespace(
-        system=SimpleNamespace(loop=loop, coordinator=coordinator, actors=SimpleNamespace(restarts=0)), config=settings,
+        system=SimpleNamespace(loop=loop, coordinator=coordinator, actors=SimpleNamespace(restarts=0), queue_restarts=0), config=settings,
         rl_seconds=4.0, steps_done=steps, total_steps=total, tracker=None, run_dir=Path("/runs/r"),
         evaluations=[(0, {"eval/accuracy_greedy": 0.25, "eval/problems": 8.0}), (4, {"eval/accuracy_greedy": 0.5, "eval/problems": 8.0})],
     )

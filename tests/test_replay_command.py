@@ -561,7 +561,6 @@ def old_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             checkpoint = await queue.snapshot()
             await queue.live(step)
         queue = open_queue(replace(settings, trained_steps=2), journal_in(journal_of(directory), "second"), snapshot=checkpoint)
-        queue._facts.setdefault("from_step", 2)
         for step in (3, 4):
             await train(queue, step)
             await queue.live(3)

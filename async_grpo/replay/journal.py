@@ -244,8 +244,10 @@ class Segment:
             self._data = self.path.read_bytes() if self.path.stat().st_size < _MAP_BYTES else _mapped(self.path)
         except OSError as error:
             raise JournalError(f"the journal's {self.path} cannot be read: {error.strerror or error}") from error
-        if len(self._data) < _FILE.size or _FILE.unpack_from(self._data)[:2] != (_MAGIC, JOURNAL_FORMAT):
-            raise JournalDamage(f"{self.path} is no segment of a journal of format {JOURNAL_FORMAT}")
+        if len(self._data) < _FILE.size or _FILE.unpack_from(self._data)[0] != _MAGIC:
+            raise JournalDamage(f"{self.path} is no segment of a journal")
+        if (found := _FILE.unpack_from(self._data)[1]) != JOURNAL_FORMAT:
+            raise JournalDamage(f"{self.path} is of a journal of format {found}, this program reads {JOURNAL_FORMAT}")
         if _FILE.unpack_from(self._data)[3] != number:
             raise JournalDamage(f"{self.path} says that it is segment {_FILE.unpack_from(self._data)[3]}")
         self.size = _FILE.size
