@@ -30,7 +30,7 @@ from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import decode_group, unpack_frames
 from tests.wire_case import frame_of
 
-AT_ONCE, HOSTS = 4, 2
+AT_ONCE, HOSTS = 6, 2
 DEADLINE_S = 60.0
 
 
@@ -97,8 +97,7 @@ class Pool:
             os.kill(await asyncio.wait_for(victim.pid.remote(), DEADLINE_S), signal.SIGKILL)
             self.kills += 1
             self.hosts[index] = Host.options(num_cpus=0, max_concurrency=1000).remote()
-            for told in list(self._told):
-                await told(victim)
+            await asyncio.gather(*[told(victim) for told in list(self._told)])
 
 
 class Schedule:

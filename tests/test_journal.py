@@ -31,7 +31,7 @@ from async_grpo.wire import GroupTicket, decode_meta
 from tests.journal_case import RULES, Checkpoint, Clock, Life, journal_in, queue_settings, ready_frames
 from tests.wire_case import frame_of
 
-MUTATIONS = 20_000
+MUTATIONS = 10_000
 
 
 @pytest.fixture

@@ -92,6 +92,7 @@ def test_a_scenario_always_gives_the_same_run() -> None:
     assert simulate(replace(scenario, seed=4)).trained != first.trained
 
 
+@pytest.mark.slow
 def test_two_thousand_actors() -> None:
     result = simulate(Scenario(actors=2_000, slots=1, rollout_batch_size=200, max_staleness=1, total_steps=3, poll_s=8.0, death=0.01))
     assert result.counts["trained"] == 600 and result.seen["death"] > 20
