@@ -20,7 +20,8 @@ import msgpack
 import numpy as np
 import ray
 
-from async_grpo.cluster.processes import BATCH_PATIENCE_S, BATCH_POLL_S, QueueHandle
+from async_grpo.cluster.processes import QueueHandle
+from async_grpo.cluster.queue_process import BATCH_PATIENCE_S, BATCH_POLL_S
 from async_grpo.groups import Group, GroupTicket, Rollout, VersionSpan
 from async_grpo.replay.queue import Verdict
 from async_grpo.rollout_actor import POLL_S

@@ -13,7 +13,8 @@ import numpy as np
 import ray
 
 from async_grpo.algo.rewards import Shaping
-from async_grpo.cluster.processes import MAX_CALLS, QueueHandle, QueueProcess
+from async_grpo.cluster.processes import MAX_CALLS, QueueHandle
+from async_grpo.cluster.queue_process import QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import Group, Rollout, VersionSpan, encode_group, unpack_frames

@@ -23,7 +23,8 @@ from typing import Any
 import ray
 
 from async_grpo.algo.rewards import Shaping
-from async_grpo.cluster.processes import QueueHandle, QueueProcess
+from async_grpo.cluster.processes import QueueHandle
+from async_grpo.cluster.queue_process import QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.replay.recovery import JournalSettings
 from async_grpo.replay.rules import QueueSettings

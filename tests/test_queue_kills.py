@@ -1,4 +1,4 @@
-"""Fifty random schedules through the real Ray actor, with real kills of its process and of the producers' processes."""
+"""Random schedules through the real Ray actor, with real kills of its process and of the producers' processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import time
 
 import pytest
 
-SCHEDULES, MANY = 50, 300
+SCHEDULES = [20, pytest.param(50, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.slow)]
+"""How many; the suite has three minutes for all tests of the queue."""
 
 
-@pytest.mark.parametrize("count", [SCHEDULES, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", SCHEDULES)
 @pytest.mark.timeout(1200)
 def test_kills_of_queue_and_producers_lose_nothing(count: int) -> None:
     seed = time.time_ns() % 10**9
@@ -20,4 +21,4 @@ def test_kills_of_queue_and_producers_lose_nothing(count: int) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20 * count + 100)
     assert done.returncode == 0, f"{' '.join(command[1:])}\n{done.stderr[-4000:]}"
     seen = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"')))  # Ray prints there too
-    assert seen["schedules"] == count and seen["queue_kills"] >= count and seen["producer_kills"] >= 3, seen
+    assert seen["schedules"] == count and seen["queue_kills"] >= count and seen["producer_kills"] >= count // 20, seen

@@ -27,9 +27,9 @@ STEPS, R = 5, 4
 pytestmark = pytest.mark.timeout(250)
 
 
-def settings(home: Path, model: str, name: str) -> Config:
+def settings(home: Path, model: str) -> Config:
     return Config.model_validate({
-        "seed": 9, "run": {"name": name, "dir": str(home / name), "total_steps": STEPS}, "model": {"path": model},
+        "seed": 9, "run": {"name": "product", "dir": str(home / "product"), "total_steps": STEPS}, "model": {"path": model},
         "task": {"name": "tests.mixed_task:Mixed"},
         "rollout": {"rollout_batch_size": R, "group_size": 4, "prompt_length": 32, "response_length": 20},
         "replay": {"max_staleness": 0}, "learner": {"lr": 1e-3, "ppo_epochs": 2, "ppo_mini_batch_size": 2, "tokens_per_micro_batch": 4096},
@@ -39,10 +39,11 @@ def settings(home: Path, model: str, name: str) -> Config:
 
 
 class FileFedLearner(processes.LearnerProcess):
-    """A learner rank whose groups come from a file of the test instead of the queue."""
+    """A learner rank whose groups come from a file of the test, where there is one, instead of the queue."""
 
     def _fetch(self, step: int, group_ids: Sequence[int]) -> Any:
-        return np.fromfile(batch_file(self._config, step), np.uint8)
+        path = batch_file(self._config, step)
+        return np.fromfile(path, np.uint8) if path.exists() else super()._fetch(step, group_ids)
 
 
 def batch_file(config: Config, step: int) -> Path:
@@ -53,7 +54,8 @@ async def synchronous(system: System, config: Config) -> tuple[list[Group], list
     """Generate a batch, train on it, publish, and only then generate the next one: no queue, no tickets but those made here."""
     async def nobody_waits_for_slots(version: int, digest: str) -> None: ...
 
-    system.coordinator._live = nobody_waits_for_slots
+    live, system.coordinator._live = system.coordinator._live, nobody_waits_for_slots
+    await system.learner.save(f"{config.run.dir}-start", {})
     engine, rows = system.actors.alive()[0], RowMath(config, {"correct": 1.0, "format": 0.0})
     everything, losses = [], []
     for step in range(1, STEPS + 1):
@@ -73,16 +75,27 @@ async def synchronous(system: System, config: Config) -> tuple[list[Group], list
         losses.append(sums.means()["train/loss"])
         await system.coordinator.publish(step)
         await system.coordinator.wait()
+        batch_file(config, step).unlink()
+    # Back to the beginning, bit for bit, for the product's turn.
+    await system.learner._all("call", "load", f"{config.run.dir}-start")
+    system.coordinator._live = live
+    await system.coordinator.publish(0)
+    await system.coordinator.wait()
     return everything, losses
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory) -> dict:
-    """The product's run, and the loop above with the same parts."""
+    """The loop above, and then the product's run with the same parts from the same weights."""
     home = tmp_path_factory.mktemp("synchronous")
-    model, told = write_model(home / "model", positions=64), {}
-    with open(home / "log.txt", "w") as log, Trainer(settings(home, model, "product"), console=Console(log)) as trainer:
-        trainer.train()
+    config, told = settings(home, write_model(home / "model", positions=64)), {}
+    with pytest.MonkeyPatch.context() as patch, open(home / "log.txt", "w") as log:
+        patch.setattr(learner_group, "LearnerProcess", FileFedLearner)
+        with Trainer(config, console=Console(log)) as trainer:
+            trainer.start()
+            work = synchronous(trainer.system, trainer.config)
+            told["plain_groups"], told["plain_losses"] = asyncio.run_coroutine_threadsafe(work, trainer._loop).result(timeout=120)
+            trainer.train()
     directory = home / "product" / "journal"
     told["groups"] = {}
     for number in segments(directory):
@@ -91,13 +104,6 @@ def both(tmp_path_factory) -> dict:
         told["groups"] |= {group.group_id: group for group in map(decode_group, frames)}
     lines = map(json.loads, (home / "product" / "metrics.jsonl").read_text().splitlines())
     told["losses"] = [line["train/loss"] for line in lines if "train/loss" in line]
-    config = settings(home, model, "plain")
-    with pytest.MonkeyPatch.context() as patch, open(home / "log2.txt", "w") as log:
-        patch.setattr(learner_group, "LearnerProcess", FileFedLearner)
-        with Trainer(config, console=Console(log)) as trainer:
-            trainer.start()
-            work = synchronous(trainer.system, trainer.config)
-            told["plain_groups"], told["plain_losses"] = asyncio.run_coroutine_threadsafe(work, trainer._loop).result(timeout=120)
     return told
 
 

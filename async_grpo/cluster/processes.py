@@ -1,6 +1,6 @@
 """The classes that Ray runs: thin shells around plain ones.
 
-Runs in: the queue's process, rollout actors, learner ranks. A shell adds what only Ray can give: handles to other actors as ordinary
+Runs in: rollout actors, learner ranks (`queue_process` has the queue's). A shell adds what only Ray can give: handles to other actors as ordinary
 clients, packing of byte buffers for out-of-band transport, and environment variables before a library reads them.
 
 All calls of one actor run on one event loop (or one thread, in a learner rank). Ray gives every concurrency group a thread and a loop
@@ -10,7 +10,6 @@ of its own, which an asyncio object does not survive; so there are no groups, an
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import socket
 import time
@@ -22,58 +21,12 @@ import ray
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
-from async_grpo.replay.queue import ReplayQueue, Verdict
-from async_grpo.replay.recorded import RecordedQueue
-from async_grpo.replay.recovery import JournalSettings, open_queue
-from async_grpo.replay.rules import QueueSettings
+from async_grpo.replay.queue import Verdict
 from async_grpo.rollout_actor import RolloutActor
-from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_frames
+from async_grpo.wire import Buffer, GroupTicket, pack_frames
 
 MAX_CALLS = 10_000
 CALL_TIMEOUT_S = 60.0
-BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
-
-
-class QueueProcess(ReplayQueue):
-    """The replay queue as an actor: frames arrive as one array. Ray builds it again when it dies, and it goes on from its journal."""
-
-    def __init__(
-        self, settings: QueueSettings, journal: JournalSettings | None = None, snapshot: dict[str, Any] | None = None
-    ) -> None:
-        try:
-            vars(self).update(vars(open_queue(settings, journal, snapshot=snapshot)))
-            gc.freeze()  # what the imports made lives as long as the process; looking through it again and again costs a tenth of the time
-        except Exception as error:  # noqa: BLE001 - raised by every call: from here Ray would wrap it into a story of its own
-            self._not_opened = error
-
-    def __getattr__(self, name: str) -> Any:
-        """Only called for what is missing: every part of a queue that could not be opened."""
-        if "_not_opened" in vars(self) and not name.startswith("__"):
-            raise self._not_opened
-        raise AttributeError(name)
-
-    async def opened(self) -> str | None:
-        """What a resumed queue took over, in words. Raises what went wrong when it was opened."""
-        return None if self.report is None else str(self.report)
-
-    async def pid(self) -> int:
-        """Process id, for tests and post-mortems."""
-        return os.getpid()
-
-    async def next_batch(self, step: int) -> Batch | None:
-        """`get_batch`, asked again here for a moment instead of by one remote call after the other."""
-        deadline = time.monotonic() + BATCH_PATIENCE_S
-        while (batch := await self.get_batch(step)) is None and time.monotonic() < deadline:
-            await asyncio.sleep(BATCH_POLL_S)
-        return batch
-
-    async def put_packed(self, actor_id: str, packed: np.ndarray) -> list[Verdict]:
-        """`put` of the frames in one packed array."""
-        return await self.put(actor_id, list(unpack_frames(packed)))
-
-
-class RecordedProcess(RecordedQueue):
-    """A queue that repeats a journal, as an actor."""
 
 
 class QueueHandle:

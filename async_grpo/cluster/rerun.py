@@ -18,7 +18,8 @@ from typing import Any
 import ray
 
 from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, RecordedProcess
+from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS
+from async_grpo.cluster.queue_process import RecordedProcess
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.loop import Loop

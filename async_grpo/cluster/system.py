@@ -20,7 +20,8 @@ from async_grpo.algo.filters import FilterRule
 from async_grpo.cluster.actor_manager import ActorManager
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
-from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, QueueProcess, queue_died
+from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, queue_died
+from async_grpo.cluster.queue_process import QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled

@@ -17,7 +17,7 @@ beyond its counter nothing of it has to be kept, so the ledger does not grow wit
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -127,7 +127,7 @@ class Ledger:
         self.unused: dict[int, Entry] = {}
         """Groups that the end of the run left over: a run that goes on later takes them up again."""
         self.changes = 0
-        self._recent: dict[int, tuple[int, State, int | None]] = {}
+        self._recent: OrderedDict[int, tuple[int, State, int | None]] = OrderedDict()  # a dict is slow to find its first entry
         self._apply: dict[type, Callable[..., None]] = {
             Issue: self._issue, Skip: self._skip, Put: self._put, Reject: self._reject, Fail: self._fail, Expire: self._expire,
             Drop: self._drop, Forfeit: self._forfeit, Retire: self._retire, Refuse: self._refuse, TakeBatch: self._take_batch,
@@ -325,7 +325,7 @@ class Ledger:
         self.closed[entry.state] += 1
         self._recent[entry.group_id] = (entry.attempt, entry.state, entry.step)
         if len(self._recent) > RECENT_GROUPS:
-            del self._recent[next(iter(self._recent))]
+            self._recent.popitem(last=False)
 
     def _release(self, entry: Entry) -> None:
         held = self.held[entry.actor_id]

@@ -1,0 +1,64 @@
+"""The replay queue as a Ray actor, and the one that repeats a journal.
+
+Runs in: the queue's process. A module of its own, so that a queue that died is back before anything large was imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from async_grpo.replay.queue import ReplayQueue, Verdict
+from async_grpo.replay.recorded import RecordedQueue
+from async_grpo.replay.recovery import JournalSettings, open_queue
+from async_grpo.replay.rules import QueueSettings
+from async_grpo.wire import Batch, unpack_frames
+
+BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
+
+
+class QueueProcess(ReplayQueue):
+    """The replay queue as an actor: frames arrive as one array. Ray builds it again when it dies, and it goes on from its journal."""
+
+    def __init__(
+        self, settings: QueueSettings, journal: JournalSettings | None = None, snapshot: dict[str, Any] | None = None
+    ) -> None:
+        try:
+            vars(self).update(vars(open_queue(settings, journal, snapshot=snapshot)))
+            gc.freeze()  # what the imports made lives as long as the process; looking through it again and again costs a tenth of the time
+        except Exception as error:  # noqa: BLE001 - raised by every call: from here Ray would wrap it into a story of its own
+            self._not_opened = error
+
+    def __getattr__(self, name: str) -> Any:
+        """Only called for what is missing: every part of a queue that could not be opened."""
+        if "_not_opened" in vars(self) and not name.startswith("__"):
+            raise self._not_opened
+        raise AttributeError(name)
+
+    async def opened(self) -> str | None:
+        """What a resumed queue took over, in words. Raises what went wrong when it was opened."""
+        return None if self.report is None else str(self.report)
+
+    async def pid(self) -> int:
+        """Process id, for tests and post-mortems."""
+        return os.getpid()
+
+    async def next_batch(self, step: int) -> Batch | None:
+        """`get_batch`, asked again here for a moment instead of by one remote call after the other."""
+        deadline = time.monotonic() + BATCH_PATIENCE_S
+        while (batch := await self.get_batch(step)) is None and time.monotonic() < deadline:
+            await asyncio.sleep(BATCH_POLL_S)
+        return batch
+
+    async def put_packed(self, actor_id: str, packed: np.ndarray) -> list[Verdict]:
+        """`put` of the frames in one packed array."""
+        return await self.put(actor_id, list(unpack_frames(packed)))
+
+
+class RecordedProcess(RecordedQueue):
+    """A queue that repeats a journal, as an actor."""
