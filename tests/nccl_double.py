@@ -17,6 +17,7 @@ Faults and the log are files, named by environment variables so that they reach 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -36,7 +37,6 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 LIMIT_S = 120.0
 """No wait in here is longer, so that a test which forgets to abort ends with an error."""
-
 ABORT_WAIT_S = 5.0
 _POLL_S = 0.0005
 _FAULTS, _LOG = "NCCL_DOUBLE_FAULTS", "NCCL_DOUBLE_LOG"
@@ -88,8 +88,8 @@ class Control:
 
     def events(self, event: str | None = None, *, rank: int | None = None) -> list[Event]:
         """What was logged since `clear`, in order of time."""
-        lines = self.log_path.read_text().splitlines() if self.log_path.exists() else []
-        found = sorted((Event(**json.loads(line)) for line in lines), key=lambda e: e.t)
+        text = self.log_path.read_text() if self.log_path.exists() else ""
+        found = sorted((Event(**json.loads(line)) for line in text.splitlines()), key=lambda e: e.t)
         return [e for e in found if event in (None, e.event) and rank in (None, e.rank)]
 
     def clear(self) -> None:
@@ -119,7 +119,7 @@ class Stream:
     """torch.cuda.Stream for what the communicator enqueues; tensor operations of CPU torch do not wait for it."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device = torch.device("cpu")
+        self.device, self.index = torch.device("cpu"), _thread.device if device is None else _index(device)
         self._changed = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()  # the running one stays in front
         self._errors: list[BaseException] = []
@@ -186,14 +186,15 @@ def _current_device_index() -> int:
 
 
 def _set_device_index(device: Any) -> None:
-    _thread.device = device if isinstance(device, int) else torch.device(device).index or 0
+    _thread.device = _index(device)
 
 
 def _current_stream(device: Any = None) -> Stream:
     if _thread.stream is not None:
         return _thread.stream
     with _default_lock:
-        return _default_streams.setdefault(_thread.device if device is None else torch.device(device).index or 0, Stream())
+        index = _thread.device if device is None else _index(device)
+        return _default_streams.setdefault(index, Stream(index))
 
 
 @contextmanager
@@ -208,7 +209,12 @@ def _stream(stream: Stream | None) -> Iterator[None]:
 
 def _synchronize(device: Any = None) -> None:
     for stream in list(_streams):
-        stream.synchronize()
+        if stream.index == (_thread.device if device is None else _index(device)):
+            stream.synchronize()
+
+
+def _index(device: Any) -> int:
+    return device if isinstance(device, int) else torch.device(device).index or 0
 
 
 # -- communicator -----------------------------------------------------------------------------------------------------
@@ -297,6 +303,8 @@ class GlooCommunicator:
         """Until the condition holds. Raises Aborted. Losing the peers is no end: NCCL's kernels would go on waiting."""
         deadline = time.monotonic() + LIMIT_S
         while not self._aborted.is_set():
+            if _exiting.is_set():
+                time.sleep(LIMIT_S)
             try:
                 if condition():
                     return
@@ -339,6 +347,16 @@ class GlooCommunicator:
 
     def _log(self, event: str, bucket: int, nbytes: int) -> None:
         _log(Event(event, time.monotonic(), os.getpid(), self.rank, bucket, nbytes, self._id))
+
+
+_exiting = threading.Event()
+
+
+@atexit.register
+def _park() -> None:
+    """Keep daemon threads out of C++ while the interpreter ends: it would kill them there, and the process with SIGABRT."""
+    _exiting.set()
+    time.sleep(20 * _POLL_S)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
