@@ -6,21 +6,26 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo import wire
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
+from async_grpo.learner.learner import Learner
 
 STEP = 3
 LR, CLIP_NORM = 3e-3, 0.7
 KL_COEF, ENTROPY_COEF, TEMPERATURE = 0.3, 0.05, 0.8
+# All parameters of the test model are below the default threshold, under which ZeRO-3 keeps whole copies.
+SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 
 @dataclass
@@ -194,3 +199,53 @@ def write_neighbour(source: str, path: str) -> str:
             parameter.add_(0.01 * torch.randn_like(parameter))
     model.save_pretrained(path)
     return path
+
+
+@contextmanager
+def open_learner(config: Config, models: dict[str, str], case: Case, *, name: str = "plain", rank: int = 0, world: int = 1, port: int = 0) -> Iterator[Learner]:
+    set_rank(rank, world, port or free_port())
+    learner = Learner(config, model_dir=models[name], fetch=case.fetch, device="cpu", total_updates=10)
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def copy_weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.named_weights()}
+
+
+def assert_close(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """AdamW divides by the size of a gradient entry, so entries near 0 magnify rounding: compare each tensor as a whole, then entries."""
+    assert weights.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert (weights[key] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-4, key
+        torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-3)
+
+
+def bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[key], other[key]) for key in one | other)
+
+
+def begin(learner: Learner, case: Case, splits: list[list[list[int]]]) -> None:
+    assert learner.begin(case.plan(splits)) == {}, "no KL in the reward"
+    learner.assign(case.values, 0.0)
+
+
+def train(learner: Learner, case: Case, splits: list[list[list[int]]]) -> list[dict[str, float]]:
+    """One learner step; returns loss and gradient norm of each update, taken as differences of the sums."""
+    begin(learner, case, splits)
+    history, seen = [], {"train/loss": 0.0, "train/grad_norm": 0.0}
+    for index in range(len(splits)):
+        learner.update(index)
+        sums = {key: learner._metrics.to_wire()["sums"][key][0] for key in seen}
+        history.append({key: sums[key] - seen[key] for key in seen})
+        seen = sums
+    learner.end()
+    return history
+
+
+def assert_history(history: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    assert len(history) == len(wanted)
+    for got, want in zip(history, wanted, strict=True):
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-5)

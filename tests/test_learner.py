@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +21,30 @@ from async_grpo.learner.model import load_model, pack
 from async_grpo.learner.rows import StalenessError, learning_rate
 from async_grpo.learner.zero import deepspeed_config
 from tests.learner_case import (
+    SHARD_ALL,
     TEMPERATURE,
     Case,
+    assert_close,
+    assert_history,
+    begin,
+    bitwise,
+    copy_weights,
     free_port,
     make_case,
     make_config,
+    open_learner,
     picked,
     plain_model,
     reference_losses,
     row_distribution,
     run_ranks,
-    set_rank,
     split,
+    train,
     write_neighbour,
 )
 from tests.models import write_model
 
 DEADLINE_S = 150.0
-# All parameters of the test model are below the default threshold, under which ZeRO-3 keeps whole copies.
-SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -52,65 +55,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"plain": plain, "tied": write_model(path / "tied", tied=True), "reference": write_neighbour(plain, str(path / "reference"))}
 
 
-@contextmanager
-def open_learner(config: Config, models: dict[str, str], case: Case, *, name: str = "plain", rank: int = 0, world: int = 1, port: int = 0) -> Iterator[Learner]:
-    set_rank(rank, world, port or free_port())
-    learner = Learner(config, model_dir=models[name], fetch=case.fetch, device="cpu", total_updates=10)
-    try:
-        yield learner
-    finally:
-        learner.close()
-
-
 def config_of(models: dict[str, str], stage: int, *, ranks: int = 1, **learner: Any) -> Config:
     values = {"zero_stage": stage, "ranks": ranks, "deepspeed": SHARD_ALL, "lr": 3e-3, "grad_clip": 0.7, "weight_decay": 0.1, "tokens_per_micro_batch": 48}
     return make_config(model={"reference": models["reference"]}, learner={**values, **learner})
-
-
-def copy_weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.named_weights()}
 
 
 def expected(models: dict[str, str], name: str, case: Case) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     model = plain_model(models[name])
     history = reference_losses(model, plain_model(models["reference"]), case)
     return history, {key: parameter.detach() for key, parameter in model.named_parameters()}
-
-
-def assert_close(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """AdamW divides by the size of a gradient entry, so entries near 0 magnify rounding: compare each tensor as a whole, then entries."""
-    assert weights.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        assert (weights[key] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-4, key
-        torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-3)
-
-
-def bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(one[key], other[key]) for key in one | other)
-
-
-def begin(learner: Learner, case: Case, splits: list[list[list[int]]]) -> None:
-    assert learner.begin(case.plan(splits)) == {}, "no KL in the reward"
-    learner.assign(case.values, 0.0)
-
-
-def train(learner: Learner, case: Case, splits: list[list[list[int]]]) -> list[dict[str, float]]:
-    """One learner step; returns loss and gradient norm of each update, taken as differences of the sums."""
-    begin(learner, case, splits)
-    history, seen = [], {"train/loss": 0.0, "train/grad_norm": 0.0}
-    for index in range(len(splits)):
-        learner.update(index)
-        sums = {key: learner._metrics.to_wire()["sums"][key][0] for key in seen}
-        history.append({key: sums[key] - seen[key] for key in seen})
-        seen = sums
-    learner.end()
-    return history
-
-
-def assert_history(history: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    assert len(history) == len(wanted)
-    for got, want in zip(history, wanted, strict=True):
-        assert got == pytest.approx(want, rel=1e-4, abs=1e-5)
 
 
 # -- model ------------------------------------------------------------------------------------------------------------

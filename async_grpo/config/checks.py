@@ -6,6 +6,7 @@ values and what is allowed; a configuration that passes here can be trained as f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ class RuleError(ValueError):
 
 def check(config: Config) -> None:
     """Raise RuleError with a sentence for every rule that `config` breaks."""
-    sentences = [sentence for rules in (_run, _batches, _staleness, check_algorithm, _learner, _cluster) for sentence in rules(config)]
+    sentences = [sentence for rules in (_run, _trained, _batches, _staleness, check_algorithm, _learner, _cluster) for sentence in rules(config)]
     if sentences:
         raise RuleError(sentences)
 
@@ -67,6 +68,22 @@ def _run(config: Config) -> Iterator[str]:
                 f"`model.warm_start.hidden_size` is {hidden} and `model.warm_start.heads` is {heads}: hidden_size / heads must be one of "
                 f"the head sizes that the engines' attention has everywhere: {', '.join(map(str, HEAD_SIZES))}."
             )
+
+
+def _trained(config: Config) -> Iterator[str]:
+    model = config.model
+    for pattern in model.freeze:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"`model.freeze` has {pattern!r}, which is no regular expression: {error}."
+    if model.lora is not None and model.freeze:
+        yield "`model.freeze` and `model.lora` are both set, but with adapters all weights stay as they are: leave one out, or choose `model.lora.target_modules`."
+    if model.lora is not None and model.reference_refresh_steps:
+        yield (
+            f"`model.reference_refresh_steps` is {model.reference_refresh_steps}, but with `model.lora` the reference is a model that no "
+            "update changes: set it to 0, or train without adapters."
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -115,6 +132,14 @@ def _learner(config: Config) -> Iterator[str]:
     zero = config.learner.deepspeed.get("zero_optimization", {})
     if not isinstance(zero, dict):
         yield f"`learner.deepspeed.zero_optimization` is {zero!r}; allowed is a mapping."
+        return
+    stage = config.learner.zero_stage
+    for key, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
+        if zero.get(key) and stage < lowest:
+            yield (
+                f"`learner.deepspeed.zero_optimization.{key}` is given, but `learner.zero_stage` {stage} keeps what it would move away: "
+                f"set the stage to {lowest}{' or more' if lowest < 3 else ''}, or leave it out."
+            )
 
 
 def _cluster(config: Config) -> Iterator[str]:

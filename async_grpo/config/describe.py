@@ -89,7 +89,8 @@ def _words(spec: dict[str, Any]) -> str:
     if kind == "string":
         return f"text that matches {spec['pattern']}" if "pattern" in spec else "text"
     if kind == "array":
-        return f"a list of {spec['minItems']}, each {_words(spec['items'])}"
+        low, high = spec.get("minItems", 0), spec.get("maxItems")
+        return f"a list{f' of {low}' if low == high else ', not empty' if low else ''}, each {_words(spec['items'])}"
     if kind == "object":
         values = spec.get("additionalProperties")
         return f"a mapping from names to {_words(values)} each" if isinstance(values, dict) else "a mapping"

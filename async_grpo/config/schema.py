@@ -72,6 +72,21 @@ class WarmStart(Section):
     """Where warm-started models are kept between runs."""
 
 
+class Lora(Section):
+    """Train low-rank adapters (LoRA) beside the weights instead of the weights, which stay as they are.
+
+    Engines and exports get the merged weights; the reference is the model without its adapters. Adapters want a learning rate about ten
+    times as high as the weights. A section without keys (`{}`) has these defaults.
+    """
+
+    rank: Positive = 16
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The product of an adapter's two matrices is scaled by alpha / rank."""
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Linear layers that get an adapter, by the ends of their names (`[q_proj, v_proj]`); never the language-model head."""
+
+
 class Model(Section):
     path: str | None = None
     """Local directory or hub name of a Hugging Face causal language model. Exactly one of `path` and `warm_start` is set."""
@@ -81,6 +96,10 @@ class Model(Section):
     """Compute type of learner and engines; `auto` is float32 on CPU and bfloat16 on GPU."""
     reference: str | None = None
     """Model of the KL reference (directory or hub name); null means the initial policy. Used only with a KL penalty."""
+    lora: Lora | None = None
+    """Train adapters instead of the weights."""
+    freeze: list[str] = Field([])
+    """Regular expressions, searched in parameter names (`embed_tokens`): these weights are not trained. A tied head follows the embedding."""
     reference_refresh_steps: NonNegative = 0
     """Learner steps after which the reference takes over the policy's weights, again and again; 0 means never."""
     lm_head_fp32: bool = False

@@ -11,10 +11,10 @@ the formulas are `token_math`'s. Invariants:
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,10 @@ from async_grpo import wire
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
-from async_grpo.learner import store, zero
+from async_grpo.learner import adapters, store, zero
 from async_grpo.learner.collectives import Collectives
 from async_grpo.learner.model import Packed, PolicyModel, load_model, pack
+from async_grpo.learner.published import Published
 from async_grpo.learner.rows import Row, Stopwatch, TokenBatch, chunks, decode_rows, learning_rate, token_batch
 from async_grpo.learner.token_math import TokenMath
 
@@ -88,20 +89,23 @@ class Learner:
         learner = self.config.learner
         settings = zero.deepspeed_config(self.config, dtype=self._dtype, world_size=self.world_size)
         model = self._load(model_dir, gradient_checkpointing=learner.gradient_checkpointing)
-        self._names = [name.removeprefix("hf.") for name, _ in model.named_parameters()]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=learner.lr, betas=tuple(learner.betas), weight_decay=learner.weight_decay)
+        adapters.restrict(model.hf, self.config.model, seed=self.config.seed, base=model_dir)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=learner.lr, betas=tuple(learner.betas), weight_decay=learner.weight_decay)
         if learner.zero_stage == 0:
             optimizer.register_step_pre_hook(self._clip_gradients)
         self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         self.engine.train()
-        self._reference = self._build_reference(model_dir) if self.config.algorithm.uses_reference else None
+        self._published = Published(self.engine.module.hf, keeps=self.rank == 0 or not self._sharded)
+        is_base = self.config.model.lora is not None and self.config.model.reference is None
+        self._reference = self._build_reference(model_dir) if self.config.algorithm.uses_reference and not is_base else None
 
     def _build_reference(self, model_dir: str) -> torch.nn.Module:
         import deepspeed
 
         model = self._load(self.config.model.reference or model_dir, gradient_checkpointing=False).requires_grad_(False).eval()
-        shapes = [[zero.full_shape(parameter) for parameter in part.parameters()] for part in (self.engine.module, model)]
-        if self.config.model.reference_refresh_steps and shapes[0] != shapes[1]:
+        shapes = [zero.full_shape(parameter) for parameter in model.parameters()]
+        if self.config.model.reference_refresh_steps and shapes != [shape for _, shape, _ in self._published.metadata()]:
             raise ValueError(
                 "model.reference_refresh_steps copies the policy's weights into the reference, but model.reference is of another "
                 "architecture; set it to 0, or use a reference of the policy's architecture"
@@ -135,9 +139,9 @@ class Learner:
         # Rows outside the loss count in the statistics of their group, with their KL.
         rows = [self._rows[key] for key, row in plan.rows.items() if row.weight != 0 or algorithm.add_token_level_kl]
         tokens = [row.tokens for row in rows]
-        if self._reference is not None:
+        if algorithm.uses_reference:
             with Stopwatch() as watch:
-                for row, values in zip(rows, self._no_grad_logprobs(self._reference, tokens), strict=True):
+                for row, values in zip(rows, self._reference_logprobs(tokens), strict=True):
                     row.reference = values
             self._metrics.add_value("time/learner_reference", watch.seconds)
         if algorithm.anchor == "recomputed":
@@ -258,6 +262,13 @@ class Learner:
         """Float32 log-probs of each response in (prompt, response) pairs, at the configured temperature; collective with ZeRO-3."""
         return self._no_grad_logprobs(self.engine, [(np.asarray(prompt), np.asarray(response)) for prompt, response in sequences])
 
+    def _reference_logprobs(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+        """Of the reference model, or of the policy without its adapters."""
+        if self._reference is not None:
+            return self._no_grad_logprobs(self._reference, rows)
+        with adapters.switched_off(self.engine.module):
+            return self._no_grad_logprobs(self.engine, rows)
+
     def _no_grad_logprobs(self, model: torch.nn.Module, rows: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
         longest_first = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]) - len(rows[index][1]))
         lengths = [len(rows[index][0]) + len(rows[index][1]) for index in longest_first]
@@ -276,43 +287,24 @@ class Learner:
                         out[index] = part
         return out
 
-    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return list(zip(self._names, self.engine.module.parameters(), strict=True))
-
     def weight_metadata(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Name, full shape and dtype name of every weight, in the order of `named_weights`."""
-        return [(name, zero.full_shape(parameter), str(parameter.dtype).removeprefix("torch.")) for name, parameter in self._named()]
+        return self._published.metadata()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under Hugging Face names, a tied head left out. Each is valid until the next item.
+        """Full weights under Hugging Face names, adapters merged, a tied head left out. Each is valid until the next item.
 
         Collective with ZeRO-3: every rank must exhaust the iterator.
         """
-        for bucket in zero.buckets(self._named()):
-            with zero.gathered([parameter for _, parameter in bucket]):
-                for name, parameter in bucket:
-                    yield name, parameter.data
+        return self._published.named()
 
-    @contextmanager
-    def perturbed(self, *, scale: float, seed: int) -> Iterator[None]:
+    def perturbed(self, *, scale: float, seed: int) -> AbstractContextManager[None]:
         """Inside the block every weight w is w + scale * rms(w) * noise, the same on every rank; leaving restores it bit for bit.
 
-        No update may happen inside. Rank 0 (without ZeRO-3: every rank) keeps a copy of the weights in host memory meanwhile.
+        With adapters w is the base's weight. No update may happen inside. Rank 0 (without ZeRO-3: every rank) keeps a copy of the
+        weights in host memory meanwhile.
         """
-        keeps = self.rank == 0 or not self._sharded
-        kept: dict[str, Tensor] = {}
-        try:
-            for name, parameter in self._named():
-                with torch.no_grad(), zero.gathered([parameter], modify=True):
-                    if keeps:
-                        kept[name] = parameter.data.to("cpu", copy=True)
-                        parameter.data.add_(_noise(parameter.data, scale=scale, seed=seed, name=name))
-            yield
-        finally:
-            for name, parameter in self._named():
-                with torch.no_grad(), zero.gathered([parameter], modify=True):
-                    if name in kept:
-                        parameter.data.copy_(kept[name])
+        return self._published.perturbed(scale=scale, seed=seed)
 
     def save(self, directory: str, state: dict[str, Any]) -> None:
         """Write weights, optimizer, update counter, random state and `state` (plain values) so that `load` continues bit for bit."""
@@ -335,11 +327,20 @@ class Learner:
         return saved["state"]
 
     def _layout(self) -> dict[str, Any]:
-        return {"learner.ranks": self.world_size, "learner.zero_stage": self.config.learner.zero_stage, "model.dtype": str(self._dtype)}
+        model = self.config.model
+        return {
+            "learner.ranks": self.world_size, "learner.zero_stage": self.config.learner.zero_stage, "model.dtype": str(self._dtype),
+            "model.lora": None if model.lora is None else model.lora.model_dump(), "model.freeze": model.freeze,
+        }
 
     def export(self, directory: str) -> None:
-        """Write the model for `from_pretrained` (safetensors and config; the tokenizer is the caller's). Collective with ZeRO-3."""
+        """Write the model for `from_pretrained` (safetensors and config; the tokenizer is the caller's), and its adapters in `adapter/`.
+
+        Collective with ZeRO-3.
+        """
         store.export(self.engine.module.hf, self.named_weights(), directory, writes=self.rank == 0)
+        if self.config.model.lora is not None:
+            adapters.export(self.engine.module.hf, Path(directory) / "adapter", writes=self.rank == 0)
         dist.barrier()
 
     def close(self) -> None:
@@ -358,11 +359,3 @@ class Learner:
 def _module(model: torch.nn.Module) -> PolicyModel:
     """The policy model inside a DeepSpeed engine, or the model itself."""
     return getattr(model, "module", model)
-
-
-def _noise(weight: Tensor, *, scale: float, seed: int, name: str) -> Tensor:
-    """scale * rms(weight) * standard normal noise, a function of the seed and the name."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator(device=weight.device).manual_seed(int.from_bytes(digest[:7], "little"))
-    noise = torch.randn(weight.shape, generator=generator, device=weight.device, dtype=torch.float32)
-    return (noise * (scale * weight.float().square().mean().sqrt())).to(weight.dtype)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
 
 _GATHER_BYTES = 2**28
+Item = TypeVar("Item")
 
 
 def start(device: str, *, timeout_s: float) -> None:
@@ -100,16 +101,16 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
-def buckets(named: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors, up to 256 MiB a bucket (or one larger tensor): the unit of a gather."""
-    bucket: list[tuple[str, Tensor]] = []
+def buckets(items: Sequence[Item], parameters: Callable[[Item], Sequence[nn.Parameter]]) -> Iterator[list[Item]]:
+    """Consecutive items whose parameters fill up to 256 MiB a bucket (or one larger item): the unit of a gather."""
+    bucket: list[Item] = []
     held = 0
-    for name, tensor in named:
-        size = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
+    for item in items:
+        size = sum(torch.Size(full_shape(parameter)).numel() * parameter.element_size() for parameter in parameters(item))
         if bucket and held + size > _GATHER_BYTES:
             yield bucket
             bucket, held = [], 0
-        bucket.append((name, tensor))
+        bucket.append(item)
         held += size
     if bucket:
         yield bucket

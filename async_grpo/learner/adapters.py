@@ -1,0 +1,108 @@
+"""What is trained of a model: all of it, what `model.freeze` leaves, or low-rank adapters (LoRA, through peft).
+
+Runs in: learner ranks. Hides peft. Invariants:
+
+- A model that is read on its own has its adapters beside its weights: W x + scaling B A x. Base weights are never changed.
+- Adapters start as no change at all (B is zero) and equal on every rank; the language-model head and the embeddings get none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from async_grpo.config.schema import Lora, Model
+from async_grpo.learner import zero
+
+_ADAPTER = "default"
+
+
+def restrict(hf: PreTrainedModel, settings: Model, *, seed: int, base: str) -> None:
+    """Leave of `hf` trainable what `settings` say. base: where the model came from. Raises ValueError for names that fit nothing."""
+    if settings.lora is not None:
+        _attach(hf, settings.lora, seed=seed, base=base)
+    elif settings.freeze:
+        _freeze(hf, settings.freeze)
+
+
+def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
+    named = dict(hf.named_parameters())  # a tied head is not among them
+    for pattern in patterns:
+        matching = [name for name in named if re.search(pattern, name)]
+        if not matching:
+            tied = "; a tied head follows the embedding" if hf.config.get_text_config().tie_word_embeddings else ""
+            raise ValueError(f"model.freeze has {pattern!r}, which is found in no parameter name of the model (one is {next(iter(named))}{tied})")
+        for name in matching:
+            named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ValueError(f"model.freeze {list(patterns)} leaves nothing to train; take patterns out")
+
+
+def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets, bias="none", task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+    linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}  # the head is a class of ours by now
+    for target in [] if isinstance(targets, str) else targets:
+        matching = {name for name, _ in hf.named_modules() if name == target or name.endswith(f".{target}")}
+        if not matching or not matching <= linear:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ValueError(f"model.lora.target_modules has {target!r}, which is no linear layer that adapters can be put on; there are: {known}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, hf, adapter_name=_ADAPTER)
+    if not layers(hf):
+        raise ValueError(f"model.lora found no linear layer in {base}; train it without adapters")
+
+
+def layers(hf: nn.Module) -> dict[str, LoraLayer]:
+    """Layers with an adapter, by module name."""
+    return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLayer)}
+
+
+def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter, float]:
+    """A [rank, in], B [out, rank] and the scaling of their product."""
+    return layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight, layer.scaling[_ADAPTER]
+
+
+@contextmanager
+def switched_off(hf: nn.Module) -> Iterator[None]:
+    """Inside the block the model is its base.
+
+    The adapters are computed and weighted 0: under ZeRO-3 all passes call the same modules in the same order.
+    """
+    scalings = [(layer, layer.scaling[_ADAPTER]) for layer in layers(hf).values()]
+    try:
+        for layer, _ in scalings:
+            layer.scaling[_ADAPTER] = 0.0
+        yield
+    finally:
+        for layer, scaling in scalings:
+            layer.scaling[_ADAPTER] = scaling
+
+
+def export(hf: PreTrainedModel, directory: Path, *, writes: bool) -> None:
+    """Write the adapters for `PeftModel.from_pretrained`. Collective with ZeRO-3; only where `writes` files appear."""
+    named = [
+        (f"base_model.model.{name}.lora_{part}.weight", factor)
+        for name, layer in layers(hf).items() for part, factor in zip("AB", factors(layer)[:2], strict=True)
+    ]
+    tensors: dict[str, Tensor] = {}
+    for bucket in zero.buckets(named, lambda item: (item[1],)):
+        with zero.gathered([factor for _, factor in bucket]):
+            tensors |= {name: factor.detach().to("cpu", copy=True).contiguous() for name, factor in bucket if writes}
+    if writes:
+        directory.mkdir(parents=True, exist_ok=True)
+        hf.peft_config[_ADAPTER].save_pretrained(str(directory))
+        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
