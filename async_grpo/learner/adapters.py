@@ -21,13 +21,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_grpo.config.schema import Lora, Model
+from async_grpo.errors import SetupError
 from async_grpo.learner import zero
 
 _ADAPTER = "default"
 
 
+class UntrainableError(SetupError, ValueError):
+    """`model.lora` or `model.freeze` names what the model does not have, or leaves nothing to train."""
+
+
 def restrict(hf: PreTrainedModel, settings: Model, *, seed: int, base: str) -> None:
-    """Leave of `hf` trainable what `settings` say. base: where the model came from. Raises ValueError for names that fit nothing."""
+    """Leave of `hf` trainable what `settings` say. base: where the model came from. Raises UntrainableError."""
     if settings.lora is not None:
         _attach(hf, settings.lora, seed=seed, base=base)
     elif settings.freeze:
@@ -40,11 +45,11 @@ def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
         matching = [name for name in named if re.search(pattern, name)]
         if not matching:
             tied = "; a tied head follows the embedding" if hf.config.get_text_config().tie_word_embeddings else ""
-            raise ValueError(f"model.freeze has {pattern!r}, which is found in no parameter name of the model (one is {next(iter(named))}{tied})")
+            raise UntrainableError(f"model.freeze has {pattern!r}, which is found in no parameter name of the model (one is {next(iter(named))}{tied})")
         for name in matching:
             named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
-        raise ValueError(f"model.freeze {list(patterns)} leaves nothing to train; take patterns out")
+        raise UntrainableError(f"model.freeze {list(patterns)} leaves nothing to train; take patterns out")
 
 
 def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
@@ -58,12 +63,12 @@ def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
         matching = {name for name, _ in hf.named_modules() if name == target or name.endswith(f".{target}")}
         if not matching or not matching <= linear:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ValueError(f"model.lora.target_modules has {target!r}, which is no linear layer that adapters can be put on; there are: {known}")
+            raise UntrainableError(f"model.lora.target_modules has {target!r}, which is no linear layer that adapters can be put on; there are: {known}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, hf, adapter_name=_ADAPTER)
     if not layers(hf):
-        raise ValueError(f"model.lora found no linear layer in {base}; train it without adapters")
+        raise UntrainableError(f"model.lora found no linear layer in {base}; train it without adapters")
 
 
 def layers(hf: nn.Module) -> dict[str, LoraLayer]:
