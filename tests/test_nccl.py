@@ -217,6 +217,7 @@ def zero3_rank(rank: int, port: int, directory: str, scratch: str) -> None:
     from async_grpo.learner import zero
     from async_grpo.learner.learner import Learner
 
+    torch.set_num_threads(1)
     nccl_double.install()
     zero._GATHER_BYTES = BUFFER_BYTES // 2
     set_rank(rank, 2, port)
