@@ -60,6 +60,7 @@ class RolloutActor:
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._outbox: list[tuple[GroupTicket, bytes]] = []
         self._changed = asyncio.Event()
+        self._draining, self._ended = False, asyncio.Event()
         self._produced_at = 0.0
         self._counts: Counter[str] = Counter()
 
@@ -95,7 +96,9 @@ class RolloutActor:
         polled = 0.0
         try:
             while True:
-                want = max(0, capacity - len(self._groups))
+                if self._draining and not self._groups:
+                    return
+                want = 0 if self._draining else max(0, capacity - len(self._groups))
                 if want or time.monotonic() - polled > HEARTBEAT_S:
                     polled = time.monotonic()
                     tickets = await self._queue.acquire(self.actor_id, self._engine.serving_version, list(self._groups), want)
@@ -116,6 +119,13 @@ class RolloutActor:
             await asyncio.gather(*pending, return_exceptions=True)
             self._groups.clear()
             self._outbox.clear()
+            self._ended.set()
+
+    async def drain(self) -> None:
+        """Take no more tickets, and wait until the queue has all groups that this actor holds. `run` returns."""
+        self._draining = True
+        self._changed.set()
+        await self._ended.wait()
 
     async def connect(self, payload: dict[str, Any]) -> None:
         """Prepare the engine for publications."""

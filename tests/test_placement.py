@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from async_grpo.cluster.placement import Node, Placement, PlacementError, place
+from async_grpo.cluster import placement as placement_module
+from async_grpo.cluster.placement import Node, Placement, PlacementError, Slot, another, place
 from async_grpo.config.schema import Config
 
 
@@ -76,7 +79,9 @@ def test_cpu_stays_on_the_first_node() -> None:
 def test_cpu_min_and_max_actors() -> None:
     assert len(place(config(rollout_actors={"min": 3}), cpu(2)).engines) == 3
     assert len(place(config(rollout_actors={"max": 1}), cpu(8)).engines) == 1
-    assert len(place(config(rollout_actors={"max": 4}), cpu(2)).engines) == 4
+    assert len(place(config(rollout_actors={"max": 4}), cpu(2)).engines) == 1
+    assert len(place(config(rollout_actors={"max": 4}), cpu(8)).engines) == 4
+    assert len(place(config(rollout_actors={"min": 2, "max": 4}), cpu(2)).engines) == 2, "those that must be share cores"
 
 
 def test_one_gpu_colocated() -> None:
@@ -124,9 +129,8 @@ def test_several_nodes(gpus: tuple[int, ...], ranks: int, size: int, learners: l
 
 def test_max_below_room_and_too_many() -> None:
     assert len(place(config(ranks=4, rollout_actors={"max": 2}), gpu(8)).engines) == 2
+    assert len(place(config(ranks=4, rollout_actors={"max": 5}), gpu(8)).engines) == 4, "the others come when there is room"
     with pytest.raises(PlacementError, match=r"5 rollout actors, the cluster has room for 4: 10\.0\.0\.1: 64 CPUs, 8 GPUs"):
-        place(config(ranks=4, rollout_actors={"max": 5}), gpu(8))
-    with pytest.raises(PlacementError, match="5 rollout actors, the cluster has room for 4"):
         place(config(ranks=4, rollout_actors={"min": 5}), gpu(8))
 
 
@@ -150,3 +154,86 @@ def test_too_small_or_contradictory(settings: dict[str, Any], nodes: list[Node],
         return
     with pytest.raises(PlacementError, match=message):
         place(config(**settings), nodes)
+
+
+@pytest.fixture
+def spanning(monkeypatch) -> None:
+    """As if weights in shared memory reached every node."""
+    monkeypatch.setattr(placement_module, "SHARED_MEMORY_SPANS_NODES", True)
+
+
+def grown(settings: Config, start: Placement, nodes: Sequence[Node], engines: Sequence[Slot]) -> list[Slot]:
+    """`engines` and all that find room beside them."""
+    everyone = list(engines)
+    while (slot := another(settings, start, nodes, everyone)) is not None:
+        everyone.append(slot)
+        assert len(everyone) < 100, "there is no end to the room"
+    return everyone
+
+
+def test_cpu_engines_go_to_other_nodes_when_the_first_has_no_core(spanning) -> None:
+    nodes = [*cpu(2), Node("n1", "10.0.0.2", 4.0, 0.0), Node("n2", "10.0.0.3", 1.0, 0.0)]
+    learners, engines = nodes_of(place(config(), nodes))
+    assert (learners, engines) == (["n0"], ["n0", "n1", "n1", "n2"]), "two on a node, unless more are asked for"
+    assert nodes_of(place(config(rollout_actors={"max": 5}), nodes))[1] == ["n0", "n1", "n1", "n1", "n1"]
+    assert nodes_of(place(config(rollout_actors={"max": 2}), nodes))[1] == ["n0", "n1"]
+    busy = [nodes[0], replace(nodes[1], used_cpus=3.5), nodes[2]]
+    assert nodes_of(place(config(rollout_actors={"max": 3}), busy))[1] == ["n0", "n2"], "half a core is no room"
+
+
+@pytest.mark.parametrize(("before", "after", "size", "engines"), [
+    ((4,), (4, 8), 2, ["n0"] + ["n1"] * 4),
+    ((8,), (8,), 4, ["n0"]),
+    ((8, 8), (8, 8, 8), 4, ["n0", "n1", "n1", "n2", "n2"]),
+    ((2,), (2, 1), 1, ["n0", "n1"]),
+    ((3,), (3, 1), 2, ["n0"]),  # the newcomer is too small
+])
+def test_a_gpu_node_that_comes_is_filled(before: tuple[int, ...], after: tuple[int, ...], size: int, engines: list[str]) -> None:
+    settings = config(ranks=2 if before[0] > 3 else 1, size=size, layout="split")
+    start = place(settings, gpu(*before))
+    assert [slot.node_id for slot in grown(settings, start, gpu(*after), start.engines)] == engines
+
+
+def test_a_gpu_node_that_is_lost_and_comes_back() -> None:
+    settings = config(ranks=4, size=2)
+    start = place(settings, gpu(8, 8))
+    left = [slot for slot in start.engines if slot.node_id == "n0"]
+    assert (len(start.engines), len(left)) == (6, 2)
+    assert grown(settings, start, gpu(8), left) == left, "nothing fits on what is left"
+    back = [*gpu(8), Node("n9", "10.0.0.9", 64.0, 8.0)]
+    assert [slot.node_id for slot in grown(settings, start, back, left)] == ["n0"] * 2 + ["n9"] * 4
+
+
+def test_room_that_others_have_reserved_is_none() -> None:
+    settings = config(ranks=1, size=2)
+    start = place(settings, [replace(gpu(8)[0], used_gpus=3.0)])
+    assert len(start.engines) == 2
+    busy = replace(gpu(8)[0], used_gpus=7.0)  # one rank, two engines, two GPUs of somebody else
+    assert another(settings, start, [busy], start.engines) is None
+    assert another(settings, start, [replace(busy, used_gpus=6.0)], start.engines) is not None
+    assert another(settings, start, [replace(busy, used_gpus=0.0)], [*start.engines, start.engines[0]]) is None, "not yet reported, but taken"
+
+
+def test_colocated_and_shared_memory_do_not_grow_elsewhere() -> None:
+    shared = config(ranks=2, layout="colocated")
+    start = place(shared, gpu(2))
+    assert another(shared, start, gpu(2, 8), start.engines) is None
+    start = place(config(), cpu(8))
+    assert another(config(), start, [*cpu(8), Node("n1", "10.0.0.2", 8.0, 0.0)], start.engines) is None
+
+
+def test_a_cpu_engine_takes_the_cores_that_one_left() -> None:
+    settings = config(rollout_actors={"max": 3})
+    start = place(settings, cpu(8))
+    assert another(settings, start, cpu(8), start.engines) is None
+    gone = start.engines[1]
+    slot = another(settings, start, cpu(8), [start.engines[0], start.engines[2]])
+    assert slot == gone and slot.cores
+
+
+def test_on_cpu_an_engine_that_is_asked_for_may_share_cores() -> None:
+    nodes = [replace(cpu(2)[0], cpus=4.0)]
+    start = place(config(), nodes)
+    assert another(config(), start, nodes, start.engines) is None
+    assert another(config(), start, nodes, start.engines, crowd=True) == Slot("n0", 1.0, 0.0)
+    assert another(config(), start, cpu(2), start.engines, crowd=True) is None, "Ray has no CPU left"

@@ -1,11 +1,17 @@
-"""Rollout actors: started, watched, replaced.
+"""Rollout actors: started, watched, replaced, added and removed.
 
-Runs in: the driver. One slot per engine; a slot holds one process at a time, under an id that is never used twice.
+Runs in: the driver. One place per engine: a reservation on a node, which holds one process at a time, under an id that is never used twice.
 
     starting --start()--> joining --weights served--> alive --run() ends or a probe fails--> dead --budget left--> starting
+                                                        |                                      |
+                                                        +--remove()--> drained: place given back <--node gone, no resources, budget spent
+
+Every few seconds the places are compared with the cluster's nodes: those on a node that is gone are given back, and room for another engine
+becomes a new place, up to `cluster.rollout_actors.max`.
 
 Invariants: the moment an actor is declared dead it leaves the live set and its tickets are forfeited; every death counts against one
-budget, and the run ends with FaultBudgetSpent when that is spent; no process outlives `stop`.
+budget, and all that die with a node are one; the run ends with FaultBudgetSpent when fewer than `cluster.rollout_actors.min` are alive and
+none is starting; a place that is given back leaves no reservation; no process outlives `stop`.
 """
 
 from __future__ import annotations
@@ -19,14 +25,19 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from async_grpo.cluster.placement import Placement
+from async_grpo.cluster.evaluation import evaluate
+from async_grpo.cluster.placement import Placement, PlacementError, Slot, describe
+from async_grpo.cluster.places import Place, Places
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
+from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
+from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 from async_grpo.weights.base import UNPUBLISHED, Announcement
 
 PROBE_INTERVAL_S = 5.0
+SURVEY_INTERVAL_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
+DRAIN_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -62,100 +73,107 @@ class ActorManager:
     """All rollout actors of a run. `on_fatal` is told once when the run cannot go on."""
 
     def __init__(
-        self, config: Config, *, placement: Placement, options: list[dict[str, Any]], queue: Any, client: QueueSide, model_dir: str,
-        backend: str, on_fatal: Callable[[BaseException], None], note: Callable[[str], None],
+        self, config: Config, *, session: Session, placement: Placement, options: list[dict[str, Any]], queue: Any, client: QueueSide,
+        model_dir: str, backend: str, on_fatal: Callable[[BaseException], None], note: Callable[[str], None],
     ) -> None:
-        self._config, self._placement, self._options, self._queue, self._client = config, placement, options, queue, client
+        self._config, self._device, self._queue, self._client = config, placement.device, queue, client
         self._model_dir, self._backend, self._on_fatal, self._note = model_dir, backend, on_fatal, note
+        self._places = Places(config, session=session, placement=placement, options=options)
         self._alive: list[RemoteEngine] = []
         self._processes: dict[str, RemoteEngine] = {}
         self._counters: dict[str, dict[str, float]] = {}
-        self._incarnations = [0] * len(placement.engines)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._look = asyncio.Event()
         self._join: Join | None = None
         self._stopping = False
-        self.restarts = 0
+        self.faults = self.restarts = 0
         self.deaths: list[str] = []
 
     async def start(self) -> None:
-        """Start one actor per slot and wait until all of them have loaded their engine."""
-        engines = [self._create(index) for index in range(len(self._options))]
+        """Start one actor per place and wait until all of them have loaded their engine."""
+        engines = [self._create(place) for place in self._places.all()]
         await asyncio.gather(*[self._load(engine) for engine in engines])
         self._alive = engines
 
     def begin(self, join: Join) -> None:
-        """Let every actor produce groups, and watch them. `join(engine, admit)` brings a newcomer to the live weights."""
+        """Let every actor produce groups, and watch them and the cluster. `join(engine, admit)` brings a newcomer to the live weights."""
         self._join = join
         for engine in self._alive:
             self._spawn(self._watch(engine))
         self._spawn(self._probe())
+        self._spawn(self._survey())
+
+    async def add(self) -> str:
+        """Start one more rollout actor; its id, once it serves the live weights. On CPU it may share cores with others.
+
+        Raises PlacementError where the cluster has no room, RunError when it is not to be or did not start.
+        """
+        self._need_run()
+        actors, nodes = self._config.cluster.rollout_actors, await self._places.nodes()
+        if actors.max is not None and len(self._places) >= actors.max:
+            raise RunError(f"there are {len(self._places)} rollout actors and cluster.rollout_actors.max is {actors.max}; raise it")
+        slot = self._places.room(nodes, crowd=True)
+        if slot is None:
+            raise PlacementError(f"the cluster has no room for another rollout actor: {describe(nodes)}")
+        place = self._open(slot)
+        if self._places.limit is not None:
+            self._places.limit = max(self._places.limit, len(self._places))
+        await asyncio.wait({place.filling})
+        if place.engine is None or place.engine not in self._alive:
+            raise RunError(f"the rollout actor did not start: {self.deaths[-1] if self.deaths else 'its place is gone'}")
+        return place.engine.actor_id
+
+    async def remove(self, actor_id: str, *, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
+        """End one rollout actor for good: it takes no new tickets, and what it has not finished at the deadline is issued again.
+
+        It is not replaced; the cluster's room for it stays empty until `add`. Raises ValueError for an id that is not alive, RunError
+        when fewer than `cluster.rollout_actors.min` would be left.
+        """
+        self._need_run()
+        place = next((place for place in self._places.all() if place.engine in self._alive and place.engine.actor_id == actor_id), None)
+        if place is None:
+            raise ValueError(f"{actor_id} is not alive; these are: {', '.join(engine.actor_id for engine in self._alive)}")
+        staying = sum(not other.leaving for other in self._places.all() if other is not place)
+        if staying < self._config.cluster.rollout_actors.min:
+            raise RunError(f"without {actor_id} there would be {staying} rollout actors; cluster.rollout_actors.min forbids it")
+        place.leaving, engine = True, place.engine
+        self._places.limit = staying
+        drained, _ = await asyncio.wait({asyncio.ensure_future(_settled(engine.handle.drain.remote()))}, timeout=timeout_s)
+        await self._vacate(place)
+        self._note(f"{actor_id} was removed{'' if drained else ' before it had finished all of its groups, which are issued again'}; "
+                   f"{len(self._alive)} rollout actors go on")
 
     def alive(self) -> Sequence[RemoteEngine]:
         """Engines that hold or may be given tickets."""
         return tuple(self._alive)
 
     def measurements(self) -> dict[str, float]:
-        """What all actors, the dead ones too, have told of errors when they were last probed."""
+        """Actors that are alive, and what all of them, the dead ones too, have told of errors when they were last probed."""
         told = self._counters.values()
         return {
+            "cluster/rollout_actors": float(len(self._alive)),
             "rollout/verifier_errors": sum((counters.get("verifier_errors", 0.0) for counters in told), 0.0),
             "rollout/attempts_failed": sum((counters.get("failed", 0.0) for counters in told), 0.0),
         }
 
     async def drop(self, actor_id: str, error: BaseException) -> None:
-        """Declare an actor dead: forfeit its tickets, kill what is left of it, start another in its slot."""
+        """Declare an actor dead: forfeit its tickets, kill what is left of it, start another in its place."""
         engine = next((engine for engine in self._alive if engine.actor_id == actor_id), None)
         if engine is None or self._stopping:
             return
         self._alive.remove(engine)
         await self._client.forfeit(actor_id)
         self._kill(engine)
-        self._spawn(self._replace(engine, error))
+        place = self._places.get(engine.slot)
+        if place is not None and not place.leaving:
+            place.filling = self._spawn(self._replace(place, _fault(engine, error)))
 
     async def evaluate(
         self, ready: Callable[[], Sequence[RemoteEngine]], *, total: int, greedy: bool, samples: int
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Held-out accuracy over `total` problems, shared out over the `ready()` engines; and about `samples` of them as text.
-
-        What an engine that dies leaves undone is shared out again.
-        """
-        left, results = list(range(total)), []
-        try:
-            async with asyncio.timeout(self._config.evaluation.timeout_s):
-                while left:
-                    left, done = await self._evaluate(ready(), left, total=total, greedy=greedy, samples=samples)
-                    results += done
-        except TimeoutError as error:
-            raise Stalled(f"the evaluation took longer than evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s") from error
-        sums = {name: sum(result[name] for result, _ in results) for name in results[0][0]}
-        shown = [row for _, rows in results for row in rows]
-        if sums["judged"]:  # a task whose verifier gives no verdicts has no accuracy
-            sums["accuracy"] = sums["correct"] / sums["problems"]
-        return sums, shown
-
-    async def _evaluate(
-        self, engines: Sequence[RemoteEngine], problems: list[int], *, total: int, greedy: bool, samples: int
-    ) -> tuple[list[int], list[tuple[dict[str, float], list[dict[str, Any]]]]]:
-        """The problems that dead engines left undone, and the answers of the others."""
-        if not engines:
-            raise FaultBudgetSpent("no rollout actor is alive to evaluate with")
-        parts = [problems[index :: len(engines)] for index in range(len(engines))]
-        calls = [
-            engine.handle.evaluate.remote(indices=part, total=total, greedy=greedy, samples=-(-samples // len(engines)))
-            for engine, part in zip(engines, parts, strict=True)
-        ]
-        left, done = [], []
-        for engine, part, answer in zip(engines, parts, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(answer, ray.exceptions.RayActorError):
-                if self._join is None:
-                    raise FaultBudgetSpent(f"a rollout actor died before training began: {answer}") from answer
-                await self.drop(engine.actor_id, answer)
-                left += part
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                done.append(answer)
-        return left, done
+        """Held-out accuracy over `total` problems, shared out over the `ready()` engines; and about `samples` of them as text."""
+        timeout_s = self._config.evaluation.timeout_s
+        return await evaluate(ready, self._died, timeout_s=timeout_s, total=total, greedy=greedy, samples=samples)
 
     async def stop(self) -> None:
         """Stop all actors and their engines; one that does not answer within its deadline is killed."""
@@ -170,16 +188,21 @@ class ActorManager:
             self._kill(engine)
         self._alive = []
 
-    def _create(self, slot: int) -> RemoteEngine:
-        actor_id = f"actor-{slot}.{self._incarnations[slot]}"
-        self._incarnations[slot] += 1
-        actor = ray.remote(RolloutProcess).options(max_concurrency=MAX_CALLS, **self._options[slot])
+    async def _died(self, engine: RemoteEngine, error: BaseException) -> None:
+        if self._join is None:
+            raise FaultBudgetSpent(f"a rollout actor died before training began: {error}") from error
+        await self.drop(engine.actor_id, error)
+
+    def _create(self, place: Place) -> RemoteEngine:
+        actor_id = place.next_id()
+        actor = ray.remote(RolloutProcess).options(max_concurrency=MAX_CALLS, **place.option)
         handle = actor.remote(
-            self._config, actor_id=actor_id, queue=self._queue, model_dir=self._model_dir, device=self._placement.device,
-            cores=self._placement.engines[slot].cores,
+            self._config, actor_id=actor_id, queue=self._queue, model_dir=self._model_dir, device=self._device,
+            cores=place.slot.cores,
         )
-        engine = self._processes[actor_id] = RemoteEngine(actor_id, slot, self._config.cluster.engine.tensor_parallel_size, handle)
-        return engine
+        place.engine = RemoteEngine(actor_id, place.index, self._config.cluster.engine.tensor_parallel_size, handle)
+        self._processes[actor_id] = place.engine
+        return place.engine
 
     def _kill(self, engine: RemoteEngine) -> None:
         ray.kill(engine.handle)
@@ -195,7 +218,9 @@ class ActorManager:
     async def _watch(self, engine: RemoteEngine) -> None:
         try:
             await engine.handle.run.remote()
-            if not self._stopping and not await self._client.is_over():
+            place = self._places.get(engine.slot)
+            leaving = place is None or place.leaving
+            if not leaving and not self._stopping and not await self._client.is_over():
                 await self.drop(engine.actor_id, RunError("it stopped producing before the run was over"))
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, RunError):
@@ -205,56 +230,161 @@ class ActorManager:
             await self.drop(engine.actor_id, error)
 
     async def _probe(self) -> None:
-        timeout_s = self._config.watchdog.probe_timeout_s
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
-            for engine in self.alive():
-                try:
-                    self._counters[engine.actor_id] = await asyncio.wait_for(engine.handle.health.remote(), timeout_s)
-                except TimeoutError:
-                    await self.drop(engine.actor_id, TimeoutError(f"no answer to a probe within watchdog.probe_timeout_s = {timeout_s:g} s"))
-                except ray.exceptions.RayError as error:
-                    await self.drop(engine.actor_id, error)
+            await asyncio.gather(*[self._probe_one(engine) for engine in self._alive])
 
-    async def _replace(self, dead: RemoteEngine, error: BaseException) -> None:
-        cause = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
-        self.deaths.append(f"{dead.actor_id}: {cause}")
+    async def _probe_one(self, engine: RemoteEngine) -> None:
+        timeout_s = self._config.watchdog.probe_timeout_s
+        try:
+            self._counters[engine.actor_id] = await asyncio.wait_for(engine.handle.health.remote(), timeout_s)
+        except TimeoutError:
+            await self.drop(engine.actor_id, TimeoutError(f"no answer to a probe within watchdog.probe_timeout_s = {timeout_s:g} s"))
+        except ray.exceptions.RayError as error:
+            await self.drop(engine.actor_id, error)
+
+    async def _survey(self) -> None:
+        """Follow the cluster: give back what was on nodes that are gone, use new room, and see whether enough is left."""
         while True:
-            if self.restarts >= self._config.cluster.restart_budget:
-                if len(self._alive) >= self._config.cluster.rollout_actors.min:
-                    self._note(f"{dead.actor_id} died ({cause}); the restart budget is spent, {len(self._alive)} rollout actors go on")
-                    return
+            self._look.clear()
+            nodes = await self._places.nodes()
+            for node_id in {place.slot.node_id for place in self._places.all()} - {node.node_id for node in nodes}:
+                await self._lose(node_id)
+            while (self._places.limit is None or len(self._places) < self._places.limit) and (slot := self._places.room(nodes)) is not None:
+                self._open(slot)
+            least = self._config.cluster.rollout_actors.min
+            starting = sum(place.engine not in self._alive and not place.leaving for place in self._places.all())
+            if len(self._alive) < least and not starting:
                 self._on_fatal(FaultBudgetSpent(
-                    f"rollout actors died {len(self.deaths)} times, more than cluster.restart_budget = "
-                    f"{self._config.cluster.restart_budget} allows; the last: {self.deaths[-1]}"
+                    f"{len(self._alive)} rollout actors are alive, cluster.rollout_actors.min is {least}, and the cluster has no room for "
+                    f"another; {self.deaths[-1]}; the faults so far are {self.faults} of cluster.restart_budget = "
+                    f"{self._config.cluster.restart_budget}; it has {describe(nodes)}"
                 ))
                 return
-            self.restarts += 1
-            started = time.monotonic()
-            engine = self._create(dead.slot)
-            self._note(f"{dead.actor_id} died ({cause}); its groups are issued again, {engine.actor_id} takes its place")
             try:
-                await self._load(engine)
-                assert self._join is not None, "begin() comes before any replacement"
-                await self._join(engine, lambda engine=engine: self._alive.append(engine))
-            except (TimeoutError, ray.exceptions.RayError) as failure:
-                self._kill(engine)
-                cause = f"{type(failure).__name__} while starting {engine.actor_id}"
-                self.deaths.append(cause)
+                await asyncio.wait_for(self._look.wait(), SURVEY_INTERVAL_S)
+            except TimeoutError:
                 continue
-            self._note(f"{engine.actor_id} serves the live weights after {time.monotonic() - started:.0f} s")
-            self._spawn(self._watch(engine))
-            return
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _need_run(self) -> None:
+        if self._join is None:
+            raise RunError("rollout actors can be added and removed once the first learner step has begun")
+
+    def _open(self, slot: Slot) -> Place:
+        """A new place, which fills itself."""
+        place = self._places.open(slot)
+        place.filling = self._spawn(self._settle(place))
+        return place
+
+    async def _settle(self, place: Place) -> None:
+        """Reserve a new place and start an actor there."""
+        address = self._places.address(place.slot.node_id)
+        try:
+            await self._places.reserve(place)
+        except (SetupError, ray.exceptions.RayError) as error:
+            if isinstance(error, SetupError):
+                self._places.refuse(place.slot.node_id)
+            await self._vacate(place)
+            self._note(f"no rollout actor is started on node {address} ({_line(error)})")
+            return
+        engine = self._create(place)
+        self._note(f"node {address} has room: {engine.actor_id} starts there")
+        fault = await self._serve(place, engine)
+        if fault is not None:
+            await self._replace(place, fault)
+
+    async def _replace(self, place: Place, fault: str) -> None:
+        """Start processes in this place until one serves, the place is of no use any more or the budget is spent."""
+        while await self._may_restart(place, fault):
+            engine = self._create(place)
+            self._note(f"{fault}; its groups are issued again, {engine.actor_id} takes its place")
+            fault = await self._serve(place, engine)
+            if fault is None:
+                return
+
+    async def _may_restart(self, place: Place, fault: str) -> bool:
+        """Count a fault; False when it ended the place."""
+        cluster = self._config.cluster
+        if not await self._places.node_serves(place):
+            await self._lose(place.slot.node_id)  # not a fault of this process
+            return False
+        self.deaths.append(fault)
+        if self.faults >= cluster.restart_budget:
+            self._places.give_up(place)
+            await self._retire(place, f"{fault}; the restart budget is spent")
+            return False
+        self.faults += 1
+        if not await self._places.reserved_again(place):
+            await self._retire(place, f"{fault}; it got no resources within cluster.resources_timeout_s = {cluster.resources_timeout_s:g} s")
+            return False
+        self.restarts += 1
+        return True
+
+    async def _serve(self, place: Place, engine: RemoteEngine) -> str | None:
+        """Bring a new process to the live weights and into the set; the fault that it met, if it did."""
+        started = time.monotonic()
+        assert self._join is not None, "begin() comes before any newcomer"
+        try:
+            await self._load(engine)
+            await self._join(engine, lambda: self._alive.append(engine))
+        except (TimeoutError, ray.exceptions.RayError) as failure:
+            self._kill(engine)
+            return f"{engine.actor_id} did not start ({_line(failure)})"
+        self._note(f"{engine.actor_id} serves the live weights after {time.monotonic() - started:.0f} s")
+        self._spawn(self._watch(engine))
+        return None
+
+    async def _lose(self, node_id: str) -> None:
+        """A node is gone: one fault, whatever was on it."""
+        places = [place for place in self._places.all() if place.slot.node_id == node_id]
+        if not places:
+            return
+        for place in places:
+            self._places.drop(place)
+        self.faults = min(self.faults + 1, self._config.cluster.restart_budget)
+        names = ", ".join(place.engine.actor_id for place in places if place.engine is not None) or "a place for one"
+        self.deaths.append(f"node {self._places.address(node_id)} is gone, and with it {names}")
+        for place in places:
+            await self._vacate(place)
+        self._note(f"{self.deaths[-1]}; {len(self._alive)} rollout actors go on")
+        self._look.set()
+
+    async def _retire(self, place: Place, why: str) -> None:
+        await self._vacate(place)
+        self._note(f"{why}; {len(self._alive)} rollout actors go on")
+        self._look.set()
+
+    async def _vacate(self, place: Place) -> None:
+        """End what is in this place and give its reservation back."""
+        self._places.drop(place)
+        if place.filling is not None and place.filling is not asyncio.current_task():
+            place.filling.cancel()
+        if place.engine in self._alive:
+            self._alive.remove(place.engine)
+            await self._client.forfeit(place.engine.actor_id)
+        if place.engine is not None and place.engine.actor_id in self._processes:
+            self._kill(place.engine)
+        self._places.release(place)
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._stopping:
             self._on_fatal(task.exception())
+
+
+def _fault(engine: RemoteEngine, error: BaseException) -> str:
+    return f"{engine.actor_id} died ({_line(error)})"
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
 
 
 async def _settled(call: Any) -> None:

@@ -1,19 +1,27 @@
-"""Which process goes where: pure functions of (configuration, nodes).
+"""Which process goes where: pure functions of (configuration, nodes, taken slots).
 
 Runs in: the driver, and anywhere for a dry run. Knows no Ray: the caller gives the nodes and turns the result into placement groups.
+`place` is for the start of a run, `another` for a cluster that has changed since.
 
     split       one bundle per engine with its tensor-parallel GPUs, all on one node; a bundle per learner rank, on as few nodes as possible
     colocated   rank i and engine i share a bundle with one GPU, half each
 
-On CPU every process is one bundle with a share of the CPUs and, where there are enough, cores of its own. One core stays free for the
-driver and the queue; spare ones go to the engines first, for their verifiers, and then to the learner.
+On CPU every process is one bundle with a share of the CPUs and, where there are enough, cores of its own. Learner and driver are on the
+first node, where one core stays free for the driver and the queue; spare ones go to the engines first, for their verifiers, and then to
+the learner. Engines for which the first node has no core go to other nodes. The engines that a run must have start even where they share cores.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from async_grpo.config.schema import Config
+
+SHARED_MEMORY_SPANS_NODES = False
+"""Whether weights in shared memory reach engines on nodes without a learner rank."""
+CPU_ENGINES = 2
+"""Engines per node on CPU, unless `cluster.rollout_actors` asks for more."""
 
 
 class PlacementError(ValueError):
@@ -22,13 +30,20 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of the cluster: its resources as Ray reports them, and the cores its processes may use."""
+    """One machine of the cluster: its resources, what anybody has reserved of them, and the cores its processes may use."""
 
     node_id: str
     address: str
     cpus: float
     gpus: float
     cores: tuple[int, ...] = ()
+    used_cpus: float = 0.0
+    used_gpus: float = 0.0
+
+    @property
+    def free_gpus(self) -> int:
+        """GPUs that nobody has reserved, not even in part."""
+        return int(self.gpus - self.used_gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +68,10 @@ class Placement:
 
 
 def place(config: Config, nodes: list[Node]) -> Placement:
-    """Place learner ranks and engines. Raises PlacementError naming what was asked for and what each node has."""
+    """Place all learner ranks, and as many engines as there is room for, from `cluster.rollout_actors.min` to `max`.
+
+    Raises PlacementError naming what was asked for and what each node has.
+    """
     device = config.cluster.device
     if device == "auto":
         device = "cuda" if any(node.gpus >= 1 for node in nodes) else "cpu"
@@ -67,7 +85,8 @@ def place(config: Config, nodes: list[Node]) -> Placement:
         learners, engines = _place_colocated(config, nodes)
     else:
         learners, engines = _place_split(config, nodes)
-    if config.weight_sync.backend == "shared_memory" and len({slot.node_id for slot in engines} | {learners[0].node_id}) > 1:
+    spread = len({slot.node_id for slot in engines} | {learners[0].node_id}) > 1
+    if config.weight_sync.backend == "shared_memory" and spread and not SHARED_MEMORY_SPANS_NODES:
         raise PlacementError(
             f"weight_sync.backend: shared_memory needs learner and engines on one node; use auto or nccl: {describe(nodes)}"
         )
@@ -75,9 +94,45 @@ def place(config: Config, nodes: list[Node]) -> Placement:
     return Placement(device, colocated, tuple(learners), tuple(engines), tuple(1 + size * index for index in range(len(engines))))
 
 
-def describe(nodes: list[Node]) -> str:
+def another(
+    config: Config, placement: Placement, nodes: Sequence[Node], engines: Sequence[Slot], *, crowd: bool = False
+) -> Slot | None:
+    """Where one more engine would go beside `engines`, or None where the cluster has no room; whether there should be one is not asked.
+
+    `placement` is that of the start: its learner ranks stay where they are. An engine that shares a GPU with a rank has no room beyond the
+    ranks. With `crowd` it may share cores on CPU.
+    """
+    if placement.colocated:
+        return None
+    nodes = [_with_taken(node, [*placement.learners, *engines]) for node in nodes]
+    if not SHARED_MEMORY_SPANS_NODES and (placement.device == "cpu" or config.weight_sync.backend == "shared_memory"):
+        nodes = [node for node in nodes if node.node_id == placement.learners[0].node_id]
+    if placement.device == "cpu":
+        return _another_on_cpu(config, placement, nodes, engines, crowd=crowd)
+    size = config.cluster.engine.tensor_parallel_size
+    return next((Slot(node.node_id, 1.0, float(size)) for node in nodes if node.free_gpus >= size and _free_cpus(node) >= 1), None)
+
+
+def describe(nodes: Sequence[Node]) -> str:
     """What each node has, for messages."""
-    return "; ".join(f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs" for node in nodes) or "no nodes"
+    return "; ".join(
+        f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
+        + (f" ({node.used_cpus:g} and {node.used_gpus:g} reserved)" if node.used_cpus or node.used_gpus else "")
+        for node in nodes
+    ) or "no nodes"
+
+
+def _with_taken(node: Node, slots: Sequence[Slot]) -> Node:
+    """Ray reports a reservation a little later than it makes it; what the run itself has taken is known at once."""
+    own = [slot for slot in slots if slot.node_id == node.node_id]
+    return replace(
+        node, used_cpus=max(node.used_cpus, sum(slot.cpus for slot in own)), used_gpus=max(node.used_gpus, sum(slot.gpus for slot in own))
+    )
+
+
+def _free_cpus(node: Node) -> float:
+    """Rounded to Ray's own resolution, since shares do not add up exactly."""
+    return round(node.cpus - node.used_cpus, 4)
 
 
 def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
@@ -89,12 +144,12 @@ def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
     return size == 1 and config.weight_sync.backend in ("auto", "ipc") and gpus == ranks
 
 
-def _wanted_engines(config: Config, room: int, asked: str, nodes: list[Node]) -> int:
+def _count(config: Config, room: int, asked: str, nodes: list[Node]) -> int:
+    """How many of the engines that have room the run starts with."""
     actors = config.cluster.rollout_actors
-    wanted = actors.max if actors.max is not None else max(room, actors.min)
-    if room < wanted:
-        raise PlacementError(f"the run asks for {asked} and {wanted} rollout actors, the cluster has room for {room}: {describe(nodes)}")
-    return wanted
+    if room < actors.min:
+        raise PlacementError(f"the run asks for {asked} and {actors.min} rollout actors, the cluster has room for {room}: {describe(nodes)}")
+    return room if actors.max is None else min(room, actors.max)
 
 
 def _refuse_what_needs_gpus(config: Config, nodes: list[Node]) -> None:
@@ -109,16 +164,40 @@ def _refuse_what_needs_gpus(config: Config, nodes: list[Node]) -> None:
 
 
 def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:
-    """Everything on the first node: CPU weights travel through shared memory."""
-    node, ranks, actors = nodes[0], config.learner.ranks, config.cluster.rollout_actors
-    available = len(node.cores) or int(node.cpus)
-    wanted = actors.max if actors.max is not None else max(2 if available >= ranks + 3 else 1, actors.min)
-    processes = ranks + wanted
-    share = min(1.0, int(100 * node.cpus / processes) / 100)
-    if node.cpus < 1 or share <= 0:
-        raise PlacementError(f"the run asks for {ranks} learner ranks and {wanted} rollout actors on CPU: {describe(nodes)}")
-    slots = [Slot(node.node_id, share, 0.0, cores) for cores in _deal_cores(node.cores, ranks=ranks, engines=wanted)]
-    return slots[:ranks], slots[ranks:]
+    """The learner and as many engines as have cores on the first node; further engines on the others, a CPU each."""
+    first, ranks, actors = nodes[0], config.learner.ranks, config.cluster.rollout_actors
+    cores = len(first.cores) or int(first.cpus)
+    here = max(1, min(cores - ranks - 1, actors.max or CPU_ENGINES))
+    others = nodes[1:] if SHARED_MEMORY_SPANS_NODES else []
+    room = [node.node_id for node in others for _ in range(min(int(_free_cpus(node)), actors.max or CPU_ENGINES))]
+    there = room[: max(0, actors.max - here)] if actors.max is not None else room
+    here = max(here, actors.min - len(there))
+    processes, free = ranks + here, _free_cpus(first)
+    share = min(1.0, int(100 * free / processes) / 100)
+    if free < 1 or share <= 0:
+        raise PlacementError(f"the run asks for {ranks} learner ranks and {here + len(there)} rollout actors on CPU: {describe(nodes)}")
+    slots = [Slot(first.node_id, share, 0.0, dealt) for dealt in _deal_cores(first.cores, ranks=ranks, engines=here)]
+    return slots[:ranks], [*slots[ranks:], *[Slot(node_id, 1.0, 0.0) for node_id in there]]
+
+
+def _another_on_cpu(
+    config: Config, placement: Placement, nodes: Sequence[Node], engines: Sequence[Slot], *, crowd: bool
+) -> Slot | None:
+    """On the learner's node it takes cores that a removed engine has left, or none of its own."""
+    limit = config.cluster.rollout_actors.max or CPU_ENGINES
+    for node in nodes:
+        there = sum(slot.node_id == node.node_id for slot in engines)
+        if node.node_id != placement.learners[0].node_id:
+            if _free_cpus(node) >= 1 and (crowd or there < limit):
+                return Slot(node.node_id, 1.0, 0.0)
+            continue
+        share, ranks = placement.learners[0].cpus, len(placement.learners)
+        room = max(1, min((len(node.cores) or int(node.cpus)) - ranks - 1, limit))
+        if _free_cpus(node) >= share and (crowd or there < room):
+            left = set(node.cores) - {core for slot in [*placement.learners, *engines] for core in slot.cores}
+            freed = (slot.cores for slot in placement.engines if slot.cores and left.issuperset(slot.cores))
+            return Slot(node.node_id, share, 0.0, next(freed, ()))
+    return None
 
 
 def _deal_cores(cores: tuple[int, ...], *, ranks: int, engines: int) -> list[tuple[int, ...]]:
@@ -136,7 +215,7 @@ def _deal_cores(cores: tuple[int, ...], *, ranks: int, engines: int) -> list[tup
 
 def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:
     ranks, size = config.learner.ranks, config.cluster.engine.tensor_parallel_size
-    free = {node.node_id: int(node.gpus) for node in nodes}
+    free = {node.node_id: node.free_gpus for node in nodes}
     if sum(free.values()) < ranks:
         raise PlacementError(f"the run asks for {ranks} learner ranks with a GPU each: {describe(nodes)}")
     learners: list[Slot] = []
@@ -147,7 +226,7 @@ def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Sl
         free[node_id] -= taken
     room = [node.node_id for node in nodes for _ in range(free[node.node_id] // size)]
     asked = f"{ranks} learner ranks with a GPU each, {size} GPUs per engine"
-    return learners, [Slot(node_id, 1.0, float(size)) for node_id in room[: _wanted_engines(config, len(room), asked, nodes)]]
+    return learners, [Slot(node_id, 1.0, float(size)) for node_id in room[: _count(config, len(room), asked, nodes)]]
 
 
 def _node_for(ranks: int, free: dict[str, int], *, size: int) -> str:
@@ -160,7 +239,7 @@ def _node_for(ranks: int, free: dict[str, int], *, size: int) -> str:
 
 def _place_colocated(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:
     ranks = config.learner.ranks
-    room = [node.node_id for node in sorted(nodes, key=lambda node: -node.gpus) for _ in range(int(node.gpus))]
+    room = [node.node_id for node in sorted(nodes, key=lambda node: -node.free_gpus) for _ in range(node.free_gpus)]
     if len(room) < ranks:
         raise PlacementError(f"the run asks for {ranks} GPUs that a learner rank and an engine share: {describe(nodes)}")
     slots = [Slot(node_id, 1.0, 0.5) for node_id in room[:ranks]]

@@ -23,7 +23,8 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray._private import state as ray_state
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from async_grpo.cluster.placement import Node, Placement, PlacementError, Slot, describe, place
@@ -31,6 +32,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 
 POLL_S = 1.0
+RESERVED_POLL_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -62,13 +64,17 @@ class Session:
     def nodes(self) -> list[Node]:
         """Living nodes, the driver's first."""
         own = ray.get_runtime_context().get_node_id()
-        nodes = [
-            Node(
-                node_id=node["NodeID"], address=node["NodeManagerAddress"], cpus=node["Resources"].get("CPU", 0.0),
-                gpus=node["Resources"].get("GPU", 0.0), cores=tuple(sorted(os.sched_getaffinity(0))) if node["NodeID"] == own else (),
-            )
-            for node in ray.nodes() if node["Alive"]
-        ]
+        free = ray_state.available_resources_per_node()
+        nodes = []
+        for node in ray.nodes():
+            if node["Alive"]:
+                cpus, gpus = (node["Resources"].get(name, 0.0) for name in ("CPU", "GPU"))
+                left = free.get(node["NodeID"], node["Resources"])
+                nodes.append(Node(
+                    node_id=node["NodeID"], address=node["NodeManagerAddress"], cpus=cpus, gpus=gpus,
+                    cores=tuple(sorted(os.sched_getaffinity(0))) if node["NodeID"] == own else (),
+                    used_cpus=cpus - left.get("CPU", 0.0), used_gpus=gpus - left.get("GPU", 0.0),
+                ))
         return sorted(nodes, key=lambda node: (node.node_id != own, node.node_id))
 
     async def wait_for_room(self, config: Config) -> Placement:
@@ -93,14 +99,16 @@ class Session:
             {"CPU": slot.cpus * sharers, **({"GPU": slot.gpus * sharers} if slot.gpus else {})} for slot in slots
         ]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=[{"ray.io/node-id": slot.node_id} for slot in slots])
+        self._groups.append(group)
         try:
-            await asyncio.wait_for(group.ready(), timeout_s)
-        except TimeoutError as error:
-            remove_placement_group(group)
+            await asyncio.wait_for(_created(group), timeout_s)
+        except BaseException as error:  # whoever is cancelled meanwhile leaves no reservation behind either
+            self._remove(group)
+            if not isinstance(error, TimeoutError):
+                raise
             raise SetupError(
                 f"the cluster did not free {bundles} within cluster.resources_timeout_s = {timeout_s:g} s; it has {describe(self.nodes())}"
             ) from error
-        self._groups.append(group)
         return [
             {
                 "num_cpus": slot.cpus, "num_gpus": slot.gpus,
@@ -108,6 +116,34 @@ class Session:
             }
             for index, slot in enumerate(slots)
         ]
+
+    async def reserved_again(self, option: dict[str, Any], *, timeout_s: float) -> bool:
+        """Whether a place that `reserve` gave is reserved within the deadline: after a fault Ray may have to find the resources anew."""
+        try:
+            await asyncio.wait_for(_created(option["scheduling_strategy"].placement_group), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def release(self, option: dict[str, Any]) -> None:
+        """Give back the reservation that these actor options belong to; what runs in it is killed."""
+        self._remove(option["scheduling_strategy"].placement_group)
+
+    async def node_serves(self, node_id: str, *, timeout_s: float) -> bool:
+        """Whether a node runs processes. Ray notices the loss of one late, so it is asked to run something."""
+        if node_id == ray.get_runtime_context().get_node_id():
+            return True
+        where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        answer = asyncio.ensure_future(_settled(_here.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()))
+        deadline = time.monotonic() + timeout_s
+        try:
+            while time.monotonic() < deadline and not answer.done():
+                if all(node.node_id != node_id for node in self.nodes()):
+                    return False
+                await asyncio.wait({answer}, timeout=RESERVED_POLL_S)
+            return answer.done() and answer.result()
+        finally:
+            answer.cancel()
 
     async def check_shared_storage(self, directory: str, node_ids: set[str], *, timeout_s: float) -> None:
         """Every node reads in `directory` what the driver wrote there, and the driver what they wrote. Raises SetupError."""
@@ -139,10 +175,14 @@ class Session:
 
     def close(self) -> None:
         """Free the reservations and disconnect; a cluster started here ends."""
-        for group in self._groups:
-            remove_placement_group(group)
-        self._groups = []
+        for group in list(self._groups):
+            self._remove(group)
         ray.shutdown()
+
+    def _remove(self, group: PlacementGroup) -> None:
+        if group in self._groups:
+            self._groups.remove(group)
+            remove_placement_group(group)
 
 
 @contextmanager
@@ -162,6 +202,26 @@ def _probe_storage(path: str, token: str, node_id: str) -> bool:
         return False
     probe.with_name(f"{probe.name}-{node_id}").write_text(token)
     return True
+
+
+@ray.remote
+def _here() -> None:
+    """Runs on a node that has to show that it can."""
+
+
+async def _settled(call: Any) -> bool:
+    """Whether the call came to its end."""
+    try:
+        await call
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+async def _created(group: PlacementGroup) -> None:
+    """Wait until all bundles of a placement group are reserved."""
+    while placement_group_table(group)["state"] != "CREATED":
+        await asyncio.sleep(RESERVED_POLL_S)
 
 
 def _refuse_silent_head(address: str) -> None:

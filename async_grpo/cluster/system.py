@@ -134,8 +134,8 @@ class System:
         learner_options, engine_options = await self._reserve(placement)
         await self._start_queue(steps_done, snapshot, note)
         self.actors = ActorManager(
-            config, placement=placement, options=engine_options, queue=self._queue_handle, client=self.queue, model_dir=model_dir,
-            backend=backend, on_fatal=self._fail, note=note,
+            config, session=session, placement=placement, options=engine_options, queue=self._queue_handle, client=self.queue,
+            model_dir=model_dir, backend=backend, on_fatal=self._fail, note=note,
         )
         updates = self._total_steps * config.updates_per_step
         starting = LearnerGroup.start(

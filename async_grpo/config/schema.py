@@ -299,9 +299,9 @@ class Watchdog(Section):
 
 class RolloutActors(Section):
     min: Positive = 1
-    """When the restart budget is spent the run goes on as long as this many are alive."""
+    """The run starts when this many have room, and goes on as long as this many are alive. On CPU they share cores if they must."""
     max: Positive | None = None
-    """The run starts this many; null means as many as the cluster's layout has room for."""
+    """As many as there is room for up to this number, at the start and when nodes come later; null: what the layout has room for."""
 
 
 class Engine(Section):
@@ -325,7 +325,7 @@ class Cluster(Section):
     rollout_actors: RolloutActors = RolloutActors()
     engine: Engine = Engine()
     restart_budget: NonNegative = 3
-    """Rollout actor restarts before the run ends with exit code 4."""
+    """Faults after which rollout actors are not started again; a node that is lost is one. The run ends with exit code 4 below `min`."""
     resources_timeout_s: Seconds = 120.0
     """Longest wait for the cluster to have what the run needs."""
 

@@ -1,0 +1,32 @@
+"""A rollout actor without an engine, in a module of its own: its process imports nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+
+class StandIn:
+    """A rollout actor without an engine."""
+
+    def __init__(self, config: Any, *, actor_id: str, queue: Any, model_dir: str, device: str, cores: Any) -> None:
+        self.actor_id, self._over = actor_id, asyncio.Event()
+
+    async def start(self, *, backend: str, label: str) -> None:
+        pass
+
+    async def run(self) -> None:
+        await self._over.wait()
+
+    async def drain(self) -> None:
+        self._over.set()
+
+    async def health(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+    async def die(self) -> None:
+        os._exit(1)
