@@ -162,6 +162,17 @@ class Trainer:
             self._tracker.log_samples([{"step": self.steps_done, **sample} for sample in samples])
         return result
 
+    def add_rollout_actor(self) -> str:
+        """Start one more rollout actor and return its id once it serves. May be called from another thread while `train` runs.
+
+        Raises PlacementError where the cluster has no room, RunError when there are `cluster.rollout_actors.max` or it did not start.
+        """
+        return self._run(self._running().actors.add())
+
+    def remove_rollout_actor(self, actor_id: str) -> None:
+        """Let one rollout actor finish its groups, and end it for good. Raises ValueError for an unknown id, RunError below `min`."""
+        self._run(self._running().actors.remove(actor_id))
+
     def save(self, *, keep_groups: bool = False) -> Path:
         """Write a checkpoint of the run as it is now, with the model in Hugging Face format, and return its directory.
 

@@ -64,6 +64,8 @@ class Fleet:
 def cluster() -> Iterator[Cluster]:
     temp = Path(tempfile.mkdtemp(prefix="ag", dir="/tmp"))  # short: a Unix socket's path has about a hundred characters at most
     arguments = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 2**27, "temp_dir": str(temp)}
+    # Ray takes some 15 s to notice that a node is gone; here 5 refused probes have to do.
+    arguments["_system_config"] = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_timeout_ms": 10_000}
     cluster = Cluster(initialize_head=True, head_node_args=arguments)
     try:
         ray.init(address=cluster.address, log_to_driver=False)
