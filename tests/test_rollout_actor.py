@@ -183,3 +183,28 @@ def test_a_held_out_prompt_that_is_too_long_counts_as_an_error() -> None:
     assert sums == {"problems": 3, "tokens": 6, "correct": 2, "judged": 2, "errors": 1}
     assert ["error" in row for row in shown] == [False, True, False]
     assert "17 tokens" in shown[1]["error"]
+
+
+def test_an_actor_that_drains_hands_in_what_it_holds_and_takes_no_more() -> None:
+    parts, wanted = Parts(), []
+    parts.tickets = [GroupTicket(number, 1, 0) for number in range(300)]
+    acquire = parts.acquire
+
+    async def answer(actor_id: str, version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket]:
+        wanted.append(want)
+        return await acquire(actor_id, version, holding, want) or []
+
+    parts.acquire = answer
+
+    async def drained() -> None:
+        actor = actor_of(parts)
+        running = asyncio.create_task(actor.run())
+        while not wanted or not actor._groups:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(actor.drain(), 10)
+        await asyncio.wait_for(running, 1)
+
+    asyncio.run(drained())
+    given = 300 - len(parts.tickets)
+    assert sorted(meta.group_id for meta in parts.frames) == list(range(given)), "what it held is handed in"
+    assert 0 < given < 300 and set(wanted[1:]) <= {0}, "and nothing was asked for any more"
