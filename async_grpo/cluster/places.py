@@ -9,17 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from async_grpo.cluster.placement import Node, Placement, Slot, another
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
-
-
-class Process(Protocol):
-    """What holds a place; the places only need its name."""
-
-    actor_id: str
 
 
 @dataclass(eq=False)
