@@ -3,8 +3,8 @@
 Runs in: rollout actors (vLLM's EngineCore is a child process of theirs). Hides vLLM: its environment switches, request objects,
 log-prob containers, pause and resume. Token-in, token-out: no text enters or leaves.
 
-Invariants: `serving` is the label that new tokens carry; it changes only inside `receive`, between the load and the resume. A response
-keeps its tokens over a publication. Every returned token has a finite log-prob under the distribution it was sampled from and a
+Invariants: `serving` is the label that new tokens carry; it changes only inside `receive`, between the load and the resume, and its version
+never falls. An engine whose weights may be a mixture stays paused. A response keeps its tokens over a publication. Every returned token has a finite log-prob under the distribution it was sampled from and a
 version stamped by the engine; anything else raises.
 """
 
@@ -14,21 +14,22 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_grpo.config.schema import Config
-from async_grpo.weights.base import Announcement, is_version, parse_label
+from async_grpo.config.schema import Config, Deadlines
+from async_grpo.weights.base import WORKER_ENGINES, Announcement, Receipt, is_version, parse_label
 from async_grpo.wire import VersionSpan
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+HEALTH_S = 0.5
 CPU_KV_CACHE_GB, SHARED_GPU_KV_CACHE_GB = 0.25, 4.0
 
 
@@ -52,7 +53,7 @@ class Completion:
     @property
     def versions(self) -> list[VersionSpan]:
         """Policy versions by span. Raises ValueError for a label that is no version: such a response cannot be trained."""
-        return [VersionSpan(parse_label(label), start, end) for label, start, end in self.labels]
+        return [VersionSpan(parse_label(label).step, start, end) for label, start, end in self.labels]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ class Sampling:
 class Engine:
     """One vLLM AsyncLLM. Build it with `await Engine.start(...)`."""
 
-    def __init__(self, llm: AsyncLLM, *, stop_token_ids: Sequence[int], recompute: bool) -> None:
-        self._llm, self._stop_token_ids, self._recompute = llm, list(stop_token_ids), recompute
+    def __init__(self, llm: AsyncLLM, *, stop_token_ids: Sequence[int], recompute: bool, deadlines: Deadlines) -> None:
+        self._llm, self._stop_token_ids, self._recompute, self._deadlines = llm, list(stop_token_ids), recompute, deadlines
         self._requests = 0
         self.serving = ""
 
@@ -86,14 +87,16 @@ class Engine:
 
         args = AsyncEngineArgs(**_engine_arguments(config, model_dir=model_dir, device=device, backend=backend, seed=seed))
         llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=[_request_times()])
-        engine = cls(llm, stop_token_ids=stop_token_ids, recompute=config.weight_sync.kv_cache == "recompute")
+        engine = cls(
+            llm, stop_token_ids=stop_token_ids, recompute=config.weight_sync.kv_cache == "recompute", deadlines=config.weight_sync.deadlines
+        )
         await engine._set_label(label)
         return engine
 
     @property
     def serving_version(self) -> int:
         """Policy version of the weights it serves; -1 before the first publication and during the self-check."""
-        return parse_label(self.serving) if is_version(self.serving) else -1
+        return parse_label(self.serving).step if is_version(self.serving) else -1
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         """`sampling.n` responses to one prompt, prompt tokens not included. Cancelling the call aborts the request."""
@@ -116,30 +119,73 @@ class Engine:
         first_token = final.metrics.arrival_time + final.metrics.first_token_latency
         return [_completion(output, first_token) for output in sorted(final.outputs, key=lambda output: output.index)]
 
-    async def connect(self, payload: dict[str, Any]) -> None:
+    async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[str], np.ndarray]]:
+        """Log-probs [L] at temperature 1 of each response in (prompt, response) pairs, and the labels under which they were computed."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        # The one token that is generated carries the label. Where prompt log-probs are wanted, vLLM reads no cached prefix.
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+        async def one(prompt: list[int], response: list[int]) -> tuple[list[str], np.ndarray]:
+            self._requests += 1
+            labels, final = [self.serving], None
+            async for output in self._llm.generate({"prompt_token_ids": prompt + response}, params, f"s{self._requests}"):
+                final = output
+            if final is None or final.prompt_logprobs is None:
+                raise EngineError("the engine returned no log-probs of a prompt")
+            labels += [span.version for span in final.outputs[0].weight_versions or []]
+            rows = final.prompt_logprobs[len(prompt) :]
+            return labels, np.asarray([row[token].logprob for row, token in zip(rows, response, strict=True)], np.float32)
+
+        return list(await asyncio.gather(*[one(prompt, response) for prompt, response in sequences]))
+
+    async def connect(self, payload: dict[str, Any]) -> Receipt:
         """Prepare the workers for publications (for NCCL: join the group; blocks until the learner joins too)."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        return self._receipt(await self._workers("connect_weights", payload))
 
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=payload))
+    async def receive(self, announcement: Announcement) -> Receipt:
+        """Serve the announced weights: pause with requests kept, load, label, resume.
 
-    async def receive(self, announcement: Announcement) -> dict[str, float]:
-        """Serve the announced weights: pause with requests kept, load, label, resume. Returns seconds by phase.
-
-        When this raises, the engine may hold a mixture of weights and stays paused: its actor must be replaced.
+        When the receipt names a failure, the weights may be a mixture and the engine stays paused until a publication succeeds. Raises
+        TimeoutError for a phase beyond its deadline, ValueError for a version older than the served one; then the engine must be replaced.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        started = time.perf_counter()
-        await self._llm.pause_generation(mode="keep", clear_cache=self._recompute)
+        self._refuse_older(announcement.label)
+        started, deadlines = time.perf_counter(), self._deadlines
+        await _within(deadlines.pause_s, "pause", self._llm.pause_generation(mode="keep", clear_cache=self._recompute))
+        lost = await self._workers("cached_tokens") if self._recompute else [0]
         paused = time.perf_counter()
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=announcement.payload))
-        await self._llm.finish_weight_update()
+        outcome = self._receipt(await self._workers("take_publication", announcement.payload))
+        if outcome.failure:
+            return outcome
         loaded = time.perf_counter()
-        await self._set_label(announcement.label)
-        await self._llm.resume_generation()
+        await _within(deadlines.resume_s, "resume", self._go_on(announcement.label))
         resumed = time.perf_counter()
-        return {"pause": paused - started, "load": loaded - paused, "resume": resumed - loaded, "total": resumed - started}
+        seconds = {"pause": paused - started, "load": loaded - paused, "resume": resumed - loaded, "total": resumed - started}
+        return Receipt(self.serving, seconds=seconds, recomputed_tokens=lost[0])
+
+    async def _workers(self, method: str, *args: object) -> list[Any]:
+        """What every worker answers. Raises EngineError when the EngineCore dies: vLLM leaves such a call without an answer for ever."""
+        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
+        try:
+            while not (await asyncio.wait({call}, timeout=HEALTH_S))[0]:
+                await self.check()
+            return call.result()
+        finally:
+            call.cancel()
+
+    def _receipt(self, outcomes: list[dict[str, str]]) -> Receipt:
+        """What the workers say, as one answer."""
+        failed = next((outcome for outcome in outcomes if outcome), {})
+        return Receipt(self.serving, **failed)
+
+    def _refuse_older(self, label: str) -> None:
+        if is_version(label) and is_version(self.serving) and parse_label(label) < parse_label(self.serving):
+            raise ValueError(f"version {label} was announced to an engine that serves {self.serving} already")
+
+    async def _go_on(self, label: str) -> None:
+        await self._set_label(label)
+        await self._llm.resume_generation()
 
     async def check(self) -> None:
         """Raise EngineError when the EngineCore process is gone."""
@@ -155,6 +201,13 @@ class Engine:
     async def _set_label(self, label: str) -> None:
         await self._llm.update_weight_version(label)
         self.serving = label
+
+
+async def _within(seconds: float, phase: str, work: Awaitable[None]) -> None:
+    try:
+        await asyncio.wait_for(work, seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"the engine's {phase} took longer than weight_sync.deadlines.{phase}_s = {seconds:g} s") from error
 
 
 def stop_tokens(model_dir: str, eos_token_id: int | None) -> list[int]:
@@ -194,7 +247,7 @@ def _engine_arguments(config: Config, *, model_dir: str, device: str, backend: s
         "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "disable_log_stats": True,
         "tensor_parallel_size": settings.tensor_parallel_size, "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enforce_eager": cpu if settings.enforce_eager is None else settings.enforce_eager,
-        "weight_transfer_config": WeightTransferConfig(backend=backend), "worker_extension_cls": "async_grpo.weights.worker.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=WORKER_ENGINES[backend]), "worker_extension_cls": "async_grpo.weights.worker.WorkerExtension",
         "kv_cache_memory_bytes": None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
     }
     if config.model.lm_head_fp32:

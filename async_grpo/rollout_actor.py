@@ -29,7 +29,7 @@ from async_grpo.replay.queue import Verdict
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.registry import load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
-from async_grpo.weights.base import Announcement
+from async_grpo.weights.base import Announcement, Receipt, TokenSequence
 from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, encode_group
 
 POLL_S, BUSY_POLL_S = 0.02, 0.1
@@ -127,16 +127,20 @@ class RolloutActor:
         self._changed.set()
         await self._ended.wait()
 
-    async def connect(self, payload: dict[str, Any]) -> None:
+    async def connect(self, payload: dict[str, Any]) -> Receipt:
         """Prepare the engine for publications."""
-        await self._engine.connect(payload)
+        return await self._engine.connect(payload)
 
-    async def receive(self, announcement: Announcement) -> dict[str, float]:
-        """Take and serve the announced weights; seconds by phase."""
-        times = await self._engine.receive(announcement)
-        self._counts["paused_s"] += times["total"]
+    async def receive(self, announcement: Announcement) -> Receipt:
+        """Take and serve the announced weights."""
+        receipt = await self._engine.receive(announcement)
+        self._counts["paused_s"] += receipt.seconds.get("total", 0.0)
         self._changed.set()
-        return times
+        return receipt
+
+    async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
+        """Log-probs of these responses under the weights that are served, with the labels of those."""
+        return await self._engine.score(sequences)
 
     async def evaluate(self, *, indices: Sequence[int], total: int, greedy: bool, samples: int) -> tuple[dict[str, float], list[dict]]:
         """Score one response to each of these held-out problems (of the first `total`): sums over problems, and some of them as text.

@@ -34,6 +34,7 @@ class ModuleOwner:
 
     rank = 0
     device = "cpu"
+    sharded = False
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model

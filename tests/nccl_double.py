@@ -17,6 +17,7 @@ Faults and the log are files, named by environment variables so that they reach 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -302,6 +303,8 @@ class GlooCommunicator:
         """Until the condition holds. Raises Aborted. Losing the peers is no end: NCCL's kernels would go on waiting."""
         deadline = time.monotonic() + LIMIT_S
         while not self._aborted.is_set():
+            if _exiting.is_set():
+                time.sleep(LIMIT_S)
             try:
                 if condition():
                     return
@@ -344,6 +347,16 @@ class GlooCommunicator:
 
     def _log(self, event: str, bucket: int, nbytes: int) -> None:
         _log(Event(event, time.monotonic(), os.getpid(), self.rank, bucket, nbytes, self._id))
+
+
+_exiting = threading.Event()
+
+
+@atexit.register
+def _park() -> None:
+    """Keep daemon threads out of C++ while the interpreter ends: it would kill them there, and the process with SIGABRT."""
+    _exiting.set()
+    time.sleep(20 * _POLL_S)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from async_grpo.loop import Loop
 from async_grpo.planning import shaping
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.weights.base import Announcement, parse_label
+from async_grpo.weights.base import Announcement, Receipt, Staged, TokenSequence, parse_label
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.wire import Group, GroupTicket, Rollout, VersionSpan, encode_group
 
@@ -55,7 +55,7 @@ def make_config(*, max_staleness: int = 0, steps: int = STEPS) -> Config:
         "learner": {
             "ppo_epochs": EPOCHS, "ppo_mini_batch_size": MINIBATCH_GROUPS, "tokens_per_micro_batch": TOKENS_PER_MICRO_BATCH, "lr": 0.02,
         },
-        "weight_sync": {"self_check": False}, "watchdog": {"step_timeout_s": DEADLINE_S},
+        "weight_sync": {"self_check": False, "verify_every": 0}, "watchdog": {"step_timeout_s": DEADLINE_S},
     })
 
 
@@ -205,13 +205,15 @@ class Learner:
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         return [{} for _ in tensor_parallel_sizes]
 
-    async def rendezvous(self) -> None: ...
+    async def rendezvous(self) -> str:
+        return ""
 
-    async def stage(self, label: str) -> Announcement:
-        return Announcement(label, "fake", {"table": self.policy.table.detach().clone()})
+    async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
+        return Staged(Announcement(label, "fake", {"table": self.policy.table.detach().clone()}))
 
-    async def send(self) -> None:
+    async def send(self, announcement: Announcement) -> str:
         await asyncio.sleep(0.001)
+        return ""
 
 
 # ---- rollout actors, and what happens to them ----
@@ -247,14 +249,15 @@ class Actor:
         self.holding: dict[tuple[int, int], GroupTicket] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def connect(self, payload: dict[str, Any]) -> None: ...
+    async def connect(self, payload: dict[str, Any]) -> Receipt:
+        return Receipt("")
 
-    async def receive(self, announcement: Announcement) -> dict[str, float]:
+    async def receive(self, announcement: Announcement) -> Receipt:
         await self._fleet.pause(self._fleet.faults.receive_s)
         if self.dead:
             raise ConnectionError(f"{self.actor_id} is dead")
-        self.load(announcement.payload["table"], parse_label(announcement.label))
-        return {"total": 0.0}
+        self.load(announcement.payload["table"], parse_label(announcement.label).step)
+        return Receipt(announcement.label, seconds={"total": 0.0})
 
     def load(self, table: torch.Tensor, version: int) -> None:
         """Serve these weights under this version."""
@@ -415,7 +418,7 @@ async def run_asynchronously(
     """Train `run.total_steps` learner steps."""
     queue = queue_type(queue_settings(config))
     learner, fleet, total_steps = Learner(config, queue), Fleet(queue, faults, actor_type), config.run.total_steps or 0
-    coordinator = Coordinator(config, learner=learner, engines=fleet, backend="shared_memory", live=queue.live)
+    coordinator = Coordinator(config, learner=learner, engines=fleet, backend="shared_memory", live=queue.live, exact=True)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
         await fleet.start(tasks, coordinator)
         loop = Loop(

@@ -45,6 +45,11 @@ LIBRARIES = {
     "weights.base": "torch",  # what the driver imports
     "weights.sender": "torch",
     "weights.coordinator": "numpy",
+    "weights.delivery": "numpy",
+    "weights.probes": "numpy",
+    "weights.verification": "numpy",
+    "weights.layout": "torch",
+    "weights.names": "torch vllm safetensors transformers",  # the headers of the model's files
     "weights.shared_memory": "torch",  # a learner on CPU does without vLLM
     "engine": "vllm numpy transformers",
     "learner": "torch deepspeed transformers peft numpy safetensors",

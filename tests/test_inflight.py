@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
 from async_grpo.engine import Engine, Sampling
-from async_grpo.weights.base import version_label
-from async_grpo.weights.shared_memory import SharedMemorySender, TornRead, segment_path
+from async_grpo.weights.base import TornTransfer, Version
+from async_grpo.weights.shared_memory import SEGMENT_DIR, SharedMemorySender, segment_path
 from tests.models import ModuleOwner, write_model
 
 PROMPT = list(range(5, 17))
@@ -45,7 +45,8 @@ async def generate_through_publications(engine: Engine, sender: SharedMemorySend
         await asyncio.sleep(0.4)
         assert not task.done(), "the responses ended before the publication; make them longer"
         owner.model = models[version]
-        await engine.receive(sender.stage(version_label(version)))
+        receipt = await engine.receive(sender.stage(Version(0, version).label, verify=version == 1))
+        assert receipt.serving == f"v0.{version}" and not receipt.failure and receipt.recomputed_tokens > 0
     return await asyncio.wait_for(task, 60)
 
 
@@ -61,27 +62,34 @@ def test_a_response_lives_through_two_publications(tmp_path, tied):
         "cluster": {"engine": {"max_num_seqs": 8}},
     })
     owner, key = ModuleOwner(base), f"test-{uuid.uuid4().hex[:8]}"
-    sender = SharedMemorySender(owner, key=key)
+    sender = SharedMemorySender(owner, key=key, fallback=tmp_path / "weights")
 
     async def scenario():
         engine = await Engine.start(
-            config, model_dir=directory, device="cpu", backend="shared_memory", stop_token_ids=[], label=version_label(0), seed=1
+            config, model_dir=directory, device="cpu", backend="shared_memory", stop_token_ids=[], label=Version(0, 0).label, seed=1
         )
         try:
             [payload] = sender.connect("127.0.0.1", [1])
-            await engine.connect(payload)
+            assert not (await engine.connect(payload)).failure
             completions = await generate_through_publications(engine, sender, owner, models)
-            stale = sender.stage(version_label(3))
-            sender.stage(version_label(4)), sender.stage(version_label(5))
-            with pytest.raises(Exception, match="announcement is for write"):
+            stale = sender.stage("v0.3", verify=False)
+            sender.stage("v0.4", verify=False)
+            newest = sender.stage("v0.5", verify=True)
+            torn = await engine.receive(stale)
+            assert torn.failure == "torn" and "announcement is for write" in torn.reason and torn.serving == "v0.2"
+            assert (await engine.receive(newest)).serving == "v0.5"
+            with pytest.raises(ValueError, match="v0.3 was announced to an engine that serves v0.5"):
                 await engine.receive(stale)
+            [(labels, scored)] = await engine.score([(PROMPT, completions[0].token_ids[:50].tolist())])
+            assert set(labels) == {"v0.5"}
+            assert np.abs(scored - learner_logprobs(models[2], PROMPT, completions[0].token_ids[:50], 1.0)).max() < 1e-4
             return completions
         finally:
             engine.close()
 
     completions = asyncio.run(scenario())
     sender.close()
-    assert not segment_path(key, 0).exists() and not segment_path(key, 1).exists()
+    assert not list(SEGMENT_DIR.glob(f"*{key}*"))
     spanning = 0
     for completion in completions:
         versions = [span.policy_version for span in completion.versions]
@@ -101,18 +109,19 @@ def test_a_torn_segment_is_refused(tmp_path):
     from async_grpo.weights.shared_memory import SegmentReader
 
     owner = ModuleOwner(torch.nn.Linear(4, 3))
-    sender = SharedMemorySender(owner, key=f"test-{uuid.uuid4().hex[:8]}")
+    sender = SharedMemorySender(owner, key=f"test-{uuid.uuid4().hex[:8]}", fallback=tmp_path)
     try:
         [payload] = sender.connect("127.0.0.1", [1])
-        reader = SegmentReader(payload["layout"], payload["nbytes"])
-        first = sender.stage("v1").payload
+        reader = SegmentReader(payload["metadata"])
+        first = sender.stage("v0.1", verify=True).payload
         got = dict(reader.tensors(**first))
         assert torch.equal(got["weight"], owner.model.weight) and torch.equal(got["bias"], owner.model.bias)
-        sender.stage("v2")
-        reader.verify(**first)
-        sender.stage("v3")
-        with pytest.raises(TornRead):
-            reader.verify(**first)
-        assert segment_path(sender._key, 0).stat().st_mode & 0o777 == 0o600
+        sender.stage("v0.2", verify=False)
+        sender.stage("check", verify=False, apart=True)
+        reader.check(first["path"], first["sequence"])
+        sender.stage("v0.3", verify=False)
+        with pytest.raises(TornTransfer):
+            reader.check(first["path"], first["sequence"])
+        assert segment_path(SEGMENT_DIR, sender._key, 0).stat().st_mode & 0o777 == 0o600
     finally:
         sender.close()

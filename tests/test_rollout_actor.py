@@ -71,7 +71,7 @@ class Parts:
         self.running -= 1
         n = 2 if sampling.temperature > 0 else 3
         ids, logprobs = np.arange(n, dtype=np.int32), np.full(n, -1.0, np.float32)
-        return [Completion(ids, logprobs, [("v0", 0, n)], "stop", 0.0) for _ in range(sampling.n)]
+        return [Completion(ids, logprobs, [("v0.0", 0, n)], "stop", 0.0) for _ in range(sampling.n)]
 
     async def check(self) -> None:
         if self.dead:

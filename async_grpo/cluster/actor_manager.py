@@ -32,7 +32,7 @@ from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
-from async_grpo.weights.base import UNPUBLISHED, Announcement
+from async_grpo.weights.base import UNPUBLISHED, Announcement, Receipt, TokenSequence, TornTransfer
 
 PROBE_INTERVAL_S = 5.0
 SURVEY_INTERVAL_S = 5.0
@@ -49,11 +49,14 @@ class RemoteEngine:
     tensor_parallel_size: int
     handle: Any
 
-    async def connect(self, payload: dict[str, Any]) -> None:
-        await self.handle.connect.remote(payload)
+    async def connect(self, payload: dict[str, Any]) -> Receipt:
+        return await self.handle.connect.remote(payload)
 
-    async def receive(self, announcement: Announcement) -> dict[str, float]:
+    async def receive(self, announcement: Announcement) -> Receipt:
         return await self.handle.receive.remote(announcement)
+
+    async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
+        return await self.handle.score.remote(sequences)
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
         return await self.handle.probe_sequences.remote()
@@ -327,7 +330,7 @@ class ActorManager:
         try:
             await self._load(engine)
             await self._join(engine, lambda: self._alive.append(engine))
-        except (TimeoutError, ray.exceptions.RayError) as failure:
+        except (TimeoutError, TornTransfer, ray.exceptions.RayError) as failure:
             self._kill(engine)
             return f"{engine.actor_id} did not start ({_line(failure)})"
         self._note(f"{engine.actor_id} serves the live weights after {time.monotonic() - started:.0f} s")

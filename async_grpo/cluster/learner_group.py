@@ -19,7 +19,7 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import LearnerProcess
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, Stalled
-from async_grpo.weights.base import Announcement
+from async_grpo.weights.base import Announcement, Staged, TokenSequence
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -81,29 +81,34 @@ class LearnerGroup:
 
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         """Prepare the transport for these engines; one init payload per engine."""
-        return (await self._all("send", "connect", self._address, tensor_parallel_sizes))[0]
+        return (await self._all("connect", self._address, tensor_parallel_sizes))[0]
 
-    async def rendezvous(self) -> None:
-        """Complete the transport's group, while the engines connect."""
-        await self._all("send", "rendezvous")
+    async def rendezvous(self) -> str:
+        """Complete the transport's group, while the engines connect; why it failed, or ""."""
+        return (await self._all("rendezvous"))[0]
 
-    async def stage(self, label: str) -> Announcement:
-        """Copy the weights out of the model."""
-        return (await self._all("send", "stage", label, timeout_s=self._config.weight_sync.deadlines.stage_s))[0]
+    async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
+        """Copy the weights out of the model, and compute their log-probs of the sequences."""
+        deadline = self._config.weight_sync.deadlines.stage_s
+        return (await self._all("stage", label, verify=verify, sequences=sequences, timeout_s=deadline))[0]
 
-    async def send(self) -> None:
-        """Push staged weights, for transports that push."""
-        await self._all("send", "send", timeout_s=self._config.weight_sync.deadlines.receive_s)
+    async def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged:
+        """The same of visibly perturbed weights, which are put back at once; may come in the middle of a learner step."""
+        return (await self._all("stage_perturbed", label, scale=scale, sequences=sequences))[0]
 
-    async def perturb(self, *, scale: float, seed: int) -> None:
-        """Change the weights visibly until `restore_weights`."""
-        await self._all("perturb", scale=scale, seed=seed)
+    async def send(self, announcement: Announcement) -> str:
+        """Push staged weights, for transports that push; why the transfer is torn, or "". A copy is sent in the background."""
+        if announcement.backend != "nccl":
+            return ""
+        deadline = self._config.weight_sync.deadlines.acknowledge_s
+        senders = self._handles if announcement.streamed else self._handles[:1]
+        return (await self._within(asyncio.gather(*[handle.send.remote() for handle in senders]), deadline, "sending the weights"))[0]
 
-    async def restore_weights(self) -> None:
-        """Undo `perturb`."""
-        await self._all("restore_weights")
+    async def transport_note(self) -> str:
+        """What the user should know about the transport, or ""."""
+        return (await self._all("note"))[0]
 
-    async def logprobs(self, sequences: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+    async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]:
         """Log-probs of (prompt, response) token lists under the current weights."""
         return (await self._all("call", "logprobs", sequences))[0]
 

@@ -23,6 +23,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.replay.queue import Verdict
 from async_grpo.rollout_actor import RolloutActor
+from async_grpo.weights.base import Announcement, Staged, TokenSequence
 from async_grpo.wire import Buffer, GroupTicket, pack_frames
 
 MAX_CALLS = 10_000
@@ -102,27 +103,44 @@ class LearnerProcess:
             state = self._learner.load(checkpoint) if checkpoint is not None else None
         except ValueError as error:
             raise SetupError(str(error)) from error
-        self._sender = make_sender(backend, self._learner, key=key)
-        self._perturbation: Any = None
+        self._sender = make_sender(backend, self._learner, config=self._config, key=key)
         return state
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the learner."""
         return getattr(self._learner, name)(*args, **kwargs)
 
-    def send(self, name: str, *args: Any) -> Any:
-        """Call a method of the weight sender."""
-        return getattr(self._sender, name)(*args)
+    def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+        """Prepare the transport for these engines; one init payload per engine."""
+        return self._sender.connect(address, tensor_parallel_sizes)
 
-    def perturb(self, *, scale: float, seed: int) -> None:
-        """Change the weights visibly until `restore_weights`."""
-        self._perturbation = self._learner.perturbed(scale=scale, seed=seed)
-        self._perturbation.__enter__()
+    def rendezvous(self) -> str:
+        """Complete the transport's group; why it failed, or ""."""
+        return self._sender.rendezvous()
 
-    def restore_weights(self) -> None:
-        """Undo `perturb`, bit for bit."""
-        self._perturbation.__exit__(None, None, None)
-        self._perturbation = None
+    def send(self) -> str:
+        """Push what is staged; why it is torn, or ""."""
+        return self._sender.send()
+
+    def note(self) -> str:
+        """What the user should know about the transport."""
+        return self._sender.note
+
+    def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
+        """Stage the weights; and their log-probs of the sequences, before anything else can change them."""
+        announcement = self._sender.stage(label, verify=verify)
+        return Staged(self._shipped(announcement), self._learner.logprobs(sequences, temperature=1.0) if sequences else [])
+
+    def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged:
+        """The same of weights that are visibly other; the true ones are back, bit for bit, when this returns."""
+        with self._learner.perturbed(scale=scale, seed=self._config.seed):
+            announcement = self._sender.stage(label, verify=True, apart=True)
+            logprobs = self._learner.logprobs(sequences, temperature=1.0)
+        return Staged(self._shipped(announcement), logprobs, self._learner.logprobs(sequences, temperature=1.0))
+
+    def _shipped(self, announcement: Announcement) -> Announcement:
+        """The announcement as it leaves this process."""
+        return announcement
 
     def pid(self) -> int:
         """Process id, for tests and post-mortems."""

@@ -23,7 +23,8 @@ from async_grpo.cluster.queue_process import RecordedProcess
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.loop import Loop
-from async_grpo.weights.base import version_label
+from async_grpo.weights.base import Version
+from async_grpo.weights.sender import fallback_directory
 from async_grpo.weights.shared_memory import remove_segments
 
 
@@ -43,7 +44,7 @@ class _Digests:
         self._learner, self._recorded, self.comparison = learner, recorded, Comparison()
 
     async def publish(self, version: int) -> float:
-        digest = (await self._learner.stage(version_label(version))).digest
+        digest = (await self._learner.stage(Version(0, version).label, verify=False, sequences=[])).announcement.digest
         expected = self._recorded.get(version)
         known = self.comparison.same if digest == expected else self.comparison.different
         (self.comparison.unknown if not digest or expected is None else known).append(version)
@@ -100,7 +101,7 @@ class Rerun:
         """Leave Ray, or end the cluster that was started here."""
         if self._session is not None:
             self._session.close()
-        remove_segments(self._key)
+        remove_segments(self._key, fallback_directory(self._config))
 
 
 class _Client:

@@ -31,7 +31,7 @@ from async_grpo.replay.recovery import JournalSettings
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
-from async_grpo.weights.sender import resolve_backend
+from async_grpo.weights.sender import fallback_directory, resolve_backend
 from async_grpo.weights.shared_memory import remove_segments
 from async_grpo.wire import Batch
 
@@ -120,6 +120,8 @@ class System:
         log: Callable[[int, dict[str, float]], None], note: Callable[[str], None],
     ) -> None:
         """Start all processes and load model and checkpoint."""
+        self._note = note
+        remove_segments("*", fallback_directory(self._config))  # of a start that was killed
         assert self._session is not None, "connect() comes first"
         config, session = self._config, self._session
         self.model_dir = model_dir
@@ -146,7 +148,8 @@ class System:
             tasks.create_task(self.actors.start())
             learner = tasks.create_task(starting)
         self.learner = learner.result()
-        self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live)
+        exact = placement.device == "cpu" and config.model.dtype != "bfloat16"
+        self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live, exact=exact)
         self.loop = Loop(
             config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
             total_steps=self._total_steps, steps_done=steps_done,
@@ -156,7 +159,10 @@ class System:
 
     async def open_weights(self) -> dict[str, float]:
         """Connect the transport, check it, and make the learner's version live."""
-        return await self.coordinator.start(self.loop.steps_done)
+        measured = await self.coordinator.start(self.loop.steps_done)
+        if note := await self.learner.transport_note():
+            self._note(note)
+        return measured
 
     async def step(self) -> dict[str, float]:
         """One learner step; the first one lets the actors produce."""
@@ -197,7 +203,7 @@ class System:
         results = await asyncio.gather(*([self.queue.close()] if self.loop is not None else []), return_exceptions=True)
         parts = [part for part in (self.actors, self.learner) if part is not None]
         results += await asyncio.gather(*[part.stop() for part in parts], return_exceptions=True)
-        remove_segments(self._key)
+        remove_segments(self._key, fallback_directory(self._config))
         # A queue that died for good cannot be closed; the run has ended for that reason.
         failures = [result for result in results if isinstance(result, BaseException) and not isinstance(result, FaultBudgetSpent)]
         if failures:
@@ -208,7 +214,7 @@ class System:
         if self._session is not None:
             self._session.close()
             self._session = None
-        remove_segments(self._key)
+        remove_segments(self._key, fallback_directory(self._config))
 
     @property
     def steps_done(self) -> int:

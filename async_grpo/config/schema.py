@@ -235,10 +235,18 @@ class Learner(Section):
 
 
 class Deadlines(Section):
+    rendezvous_s: Seconds = 60.0
+    """Forming the group of learner and engines (NCCL), or telling the engines what will come."""
     stage_s: Seconds = 120.0
     """Copying the new weights out of the learner."""
-    receive_s: Seconds = 120.0
-    """Pause, transfer, label and resume of all engines."""
+    pause_s: Seconds = 30.0
+    """An engine's current forward pass, after which it pauses."""
+    bucket_s: Seconds = 30.0
+    """Longest silence in a transfer over NCCL; then both sides abort it."""
+    resume_s: Seconds = 30.0
+    """Setting the new version label and going on."""
+    acknowledge_s: Seconds = 120.0
+    """Everything above for one publication, until an engine says that it serves the new version; one that does not is replaced."""
 
 
 class WeightSync(Section):
@@ -251,7 +259,10 @@ class WeightSync(Section):
     overlap: bool = True
     """Let the engines take new weights while the next learner step runs (where the transport allows it)."""
     self_check: bool = True
-    """At start: publish visibly perturbed weights, compare log-probabilities of learner and engines, restore."""
+    """When an engine starts: publish visibly perturbed weights, compare log-probabilities of learner and engine, restore."""
+    verify_every: NonNegative = 10
+    """Publications between those whose bytes are compared by checksum, and after which every engine's log-probabilities of a few fixed
+    responses are compared with the learner's; 0 means never."""
     deadlines: Deadlines = Deadlines()
 
 

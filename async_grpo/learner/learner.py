@@ -57,7 +57,7 @@ class Pass:
 
 
 class Learner:
-    """One rank of the learner gang. `rank` and `world_size` are its place, `device` is "cpu" or "cuda:0"."""
+    """One rank of the learner gang. `rank` and `world_size` are its place, `device` is "cpu" or "cuda:0", `sharded` whether no rank holds the model."""
 
     def __init__(self, config: Config, *, model_dir: str, fetch: Fetch, device: str, total_updates: int) -> None:
         """Join the process group described by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, and load the model.
@@ -77,7 +77,7 @@ class Learner:
         self._torch_device = torch.device(device)
         wanted = config.model.dtype
         self._dtype = torch.float32 if wanted == "float32" or (wanted == "auto" and device == "cpu") else torch.bfloat16
-        self._sharded = config.learner.zero_stage == 3
+        self.sharded = config.learner.zero_stage == 3
         self._collectives = Collectives(self._torch_device)
         self._math = TokenMath(config, self._collectives)
         self._grad_norm: float | None = None
@@ -96,7 +96,7 @@ class Learner:
             optimizer.register_step_pre_hook(self._clip_gradients)
         self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         self.engine.train()
-        self._published = Published(self.engine.module.hf, keeps=self.rank == 0 or not self._sharded)
+        self._published = Published(self.engine.module.hf, keeps=self.rank == 0 or not self.sharded)
         is_base = self.config.model.lora is not None and self.config.model.reference is None
         self._reference = self._build_reference(model_dir) if self.config.algorithm.uses_reference and not is_base else None
 
@@ -110,7 +110,7 @@ class Learner:
                 "model.reference_refresh_steps copies the policy's weights into the reference, but model.reference is of another "
                 "architecture; set it to 0, or use a reference of the policy's architecture"
             )
-        if not self._sharded:
+        if not self.sharded:
             return model.to(self._torch_device)
         engine = deepspeed.initialize(model=model, config=zero.reference_config(dtype=self._dtype, world_size=self.world_size))[0]
         engine.eval()
@@ -258,9 +258,10 @@ class Learner:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip))
 
-    def logprobs(self, sequences: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
-        """Float32 log-probs of each response in (prompt, response) pairs, at the configured temperature; collective with ZeRO-3."""
-        return self._no_grad_logprobs(self.engine, [(np.asarray(prompt), np.asarray(response)) for prompt, response in sequences])
+    def logprobs(self, sequences: list[tuple[list[int], list[int]]], *, temperature: float | None = None) -> list[np.ndarray]:
+        """Float32 log-probs of each response in (prompt, response) pairs, by default at the training temperature; collective with ZeRO-3."""
+        rows = [(np.asarray(prompt), np.asarray(response)) for prompt, response in sequences]
+        return self._no_grad_logprobs(self.engine, rows, temperature=temperature)
 
     def _reference_logprobs(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
         """Of the reference model, or of the policy without its adapters."""
@@ -269,17 +270,20 @@ class Learner:
         with adapters.switched_off(self.engine.module):
             return self._no_grad_logprobs(self.engine, rows)
 
-    def _no_grad_logprobs(self, model: torch.nn.Module, rows: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+    def _no_grad_logprobs(
+        self, model: torch.nn.Module, rows: list[tuple[np.ndarray, np.ndarray]], *, temperature: float | None = None
+    ) -> list[np.ndarray]:
+        temperature = self.config.rollout.temperature if temperature is None else temperature
         longest_first = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]) - len(rows[index][1]))
         lengths = [len(rows[index][0]) + len(rows[index][1]) for index in longest_first]
         passes = [[longest_first[k] for k in chunk] for chunk in chunks(lengths, self.config.learner.tokens_per_micro_batch)]
-        if self._sharded:
+        if self.sharded:
             passes += [[]] * (self._collectives.maximum(len(passes)) - len(passes))
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         with torch.no_grad():
             for chunk in passes:
                 packed = pack([rows[index] for index in chunk], self._torch_device)
-                values = model(packed, self.config.rollout.temperature, False)[0].cpu().numpy()
+                values = model(packed, temperature, False)[0].cpu().numpy()
                 if chunk:
                     order = [chunk[k] for k in packed.order]
                     ends = np.cumsum([len(rows[index][1]) for index in order])
@@ -349,7 +353,7 @@ class Learner:
 
         self._plan, self._rows = None, {}
         self.engine.destroy()
-        if self._sharded and self._reference is not None:
+        if self.sharded and self._reference is not None:
             self._reference.destroy()
         self._reference = None
         del self.engine

@@ -2,12 +2,17 @@
 
 Runs in: the driver. Draws on two sides that it does not know from the inside:
 
-    publish(version):   wait for the publication before -> learner.stage -> [ engines.receive || learner.send ] -> queue.live
+    publish(version):   wait for the publication before -> learner.stage -> [ engines.receive || learner.send ] -> queue.live -> probes
                         |<------- the learner waits ------>|<--- with `overlap`, the next learner step runs here --->|
 
+    an engine:          connect -> load-path check (perturbed weights) -> the newest weights -> serving
+
 Invariants: at most one publication is under way; a version is declared live only when every connected engine of the set serves it (one
-that is not connected serves nothing yet and holds no tickets); an engine that fails to receive is dropped by the manager, which forfeits
-its tickets; newcomers take the newest announcement under the same lock, so they never race a publication.
+that is not connected serves nothing yet and holds no tickets); a publication completes on all of them or is repeated, without those that died
+or said nothing, whom the manager drops and whose tickets it forfeits; wrong bytes, names or log-probs end the run.
+
+Engines that pull (shared memory, IPC) join at once: they read the newest copy. With NCCL a newcomer waits for the next boundary between learner
+steps, where the group is formed again with it and the current weights are sent.
 """
 
 from __future__ import annotations
@@ -15,48 +20,33 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import RunError
-from async_grpo.weights.base import SELF_CHECK, Announcement, version_label
+from async_grpo.errors import SetupError, Stalled
+from async_grpo.weights.base import SELF_CHECK, Announcement, Receipt, Staged, TokenSequence, TornTransfer, TransferMismatch, Version
+from async_grpo.weights.delivery import EngineHandle, Outcome, everybody, grace
+from async_grpo.weights.probes import Probes, PublicationTimes
+from async_grpo.weights.verification import SELF_CHECK_SCALES, Difference, Tolerance
 
-SELF_CHECK_SCALES = (0.05, 0.1, 0.2, 0.4)
-"""Perturbations tried in turn until one moves log-probs by more than CONTRAST times what sampler and learner may differ by anyway."""
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-CONTRAST = 2.0
+ATTEMPTS = 3
 
 
-class SelfCheckFailed(RunError):
+class SelfCheckFailed(TransferMismatch):
     """An engine does not compute with the weights that it was sent."""
-
-    exit_code = 6
 
 
 class LearnerSide(Protocol):
     """The learner group as the coordinator sees it."""
 
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]: ...
-    async def rendezvous(self) -> None: ...
-    async def stage(self, label: str) -> Announcement: ...
-    async def send(self) -> None: ...
-    async def perturb(self, *, scale: float, seed: int) -> None: ...
-    async def restore_weights(self) -> None: ...
-    async def logprobs(self, sequences: list[tuple[list[int], list[int]]]) -> list[np.ndarray]: ...
-
-
-class EngineHandle(Protocol):
-    """One engine as the coordinator sees it."""
-
-    actor_id: str
-    tensor_parallel_size: int
-
-    async def connect(self, payload: dict[str, Any]) -> None: ...
-    async def receive(self, announcement: Announcement) -> dict[str, float]: ...
-    async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]: ...
+    async def rendezvous(self) -> str: ...
+    async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged: ...
+    async def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged: ...
+    async def send(self, announcement: Announcement) -> str: ...
+    async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]: ...
 
 
 class EngineSet(Protocol):
@@ -66,37 +56,39 @@ class EngineSet(Protocol):
     async def drop(self, actor_id: str, error: BaseException) -> None: ...
 
 
-@dataclass(slots=True)
-class PublicationTimes:
-    """Seconds of publications so far: what the learner waited, and what engines were paused (mean over engines)."""
-
-    count: int = 0
-    learner_waited: float = 0.0
-    engines_paused: float = 0.0
-    wall: float = 0.0
-
-
 class Coordinator:
     """Publishes the learner's weights to every engine."""
 
     def __init__(
-        self, config: Config, *, learner: LearnerSide, engines: EngineSet, backend: str, live: Callable[[int, str], Awaitable[None]]
+        self, config: Config, *, learner: LearnerSide, engines: EngineSet, backend: str, live: Callable[[int, str], Awaitable[None]],
+        exact: bool, run_epoch: int = 0,
     ) -> None:
+        """exact: learner and engines compute in float32. live(step, digest): tell the queue."""
         self._config, self._learner, self._engines, self._backend, self._live = config, learner, engines, backend, live
-        self._lock = asyncio.Lock()
+        self._pushes, self._run_epoch = backend == "nccl", run_epoch
+        self._lock, self._joining = asyncio.Lock(), asyncio.Lock()
         self._newest: Announcement | None = None
         self._running: asyncio.Task[None] | None = None
         self._connected: set[str] = set()
+        self._checked: set[str] = set()
+        self._scales = SELF_CHECK_SCALES
+        self._tolerance = Tolerance(exact)
+        self._probes = Probes(config, self._tolerance)
         self.times = PublicationTimes()
 
     async def start(self, version: int) -> dict[str, float]:
-        """Connect every engine, run the self-check, and make `version` live. Returns the self-check's measurements."""
+        """Connect every engine, check load path and sampler, and make `version` live. Returns the check's measurements."""
         async with self._lock:
-            await self._connect_all()
-            measured: dict[str, float] = {}
+            engines, measured = list(self._engines.alive()), {}
+            await self._connect(engines, strict=True)
+            if self._config.weight_sync.self_check or self._config.weight_sync.verify_every:
+                self._probes.sequences = [(prompt, response) for prompt, response, _ in await self._responses(engines[0])]
             if self._config.weight_sync.self_check:
-                measured = await self._self_check(list(self._engines.alive()))
-            _raise_first(await self._transfer(version_label(version)))
+                measured = await self._check_load_path(engines)
+            staged = await self._learner.stage(self._label(version), verify=True, sequences=[])
+            await self._deliver(staged.announcement, strict=True)
+            if self._config.weight_sync.self_check:
+                measured |= await self._check_sampler(engines)
         await self._live(version, self._newest.digest)
         self.times = PublicationTimes()  # of the run, without its start
         return measured
@@ -105,29 +97,29 @@ class Coordinator:
         """Publish the learner's current weights as `version`; returns the seconds that the learner had to wait."""
         started = time.perf_counter()
         await self.wait()
+        self._probes.raise_findings()
         await self._lock.acquire()  # `_finish` releases it
         try:
-            if self._backend == "nccl" and self._members() != self._connected:
-                await self._connect_all()  # a group with a dead member would hang in its first collective
-            announcement = await self._learner.stage(version_label(version))
+            await self._regroup()
+            verify = self._probes.due(self.times.count)
+            sequences = self._probes.sequences if verify or self._probes.owed else []
+            staged = await self._learner.stage(self._label(version), verify=verify, sequences=sequences)
+            if sequences:
+                self._probes.expect(staged.announcement.label, staged.logprobs)
         except BaseException:
             self._lock.release()
             raise
-        self._running = asyncio.create_task(self._finish(announcement, version))
+        self._running = asyncio.create_task(self._finish(staged.announcement, version, verify=verify))
         self._running.add_done_callback(_looked_at)
-        if not self._config.weight_sync.overlap or self._backend == "nccl":  # NCCL reads the parameters themselves: nothing is staged
+        if not self._config.weight_sync.overlap or staged.announcement.streamed:
             await self.wait()
         waited = time.perf_counter() - started
         self.times.learner_waited += waited
         return waited
 
     def measurements(self) -> dict[str, float]:
-        """Publications so far, and seconds per publication: waited by the learner, paused by an engine, until live."""
-        times, count = self.times, max(1, self.times.count)
-        return {
-            "weights/publications": float(times.count), "weights/learner_waited_s": times.learner_waited / count,
-            "weights/engine_paused_s": times.engines_paused / count, "weights/until_live_s": times.wall / count,
-        }
+        """Publications so far, and seconds per publication: waited by the learner, paused by an engine, until live; what the probes saw."""
+        return self.times.measurements() | self._probes.measurements()
 
     def serving(self) -> list[EngineHandle]:
         """Engines that serve the newest publication while none is under way: with NCCL a newcomer lives before it does."""
@@ -142,120 +134,199 @@ class Coordinator:
     async def join(self, engine: EngineHandle, admit: Callable[[], None]) -> None:
         """Bring a newcomer to the newest published weights and `admit` it to the set before another publication can begin.
 
-        With NCCL it is admitted at once and served by the next publication or `refresh`, which forms a new group.
+        With NCCL it is admitted at once and served at the next boundary. Raises what keeps it out; SelfCheckFailed and SetupError end the run.
         """
-        if self._backend == "nccl":
+        if self._pushes:
             admit()
             return
-        async with self._lock:
-            assert self._newest is not None, "start() comes first"
+        async with self._joining:
             [payload] = await self._learner.connect([engine.tensor_parallel_size])
-            await self._deadline(engine.connect(payload), f"connecting {engine.actor_id}")
-            await self._deadline(engine.receive(self._newest), f"publishing to {engine.actor_id}")
-            self._connected.add(engine.actor_id)
-            admit()
+            seconds = self._config.weight_sync.deadlines.rendezvous_s
+            _demand(await self._ask([engine], lambda one: one.connect(payload), seconds=seconds, what="connecting"))
+            if self._config.weight_sync.self_check:
+                await self._check_load_path([engine])
+            async with self._lock:
+                assert self._newest is not None, "start() comes first"
+                _demand(await self._receive([engine], self._newest))
+                self._connected.add(engine.actor_id)
+                admit()
 
     async def refresh(self, version: int) -> None:
-        """Between learner steps: raise what a publication under way has raised; with NCCL, bring newcomers in.
+        """Between learner steps: raise what a publication or a probe has found; with NCCL, bring newcomers in.
 
         That forms a new group and sends the current weights, which are `version`, to all of it: newcomers serve what is live, or nothing.
         """
+        self._probes.raise_findings()
         if self._running is not None and self._running.done():
             await self.wait()
-        if self._backend == "nccl" and self._members() - self._connected:
+        if self._pushes and self._members() - self._connected:
             await self.wait()
             async with self._lock:
-                await self._connect_all()
-                await self._drop(await self._transfer(version_label(version)))
+                await self._regroup()
+                staged = await self._learner.stage(self._label(version), verify=True, sequences=[])
+                await self._deliver(staged.announcement)
             await self._live(version, self._newest.digest)
 
-    async def _finish(self, announcement: Announcement, version: int) -> None:
+    async def close(self) -> None:
+        """End what still runs in the background."""
+        await self._probes.close()
+
+    async def _finish(self, announcement: Announcement, version: int, *, verify: bool) -> None:
         started = time.perf_counter()
         try:
-            await self._drop(await self._send(announcement))
+            await self._deliver(announcement)
         finally:
             self._lock.release()
         await self._live(version, announcement.digest)
         self.times.wall += time.perf_counter() - started
         self.times.count += 1
+        self._probes.start(self.serving(), all_of_them=verify)
 
-    async def _connect_all(self) -> None:
-        engines = list(self._engines.alive())
-        payloads = await self._learner.connect([engine.tensor_parallel_size for engine in engines])
-        joins = [engine.connect(payload) for engine, payload in zip(engines, payloads, strict=True)]
-        await self._deadline(asyncio.gather(self._learner.rendezvous(), *joins), "connecting the engines to the learner")
-        self._connected = {engine.actor_id for engine in engines}
+    # ---- the set ----
+
+    async def _regroup(self) -> None:
+        """With NCCL, between learner steps: check newcomers, each in a group of its own, and form the group of all who live."""
+        if not self._pushes or self._members() == self._connected:
+            return
+        if self._config.weight_sync.self_check:
+            for engine in [engine for engine in self._engines.alive() if engine.actor_id not in self._checked]:
+                await self._connect([engine])
+                if engine.actor_id in self._connected:
+                    await self._check_load_path([engine])
+        await self._connect(list(self._engines.alive()))
+
+    async def _connect(self, engines: Sequence[EngineHandle], *, strict: bool = False) -> None:
+        """Connect exactly these engines. strict: the first that fails ends the run; otherwise it is dropped, and the others connect without it."""
+        deadlines = self._config.weight_sync.deadlines
+        for _ in range(ATTEMPTS):
+            payloads = dict(zip((engine.actor_id for engine in engines), await self._learner.connect(
+                [engine.tensor_parallel_size for engine in engines]
+            ), strict=True))
+            outcome = await self._ask(
+                engines, lambda engine, payloads=payloads: engine.connect(payloads[engine.actor_id]),
+                learner=self._learner.rendezvous(), seconds=deadlines.rendezvous_s + deadlines.bucket_s, what="the rendezvous",
+            )
+            if strict:
+                _demand(outcome)
+            await self._drop(outcome)
+            engines = [engine for engine in engines if engine.actor_id not in outcome.lost]
+            if outcome.complete or not (self._pushes and engines):
+                self._connected = set(outcome.done)
+                return
+            self.times.repeated += 1
+        raise Stalled(f"learner and engines could not form a group in {ATTEMPTS} attempts: {outcome.reasons()}")
 
     def _members(self) -> set[str]:
         return {engine.actor_id for engine in self._engines.alive()}
 
-    async def _transfer(self, label: str) -> dict[str, BaseException]:
-        return await self._send(await self._learner.stage(label))
-
-    async def _send(self, announcement: Announcement) -> dict[str, BaseException]:
-        """Every connected engine takes the announced weights; what went wrong by actor id."""
-        engines = self.serving()
-        receiving = [self._deadline(engine.receive(announcement), f"publishing to {engine.actor_id}") for engine in engines]
-        sent, *results = await asyncio.gather(self._learner.send(), *receiving, return_exceptions=True)
-        if isinstance(sent, BaseException):
-            raise sent
-        self._newest = announcement
-        paused = [result["total"] for result in results if isinstance(result, dict)]
-        self.times.engines_paused += sum(paused) / max(1, len(paused))
-        return {engine.actor_id: result for engine, result in zip(engines, results, strict=True) if isinstance(result, BaseException)}
-
-    async def _drop(self, failures: dict[str, BaseException]) -> None:
-        for actor_id, error in failures.items():
+    async def _drop(self, outcome: Outcome) -> None:
+        for actor_id, error in outcome.lost.items():
+            self._connected.discard(actor_id)
+            self.times.dropped += 1
             await self._engines.drop(actor_id, error)
 
-    async def _deadline(self, work: Awaitable[Any], what: str) -> Any:
-        seconds = self._config.weight_sync.deadlines.receive_s
+    # ---- one publication ----
+
+    async def _deliver(self, announcement: Announcement, *, strict: bool = False) -> None:
+        """Every connected engine serves the announced weights, or is dropped."""
+        engines = self.serving()
+        for attempt in range(1, ATTEMPTS + 1):
+            outcome = await self._receive(engines, announcement)
+            if strict:
+                _demand(outcome)
+            self.times.add(outcome)
+            await self._drop(outcome)
+            engines = [engine for engine in engines if engine.actor_id in outcome.failed]
+            if self._pushes and (engines or outcome.learner):  # one torn, all torn: a new group, and everything again
+                if attempt < ATTEMPTS:
+                    await self._connect(self.serving())
+                engines = self.serving()
+            if not engines:
+                break
+            if attempt == ATTEMPTS:
+                raise Stalled(f"publication {announcement.label} was cut off {ATTEMPTS} times: {outcome.reasons()}")
+            self.times.repeated += 1
+        self._newest = announcement
+
+    async def _receive(self, engines: Sequence[EngineHandle], announcement: Announcement) -> Outcome:
+        async def receive(engine: EngineHandle) -> Receipt:
+            receipt = await engine.receive(announcement)
+            if not receipt.failure and receipt.serving != announcement.label:
+                raise RuntimeError(f"{engine.actor_id} acknowledges {receipt.serving} where {announcement.label} was published")
+            return receipt
+
+        seconds = self._config.weight_sync.deadlines.acknowledge_s
+        what = f"publication {announcement.label}"
+        return await self._ask(engines, receive, learner=self._learner.send(announcement), seconds=seconds, what=what)
+
+    async def _ask(
+        self, engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[Receipt]], *, seconds: float, what: str,
+        learner: Awaitable[str] | None = None,
+    ) -> Outcome:
+        """The call's outcome; wrong bytes and wrong names raise here, because no repetition mends them."""
+        grace_s = grace(self._config.weight_sync.deadlines) if self._pushes else None
+        outcome = await everybody(engines, call, learner=learner, seconds=seconds, grace_s=grace_s, what=what)
+        for actor_id, receipt in outcome.failed.items():
+            if receipt.failure == "mismatch":
+                raise TransferMismatch(f"engine {actor_id}: {receipt.reason}; it does not serve them (weight_sync.backend {self._backend})")
+            if receipt.failure == "names":
+                raise SetupError(f"engine {actor_id}: {receipt.reason}.")
+        return outcome
+
+    # ---- checks ----
+
+    async def _check_load_path(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
+        """Publish perturbed weights to these engines and compare log-probs: tensors that do not arrive, or not where they should, show."""
+        for scale in self._scales:
+            staged = await self._learner.stage_perturbed(SELF_CHECK, scale=scale, sequences=self._probes.sequences)
+            _demand(await self._receive(engines, staged.announcement))
+            differences = {}
+            for engine in engines:
+                scored = await self._within(engine.score(self._probes.sequences), f"the test responses of {engine.actor_id}")
+                differences[engine.actor_id] = Difference.of([row for _, row in scored], staged.logprobs)
+            moved = Difference.of(staged.logprobs, staged.before)
+            self._object(differences, "after a test publication of perturbed weights")
+            if self._tolerance.shows(moved):
+                self._scales = (scale,)
+                self._checked |= set(differences)
+                worst = max(self._tolerance.size(difference) for difference in differences.values())
+                return {"weights/self_check_error": worst, "weights/self_check_moved": self._tolerance.size(moved)}
+        raise SelfCheckFailed(
+            f"the test perturbation moved log-probs by {self._tolerance.size(moved):.2g} only, too little to tell whether weights arrive (engine "
+            f"and learner may differ by {self._tolerance.bound:.2g}); set weight_sync.self_check: false to start without the check"
+        )
+
+    async def _check_sampler(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
+        """Compare the log-probs that come with sampled responses, at the training temperature, under the true weights; measures the noise."""
+        differences = {}
+        for engine in engines:
+            answers = await self._responses(engine)
+            expected = await self._learner.logprobs([(prompt, response) for prompt, response, _ in answers])
+            differences[engine.actor_id] = Difference.of([served for _, _, served in answers], expected)
+        self._object(differences, "of the responses that it samples")
+        self._tolerance.noise = max(difference.mean for difference in differences.values())
+        return {"weights/sampler_error": self._tolerance.noise}
+
+    def _object(self, differences: dict[str, Difference], when: str) -> None:
+        for actor_id, difference in differences.items():
+            if objection := self._tolerance.objection(difference):
+                raise SelfCheckFailed(
+                    f"engine {actor_id} and the learner disagree {when}: {objection}. Weights do not arrive where they should over "
+                    f"{self._backend}, or the engine computes something else; training would silently use the wrong policy"
+                )
+
+    async def _responses(self, engine: EngineHandle) -> list[tuple[list[int], list[int], np.ndarray]]:
+        return await self._within(engine.probe_sequences(), f"the test responses of {engine.actor_id}")
+
+    async def _within(self, work: Awaitable[Any], what: str) -> Any:
+        seconds = self._config.weight_sync.deadlines.acknowledge_s
         try:
             return await asyncio.wait_for(work, seconds)
         except TimeoutError as error:
-            raise TimeoutError(f"{what} took longer than weight_sync.deadlines.receive_s = {seconds:g} s") from error
+            raise TimeoutError(f"{what} took longer than weight_sync.deadlines.acknowledge_s = {seconds:g} s") from error
 
-    async def _self_check(self, engines: list[EngineHandle]) -> dict[str, float]:
-        """Publish perturbed weights and compare log-probs: the load path of every engine, seen from both sides."""
-        tolerance = TOLERANCE["bfloat16" if self._config.model.dtype == "bfloat16" or self._backend != "shared_memory" else "float32"]
-        for scale in SELF_CHECK_SCALES:
-            errors, moved = await self._measure(engines, scale=scale)
-            for actor_id, error in errors.items():
-                if not error < tolerance:
-                    raise SelfCheckFailed(
-                        f"after a test publication engine {actor_id} computes log-probs that differ from the learner's by {error:.2g} "
-                        f"(allowed {tolerance:g}): weights do not arrive where they should over {self._backend}; training would silently "
-                        "use the wrong policy"
-                    )
-            if moved > CONTRAST * tolerance:
-                return {"weights/self_check_error": max(errors.values()), "weights/self_check_moved": moved}
-        raise SelfCheckFailed(
-            f"the test perturbation moved log-probs by {moved:.2g} only, too little to tell whether weights arrive (engine and learner may "
-            f"differ by {tolerance:g}); set weight_sync.self_check: false to start without the check"
-        )
-
-    async def _measure(self, engines: list[EngineHandle], *, scale: float) -> tuple[dict[str, float], float]:
-        """Largest error of every engine under perturbed weights, and the smallest of what the perturbation moved on each one's answers."""
-        await self._learner.perturb(scale=scale, seed=self._config.seed)
-        _raise_first(await self._transfer(SELF_CHECK))
-        asking = [self._deadline(engine.probe_sequences(), f"the test responses of {engine.actor_id}") for engine in engines]
-        probes = await asyncio.gather(*asking)
-        sequences = [(prompt, response) for probe in probes for prompt, response, _ in probe]
-        perturbed = await self._learner.logprobs(sequences)
-        await self._learner.restore_weights()
-        true = await self._learner.logprobs(sequences)
-        rows = iter(zip(perturbed, true, strict=True))
-        errors, moved = {}, []
-        for engine, probe in zip(engines, probes, strict=True):
-            own = [(served, *next(rows)) for _, _, served in probe]
-            errors[engine.actor_id] = _largest([served - expected for served, expected, _ in own])
-            moved.append(_largest([expected - before for _, expected, before in own]))
-        return errors, float(np.min(moved))
-
-
-def _largest(differences: list[np.ndarray]) -> float:
-    """Largest absolute entry; not a number if one entry is not, 0 without entries."""
-    return float(np.abs(np.concatenate(differences)).max()) if differences else 0.0
+    def _label(self, version: int) -> str:
+        return Version(self._run_epoch, version).label
 
 
 def _looked_at(task: asyncio.Task[None]) -> None:
@@ -264,6 +335,9 @@ def _looked_at(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-def _raise_first(failures: dict[str, BaseException]) -> None:
-    for error in failures.values():
+def _demand(outcome: Outcome) -> None:
+    """Raise unless everybody did it."""
+    for error in outcome.lost.values():
         raise error
+    if not outcome.complete:
+        raise TornTransfer(outcome.reasons())

@@ -1,50 +1,63 @@
 """Weights through shared memory: engines and learner on one node, no collective group.
 
-Runs in: learner rank 0 (SharedMemorySender), EngineCore processes (SegmentReader). Hides the segments: two files of a fixed size in
-/dev/shm, written in turn, so that a publication is staged while engines still read the one before; the mappings are reused, because
-fresh pages cost several times the copy itself.
+Runs in: learner rank 0 (SharedMemorySender), a relay process on every other node (SegmentCopy), EngineCore processes (SegmentReader).
+
+    learner rank 0 --copy--> segment 0 / 1 --views--> engines of its node
+          |                                                              (on another node, once per publication)
+          +--bytes, through Ray's object store--> relay --copy--> segment 0 / 1 --views--> engines of that node
+
+Hides the segments: two files of a fixed size in /dev/shm, written in turn, so that a publication is staged while engines still read the
+one before; the mappings are reused, because fresh pages cost several times the copy itself. Where /dev/shm has no room, the files lie in
+the run's directory.
 
 Invariants: segment files are private to the user (0600) and carry the run's key and their owner's process id; the owner removes them on
-`close`, the driver by key at the end of the run, and the next run those of owners that no longer live. The header's sequence number is odd while a write is in progress and is
-checked before and after a read: a torn copy is an error, never loaded silently.
+`close`, the driver by key at the end of the run, and the next run those of owners that no longer live. The header's sequence number is
+odd while a write is in progress and is checked before and after a read: a torn copy is an error, never loaded silently.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import struct
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from async_grpo.weights.base import Announcement, WeightOwner
+from async_grpo.weights.base import Announcement, TornTransfer, WeightOwner
+from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
 
 SEGMENT_DIR = Path("/dev/shm")
-DIGEST_BYTES = 2**28
-"""Weights up to this size get a digest at every publication (some 0.1 s at the most)."""
 _HEADER = struct.Struct("<8sQ")
-_MAGIC = b"AGRPWTS1"
+_MAGIC = b"AGRPWTS2"
 _HEADER_BYTES = 4096
-_ALIGN = 64
+_KEEP_FREE = 64 * 2**20
 
 
-class TornRead(RuntimeError):
-    """The segment changed while it was read, or is not the announced one."""
+def segment_path(directory: Path, key: str, index: int) -> Path:
+    """File of segment `index` (0, 1, or 2 for a self-check) that this process owns in the run with this key."""
+    return directory / f"async_grpo-{key}-{os.getpid()}-weights-{index}"
 
 
-def segment_path(key: str, index: int) -> Path:
-    """File of segment `index` (0 or 1) that this process owns in the run with this key."""
-    return SEGMENT_DIR / f"async_grpo-{key}-{os.getpid()}-weights-{index}"
+def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
+    """Where two segments of `nbytes` fit: /dev/shm, or else `fallback`, with a sentence about it. Raises OSError if neither has room."""
+    needed = 2 * (nbytes + _HEADER_BYTES)
+    free = _free_bytes(SEGMENT_DIR)
+    if free >= needed + _KEEP_FREE:
+        return SEGMENT_DIR, ""
+    fallback.mkdir(parents=True, exist_ok=True)
+    said = f"{SEGMENT_DIR} has {free / 2**20:,.0f} MiB free and two copies of the weights take {needed / 2**20:,.0f} MiB"
+    if _free_bytes(fallback) < needed + _KEEP_FREE:
+        raise OSError(f"{said}, and {fallback} has no room for them either; give the container more shared memory (docker: --shm-size)")
+    return fallback, f"{said}: weights are published through files in {fallback}, which is slower; give the container more shared memory"
 
 
-def remove_segments(key: str) -> None:
-    """Remove the segments of a run on this machine, also of one whose learner was killed."""
-    for path in SEGMENT_DIR.glob(f"async_grpo-{key}-*-weights-?"):
+def remove_segments(key: str, fallback: Path) -> None:
+    """Remove the segments of this start of a run, also of one whose learner was killed; in its own directory those of every start."""
+    for path in (*SEGMENT_DIR.glob(f"async_grpo-{key}-*-weights-?"), *fallback.glob("async_grpo-*-weights-?")):
         path.unlink(missing_ok=True)
 
 
@@ -57,21 +70,22 @@ def remove_abandoned_segments() -> None:
 
 
 class _Mapping:
-    """A whole segment mapped into this process."""
+    """A whole segment mapped into this process; `data` [nbytes] uint8 is what follows the header."""
 
     def __init__(self, path: Path, nbytes: int, *, create: bool) -> None:
+        self.path, size = path, _HEADER_BYTES + nbytes
         flags = os.O_RDWR | (os.O_CREAT if create else 0)
         fd = os.open(path, flags, 0o600)
         try:
             if create:
-                os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm is an error now, not a bus error in the middle of a copy
-            elif os.fstat(fd).st_size < nbytes:
-                raise TornRead(f"{path} has {os.fstat(fd).st_size} bytes, the announcement says {nbytes}")
+                os.posix_fallocate(fd, 0, size)  # a full /dev/shm is an error now, not a bus error in the middle of a copy
+            elif os.fstat(fd).st_size < size:
+                raise TornTransfer(f"{path} has {os.fstat(fd).st_size} bytes, the announcement says {size}")
             self.inode = os.fstat(fd).st_ino
-            self.map = mmap.mmap(fd, nbytes)
+            self.map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        self.data = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.data = torch.frombuffer(self.map, dtype=torch.uint8, offset=_HEADER_BYTES, count=nbytes)
 
     def sequence(self) -> int:
         magic, sequence = _HEADER.unpack_from(self.map)
@@ -80,96 +94,148 @@ class _Mapping:
     def mark(self, sequence: int) -> None:
         _HEADER.pack_into(self.map, 0, _MAGIC, sequence)
 
-    def digest(self) -> str:
-        """Checksum of everything behind the header; "" for a segment whose reading would hold up the learner."""
-        if len(self.map) > DIGEST_BYTES:
-            return ""
-        with memoryview(self.map) as view:
-            return f"crc32-{zlib.crc32(view[_HEADER_BYTES:]):08x}"
 
-    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        return self.data[offset : offset + nbytes].view(dtype).view(shape)
+class Segments:
+    """The two segments of one owner, written in turn, and a third for what must leave both alone."""
+
+    def __init__(self, directory: Path, key: str, nbytes: int) -> None:
+        remove_abandoned_segments()
+        self._directory, self._key, self._nbytes = directory, key, nbytes
+        self._turns = [self._create(index) for index in (0, 1)]
+        self._apart: _Mapping | None = None
+        self._turn = self._sequence = 0
+        self._writing = self._turns[0]
+
+    def begin(self, sequence: int, *, apart: bool = False) -> Tensor:
+        """The buffer for the write with this even number, higher than any before; readers refuse it until `commit`."""
+        if apart:
+            self._writing = self._apart = self._apart or self._create(2)
+        else:
+            if self._apart is not None:
+                self._apart.path.unlink(missing_ok=True)
+                self._apart = None
+            self._turn = 1 - self._turn
+            self._writing = self._turns[self._turn]
+        self._writing.mark(sequence - 1)
+        self._sequence = sequence
+        return self._writing.data
+
+    def commit(self) -> Path:
+        """The write is complete; its file."""
+        self._writing.mark(self._sequence)
+        return self._writing.path
+
+    @property
+    def data(self) -> Tensor:
+        """The bytes of the newest write."""
+        return self._writing.data
+
+    def close(self) -> None:
+        """Remove the files; who has mapped them keeps what it sees."""
+        for mapping in (*self._turns, self._apart):
+            if mapping is not None:
+                mapping.path.unlink(missing_ok=True)
+
+    def _create(self, index: int) -> _Mapping:
+        return _Mapping(segment_path(self._directory, self._key, index), self._nbytes, create=True)
 
 
 class SharedMemorySender:
-    """The learner's half. Rank 0 writes; the other ranks only take part in the gather."""
+    """The learner's half. Rank 0 writes; the other ranks only take part in the gather. `note`: what the user should know about it."""
 
-    def __init__(self, owner: WeightOwner, *, key: str) -> None:
-        self._owner, self._key = owner, key
-        self._layout, self._nbytes = _layout(owner.weight_metadata())
-        self._segments: list[_Mapping] = []
+    def __init__(self, owner: WeightOwner, *, key: str, fallback: Path) -> None:
+        self._owner, self._key, self._fallback = owner, key, fallback
+        self._layout = Layout(owner.weight_metadata())
+        self._segments: Segments | None = None
         self._sequence = 0
+        self.note = ""
 
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
-        if self._owner.rank == 0 and not self._segments:
-            remove_abandoned_segments()
-            self._segments = [_Mapping(segment_path(self._key, index), self._nbytes, create=True) for index in (0, 1)]
-        return [{"layout": self._layout, "nbytes": self._nbytes} for _ in tensor_parallel_sizes]
+        if self._owner.rank == 0 and self._segments is None:
+            directory, self.note = choose_directory(self._layout.nbytes, self._fallback)
+            self._segments = Segments(directory, self._key, self._layout.nbytes)
+        return [{"metadata": to_wire(self._layout)} for _ in tensor_parallel_sizes]
 
-    def rendezvous(self) -> None:
-        pass
+    def rendezvous(self) -> str:
+        return ""
 
-    def stage(self, label: str) -> Announcement:
+    def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         self._sequence += 2
-        index = (self._sequence // 2) % 2
-        segment = self._segments[index] if self._owner.rank == 0 else None
-        if segment is not None:
-            segment.mark(self._sequence - 1)
-        entries = iter(self._layout)
-        for name, weight in self._owner.named_weights():
-            expected, dtype, shape, offset = next(entries)
-            if segment is not None:
-                if name != expected or list(weight.shape) != shape:
-                    raise RuntimeError(f"the learner published {name} {list(weight.shape)} where {expected} {shape} was announced")
-                segment.tensor(offset, tuple(shape), _dtype(dtype)).copy_(weight)
-        if segment is not None:
-            segment.mark(self._sequence)
-        payload = {"path": str(segment_path(self._key, index)), "sequence": self._sequence}
-        return Announcement(label, "shared_memory", payload, "" if segment is None else segment.digest())
+        buffer = None if self._segments is None else self._segments.begin(self._sequence, apart=apart)
+        self._layout.fill(buffer, self._owner.named_weights())
+        if buffer is None:
+            return Announcement(label, "shared_memory")
+        checksums = self._layout.checksums(buffer) if verify or self._layout.nbytes <= DIGEST_BYTES else []
+        path = self._segments.commit()
+        payload = {"path": str(path), "sequence": self._sequence, "checksums": checksums if verify else []}
+        return Announcement(label, "shared_memory", payload, digest(checksums) if checksums else "", self._layout.nbytes)
 
-    def send(self) -> None:
-        pass
+    def send(self) -> str:
+        return ""
+
+    def staged_bytes(self) -> Tensor:
+        """The newest staged copy [nbytes] uint8, for relays on other nodes; rank 0 only."""
+        return self._segments.data
 
     def close(self) -> None:
-        self._segments = []
-        if self._owner.rank == 0:
-            remove_segments(self._key)
+        if self._segments is not None:
+            self._segments.close()
+            self._segments = None
+
+
+class SegmentCopy:
+    """A relay's half: segments of its own node, with the bytes of the learner's."""
+
+    def __init__(self, *, key: str, fallback: Path) -> None:
+        self._key, self._fallback = key, fallback
+        self._segments: Segments | None = None
+        self._newest: tuple[int, Path] | None = None
+        self.note = ""
+
+    def write(self, sequence: int, data: Tensor) -> Path:
+        """Copy `data` [nbytes] uint8, the learner's write with this number, into a local segment; once per number."""
+        if self._newest is None or self._newest[0] != sequence:
+            if self._segments is None:
+                directory, self.note = choose_directory(len(data), self._fallback)
+                self._segments = Segments(directory, self._key, len(data))
+            self._segments.begin(sequence).copy_(data)
+            self._newest = sequence, self._segments.commit()
+        return self._newest[1]
+
+    def close(self) -> None:
+        """Remove the segments."""
+        if self._segments is not None:
+            self._segments.close()
 
 
 class SegmentReader:
     """An engine worker's half: the tensors of an announced segment, as views."""
 
-    def __init__(self, layout: list[list[Any]], nbytes: int) -> None:
-        self._layout, self._nbytes = layout, nbytes
+    def __init__(self, metadata: Sequence[tuple[str, Sequence[int], str]]) -> None:
+        self.layout = Layout(metadata)
         self._mappings: dict[str, _Mapping] = {}
 
-    def tensors(self, path: str, sequence: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, view) of every tensor. Raises TornRead unless the segment holds exactly the announced write."""
-        self._verify(path, sequence)
-        for name, dtype, shape, offset in self._layout:
-            yield name, self._mappings[path].tensor(offset, tuple(shape), _dtype(dtype))
+    def tensors(self, path: str, sequence: int, checksums: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+        """(name, view) of every tensor. Raises TornTransfer unless the segment holds exactly the announced write, and TransferMismatch
+        where it was announced with other checksums."""
+        self.check(path, sequence)
+        if checksums:
+            self.layout.verify(self._mappings[path].data, checksums)
+            self.check(path, sequence)
+        yield from self.layout.tensors(self._mappings[path].data)
 
-    def verify(self, path: str, sequence: int) -> None:
-        """Check after loading that nothing was written meanwhile."""
-        self._verify(path, sequence)
-
-    def _verify(self, path: str, sequence: int) -> None:
+    def check(self, path: str, sequence: int) -> None:
+        """Raise TornTransfer unless the segment holds exactly the announced write; after loading: nothing was written meanwhile."""
         mapping = self._mappings.get(path)
         if mapping is None or mapping.inode != os.stat(path).st_ino:
-            mapping = self._mappings[path] = _Mapping(Path(path), self._nbytes, create=False)
+            for gone in [known for known in self._mappings if not Path(known).exists()]:
+                del self._mappings[gone]
+            mapping = self._mappings[path] = _Mapping(Path(path), self.layout.nbytes, create=False)
         found = mapping.sequence()
         if found != sequence:
-            raise TornRead(f"{path} holds write {found}, the announcement is for write {sequence}; weights were not loaded")
+            raise TornTransfer(f"{path} holds write {found}, the announcement is for write {sequence}; weights were not loaded")
 
 
-def _layout(metadata: list[tuple[str, tuple[int, ...], str]]) -> tuple[list[list[Any]], int]:
-    layout, offset = [], _HEADER_BYTES
-    for name, shape, dtype in metadata:
-        layout.append([name, dtype, list(shape), offset])
-        offset += -(-math.prod(shape) * _dtype(dtype).itemsize // _ALIGN) * _ALIGN
-    return layout, offset
-
-
-def _dtype(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+def _free_bytes(directory: Path) -> int:
+    stats = os.statvfs(directory)
+    return stats.f_bavail * stats.f_frsize

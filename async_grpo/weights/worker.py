@@ -1,59 +1,88 @@
-"""The engine workers' half of the shared-memory transport, as a vLLM weight-transfer engine.
+"""The engine workers' half of every transport, on top of vLLM's weight-transfer engines.
 
 Runs in: vLLM EngineCore and worker processes. vLLM imports this module there because `WorkerExtension` is named as its
-`worker_extension_cls`; importing it registers the engine. `nccl` and `ipc` are vLLM's own engines and need nothing from here.
+`worker_extension_cls`; importing it registers the engines. The front end makes one call per publication:
 
-Invariant: after `finish_weight_update` every layer computes with the new weights. On CPU a tied LM head keeps a packed copy of the
-embedding that a layerwise reload does not refresh, so it is packed again here; the self-check at start would find it otherwise.
+    take_publication -> start_weight_update -> update_weights (verify, then load) -> finish_weight_update -> what happened, as plain values
+
+Invariants: nothing is loaded whose checksum is wrong; after `finish_weight_update` every layer computes with the new weights; a publication that
+was cut off leaves nothing behind that could mix with the next one; a worker that waits for the learner frees itself within its deadline.
+On CPU a tied LM head keeps a packed copy of the embedding that a layerwise reload does not refresh, so it is packed again here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from async_grpo.weights.base import WORKER_ENGINES, TornTransfer, TransferMismatch
+from async_grpo.weights.guard import GuardedGroup, within
+from async_grpo.weights.layout import Layout
+from async_grpo.weights.names import NamesDiffer, check_names
 from async_grpo.weights.shared_memory import SegmentReader
+
+Metadata = list[list[Any]]
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Layout of the segments: [name, dtype, shape, offset] per tensor, and the size of a segment in bytes."""
+    """metadata: [name, shape, dtype] of every tensor that publications bring. The rest is for NCCL: its group, and deadlines in seconds."""
 
-    layout: list[list[Any]]
-    nbytes: int
+    metadata: Metadata
+    group: dict[str, Any] = field(default_factory=dict)
+    rendezvous_s: float = 0.0
+    bucket_s: float = 0.0
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """Which segment holds the publication, and its sequence number."""
+class SegmentInfo(WeightTransferUpdateInfo):
+    """Which segment holds the publication, its sequence number, and the checksums of its buckets (none: not to be compared)."""
 
     path: str
     sequence: int
+    checksums: list[int]
 
 
-class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads a publication from a shared-memory segment."""
+@dataclass
+class HandleInfo(WeightTransferUpdateInfo):
+    """handles: pickled GPU -> arguments of `rebuild_cuda_tensor`; checksums as in SegmentInfo."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-    _reader: SegmentReader | None = None
+    handles: bytes
+    checksums: list[int]
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._reader = SegmentReader(init_info.layout, init_info.nbytes)
+
+@dataclass
+class BroadcastInfo(WeightTransferUpdateInfo):
+    """verify: a checksum follows every bucket."""
+
+    verify: bool
+
+
+class _Reload:
+    """Start and finish of an update, the same for all transports."""
+
+    model: torch.nn.Module
 
     def start_weight_update(self) -> None:
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():  # left from a publication that was cut off: its half of a layer must not meet the other half of this one
+                info.loaded_weights.clear()
+                info.load_numel = 0
         initialize_layerwise_reload(self.model)
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        if self._reader is None:
-            raise RuntimeError("the engine was told to load weights before it was told their layout")
-        self.model.load_weights(self._reader.tensors(update_info.path, update_info.sequence))
-        self._announced = update_info
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -61,20 +90,139 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             for module in self.model.modules():
                 if isinstance(module, VocabParallelEmbedding):
                     module.quant_method.process_weights_after_loading(module)
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        with disable_mtp_completeness_check():
+            self.model.load_weights(weights)
+
+
+class SharedMemoryEngine(_Reload, WeightTransferEngine[InitInfo, SegmentInfo]):
+    """Loads a publication from a shared-memory segment."""
+
+    init_info_cls, update_info_cls = InitInfo, SegmentInfo
+    _reader: SegmentReader | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        check_names(self.vllm_config.model_config, init_info.metadata)
+        self._reader = SegmentReader(init_info.metadata)
+
+    def receive_weights(self, update_info: SegmentInfo) -> None:
+        self._announced = update_info
+        self._load(self._reader.tensors(update_info.path, update_info.sequence, update_info.checksums))
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
         # The layerwise reload may read the segment as late as here.
-        self._reader.verify(self._announced.path, self._announced.sequence)
+        self._reader.check(self._announced.path, self._announced.sequence)
 
     def shutdown(self) -> None:
         self._reader = None
 
 
+class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
+    """Loads a publication from the learner's copy on this GPU."""
+
+    init_info_cls, update_info_cls = InitInfo, HandleInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        check_names(self.vllm_config.model_config, init_info.metadata)
+        self._layout = Layout(init_info.metadata)
+
+    def receive_weights(self, update_info: HandleInfo) -> None:
+        gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+        handles = pickle.loads(update_info.handles)  # of our own learner
+        if gpu not in handles:
+            raise RuntimeError(f"the learner has no copy of the weights on this engine's GPU {gpu}, only on {sorted(handles)}")
+        arguments = list(handles[gpu])
+        arguments[6] = self.device.index  # the learner's number for this GPU, which may have another one here
+        buffer = rebuild_cuda_tensor(*arguments)
+        if update_info.checksums:
+            self._layout.verify(buffer, update_info.checksums)
+        self._load(self._layout.tensors(buffer))
+        torch.cuda.synchronize(self.device)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class NcclEngine(_Reload, NCCLWeightTransferEngine):
+    """vLLM's NCCL engine with a watchdog, and checksums where the announcement asks for them."""
+
+    init_info_cls, update_info_cls = InitInfo, BroadcastInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        check_names(self.vllm_config.model_config, init_info.metadata)
+        self.shutdown()
+        self._layout, group = Layout(init_info.metadata), NCCLWeightTransferInitInfo(**init_info.group)
+
+        def join() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # of this thread
+            NCCLWeightTransferEngine.init_transfer_engine(self, group)
+
+        within(init_info.rendezvous_s, "joining the learner's group", join)
+        self.model_update_group = GuardedGroup(self.model_update_group, quiet_s=init_info.bucket_s)
+
+    def receive_weights(self, update_info: BroadcastInfo) -> None:
+        entries = self._layout.entries
+        stream = NCCLWeightTransferUpdateInfo(
+            names=[entry.name for entry in entries], dtype_names=[dtype for _, _, dtype in self._layout.metadata],
+            shapes=[list(entry.shape) for entry in entries],
+        )
+        self.model_update_group.begin(self._layout, verify=update_info.verify)
+        try:
+            super().receive_weights(stream)
+        finally:
+            self.model_update_group.end()
+
+
 class WorkerExtension:
-    """Named in the engine arguments so that vLLM imports this module in its worker processes."""
+    """Calls that the front end makes on every worker beside vLLM's own."""
+
+    def connect_weights(self, init_info: dict[str, Any]) -> dict[str, str]:
+        """Prepare for publications; {} or what failed."""
+        return _outcome(lambda: self.init_weight_transfer_engine(init_info))
+
+    def take_publication(self, update_info: dict[str, Any]) -> dict[str, str]:
+        """Load one publication; {} or what failed, after which the next publication starts from nothing."""
+
+        def take() -> None:
+            self._weight_update_active = False
+            self.start_weight_update()
+            self.update_weights(update_info)
+            self.finish_weight_update()
+
+        return _outcome(take)
+
+    def cached_tokens(self) -> int:
+        """Tokens in the caches of the running responses."""
+        runner = self.model_runner
+        if hasattr(runner, "input_batch"):
+            batch = runner.input_batch
+            return int(batch.num_computed_tokens_cpu[: batch.num_reqs].sum())
+        states = runner.req_states  # vLLM's second model runner
+        return int(states.num_computed_tokens_np[list(states.req_id_to_index.values())].sum())
 
 
-def _register() -> None:
-    if "shared_memory" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("shared_memory", SharedMemoryWeightEngine)
+def _outcome(work: Callable[[], None]) -> dict[str, str]:
+    """{} or {failure, reason} as in Receipt; errors do not travel between vLLM's processes as what they are."""
+    try:
+        work()
+    except NamesDiffer as error:
+        return {"failure": "names", "reason": str(error)}
+    except TransferMismatch as error:
+        return {"failure": "mismatch", "reason": str(error)}
+    except (TornTransfer, TimeoutError, OSError) as error:
+        return {"failure": "torn", "reason": str(error)}
+    return {}
 
 
-_register()
+def _register(engines: dict[str, type[WeightTransferEngine]]) -> None:
+    for backend, engine in engines.items():
+        if WORKER_ENGINES[backend] not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(WORKER_ENGINES[backend], engine)
+
+
+_register({"shared_memory": SharedMemoryEngine, "ipc": IpcEngine, "nccl": NcclEngine})

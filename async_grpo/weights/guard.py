@@ -1,0 +1,117 @@
+"""Collectives that end: a communicator with a watchdog and checksums, and rendezvous with a deadline.
+
+Runs in: learner rank 0 and engine workers, around vLLM's NCCL communicator. A process that waits in a collective cannot be told anything,
+so it must free itself: a thread aborts the communicator when no bucket moved for `quiet_s`. Invariants: after an abort every further
+call raises TornTransfer (vLLM's communicator would return without having done anything); no thread of this module keeps a process alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from async_grpo.weights.base import TornTransfer, TransferMismatch
+from async_grpo.weights.layout import Layout, checksum, mismatch
+
+T = TypeVar("T")
+_SIGN = 2**63
+
+
+def within(seconds: float, what: str, work: Callable[[], T]) -> T:
+    """The result of `work`, which may hang for ever in a thread of its own. Raises TimeoutError naming `what` after `seconds`."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except Exception as error:  # noqa: BLE001 - raised in the caller's thread
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=f"async_grpo-{what}", daemon=True).start()
+    try:
+        return result.result(timeout=seconds)
+    except TimeoutError:
+        if result.done():
+            raise
+        raise TimeoutError(f"{what} took longer than {seconds:g} s") from None
+
+
+class GuardedGroup:
+    """vLLM's communicator (`broadcast`, `destroy`) for one publication at a time: `begin`, broadcasts, `end`. `aborted`: why, or ""."""
+
+    def __init__(self, group: Any, *, quiet_s: float) -> None:
+        self._group, self._quiet_s, self.rank = group, quiet_s, group.rank
+        self.aborted = ""
+        self._verify = False
+        self._moved_at = 0.0
+        self._done = threading.Event()
+
+    def begin(self, layout: Layout, *, verify: bool) -> None:
+        """Arm the watchdog. verify: a checksum follows every bucket, and receivers compare before anything is loaded."""
+        self._layout, self._verify = layout, verify
+        self._buckets = self._bytes = 0
+        self._moved_at, self._done = time.monotonic(), threading.Event()
+        threading.Thread(target=self._watch, args=(self._done,), name="async_grpo-transfer-watchdog", daemon=True).start()
+
+    def end(self) -> None:
+        """Disarm the watchdog; raises TornTransfer if it fired."""
+        self._done.set()
+        self._raise_if_aborted()
+
+    def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
+        """As the communicator's; raises TornTransfer after an abort, TransferMismatch for a wrong checksum."""
+        self._raise_if_aborted()
+        try:
+            self._group.broadcast(tensor, src=src, stream=stream)
+            if self._verify:
+                self._compare(tensor, src=src, stream=stream)
+        except TransferMismatch:
+            raise
+        except Exception as error:
+            self._raise_if_aborted()
+            raise TornTransfer(f"bucket {self._buckets + 1} did not go through: {error}") from error
+        self._raise_if_aborted()
+        self._buckets, self._bytes, self._moved_at = self._buckets + 1, self._bytes + tensor.nbytes, time.monotonic()
+
+    def abort(self, reason: str) -> None:
+        """Free whoever waits in a collective of this group."""
+        self.aborted = self.aborted or reason
+        self._group.destroy()
+
+    def destroy(self) -> None:
+        """Leave the group; vLLM's name for it."""
+        self._done.set()
+        self._group.destroy()
+
+    def _compare(self, tensor: Tensor, *, src: int, stream: Any) -> None:
+        data = tensor.reshape(-1).view(torch.uint8)
+        own = torch.tensor([checksum(data) - _SIGN], dtype=torch.int64, device=tensor.device)
+        sent = own.clone()
+        self._group.broadcast(sent, src=src, stream=stream)
+        if self.rank != src and sent.tolist() != own.tolist():
+            raise TransferMismatch(mismatch(self._buckets, None, self._names(self._bytes, self._bytes + tensor.nbytes)))
+
+    def _names(self, start: int, end: int) -> Sequence[str]:
+        """Tensors in these bytes of the stream, which has no gaps."""
+        names, at = [], 0
+        for entry in self._layout.entries:
+            if start <= at < end:
+                names.append(entry.name)
+            at += entry.nbytes
+        return names
+
+    def _watch(self, done: threading.Event) -> None:
+        while not done.wait(max(0.01, self._moved_at + self._quiet_s - time.monotonic())):
+            if time.monotonic() - self._moved_at >= self._quiet_s:
+                self.abort(f"no bucket moved for weight_sync.deadlines.bucket_s = {self._quiet_s:g} s, after {self._buckets} buckets")
+                return
+
+    def _raise_if_aborted(self) -> None:
+        if self.aborted:
+            raise TornTransfer(self.aborted)

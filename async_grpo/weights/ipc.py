@@ -1,0 +1,62 @@
+"""Weights through CUDA IPC, to engines on the learner's own GPUs: the learner's half.
+
+Runs in: learner ranks, each of which shares its GPU with one engine. The engines' half is `worker.IpcEngine`. Every rank keeps one copy of
+the weights on its GPU, which its engine maps and reads without a way through the host; a publication is complete before the next is staged.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from async_grpo.weights.base import Announcement, WeightOwner
+from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
+
+
+class IpcSender:
+    """A staging copy per rank on that rank's GPU; rank 0 announces the handles of all."""
+
+    def __init__(self, owner: WeightOwner) -> None:
+        self._owner = owner
+        self._layout = Layout(owner.weight_metadata())
+        self.note = ""
+        self._copy: Tensor | None = None
+        self._apart: Tensor | None = None
+
+    def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+        if self._copy is None:
+            self._copy = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
+        return [{"metadata": to_wire(self._layout)} for _ in tensor_parallel_sizes]
+
+    def rendezvous(self) -> str:
+        return ""
+
+    def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
+        self._apart = torch.empty_like(self._copy) if apart else None
+        copy = self._apart if apart else self._copy
+        self._layout.fill(copy, self._owner.named_weights())
+        checksums = self._layout.checksums(copy) if verify or self._layout.nbytes <= DIGEST_BYTES else []
+        torch.cuda.synchronize(self._owner.device)
+        gpu = str(torch.cuda.get_device_properties(self._owner.device).uuid)
+        handles = _merge({gpu: reduce_tensor(copy)[1]})
+        payload = {"handles": pickle.dumps(handles), "checksums": checksums if verify else []}
+        return Announcement(label, "ipc", payload, digest(checksums) if checksums else "", self._layout.nbytes)
+
+    def send(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        self._copy = self._apart = None
+
+
+def _merge(handles: dict[str, tuple]) -> dict[str, tuple]:
+    """GPU -> handle over all learner ranks."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return handles
+    gathered: list[dict[str, tuple]] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(gathered, handles)
+    return {gpu: handle for rank in gathered for gpu, handle in rank.items()}

@@ -1,0 +1,147 @@
+"""Where every tensor of a publication lies in one flat buffer, and checksums over parts of it.
+
+Runs in: learner ranks (fill, checksums), engine workers (views, verification). All transports that copy the weights use this layout, so
+that a digest means the same everywhere. Invariants: tensors lie in the order of `weight_metadata`, each aligned; a bucket is a run of
+whole tensors; both sides compute checksums with the same function, on any device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_grpo.weights.base import TransferMismatch
+
+BUCKET_BYTES = 64 * 2**20
+DIGEST_BYTES = 2**28
+"""Weights up to this size get checksums, and so a digest, at every publication: some 40 ms at the most."""
+_ALIGN = 64
+_BLOCK = 2**16
+_ODD = 0x9E3779B97F4A7C15
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: bytes [offset, offset + nbytes) of the buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor, without alignment."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Whole tensors `names` in bytes [start, end) of the buffer; both are multiples of 64."""
+
+    start: int
+    end: int
+    names: tuple[str, ...]
+
+
+class Layout:
+    """The buffer's table of contents. `nbytes` is a multiple of 64."""
+
+    def __init__(self, metadata: Iterable[tuple[str, Sequence[int], str]]) -> None:
+        self.metadata = [(name, tuple(shape), dtype) for name, shape, dtype in metadata]
+        self.entries: list[Entry] = []
+        offset = 0
+        for name, shape, dtype in self.metadata:
+            self.entries.append(Entry(name, getattr(torch, dtype), shape, offset))
+            offset += -(-self.entries[-1].nbytes // _ALIGN) * _ALIGN
+        self.nbytes = offset
+        self.buckets = tuple(self._cut())
+
+    def fill(self, buffer: Tensor | None, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the weights into `buffer` [nbytes] uint8; without a buffer only exhaust them, as the gather needs of every rank."""
+        entries = iter(self.entries)
+        for name, weight in weights:
+            entry = next(entries)
+            if (name, tuple(weight.shape), weight.dtype) != (entry.name, entry.shape, entry.dtype):
+                raise RuntimeError(f"the learner published {name} {tuple(weight.shape)} where {entry.name} {entry.shape} was announced")
+            if buffer is not None:
+                self.view(buffer, entry).copy_(weight)
+
+    def view(self, buffer: Tensor, entry: Entry) -> Tensor:
+        """The tensor of `entry` inside `buffer`."""
+        return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+
+    def tensors(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name, view) of every tensor."""
+        for entry in self.entries:
+            yield entry.name, self.view(buffer, entry)
+
+    def checksums(self, buffer: Tensor) -> list[int]:
+        """One per bucket."""
+        return [checksum(buffer[bucket.start : bucket.end]) for bucket in self.buckets]
+
+    def verify(self, buffer: Tensor, expected: Sequence[int]) -> None:
+        """Raise TransferMismatch, naming buckets and tensors, unless every bucket has its expected checksum."""
+        found = self.checksums(buffer)
+        wrong = [index for index, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
+        if wrong:
+            raise TransferMismatch(mismatch(wrong[0], len(found), self.buckets[wrong[0]].names))
+
+    def _cut(self) -> Iterator[Bucket]:
+        start, names = 0, []
+        for index, entry in enumerate(self.entries):
+            end = self.entries[index + 1].offset if index + 1 < len(self.entries) else self.nbytes
+            if names and end - start > BUCKET_BYTES:
+                yield Bucket(start, entry.offset, tuple(names))
+                start, names = entry.offset, []
+            names.append(entry.name)
+        if names:
+            yield Bucket(start, self.nbytes, tuple(names))
+
+
+def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:
+    """What a wrong checksum means, in words."""
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    of = "" if buckets is None else f" of {buckets}"
+    return f"bucket {bucket + 1}{of} of the published weights arrived with other bytes than were sent; it holds {shown}"
+
+
+def checksum(data: Tensor) -> int:
+    """64-bit checksum of a contiguous uint8 tensor, which sees any changed or moved word. The same on every device.
+
+    In blocks: every word times an odd number by its place in the block, summed modulo 2^64; block sums are folded in order.
+    """
+    if spare := -len(data) % 8:
+        data = torch.cat([data, data.new_zeros(spare)])
+    words = data.view(torch.int64)
+    whole = len(words) // _BLOCK * _BLOCK
+    tail = words.new_zeros(_BLOCK if whole < len(words) else 0)
+    tail[: len(words) - whole] = words[whole:]
+    weights = torch.arange(1, 2 * _BLOCK, 2, dtype=torch.int64, device=data.device)
+    rows = 1 if data.device.type == "cpu" else 64  # in the processor's cache; on a GPU in a few kernels
+    parts = [part for words_of_blocks in (words[:whole], tail) for part in words_of_blocks.split(rows * _BLOCK) if len(part)]
+    sums = [(part.view(-1, _BLOCK) * weights).sum(1) for part in parts]
+    return _fold(torch.cat(sums).tolist() if sums else [])
+
+
+def digest(checksums: Sequence[int]) -> str:
+    """One name for the bits of all weights, from the checksums of their buckets."""
+    return f"sum64-{_fold(checksums):016x}"
+
+
+def _fold(values: Sequence[int]) -> int:
+    total = len(values)
+    for value in values:
+        total = (total * _ODD + value) % 2**64
+    return total
+
+
+def to_wire(layout: Layout) -> list[list[Any]]:
+    """[name, shape, dtype] per tensor."""
+    return [[name, list(shape), dtype] for name, shape, dtype in layout.metadata]

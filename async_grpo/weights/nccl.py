@@ -1,0 +1,212 @@
+"""Weights over NCCL, to engines on other GPUs and nodes: the learner's half.
+
+Runs in: learner ranks. The engines' half is `worker.NcclEngine`; both drive vLLM's own NCCL weight-transfer engines, packed into buckets.
+
+    overlap:     stage  = gather bucket by bucket -> one copy on rank 0     send (a thread, while the next step runs) = broadcast the copy
+    no overlap:  stage  = nothing                                           send = gather bucket i + 1 while bucket i is broadcast
+
+Invariants: the group (rank 0 and every engine worker) is its own and never touches DeepSpeed's; with ZeRO-3 no GPU holds the whole model:
+its copy lies in host memory; a send or a rendezvous that does not move ends by itself within its deadline.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+from async_grpo.config.schema import Deadlines
+from async_grpo.errors import FaultBudgetSpent
+from async_grpo.weights.base import Announcement, TornTransfer, WeightOwner
+from async_grpo.weights.guard import GuardedGroup, within
+from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
+
+PACKED_BYTES = 2**28
+ABORT_S = 10.0
+COPY_SHARE = 0.1
+"""A staging copy up to this share of a GPU's memory lies on it, a larger one in pinned host memory."""
+
+
+class TransferStuck(FaultBudgetSpent):
+    """A communicator that cannot be aborted: the learner's process must be replaced."""
+
+
+class NcclSender:
+    """vLLM's NCCL trainer engine on rank 0; the other ranks take part in the gather."""
+
+    def __init__(
+        self, owner: WeightOwner, *, overlap: bool, deadlines: Deadlines, packed: bool = True, packed_bytes: int = PACKED_BYTES,
+        packed_buffers: int = 2,
+    ) -> None:
+        self._owner, self._overlap, self._deadlines = owner, overlap, deadlines
+        self._packing = {"packed": packed, "packed_buffer_size_bytes": packed_bytes, "packed_num_buffers": packed_buffers}
+        self._layout = Layout(owner.weight_metadata())
+        self.note = ""
+        self._source = _Source(owner, self._layout)
+        self._verify = False
+        self._memory: Tensor | None = None
+        self._info: NCCLTrainerInitInfo | None = None
+        self._engine: NCCLTrainerWeightTransferEngine | None = None
+        self._sending: Future[str] | None = None
+
+    def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+        self.close()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        world_size = 1 + sum(tensor_parallel_sizes)
+        self._info = NCCLTrainerInitInfo(address, port, world_size, rank=self._owner.rank, **self._packing)
+        payloads, offset = [], 1
+        for size in tensor_parallel_sizes:
+            payloads.append({
+                "metadata": to_wire(self._layout), "rendezvous_s": self._deadlines.rendezvous_s, "bucket_s": self._deadlines.bucket_s,
+                "group": {
+                    "master_address": address, "master_port": port, "rank_offset": offset, "world_size": world_size, **self._packing,
+                },
+            })
+            offset += size
+        return payloads
+
+    def rendezvous(self) -> str:
+        assert self._info is not None, "connect() comes first"
+        info, device = self._info, self._owner.device
+
+        def join() -> NCCLTrainerWeightTransferEngine:
+            if device != "cpu":
+                torch.cuda.set_device(device)  # of this thread
+            return NCCLTrainerWeightTransferEngine.trainer_init(info, client=_DriverCommands(), source=self._source)
+
+        try:
+            engine = within(self._deadlines.rendezvous_s, "joining the engines' group", join)
+        except (TimeoutError, RuntimeError) as error:
+            return f"the learner could not form a group with the engines: {error}"
+        if engine.model_update_group is not None:
+            engine.model_update_group = GuardedGroup(engine.model_update_group, quiet_s=self._deadlines.bucket_s)
+        self._engine = engine
+        return ""
+
+    def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
+        """Without overlap nothing is copied (unless `apart`): the announcement is `streamed`, and `send` reads the model itself."""
+        self._wait()
+        self._verify, self._source.copy, checksums = verify, None, []
+        copies = self._overlap or apart
+        if copies:
+            if self._owner.rank == 0:
+                if apart:
+                    self._source.copy = self._allocate()
+                else:
+                    self._memory = self._source.copy = self._allocate() if self._memory is None else self._memory
+            self._layout.fill(self._source.copy, self._owner.named_weights())
+            if self._source.copy is not None and (verify or self._layout.nbytes <= DIGEST_BYTES):
+                checksums = self._layout.checksums(self._source.copy)
+        return Announcement(
+            label, "nccl", {"verify": verify}, digest(checksums) if checksums else "", self._layout.nbytes, streamed=not copies
+        )
+
+    def send(self) -> str:
+        """Streamed: on every rank, while nothing trains. From the copy, on rank 0: in a thread that the next stage or connect waits for."""
+        assert self._engine is not None, "rendezvous() comes first"
+        if self._source.copy is None:
+            return self._send()
+        self._sending = Future()
+        threading.Thread(target=self._send_copy, args=(self._sending,), name="async_grpo-sending", daemon=True).start()
+        return ""
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()  # aborts what is under way
+            self._engine = None
+        self._wait()
+
+    def _send(self) -> str:
+        self._source.open()
+        group = self._engine.model_update_group
+        if group is None:  # not rank 0: it only takes part in the gathers
+            self._engine.send_weights()
+            return ""
+        if self._owner.device != "cpu":
+            torch.cuda.set_device(self._owner.device)  # of this thread
+        group.begin(self._layout, verify=self._verify)
+        try:
+            self._engine.send_weights()
+            group.end()
+        except Exception as error:
+            if not isinstance(error, TornTransfer) and not group.aborted:
+                raise
+            self._source.exhaust()
+            return f"the learner's half: {group.aborted or error}"
+        return ""
+
+    def _send_copy(self, done: Future[str]) -> None:
+        try:
+            done.set_result(self._send())
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits
+            done.set_exception(error)
+
+    def _wait(self) -> None:
+        """Wait for the thread that sends the copy; that it was torn its engines know. Raises TransferStuck if even an abort did not free it."""
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            seconds = self._deadlines.bucket_s + ABORT_S
+            try:
+                sending.result(timeout=seconds)
+            except TimeoutError:
+                raise TransferStuck(
+                    f"the learner waits in NCCL for engines that are gone, and could not abort it within {seconds:g} s"
+                ) from None
+
+    def _allocate(self) -> Tensor:
+        if self._owner.device == "cpu":
+            return torch.empty(self._layout.nbytes, dtype=torch.uint8)
+        total = torch.cuda.get_device_properties(self._owner.device).total_memory
+        if not self._owner.sharded and self._layout.nbytes <= COPY_SHARE * total:
+            return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
+        return torch.empty(self._layout.nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class _Source(WeightSource):
+    """The tensors of one publication: of `copy`, or of the model."""
+
+    def __init__(self, owner: WeightOwner, layout: Layout) -> None:
+        self._owner, self._layout = owner, layout
+        self.copy: Tensor | None = None
+        self._left: Iterator[tuple[str, Tensor]] = iter(())
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(entry.name, entry.dtype, entry.shape) for entry in self._layout.entries]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._left:
+            yield name, tensor.to(self._owner.device, non_blocking=True)
+
+    def open(self) -> None:
+        """A new pass over the tensors."""
+        self._left = self._owner.named_weights() if self.copy is None else self._layout.tensors(self.copy)
+
+    def exhaust(self) -> None:
+        """Finish a pass that was cut off: the other ranks are in the middle of its gathers."""
+        for _ in self._left:
+            pass
+
+
+class _DriverCommands:
+    """vLLM's trainer engine would command the inference side through a client that has no deadlines; here the driver does, at the same time."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: Any) -> None:
+        pass
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass
