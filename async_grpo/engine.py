@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_grpo.config.schema import Config, Deadlines
+from async_grpo.config.schema import Config
+from async_grpo.config.weight_sync import Deadlines
 from async_grpo.weights.base import WORKER_ENGINES, Announcement, Receipt, is_version, parse_label
 from async_grpo.wire import VersionSpan
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from async_grpo.config.schema import Config, Deadlines
+from async_grpo.config.schema import Config
+from async_grpo.config.weight_sync import Deadlines
 from async_grpo.engine import Engine, EngineError, Sampling
 from async_grpo.weights.base import TornTransfer, TransferMismatch, Version, WeightOwner
 from tests import nccl_double

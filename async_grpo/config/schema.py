@@ -1,6 +1,6 @@
 """Every setting of a run: its name, type, default, range and meaning.
 
-Runs in: any process (imports pydantic only). This module, with `algorithm` for that section, hides nothing and is the only home of
+Runs in: any process (imports pydantic only). This module, with `algorithm` and `weight_sync` for those sections, hides nothing and is the only home of
 defaults; `load` reads YAML and overrides into it, `checks` holds the rules that span several sections. A `Config` is immutable and
 complete once loaded: no other module supplies a default for a missing setting.
 """
@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.section import Fraction, NonNegative, Positive, Seconds, Section
+from async_grpo.config.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
@@ -232,38 +233,6 @@ class Learner(Section):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     deepspeed: dict[str, Any] = Field({})
     """Merged into the DeepSpeed configuration; keys that this project sets itself are refused."""
-
-
-class Deadlines(Section):
-    rendezvous_s: Seconds = 60.0
-    """Forming the group of learner and engines (NCCL), or telling the engines what will come."""
-    stage_s: Seconds = 120.0
-    """Copying the new weights out of the learner."""
-    pause_s: Seconds = 30.0
-    """An engine's current forward pass, after which it pauses."""
-    bucket_s: Seconds = 30.0
-    """Longest silence in a transfer over NCCL; then both sides abort it."""
-    resume_s: Seconds = 30.0
-    """Setting the new version label and going on."""
-    acknowledge_s: Seconds = 120.0
-    """Everything above for one publication, until an engine says that it serves the new version; one that does not is replaced."""
-
-
-class WeightSync(Section):
-    backend: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"
-    """How weights reach the engines; `auto`: shared memory on CPU, `ipc` when colocated on GPU, `nccl` otherwise."""
-    every_steps: Positive = 1
-    """Learner steps per publication; at most `replay.max_staleness + 1`."""
-    kv_cache: Literal["recompute", "keep"] = "recompute"
-    """What running responses do after a publication: recompute their cache under the new weights, or keep the old one."""
-    overlap: bool = True
-    """Let the engines take new weights while the next learner step runs (where the transport allows it)."""
-    self_check: bool = True
-    """When an engine starts: publish visibly perturbed weights, compare log-probabilities of learner and engine, restore."""
-    verify_every: NonNegative = 10
-    """Publications between those whose bytes are compared by checksum, and after which every engine's log-probabilities of a few fixed
-    responses are compared with the learner's; 0 means never."""
-    deadlines: Deadlines = Deadlines()
 
 
 class Evaluation(Section):

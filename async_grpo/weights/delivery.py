@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from async_grpo.config.schema import Deadlines
+from async_grpo.config.weight_sync import Deadlines
 from async_grpo.weights.base import Announcement, Receipt, TokenSequence
 
 GRACE_S = 5.0

@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-from async_grpo.config.schema import Deadlines
+from async_grpo.config.weight_sync import Deadlines
 from async_grpo.errors import FaultBudgetSpent
 from async_grpo.weights.base import Announcement, TornTransfer, WeightOwner
 from async_grpo.weights.guard import GuardedGroup, within
