@@ -136,6 +136,7 @@ class NcclSender:
         group.begin(self._layout, verify=self._verify)
         try:
             self._engine.send_weights()
+            torch.cuda.current_stream().synchronize()  # unpacked, vLLM only puts the broadcasts on the stream
             group.end()
         except Exception as error:
             if not isinstance(error, TornTransfer) and not group.aborted:
