@@ -50,7 +50,7 @@ LIBRARIES = {
     "weights.verification": "numpy",
     "weights.layout": "torch",
     "weights.names": "torch vllm safetensors transformers",  # the headers of the model's files
-    "weights.shared_memory": "torch",  # a learner on CPU does without vLLM
+    "weights.shared_memory": "torch numpy",  # a learner on CPU does without vLLM
     "engine": "vllm numpy transformers",
     "learner": "torch deepspeed transformers peft numpy safetensors",
     "checkpoint": "",

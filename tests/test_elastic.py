@@ -5,24 +5,32 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import tempfile
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from async_grpo.cluster import actor_manager, placement
-from async_grpo.cluster.actor_manager import ActorManager, RemoteEngine
+from async_grpo.cluster import actor_manager
+from async_grpo.cluster.actor_manager import ActorManager
 from async_grpo.cluster.placement import PlacementError
+from async_grpo.cluster.relays import Relays
+from async_grpo.cluster.remote_engine import RemoteEngine
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError
+from async_grpo.weights.base import Announcement
+from async_grpo.weights.shared_memory import SegmentReader, SharedMemorySender, remove_segments
+from tests.models import ModuleOwner
 from tests.stand_in import StandIn
 
 pytestmark = pytest.mark.timeout(120)
@@ -100,7 +108,6 @@ def quick(monkeypatch) -> None:
     """Stand-ins for the actors, short intervals, and two cores for the driver's node, of three CPUs, whatever the machine has."""
     monkeypatch.setattr(actor_manager, "RolloutProcess", StandIn)
     monkeypatch.setattr(actor_manager, "SURVEY_INTERVAL_S", 0.2)
-    monkeypatch.setattr(placement, "SHARED_MEMORY_SPANS_NODES", True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
 
 
@@ -116,6 +123,7 @@ async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIter
     here = Fleet(cluster, session, None, client)
     here.manager = ActorManager(
         config, session=session, placement=where, options=options, queue=None, client=client, model_dir="", backend="shared_memory",
+        relays=Relays(home=where.learners[0].node_id, key="", fallback=directory, where=session.on_node, note=here.notes.append),
         on_fatal=here.fatal.append, note=here.notes.append,
     )
     await here.manager.start()
@@ -123,7 +131,7 @@ async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIter
     async def join(engine: RemoteEngine, admit: Callable[[], None]) -> None:
         admit()
 
-    here.manager.begin(join)
+    here.manager.begin(join, nullcontext)
     try:
         yield here
     finally:
@@ -214,3 +222,52 @@ async def test_an_actor_that_does_not_drain_ends_at_the_deadline(cluster, extra,
         await here.manager.remove("actor-1.0", timeout_s=0.5)
         assert here.ids == ["actor-0.0"] and here.client.forfeited == ["actor-1.0"]
         assert any("before it had finished" in note for note in here.notes) and not here.manager.deaths
+
+
+# ---- weights on a node without a learner ----
+
+
+def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> None:
+    added = extra(1)
+    owner = ModuleOwner(torch.nn.Linear(300, 200))
+    key, notes = f"test-{uuid.uuid4().hex[:8]}", []
+    sender = SharedMemorySender(owner, key=key, fallback=tmp_path)
+    [payload] = sender.connect("127.0.0.1", [1])
+    reader = SegmentReader(payload["metadata"])
+
+    async def check(relays: Relays, announcement: Announcement) -> Announcement:
+        """Two engines of the node ask at once; the segment that they are shown has the learner's bits."""
+        one, two = await asyncio.gather(*[relays.local(announcement, added.node_id) for _ in range(2)])
+        assert one == two and one.payload["path"] != announcement.payload["path"]
+        got = {name: tensor.clone() for name, tensor in reader.tensors(**one.payload)}
+        assert all(torch.equal(got[name], weight) for name, weight in owner.named_weights())
+        return one
+
+    async def scenario() -> None:
+        session = Session(local=False)
+        home = session.nodes()[0].node_id
+        relays = Relays(home=home, key=key, fallback=tmp_path, where=session.on_node, note=notes.append)
+        first = sender.stage("v0.1", verify=True)
+        assert await relays.local(first, home) is first, "the learner's own node needs no copy"
+        local = await check(relays, first)
+        with torch.no_grad():
+            owner.model.weight.add_(1)
+        await check(relays, sender.stage("v0.2", verify=True))
+        reader.check(local.payload["path"], local.payload["sequence"])  # the copy before is still whole: the segments take turns
+        os.kill(await relays._relays[added.node_id].pid.remote(), signal.SIGKILL)
+        with torch.no_grad():
+            owner.model.weight.add_(1)
+        newest = await check(relays, sender.stage("v0.3", verify=True))
+        assert (await relays.local(first, home)) is first
+        with pytest.raises(ray.exceptions.RayTaskError, match="the announcement is for write 2"):
+            await relays.local(first, added.node_id)  # its segment has been written again
+        await check(relays, sender.stage("v0.4", verify=False))
+        await relays.close()
+        assert not Path(newest.payload["path"]).exists()
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    finally:
+        sender.close()
+        remove_segments(key, tmp_path)
+    assert notes == []

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from async_grpo.cluster import placement as placement_module
 from async_grpo.cluster.placement import Node, Placement, PlacementError, Slot, another, place
 from async_grpo.config.schema import Config
 
@@ -70,10 +69,10 @@ def test_cpu_affinity_with_gaps_is_respected() -> None:
     assert len(placement.engines) == 1, "three cores are too few for two engines, however many CPUs Ray was told of"
 
 
-def test_cpu_stays_on_the_first_node() -> None:
+def test_cpu_learners_stay_on_the_first_node() -> None:
     nodes = [*cpu(4), Node("n1", "10.0.0.2", 128.0, 0.0)]
-    learners, engines = nodes_of(place(config(ranks=2), nodes))
-    assert {*learners, *engines} == {"n0"}
+    assert nodes_of(place(config(ranks=2), nodes)) == (["n0"] * 2, ["n0", "n1", "n1"])
+    assert nodes_of(place(config(ranks=2, rollout_actors={"max": 1}), nodes)) == (["n0"] * 2, ["n0"])
 
 
 def test_cpu_min_and_max_actors() -> None:
@@ -146,7 +145,6 @@ def test_max_below_room_and_too_many() -> None:
     ({"layout": "colocated"}, cpu(4), "cluster.layout: colocated needs GPUs and the run would be on CPU: 10.0.0.1: 4 CPUs"),
     ({"backend": "nccl"}, cpu(4), "weight_sync.backend: nccl needs GPUs"),
     ({"size": 2}, cpu(4), "cluster.engine.tensor_parallel_size: 2 needs GPUs"),
-    ({"ranks": 8, "backend": "shared_memory"}, gpu(8, 8), "shared_memory needs learner and engines on one node"),
 ])
 def test_too_small_or_contradictory(settings: dict[str, Any], nodes: list[Node], message: str | None) -> None:
     if message is None:
@@ -154,12 +152,6 @@ def test_too_small_or_contradictory(settings: dict[str, Any], nodes: list[Node],
         return
     with pytest.raises(PlacementError, match=message):
         place(config(**settings), nodes)
-
-
-@pytest.fixture
-def spanning(monkeypatch) -> None:
-    """As if weights in shared memory reached every node."""
-    monkeypatch.setattr(placement_module, "SHARED_MEMORY_SPANS_NODES", True)
 
 
 def grown(settings: Config, start: Placement, nodes: Sequence[Node], engines: Sequence[Slot]) -> list[Slot]:
@@ -171,7 +163,7 @@ def grown(settings: Config, start: Placement, nodes: Sequence[Node], engines: Se
     return everyone
 
 
-def test_cpu_engines_go_to_other_nodes_when_the_first_has_no_core(spanning) -> None:
+def test_cpu_engines_go_to_other_nodes_when_the_first_has_no_core() -> None:
     nodes = [*cpu(2), Node("n1", "10.0.0.2", 4.0, 0.0), Node("n2", "10.0.0.3", 1.0, 0.0)]
     learners, engines = nodes_of(place(config(), nodes))
     assert (learners, engines) == (["n0"], ["n0", "n1", "n1", "n2"]), "two on a node, unless more are asked for"
@@ -214,12 +206,10 @@ def test_room_that_others_have_reserved_is_none() -> None:
     assert another(settings, start, [replace(busy, used_gpus=0.0)], [*start.engines, start.engines[0]]) is None, "not yet reported, but taken"
 
 
-def test_colocated_and_shared_memory_do_not_grow_elsewhere() -> None:
+def test_colocated_does_not_grow_elsewhere() -> None:
     shared = config(ranks=2, layout="colocated")
     start = place(shared, gpu(2))
     assert another(shared, start, gpu(2, 8), start.engines) is None
-    start = place(config(), cpu(8))
-    assert another(config(), start, [*cpu(8), Node("n1", "10.0.0.2", 8.0, 0.0)], start.engines) is None
 
 
 def test_a_cpu_engine_takes_the_cores_that_one_left() -> None:

@@ -19,47 +19,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-import numpy as np
 import ray
 
 from async_grpo.cluster.evaluation import evaluate
 from async_grpo.cluster.placement import Placement, PlacementError, Slot, describe
 from async_grpo.cluster.places import Place, Places
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
+from async_grpo.cluster.relays import Relays
+from async_grpo.cluster.remote_engine import RemoteEngine
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
-from async_grpo.weights.base import UNPUBLISHED, Announcement, Receipt, TokenSequence, TornTransfer
+from async_grpo.weights.base import UNPUBLISHED, TornTransfer
 
 PROBE_INTERVAL_S = 5.0
 SURVEY_INTERVAL_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 60.0
-
-
-@dataclass
-class RemoteEngine:
-    """One rollout actor process, as the driver and the coordinator see it."""
-
-    actor_id: str
-    slot: int
-    tensor_parallel_size: int
-    handle: Any
-
-    async def connect(self, payload: dict[str, Any]) -> Receipt:
-        return await self.handle.connect.remote(payload)
-
-    async def receive(self, announcement: Announcement) -> Receipt:
-        return await self.handle.receive.remote(announcement)
-
-    async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
-        return await self.handle.score.remote(sequences)
-
-    async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        return await self.handle.probe_sequences.remote()
 
 
 class QueueSide(Protocol):
@@ -77,11 +56,12 @@ class ActorManager:
 
     def __init__(
         self, config: Config, *, session: Session, placement: Placement, options: list[dict[str, Any]], queue: Any, client: QueueSide,
-        model_dir: str, backend: str, on_fatal: Callable[[BaseException], None], note: Callable[[str], None],
+        relays: Relays, model_dir: str, backend: str, on_fatal: Callable[[BaseException], None], note: Callable[[str], None],
     ) -> None:
         self._config, self._device, self._queue, self._client = config, placement.device, queue, client
         self._model_dir, self._backend, self._on_fatal, self._note = model_dir, backend, on_fatal, note
         self._places = Places(config, session=session, placement=placement, options=options)
+        self._relays = relays
         self._alive: list[RemoteEngine] = []
         self._processes: dict[str, RemoteEngine] = {}
         self._counters: dict[str, dict[str, float]] = {}
@@ -98,17 +78,21 @@ class ActorManager:
         await asyncio.gather(*[self._load(engine) for engine in engines])
         self._alive = engines
 
-    def begin(self, join: Join) -> None:
-        """Let every actor produce groups, and watch them and the cluster. `join(engine, admit)` brings a newcomer to the live weights."""
-        self._join = join
+    def begin(self, join: Join, calm: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        """Let every actor produce groups, and watch them and the cluster.
+
+        `join(engine, admit)` brings a newcomer to the live weights; in the block of `calm()` no publication is under way.
+        """
+        self._join, self._calm = join, calm
         for engine in self._alive:
             self._spawn(self._watch(engine))
         self._spawn(self._probe())
         self._spawn(self._survey())
 
     async def add(self) -> str:
-        """Start one more rollout actor; its id, once it serves the live weights. On CPU it may share cores with others.
+        """Start one more rollout actor; its id, once it is in the set (over NCCL it serves after the next boundary between learner steps).
 
+        On CPU it may share cores with others.
         Raises PlacementError where the cluster has no room, RunError when it is not to be or did not start.
         """
         self._need_run()
@@ -142,7 +126,8 @@ class ActorManager:
         place.leaving, engine = True, place.engine
         self._places.limit = staying
         drained, _ = await asyncio.wait({asyncio.ensure_future(_settled(engine.handle.drain.remote()))}, timeout=timeout_s)
-        await self._vacate(place)
+        async with self._calm():
+            await self._vacate(place)
         self._note(f"{actor_id} was removed{'' if drained else ' before it had finished all of its groups, which are issued again'}; "
                    f"{len(self._alive)} rollout actors go on")
 
@@ -203,7 +188,8 @@ class ActorManager:
             self._config, actor_id=actor_id, queue=self._queue, model_dir=self._model_dir, device=self._device,
             cores=place.slot.cores,
         )
-        place.engine = RemoteEngine(actor_id, place.index, self._config.cluster.engine.tensor_parallel_size, handle)
+        size, node_id = self._config.cluster.engine.tensor_parallel_size, place.slot.node_id
+        place.engine = RemoteEngine(actor_id, place.index, size, handle, lambda announcement: self._relays.local(announcement, node_id))
         self._processes[actor_id] = place.engine
         return place.engine
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 
 from async_grpo.config.schema import Config
 
-SHARED_MEMORY_SPANS_NODES = False
-"""Whether weights in shared memory reach engines on nodes without a learner rank."""
 CPU_ENGINES = 2
 """Engines per node on CPU, unless `cluster.rollout_actors` asks for more."""
 
@@ -85,11 +83,6 @@ def place(config: Config, nodes: list[Node]) -> Placement:
         learners, engines = _place_colocated(config, nodes)
     else:
         learners, engines = _place_split(config, nodes)
-    spread = len({slot.node_id for slot in engines} | {learners[0].node_id}) > 1
-    if config.weight_sync.backend == "shared_memory" and spread and not SHARED_MEMORY_SPANS_NODES:
-        raise PlacementError(
-            f"weight_sync.backend: shared_memory needs learner and engines on one node; use auto or nccl: {describe(nodes)}"
-        )
     size = config.cluster.engine.tensor_parallel_size
     return Placement(device, colocated, tuple(learners), tuple(engines), tuple(1 + size * index for index in range(len(engines))))
 
@@ -105,8 +98,6 @@ def another(
     if placement.colocated:
         return None
     nodes = [_with_taken(node, [*placement.learners, *engines]) for node in nodes]
-    if not SHARED_MEMORY_SPANS_NODES and (placement.device == "cpu" or config.weight_sync.backend == "shared_memory"):
-        nodes = [node for node in nodes if node.node_id == placement.learners[0].node_id]
     if placement.device == "cpu":
         return _another_on_cpu(config, placement, nodes, engines, crowd=crowd)
     size = config.cluster.engine.tensor_parallel_size
@@ -168,8 +159,7 @@ def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot
     first, ranks, actors = nodes[0], config.learner.ranks, config.cluster.rollout_actors
     cores = len(first.cores) or int(first.cpus)
     here = max(1, min(cores - ranks - 1, actors.max or CPU_ENGINES))
-    others = nodes[1:] if SHARED_MEMORY_SPANS_NODES else []
-    room = [node.node_id for node in others for _ in range(min(int(_free_cpus(node)), actors.max or CPU_ENGINES))]
+    room = [node.node_id for node in nodes[1:] for _ in range(min(int(_free_cpus(node)), actors.max or CPU_ENGINES))]
     there = room[: max(0, actors.max - here)] if actors.max is not None else room
     here = max(here, actors.min - len(there))
     processes, free = ranks + here, _free_cpus(first)

@@ -23,7 +23,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.replay.queue import Verdict
 from async_grpo.rollout_actor import RolloutActor
-from async_grpo.weights.base import Announcement, Staged, TokenSequence
+from async_grpo.weights.base import Staged, TokenSequence
 from async_grpo.wire import Buffer, GroupTicket, pack_frames
 
 MAX_CALLS = 10_000
@@ -96,10 +96,10 @@ class LearnerProcess:
         from async_grpo.learner.learner import Learner
         from async_grpo.weights.sender import make_sender
 
-        self._learner = Learner(
-            self._config, model_dir=model_dir, fetch=self._fetch, device="cpu" if device == "cpu" else "cuda:0", total_updates=total_updates
-        )
         try:
+            self._learner = Learner(
+                self._config, model_dir=model_dir, fetch=self._fetch, device="cpu" if device == "cpu" else "cuda:0", total_updates=total_updates
+            )
             state = self._learner.load(checkpoint) if checkpoint is not None else None
         except ValueError as error:
             raise SetupError(str(error)) from error
@@ -129,18 +129,14 @@ class LearnerProcess:
     def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
         """Stage the weights; and their log-probs of the sequences, before anything else can change them."""
         announcement = self._sender.stage(label, verify=verify)
-        return Staged(self._shipped(announcement), self._learner.logprobs(sequences, temperature=1.0) if sequences else [])
+        return Staged(announcement, self._learner.logprobs(sequences, temperature=1.0) if sequences else [])
 
     def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged:
         """The same of weights that are visibly other; the true ones are back, bit for bit, when this returns."""
         with self._learner.perturbed(scale=scale, seed=self._config.seed):
             announcement = self._sender.stage(label, verify=True, apart=True)
             logprobs = self._learner.logprobs(sequences, temperature=1.0)
-        return Staged(self._shipped(announcement), logprobs, self._learner.logprobs(sequences, temperature=1.0))
-
-    def _shipped(self, announcement: Announcement) -> Announcement:
-        """The announcement as it leaves this process."""
-        return announcement
+        return Staged(announcement, logprobs, self._learner.logprobs(sequences, temperature=1.0))
 
     def pid(self) -> int:
         """Process id, for tests and post-mortems."""

@@ -171,7 +171,11 @@ class Session:
 
     def on_this_node(self) -> dict[str, Any]:
         """Ray actor options for a process beside the driver that needs no reserved resources."""
-        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)}
+        return self.on_node(ray.get_runtime_context().get_node_id())
+
+    def on_node(self, node_id: str) -> dict[str, Any]:
+        """The same for a process on this node."""
+        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
     def close(self) -> None:
         """Free the reservations and disconnect; a cluster started here ends."""

@@ -22,6 +22,7 @@ from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, queue_died
 from async_grpo.cluster.queue_process import QueueProcess
+from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
@@ -104,6 +105,8 @@ class System:
         self.actors: ActorManager | None = None
         self.learner: LearnerGroup | None = None
         self.loop: Loop | None = None
+        self.coordinator: Coordinator | None = None
+        self._relays: Relays | None = None
         self.device = ""
         self.model_dir = ""
         self._producing = False
@@ -135,9 +138,12 @@ class System:
         backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
         learner_options, engine_options = await self._reserve(placement)
         await self._start_queue(steps_done, snapshot, note)
+        self._relays = Relays(
+            home=placement.learners[0].node_id, key=self._key, fallback=fallback_directory(config), where=session.on_node, note=note
+        )
         self.actors = ActorManager(
             config, session=session, placement=placement, options=engine_options, queue=self._queue_handle, client=self.queue,
-            model_dir=model_dir, backend=backend, on_fatal=self._fail, note=note,
+            relays=self._relays, model_dir=model_dir, backend=backend, on_fatal=self._fail, note=note,
         )
         updates = self._total_steps * config.updates_per_step
         starting = LearnerGroup.start(
@@ -168,7 +174,7 @@ class System:
         """One learner step; the first one lets the actors produce."""
         if not self._producing:
             self._producing = True
-            self.actors.begin(self.coordinator.join)
+            self.actors.begin(self.coordinator.join, self.coordinator.between_publications)
         return await self.loop.step()
 
     async def settle(self) -> None:
@@ -201,8 +207,12 @@ class System:
     async def stop(self) -> None:
         """Close the queue, stop actors and learner. Every part is stopped whatever happens to the others."""
         results = await asyncio.gather(*([self.queue.close()] if self.loop is not None else []), return_exceptions=True)
+        if self.coordinator is not None:
+            await self.coordinator.close()
         parts = [part for part in (self.actors, self.learner) if part is not None]
         results += await asyncio.gather(*[part.stop() for part in parts], return_exceptions=True)
+        if self._relays is not None:
+            await self._relays.close()
         remove_segments(self._key, fallback_directory(self._config))
         # A queue that died for good cannot be closed; the run has ended for that reason.
         failures = [result for result in results if isinstance(result, BaseException) and not isinstance(result, FaultBudgetSpent)]

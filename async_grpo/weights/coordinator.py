@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,6 +71,7 @@ class Coordinator:
         self._newest: Announcement | None = None
         self._running: asyncio.Task[None] | None = None
         self._connected: set[str] = set()
+        self._group: set[str] = set()
         self._checked: set[str] = set()
         self._scales = SELF_CHECK_SCALES
         self._tolerance = Tolerance(exact)
@@ -118,7 +120,7 @@ class Coordinator:
         return waited
 
     def measurements(self) -> dict[str, float]:
-        """Publications so far, and seconds per publication: waited by the learner, paused by an engine, until live; what the probes saw."""
+        """Publications so far, and what one took; what the probes saw."""
         return self.times.measurements() | self._probes.measurements()
 
     def serving(self) -> list[EngineHandle]:
@@ -159,13 +161,19 @@ class Coordinator:
         self._probes.raise_findings()
         if self._running is not None and self._running.done():
             await self.wait()
-        if self._pushes and self._members() - self._connected:
+        if self._pushes and self._members() - self._group:
             await self.wait()
             async with self._lock:
                 await self._regroup()
                 staged = await self._learner.stage(self._label(version), verify=True, sequences=[])
                 await self._deliver(staged.announcement)
             await self._live(version, self._newest.digest)
+
+    @asynccontextmanager
+    async def between_publications(self) -> AsyncIterator[None]:
+        """Inside the block none is under way: an engine that leaves tears nothing."""
+        async with self._lock:
+            yield
 
     async def close(self) -> None:
         """End what still runs in the background."""
@@ -186,7 +194,7 @@ class Coordinator:
 
     async def _regroup(self) -> None:
         """With NCCL, between learner steps: check newcomers, each in a group of its own, and form the group of all who live."""
-        if not self._pushes or self._members() == self._connected:
+        if not self._pushes or self._members() == self._group:
             return
         if self._config.weight_sync.self_check:
             for engine in [engine for engine in self._engines.alive() if engine.actor_id not in self._checked]:
@@ -212,6 +220,7 @@ class Coordinator:
             engines = [engine for engine in engines if engine.actor_id not in outcome.lost]
             if outcome.complete or not (self._pushes and engines):
                 self._connected = set(outcome.done)
+                self._group = set(outcome.done)
                 return
             self.times.repeated += 1
         raise Stalled(f"learner and engines could not form a group in {ATTEMPTS} attempts: {outcome.reasons()}")

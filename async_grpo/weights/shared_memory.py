@@ -1,6 +1,6 @@
 """Weights through shared memory: engines and learner on one node, no collective group.
 
-Runs in: learner rank 0 (SharedMemorySender), a relay process on every other node (SegmentCopy), EngineCore processes (SegmentReader).
+Runs in: learner rank 0 (SharedMemorySender), a relay process on every other node (SegmentCopy, read_segment), EngineCore processes (SegmentReader).
 
     learner rank 0 --copy--> segment 0 / 1 --views--> engines of its node
           |                                                              (on another node, once per publication)
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,11 +126,6 @@ class Segments:
         self._writing.mark(self._sequence)
         return self._writing.path
 
-    @property
-    def data(self) -> Tensor:
-        """The bytes of the newest write."""
-        return self._writing.data
-
     def close(self) -> None:
         """Remove the files; who has mapped them keeps what it sees."""
         for mapping in (*self._turns, self._apart):
@@ -173,10 +169,6 @@ class SharedMemorySender:
     def send(self) -> str:
         return ""
 
-    def staged_bytes(self) -> Tensor:
-        """The newest staged copy [nbytes] uint8, for relays on other nodes; rank 0 only."""
-        return self._segments.data
-
     def close(self) -> None:
         if self._segments is not None:
             self._segments.close()
@@ -192,13 +184,13 @@ class SegmentCopy:
         self._newest: tuple[int, Path] | None = None
         self.note = ""
 
-    def write(self, sequence: int, data: Tensor) -> Path:
+    def write(self, sequence: int, data: np.ndarray) -> Path:
         """Copy `data` [nbytes] uint8, the learner's write with this number, into a local segment; once per number."""
         if self._newest is None or self._newest[0] != sequence:
             if self._segments is None:
                 directory, self.note = choose_directory(len(data), self._fallback)
                 self._segments = Segments(directory, self._key, len(data))
-            self._segments.begin(sequence).copy_(data)
+            np.copyto(self._segments.begin(sequence).numpy(), data)
             self._newest = sequence, self._segments.commit()
         return self._newest[1]
 
@@ -206,6 +198,17 @@ class SegmentCopy:
         """Remove the segments."""
         if self._segments is not None:
             self._segments.close()
+
+
+def read_segment(path: Path, sequence: int, nbytes: int) -> np.ndarray:
+    """A copy [nbytes] uint8 of the announced write. Raises TornTransfer unless it is exactly that."""
+    mapping = _Mapping(path, nbytes, create=False)
+    data = None
+    if mapping.sequence() == sequence:
+        data = mapping.data.numpy().copy()
+    if data is None or mapping.sequence() != sequence:
+        raise TornTransfer(f"{path} holds write {mapping.sequence()}, the announcement is for write {sequence}; weights were not fetched")
+    return data
 
 
 class SegmentReader:

@@ -1,0 +1,101 @@
+"""Shared-memory weights on nodes without a learner rank.
+
+Runs in: the driver (Relays), one small process per node (RelayProcess). Once per publication and node:
+
+    learner's segment --home relay reads--> Ray's object store --network--> node's relay writes --> node's segment --> its engines
+
+Hides where an engine is: it is told the path of its own node. Invariants: the learner does not wait for any of this; the bytes are fetched once per
+node, whoever asks first; what arrives is what was announced, or the engines that asked get an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from async_grpo.weights.base import Announcement
+from async_grpo.weights.shared_memory import SegmentCopy, read_segment
+
+RETRIES = 1
+KEPT = 1
+"""Publications beside the newest whose paths are known: a node has two segments."""
+
+
+class RelayProcess:
+    """One node's relay."""
+
+    def __init__(self, *, key: str, fallback: str) -> None:
+        self._copy = SegmentCopy(key=key, fallback=Path(fallback))
+
+    def read(self, path: str, sequence: int, nbytes: int) -> np.ndarray:
+        """The bytes of the learner's segment, on its node."""
+        return read_segment(Path(path), sequence, nbytes)
+
+    def write(self, sequence: int, data: np.ndarray) -> tuple[str, str]:
+        """Copy them into this node's segment: its path, and what the user should know."""
+        return str(self._copy.write(sequence, data)), self._copy.note
+
+    def pid(self) -> int:
+        """Process id, for tests and post-mortems."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Remove the segments."""
+        self._copy.close()
+
+
+class Relays:
+    """Relay processes by node, started when the first engine of a node asks. `home`: the node of learner rank 0."""
+
+    def __init__(self, *, home: str, key: str, fallback: Path, where: Callable[[str], dict[str, Any]], note: Callable[[str], None]) -> None:
+        """where(node_id): Ray options of a process on that node that needs no reserved resources."""
+        self._home, self._key, self._fallback, self._where, self._note = home, key, fallback, where, note
+        self._relays: dict[str, Any] = {}
+        self._paths: dict[tuple[str, str, int], asyncio.Task[str]] = {}
+        self._noted: set[str] = set()
+
+    async def local(self, announcement: Announcement, node_id: str) -> Announcement:
+        """The announcement as engines on this node need it. Raises Ray's error when a relay died more often than it is started again."""
+        if announcement.backend != "shared_memory" or node_id == self._home:
+            return announcement
+        payload = announcement.payload
+        key = (node_id, payload["path"], payload["sequence"])
+        if key not in self._paths:
+            for old in [known for known in self._paths if known[0] == node_id][:-KEPT]:
+                del self._paths[old]
+            self._paths[key] = asyncio.ensure_future(self._fetch(announcement, node_id))
+        try:
+            path = await asyncio.shield(self._paths[key])
+        except BaseException:
+            self._paths.pop(key, None)  # whoever asks next tries again
+            raise
+        return replace(announcement, payload=payload | {"path": path})
+
+    async def close(self) -> None:
+        """Remove the segments and end the relays."""
+        relays, self._relays = list(self._relays.values()), {}
+        await asyncio.gather(*[relay.close.remote() for relay in relays], return_exceptions=True)
+        for relay in relays:
+            ray.kill(relay)
+
+    async def _fetch(self, announcement: Announcement, node_id: str) -> str:
+        payload = announcement.payload
+        data = self._relay(self._home).read.remote(payload["path"], payload["sequence"], announcement.nbytes)
+        path, note = await self._relay(node_id).write.remote(payload["sequence"], data)
+        if note and node_id not in self._noted:
+            self._noted.add(node_id)
+            self._note(f"node {node_id[:8]}: {note}")
+        return path
+
+    def _relay(self, node_id: str) -> Any:
+        if node_id not in self._relays:
+            actor = ray.remote(RelayProcess).options(max_restarts=-1, max_task_retries=RETRIES, **self._where(node_id))
+            self._relays[node_id] = actor.remote(key=self._key, fallback=str(self._fallback))
+        return self._relays[node_id]
