@@ -11,6 +11,7 @@ version stamped by the engine; anything else raises.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import time
@@ -23,6 +24,7 @@ import numpy as np
 
 from async_grpo.config.schema import Config
 from async_grpo.config.weight_sync import Deadlines
+from async_grpo.errors import SetupError
 from async_grpo.weights.base import WORKER_ENGINES, Announcement, Receipt, is_version, parse_label
 from async_grpo.wire import VersionSpan
 
@@ -86,6 +88,8 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if not {"mode", "clear_cache"} <= set(inspect.signature(AsyncLLM.pause_generation).parameters):
+            raise SetupError("this vLLM cannot pause with requests kept, or not say what becomes of their caches; install the version of packages.toml")
         args = AsyncEngineArgs(**_engine_arguments(config, model_dir=model_dir, device=device, backend=backend, seed=seed))
         llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=[_request_times()])
         engine = cls(

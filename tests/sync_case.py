@@ -418,7 +418,7 @@ async def run_asynchronously(
     """Train `run.total_steps` learner steps."""
     queue = queue_type(queue_settings(config))
     learner, fleet, total_steps = Learner(config, queue), Fleet(queue, faults, actor_type), config.run.total_steps or 0
-    coordinator = Coordinator(config, learner=learner, engines=fleet, backend="shared_memory", live=queue.live, exact=True)
+    coordinator = Coordinator(config, learner=learner, engines=fleet, backend="shared_memory", live=queue.live, exact=True, note=print)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
         await fleet.start(tasks, coordinator)
         loop = Loop(

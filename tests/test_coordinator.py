@@ -157,9 +157,10 @@ class Fixture:
         self.learner = FakeLearner(self.events, moves=moves, backend=backend)
         self.members = [FakeEngine(f"a{index}", self.events) for index in range(engines)]
         self.dropped: dict[str, BaseException] = {}
+        self.notes: list[str] = []
         self.live_error: BaseException | None = None
         self.coordinator = Coordinator(
-            settings or config(), learner=self.learner, engines=self, backend=backend, live=self.live, exact=exact
+            settings or config(), learner=self.learner, engines=self, backend=backend, live=self.live, exact=exact, note=self.notes.append
         )
 
     def alive(self) -> tuple[FakeEngine, ...]:
@@ -334,6 +335,7 @@ def test_a_torn_engine_takes_the_publication_again_before_it_is_live() -> None:
         assert run.members[1].weight == 2.0
         assert run.events[-1] == "live 1"
         assert run.coordinator.measurements()["weights/repeated"] == 2
+        assert run.notes == ["publication v0.1 was cut off and is repeated: a1: cut off"] * 2
 
     asyncio.run(scenario())
 
@@ -585,7 +587,7 @@ def test_self_check_passes_for_honest_engines_and_leaves_the_true_weights() -> N
         measured = await run.coordinator.start(0)
         assert measured["weights/self_check_error"] < 1e-6
         assert measured["weights/self_check_moved"] == pytest.approx(0.1, rel=1e-3)
-        assert measured["weights/sampler_error"] < 1e-6
+        assert measured["weights/self_check_sampler_error"] < 1e-6
         assert [engine.received for engine in run.members] == [[SELF_CHECK, "v0.0"]] * 2
         assert [engine.weight for engine in run.members] == [1.0, 1.0]
         assert SELF_CHECK not in [event.removeprefix("live ") for event in run.events]
@@ -612,7 +614,7 @@ def test_self_check_allows_rounding_and_looks_harder_when_it_hides_the_test() ->
         measured = await run.coordinator.start(0)  # the first perturbation moves 0.09 on average, less than four times the 0.03 allowed
         assert run.members[0].received == [SELF_CHECK, SELF_CHECK, "v0.0"]
         assert measured["weights/self_check_moved"] == pytest.approx(0.18, rel=1e-3)
-        assert measured["weights/sampler_error"] == pytest.approx(0.02, rel=1e-3)
+        assert measured["weights/self_check_sampler_error"] == pytest.approx(0.02, rel=1e-3)
         assert run.learner.weight == 1.0
 
     asyncio.run(scenario())

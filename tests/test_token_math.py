@@ -18,7 +18,7 @@ from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.schema import Config
 from async_grpo.learner.rows import Row, StalenessError, TokenBatch, decode_rows, token_batch
-from async_grpo.learner.token_math import TokenMath
+from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.wire import GroupTicket, pack_frames
 from tests.wire_case import frame_of
 
@@ -233,3 +233,26 @@ def test_returns_on_the_ranks_are_those_of_the_formula(estimator: str, gamma: fl
         for t, value in returns[key].items():
             advantage = value - values[key].baseline if estimator == "remax" else (value - mean) / (std + 1e-6)
             assert row.advantages[t] == pytest.approx(max(-1.5, min(1.5, advantage)), rel=1e-5, abs=1e-5), (key, t)
+
+
+def test_the_sampler_is_compared_on_tokens_of_the_learners_own_version() -> None:
+    rows = make_rows()
+    planned = [PlanRow(*key, 2, len(row.mask), 1.0) for key, row in rows.items()]
+    rows[10, 2].lag[:] = 0
+    for row in rows.values():
+        row.advantages = np.zeros(len(row.mask), np.float32)
+    batch = token_batch(planned, [rows[row.key] for row in planned], CPU)
+    logprobs = batch.behavior + torch.linspace(-0.1, 0.2, len(batch.behavior))
+    metrics = MetricSums()
+    compare_sampler(metrics, batch, logprobs)
+    differences: dict[str, list[float]] = {"weights/sampler_error": [], "weights/kv_cache_error": []}
+    position = 0
+    for row in planned:
+        one = rows[row.key]
+        for lag, mask in zip(one.lag, one.mask, strict=True):
+            if lag == 0 and mask:
+                name = "weights/sampler_error" if max(one.lag) == 0 else "weights/kv_cache_error"
+                differences[name].append(abs(float(logprobs[position] - batch.behavior[position])))
+            position += 1
+    assert all(differences.values())
+    assert metrics.means() == pytest.approx({name: np.mean(values) for name, values in differences.items()}, rel=1e-5)

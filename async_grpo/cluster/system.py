@@ -155,7 +155,7 @@ class System:
             learner = tasks.create_task(starting)
         self.learner = learner.result()
         exact = placement.device == "cpu" and config.model.dtype != "bfloat16"
-        self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live, exact=exact)
+        self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live, exact=exact, note=note)
         self.loop = Loop(
             config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
             total_steps=self._total_steps, steps_done=steps_done,

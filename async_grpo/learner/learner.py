@@ -31,7 +31,7 @@ from async_grpo.learner.collectives import Collectives
 from async_grpo.learner.model import Packed, PolicyModel, load_model, pack
 from async_grpo.learner.published import Published
 from async_grpo.learner.rows import Row, Stopwatch, TokenBatch, chunks, decode_rows, learning_rate, token_batch
-from async_grpo.learner.token_math import TokenMath
+from async_grpo.learner.token_math import TokenMath, compare_sampler
 
 Fetch = Callable[[int, Sequence[int]], wire.Buffer]
 
@@ -174,7 +174,7 @@ class Learner:
             selections = self._select(micro_batches) if self._math.selects else [None] * len(micro_batches)
             losses = []
             for micro_batch, selection in zip(micro_batches, selections, strict=True):
-                loss = self._loss(micro_batch, selection)
+                loss = self._loss(micro_batch, selection, unmoved=index == 0)
                 self.engine.backward(loss * self.world_size)
                 losses.append(loss.detach())
             total = self._checked_total(torch.stack(losses), micro_batches)
@@ -203,11 +203,13 @@ class Learner:
         self._metrics.add_value("time/learner_select", watch.seconds)
         return selections
 
-    def _loss(self, planned: Sequence[PlanRow], selection: Tensor | None) -> Tensor:
-        """This rank's share of the loss from one micro-batch: a scalar to be added to the others."""
+    def _loss(self, planned: Sequence[PlanRow], selection: Tensor | None, *, unmoved: bool) -> Tensor:
+        """This rank's share of the loss from one micro-batch: a scalar to be added to the others. unmoved: the weights are those of the step's start."""
         one = self._forward(planned, with_entropy=True)
         if planned:
             self._count(one.packed)
+            if unmoved:
+                compare_sampler(self._metrics, one.batch, one.logprobs.detach())
         return self._math.loss(one.batch, one.logprobs, one.entropy, selection=selection, metrics=self._metrics if planned else None)
 
     def _forward(self, planned: Sequence[PlanRow], *, with_entropy: bool) -> Pass:

@@ -143,6 +143,19 @@ class TokenMath:
         return weights, kept
 
 
+def compare_sampler(metrics: MetricSums, batch: TokenBatch, logprobs: Tensor) -> None:
+    """Learner against sampler on tokens of lag 0, which were sampled from the very weights that computed `logprobs` [M].
+
+    weights/sampler_error: mean absolute difference in responses of one version. weights/kv_cache_error: in those that were running when the
+    weights came; with `weight_sync.kv_cache: recompute` the same, with `keep` larger, since these tokens looked at an older version's cache.
+    """
+    oldest = torch.zeros(int(batch.row_index.max()) + 1, dtype=batch.lag.dtype, device=batch.lag.device)
+    oldest = oldest.scatter_reduce(0, batch.row_index, batch.lag, "amax")[batch.row_index]
+    fresh, error = (batch.mask != 0) & (batch.lag == 0), (logprobs - batch.behavior).abs()
+    metrics.add("weights/sampler_error", error, fresh & (oldest == 0))
+    metrics.add("weights/kv_cache_error", error, fresh & (oldest > 0))
+
+
 def _double(values: Sequence[float] | np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(values, np.float64))
 

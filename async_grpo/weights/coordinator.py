@@ -62,11 +62,11 @@ class Coordinator:
 
     def __init__(
         self, config: Config, *, learner: LearnerSide, engines: EngineSet, backend: str, live: Callable[[int, str], Awaitable[None]],
-        exact: bool, run_epoch: int = 0,
+        exact: bool, note: Callable[[str], None], run_epoch: int = 0,
     ) -> None:
-        """exact: learner and engines compute in float32. live(step, digest): tell the queue."""
+        """exact: learner and engines compute in float32. live(step, digest): tell the queue. note: what the user should read."""
         self._config, self._learner, self._engines, self._backend, self._live = config, learner, engines, backend, live
-        self._pushes, self._run_epoch = backend == "nccl", run_epoch
+        self._pushes, self._run_epoch, self._note = backend == "nccl", run_epoch, note
         self._lock, self._joining = asyncio.Lock(), asyncio.Lock()
         self._newest: Announcement | None = None
         self._running: asyncio.Task[None] | None = None
@@ -223,6 +223,7 @@ class Coordinator:
                 self._group = set(outcome.done)
                 return
             self.times.repeated += 1
+            self._note(f"learner and engines form their group again: {outcome.reasons()}")
         raise Stalled(f"learner and engines could not form a group in {ATTEMPTS} attempts: {outcome.reasons()}")
 
     def _members(self) -> set[str]:
@@ -255,6 +256,7 @@ class Coordinator:
             if attempt == ATTEMPTS:
                 raise Stalled(f"publication {announcement.label} was cut off {ATTEMPTS} times: {outcome.reasons()}")
             self.times.repeated += 1
+            self._note(f"publication {announcement.label} was cut off and is repeated: {outcome.reasons()}")
         self._newest = announcement
 
     async def _receive(self, engines: Sequence[EngineHandle], announcement: Announcement) -> Outcome:
@@ -314,7 +316,7 @@ class Coordinator:
             differences[engine.actor_id] = Difference.of([served for _, _, served in answers], expected)
         self._object(differences, "of the responses that it samples")
         self._tolerance.noise = max(difference.mean for difference in differences.values())
-        return {"weights/sampler_error": self._tolerance.noise}
+        return {"weights/self_check_sampler_error": self._tolerance.noise}
 
     def _object(self, differences: dict[str, Difference], when: str) -> None:
         for actor_id, difference in differences.items():

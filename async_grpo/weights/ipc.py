@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from async_grpo.errors import SetupError
 from async_grpo.weights.base import Announcement, WeightOwner
 from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
 
@@ -29,6 +30,12 @@ class IpcSender:
 
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         if self._copy is None:
+            free, _ = torch.cuda.mem_get_info(self._owner.device)
+            if self._layout.nbytes > free:
+                raise SetupError(
+                    f"the copy of the weights that the engine reads takes {self._layout.nbytes / 2**20:,.0f} MiB and the GPU has "
+                    f"{free / 2**20:,.0f} MiB free; lower cluster.engine.kv_cache_gb, or give learner and engines GPUs of their own"
+                )
             self._copy = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
         return [{"metadata": to_wire(self._layout)} for _ in tensor_parallel_sizes]
 

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from async_grpo.config.weight_sync import Deadlines
-from async_grpo.errors import FaultBudgetSpent
+from async_grpo.errors import FaultBudgetSpent, SetupError
 from async_grpo.weights.base import Announcement, TornTransfer, WeightOwner
 from async_grpo.weights.guard import GuardedGroup, within
 from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
@@ -164,11 +165,19 @@ class NcclSender:
                 ) from None
 
     def _allocate(self) -> Tensor:
+        """Memory for a copy, counted before it is taken: on a GPU that hardly notices it, or pinned on the host."""
         if self._owner.device == "cpu":
             return torch.empty(self._layout.nbytes, dtype=torch.uint8)
         total = torch.cuda.get_device_properties(self._owner.device).total_memory
         if not self._owner.sharded and self._layout.nbytes <= COPY_SHARE * total:
             return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
+        meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(meminfo["MemAvailable"].split()[0]) * 1024
+        if self._layout.nbytes > available:
+            raise SetupError(
+                f"a copy of the weights to send takes {self._layout.nbytes / 2**20:,.0f} MiB of host memory, {available / 2**20:,.0f} MiB are "
+                "available; set weight_sync.overlap: false and weight_sync.self_check: false to do without"
+            )
         return torch.empty(self._layout.nbytes, dtype=torch.uint8, pin_memory=True)
 
 
