@@ -291,16 +291,16 @@ def test_an_engine_that_fails_at_the_start_ends_the_run() -> None:
     asyncio.run(scenario())
 
 
-def test_a_failed_send_raises_at_the_next_call() -> None:
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_failed_send_ends_the_publication(streamed: bool) -> None:
     async def scenario() -> None:
-        run = Fixture()
+        run = Fixture(backend="nccl")
         await run.coordinator.start(0)
+        run.learner.streamed = streamed
         run.learner.send_error = RuntimeError("the learner died")
-        await run.coordinator.publish(1)
-        with pytest.raises(RuntimeError, match="the learner died"):
-            await run.coordinator.wait()
-        with pytest.raises(RuntimeError, match="the learner died"):
-            await run.coordinator.publish(2)
+        for version in (1, 2):
+            with pytest.raises(RuntimeError, match="the learner died"):
+                await run.coordinator.publish(version)
         assert run.events[-1] != "live 1"
 
     asyncio.run(scenario())
@@ -376,7 +376,7 @@ def test_nccl_repeats_for_all_when_the_learner_is_torn() -> None:
     async def scenario() -> None:
         run = Fixture(backend="nccl")
         await run.coordinator.start(0)
-        run.learner.torn = ["no bucket moved"]
+        run.learner.torn, run.learner.streamed = ["no bucket moved"], True
         await run.coordinator.publish(1)
         await run.coordinator.wait()
         assert [engine.received for engine in run.members] == [["v0.0", "v0.1", "v0.1"]] * 2

@@ -134,7 +134,7 @@ def test_every_worker_of_every_engine_has_its_rank_and_receives_all(control: Con
     owner = ModuleOwner(MixedModel().to("cuda:0" if GPUS else "cpu"))
     owner.device = "cuda:0" if GPUS else "cpu"
     save_file(owner.model.state_dict(), tmp_path / "model.safetensors")
-    sender = make_sender(owner, packed=packed, deadlines=Deadlines(bucket_s=2.0))
+    sender = make_sender(owner, packed=packed, deadlines=Deadlines(pause_s=0.5, bucket_s=2.0))
     try:
         one, two = sender.connect("127.0.0.1", [1, 2])
         assert (one["group"]["rank_offset"], two["group"]["rank_offset"]) == (1, 2) and one["group"]["world_size"] == two["group"]["world_size"] == 4
@@ -459,7 +459,7 @@ def test_publications_reach_a_real_engine(serving: Serving, control: Control, pa
 @only_doubles
 def test_an_engine_that_dies_is_noticed_by_both_sides(serving: Serving, control: Control) -> None:
     owner = ModuleOwner(serving.model)
-    sender = make_sender(owner, overlap=True, deadlines=Deadlines(bucket_s=1.0))
+    sender = make_sender(owner, overlap=True, deadlines=Deadlines(pause_s=0.5, bucket_s=1.0))
     [payload] = sender.connect("127.0.0.1", [1])
     joined = serving.submit(serving.engine.connect(payload))
     assert in_thread(sender.rendezvous).result(DEADLINE_S) == ""

@@ -18,7 +18,7 @@ class Deadlines(Section):
     pause_s: Seconds = 30.0
     """An engine's current forward pass, after which it pauses."""
     bucket_s: Seconds = 30.0
-    """Longest silence in a transfer over NCCL; then both sides abort it."""
+    """Longest silence in a transfer over NCCL, after which both sides abort it; before the first bucket `pause_s` longer."""
     resume_s: Seconds = 30.0
     """Setting the new version label and going on."""
     acknowledge_s: Seconds = 120.0

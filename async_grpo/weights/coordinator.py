@@ -108,6 +108,8 @@ class Coordinator:
             staged = await self._learner.stage(self._label(version), verify=verify, sequences=sequences)
             if sequences:
                 self._probes.expect(staged.announcement.label, staged.logprobs)
+            if self._pushes and not staged.announcement.streamed:
+                await self._learner.send(staged.announcement)  # begun in the background, before the next step can keep the learner busy
         except BaseException:
             self._lock.release()
             raise
@@ -182,7 +184,7 @@ class Coordinator:
     async def _finish(self, announcement: Announcement, version: int, *, verify: bool) -> None:
         started = time.perf_counter()
         try:
-            await self._deliver(announcement)
+            await self._deliver(announcement, sent=not announcement.streamed)
         finally:
             self._lock.release()
         await self._live(version, announcement.digest)
@@ -215,7 +217,7 @@ class Coordinator:
                 learner=self._learner.rendezvous(), seconds=deadlines.rendezvous_s + deadlines.bucket_s, what="the rendezvous",
             )
             if strict:
-                _demand(outcome)
+                _demand(outcome, Stalled)
             await self._drop(outcome)
             engines = [engine for engine in engines if engine.actor_id not in outcome.lost]
             if outcome.complete or not (self._pushes and engines):
@@ -237,13 +239,13 @@ class Coordinator:
 
     # ---- one publication ----
 
-    async def _deliver(self, announcement: Announcement, *, strict: bool = False) -> None:
-        """Every connected engine serves the announced weights, or is dropped."""
+    async def _deliver(self, announcement: Announcement, *, strict: bool = False, sent: bool = False) -> None:
+        """Every connected engine serves the announced weights, or is dropped. sent: the learner is sending already."""
         engines = self.serving()
         for attempt in range(1, ATTEMPTS + 1):
-            outcome = await self._receive(engines, announcement)
+            outcome = await self._receive(engines, announcement, sent=sent and attempt == 1)
             if strict:
-                _demand(outcome)
+                _demand(outcome, Stalled)
             self.times.add(outcome)
             await self._drop(outcome)
             engines = [engine for engine in engines if engine.actor_id in outcome.failed]
@@ -259,7 +261,7 @@ class Coordinator:
             self._note(f"publication {announcement.label} was cut off and is repeated: {outcome.reasons()}")
         self._newest = announcement
 
-    async def _receive(self, engines: Sequence[EngineHandle], announcement: Announcement) -> Outcome:
+    async def _receive(self, engines: Sequence[EngineHandle], announcement: Announcement, *, sent: bool = False) -> Outcome:
         async def receive(engine: EngineHandle) -> Receipt:
             receipt = await engine.receive(announcement)
             if not receipt.failure and receipt.serving != announcement.label:
@@ -268,7 +270,7 @@ class Coordinator:
 
         seconds = self._config.weight_sync.deadlines.acknowledge_s
         what = f"publication {announcement.label}"
-        return await self._ask(engines, receive, learner=self._learner.send(announcement), seconds=seconds, what=what)
+        return await self._ask(engines, receive, learner=None if sent else self._learner.send(announcement), seconds=seconds, what=what)
 
     async def _ask(
         self, engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[Receipt]], *, seconds: float, what: str,
@@ -346,9 +348,9 @@ def _looked_at(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-def _demand(outcome: Outcome) -> None:
-    """Raise unless everybody did it."""
+def _demand(outcome: Outcome, kind: type[Exception] = TornTransfer) -> None:
+    """Raise unless everybody did it: what an engine raised, or this kind with the reasons."""
     for error in outcome.lost.values():
         raise error
     if not outcome.complete:
-        raise TornTransfer(outcome.reasons())
+        raise kind(outcome.reasons())

@@ -45,8 +45,9 @@ def within(seconds: float, what: str, work: Callable[[], T]) -> T:
 class GuardedGroup:
     """vLLM's communicator (`broadcast`, `destroy`) for one publication at a time: `begin`, broadcasts, `end`. `aborted`: why, or ""."""
 
-    def __init__(self, group: Any, *, quiet_s: float) -> None:
-        self._group, self._quiet_s, self.rank = group, quiet_s, group.rank
+    def __init__(self, group: Any, *, quiet_s: float, first_s: float) -> None:
+        """quiet_s: longest silence between buckets. first_s: longer it may take until the first, while other engines still pause."""
+        self._group, self._quiet_s, self._first_s, self.rank = group, quiet_s, first_s, group.rank
         self.aborted = ""
         self._verify = False
         self._moved_at = 0.0
@@ -56,7 +57,7 @@ class GuardedGroup:
         """Arm the watchdog. verify: a checksum follows every bucket, and receivers compare before anything is loaded."""
         self._layout, self._verify = layout, verify
         self._buckets = self._bytes = 0
-        self._moved_at, self._done = time.monotonic(), threading.Event()
+        self._moved_at, self._done = time.monotonic() + self._first_s, threading.Event()
         threading.Thread(target=self._watch, args=(self._done,), name="async_grpo-transfer-watchdog", daemon=True).start()
 
     def end(self) -> None:

@@ -67,7 +67,7 @@ class NcclSender:
         payloads, offset = [], 1
         for size in tensor_parallel_sizes:
             payloads.append({
-                "metadata": to_wire(self._layout), "rendezvous_s": self._deadlines.rendezvous_s, "bucket_s": self._deadlines.bucket_s,
+                "metadata": to_wire(self._layout), **self._deadlines.model_dump(include={"rendezvous_s", "pause_s", "bucket_s"}),
                 "group": {
                     "master_address": address, "master_port": port, "rank_offset": offset, "world_size": world_size, **self._packing,
                 },
@@ -89,7 +89,8 @@ class NcclSender:
         except (TimeoutError, RuntimeError) as error:
             return f"the learner could not form a group with the engines: {error}"
         if engine.model_update_group is not None:
-            engine.model_update_group = GuardedGroup(engine.model_update_group, quiet_s=self._deadlines.bucket_s)
+            deadlines = self._deadlines
+            engine.model_update_group = GuardedGroup(engine.model_update_group, quiet_s=deadlines.bucket_s, first_s=deadlines.pause_s)
         self._engine = engine
         return ""
 
@@ -156,7 +157,7 @@ class NcclSender:
         """Wait for the thread that sends the copy; that it was torn its engines know. Raises TransferStuck if even an abort did not free it."""
         sending, self._sending = self._sending, None
         if sending is not None:
-            seconds = self._deadlines.bucket_s + ABORT_S
+            seconds = self._deadlines.pause_s + self._deadlines.bucket_s + ABORT_S
             try:
                 sending.result(timeout=seconds)
             except TimeoutError:

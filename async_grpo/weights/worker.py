@@ -44,6 +44,7 @@ class InitInfo(WeightTransferInitInfo):
     metadata: Metadata
     group: dict[str, Any] = field(default_factory=dict)
     rendezvous_s: float = 0.0
+    pause_s: float = 0.0
     bucket_s: float = 0.0
 
 
@@ -163,7 +164,7 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
             NCCLWeightTransferEngine.init_transfer_engine(self, group)
 
         within(init_info.rendezvous_s, "joining the learner's group", join)
-        self.model_update_group = GuardedGroup(self.model_update_group, quiet_s=init_info.bucket_s)
+        self.model_update_group = GuardedGroup(self.model_update_group, quiet_s=init_info.bucket_s, first_s=init_info.pause_s)
 
     def receive_weights(self, update_info: BroadcastInfo) -> None:
         entries = self._layout.entries
