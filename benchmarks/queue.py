@@ -42,6 +42,7 @@ from async_grpo.replay.rules import QueueSettings
 from benchmarks.algo import kilobytes
 from benchmarks.queue_actors import Consumer, PlainQueue, Producer, Shape
 from benchmarks.queue_alone import ages, crowd, recovery
+from benchmarks.tables import aim, spread, write_docs
 
 PRODUCERS, MAX_STALENESS, WARM_UP_STEPS, MAX_STEPS = 2, 3, 4, 100_000
 WAITING_ACTORS = 1_200
@@ -54,7 +55,6 @@ SHAPES = {
 }
 TINY = Shape(rows=1, tokens=1, batch=256, call=0, steps=0)
 PARTS = ["age", *SHAPES, "crowd", "recovery"]
-MARKERS = ("<!-- benchmarks.queue: begin -->", "<!-- benchmarks.queue: end -->")
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,6 @@ async def contest(name: str, *, rounds: int, directory: Path) -> Contest:
     return found
 
 
-def spread(values: Sequence[float], digits: str = ".2f") -> str:
-    """Median, smallest and largest."""
-    ordered = sorted(values)
-    return f"{statistics.median(ordered):{digits}} ({ordered[0]:{digits}} to {ordered[-1]:{digits}})"
-
-
 def percentiles(seconds: Sequence[float]) -> str:
     """p50 / p99 in milliseconds."""
     return f"{np.percentile(seconds, 50) * 1e3:.1f} / {np.percentile(seconds, 99) * 1e3:.1f}"
@@ -227,11 +221,6 @@ def contest_aims(found: Contest) -> list[str]:
         speed = statistics.median(one.gb_per_s for one in ours)
         lines.append(aim("large: 1 GB/s", f"{speed:.2f} GB/s", met=speed >= 1))
     return lines
-
-
-def aim(what: str, figure: str, *, met: bool) -> str:
-    """A line of the list of aims."""
-    return f"| {what} | {figure} | {'met' if met else 'not met'} |"
 
 
 def age_part(groups: int) -> tuple[list[str], list[str], Any]:
@@ -284,16 +273,6 @@ def contest_part(name: str, *, rounds: int, directory: Path) -> tuple[list[str],
     return contest_lines(found), contest_aims(found), {"rounds": values, "memcpy_gb_per_s": found.memcpy, "disk_gb_per_s": found.disk}
 
 
-def write_docs(path: Path, lines: Sequence[str]) -> None:
-    """Replace what stands between the markers."""
-    text = path.read_text(encoding="utf-8")
-    if text.count(MARKERS[0]) != 1 or text.count(MARKERS[1]) != 1:
-        raise SystemExit(f"{path} needs the lines {MARKERS[0]} and {MARKERS[1]}, once each")
-    before, rest = text.split(MARKERS[0])
-    after = rest.split(MARKERS[1])[1]
-    path.write_text("\n".join([before + MARKERS[0], *lines, MARKERS[1] + after]), encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.queue", description="What the replay queue carries.")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
@@ -330,7 +309,7 @@ def main() -> None:
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if arguments.docs:
-        write_docs(arguments.docs, shown)
+        write_docs(arguments.docs, shown, benchmark="queue")
 
 
 if __name__ == "__main__":
