@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,6 +36,12 @@ COPY_AIM, ROLLOUT_AIM, LEARNER_AIM = 0.8, 0.02, 0.05
 ROLLOUT_AIM_SIZES = ("1M", "14M")
 Part = tuple[list[str], list[str], Any]
 """Lines of a table, lines of the list of aims, and values for the JSON."""
+
+
+def told(line: str) -> str:
+    """The line, shown as soon as it is there: a part takes minutes."""
+    print(line, file=sys.stderr, flush=True)
+    return line
 
 
 def left_out(size: Size) -> str:
@@ -64,10 +71,10 @@ def stage_part(models: dict[str, str], *, quick: bool, directory: Path) -> Part:
             rounds = 3 if quick else size.rounds
             found = staged(size, model, zero_stage=zero_stage, rounds=rounds, fallback=directory)
             values[f"{name} zero{zero_stage}"] = [asdict(one) for one in found]
-            lines.append(stage_line(name, zero_stage, found))
+            lines.append(told(stage_line(name, zero_stage, found)))
             megabytes = f"{found[0].nbytes / 2**20:,.1f}"
             peaks = f"{found[0].peak_mb:,.1f} | {found[0].segment_mb:,.1f} | {found[1].peak_mb if len(found) > 1 else 0:,.1f}"
-            memory.append(f"| {name} | {megabytes} | {zero_stage} | {peaks} |")
+            memory.append(told(f"| {name} | {megabytes} | {zero_stage} | {peaks} |"))
             if zero_stage == 1:
                 ratio = statistics.median(found[0].of_memcpy)
                 aims.append(aim(f"writing the segment at {COPY_AIM} of memcpy, {name}", f"{ratio:.2f}", met=ratio >= COPY_AIM))
@@ -98,7 +105,7 @@ def engine_part(models: dict[str, str], *, quick: bool, pairs: int, directory: P
         for kv_cache in ("recompute", "keep"):
             found = engine_side(size, model, kv_cache=kv_cache, pairs=2 if quick else pairs, window_s=2 if quick else 8, fallback=directory)
             values[f"{name} {kv_cache}"] = asdict(found)
-            lines.append(engine_line(size, kv_cache, found))
+            lines.append(told(engine_line(size, kv_cache, found)))
             if name in ROLLOUT_AIM_SIZES:
                 share = statistics.median(pair.share for pair in found.pairs)
                 what = f"rollout time lost at most {ROLLOUT_AIM:.0%} at one publication per {EVERY_S:g} s, {name}, {kv_cache}"
@@ -126,6 +133,7 @@ def learner_part(*, quick: bool, rounds: int, directory: Path) -> Part:
     for number in range(1 if quick else rounds):
         for overlap in (True, False) if number % 2 else (False, True):
             found[overlap].append(run_once(directory / f"run{number}{overlap}", overlap=overlap, steps=8 if quick else 60))
+            told(f"overlap {overlap}: {found[overlap][-1]}")
     lines = [
         f"learner: the quickstart, {found[True][0].steps} steps after the first, a publication after each; lost: waited for it", "",
         f"| overlap | runs | steps/s | train ms | waited ms | lost | lost at {STEPS_PER_S:g} steps/s | engine paused ms | until live ms |",

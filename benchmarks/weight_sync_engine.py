@@ -23,6 +23,7 @@ from async_grpo.config.schema import Config
 from async_grpo.engine import Engine, Sampling
 from async_grpo.weights.base import Version
 from async_grpo.weights.shared_memory import SharedMemorySender
+from benchmarks.weight_sync_learner import KEY
 from benchmarks.weight_sync_models import PlainWeights, Size
 
 TIMEOUT_S, PROMPT = 900.0, list(range(3, 11))
@@ -94,7 +95,7 @@ async def _measured(size: Size, model: str, *, kv_cache: str, pairs: int, window
         "cluster": {"engine": {"max_num_seqs": size.sequences, "kv_cache_gb": 1.0}},
     })
     engine = await Engine.start(config, model_dir=model, device="cpu", backend="shared_memory", stop_token_ids=[], label="v0.0", seed=1)
-    sender = SharedMemorySender(PlainWeights(model), key=f"benchmark{kv_cache}", fallback=fallback)
+    sender = SharedMemorySender(PlainWeights(model), key=f"{KEY}{kv_cache}", fallback=fallback)
     try:
         [payload] = sender.connect("", [1])
         receipt = await engine.connect(payload)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,6 +28,8 @@ from benchmarks.algo import kilobytes
 from benchmarks.weight_sync_models import Size
 
 TIMEOUT_S = 600.0
+KEY = "test-benchmark"
+"""Begins the names of segments; tests that look for what a run has left behind pass over it."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,27 @@ class RankResult:
 
 def staged(size: Size, model: str, *, zero_stage: int, rounds: int, fallback: Path) -> list[RankResult]:
     """What every rank of a learner of this size measures."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with ProcessPoolExecutor(size.ranks, mp_context=get_context("spawn")) as pool:
         running = [pool.submit(rank_work, size, model, zero_stage, rounds, fallback, rank, port) for rank in range(size.ranks)]
-        return [one.result(timeout=TIMEOUT_S) for one in running]
+        finished, waiting = wait(running, timeout=TIMEOUT_S, return_when=FIRST_EXCEPTION)
+        if waiting:  # a rank whose neighbour failed would wait for it
+            for child in multiprocessing.active_children():
+                child.kill()
+        for one in finished:
+            one.result()  # raises why
+        if waiting:
+            raise TimeoutError(f"staging {size.name} took longer than {TIMEOUT_S:g} s")
+        return [one.result() for one in running]
+
+
+def free_port() -> int:
+    """A port below those that the system gives to outgoing connections: one of theirs could be taken before the ranks meet there."""
+    for port in range(20_000 + os.getpid() % 5_000, 32_000):
+        with socket.socket() as found:
+            if found.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise RuntimeError("no port below 32,000 is free for the learner's ranks to meet")
 
 
 def rank_work(size: Size, model: str, zero_stage: int, rounds: int, fallback: Path, rank: int, port: int) -> RankResult:
@@ -88,7 +106,7 @@ def rank_work(size: Size, model: str, zero_stage: int, rounds: int, fallback: Pa
         raise RuntimeError("the benchmark trains nothing")
 
     learner = Learner(learner_config(size, model, zero_stage=zero_stage), model_dir=model, fetch=fetch, device="cpu", total_updates=1)
-    key = f"benchmark{port}"
+    key = f"{KEY}{port}"
     sender = SharedMemorySender(learner, key=key, fallback=fallback)
     try:
         peak_mb, segment_mb = first_stage(sender)
