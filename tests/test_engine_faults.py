@@ -23,7 +23,7 @@ from async_grpo.engine import Engine, EngineError
 from async_grpo.errors import SetupError
 from async_grpo.weights.base import Announcement, Receipt, Staged, TokenSequence, TransferMismatch
 from async_grpo.weights.coordinator import Coordinator
-from async_grpo.weights.shared_memory import SEGMENT_DIR, SharedMemorySender
+from async_grpo.weights.shared_memory import SEGMENT_DIR, SegmentReader, SharedMemorySender
 from tests.models import ModuleOwner, write_model
 from tests.test_inflight import PROMPT, learner_logprobs, perturbed
 
@@ -313,6 +313,18 @@ async def test_a_stopped_process_is_dropped_within_its_deadline(run: Run, phase:
     assert time.monotonic() - started < ACKNOWLEDGE_S + LATE_S
     assert list(run.dropped) == ["a0"] and str(run.dropped["a0"]).startswith(says)
     assert run.coordinator.measurements()["weights/dropped_engines"] == 1 and not run.notes, "it is not repeated for one that is gone"
+
+
+@pytest.mark.xfail(reason="a publication that is staged before a newcomer has read its test copy removes the copy", strict=True)
+async def test_a_newcomer_is_checked_while_the_run_publishes(tmp_path: Path) -> None:
+    sender = SharedMemorySender(ModuleOwner(torch.nn.Linear(4, 3)), key=f"test-{uuid.uuid4().hex[:8]}", fallback=tmp_path)
+    try:
+        [payload] = sender.connect("127.0.0.1", [1])
+        check = sender.stage("self-check", verify=True, apart=True)
+        sender.stage("v0.1", verify=False)
+        assert [name for name, _ in SegmentReader(payload["metadata"]).tensors(**check.payload)] == ["weight", "bias"]
+    finally:
+        sender.close()
 
 
 async def killed_in(run: Run, phase: str, patch: pytest.MonkeyPatch) -> None:
