@@ -31,6 +31,13 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
         ("publications", f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of its time for them"),
         ("learner time", f"{loop.seconds['train'] / seconds:.0%} training, {loop.seconds['wait'] / seconds:.0%} waiting for groups"),
     ]
+    checks = system.coordinator.measurements()
+    if checks["weights/probes"]:
+        rows.append((
+            "weights checked", f"{checks['weights/probes']:.0f} times while training; engines and learner differ by {checks['weights/drift']:.1e} at most"
+        ))
+    if times.repeated or times.dropped:
+        rows.append(("publication faults", f"{times.repeated} transfers repeated, {times.dropped} engines dropped"))
     if system.actors.restarts:
         rows.append(("restarts", f"{system.actors.restarts} rollout actors replaced"))
     if system.queue_restarts:
