@@ -211,6 +211,8 @@ class Learner:
     async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
         return Staged(Announcement(label, "fake", {"table": self.policy.table.detach().clone()}))
 
+    async def release(self) -> None: ...
+
     async def send(self, announcement: Announcement) -> str:
         await asyncio.sleep(0.001)
         return ""

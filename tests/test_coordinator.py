@@ -82,6 +82,9 @@ class FakeLearner:
             raise self.send_error
         return self.torn.pop(0) if self.torn else ""
 
+    async def release(self) -> None:
+        self.events.append("release")
+
     async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]:
         return [logprobs_of(self.weight, response) for _, response in sequences]
 

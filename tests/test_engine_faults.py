@@ -315,7 +315,6 @@ async def test_a_stopped_process_is_dropped_within_its_deadline(run: Run, phase:
     assert run.coordinator.measurements()["weights/dropped_engines"] == 1 and not run.notes, "it is not repeated for one that is gone"
 
 
-@pytest.mark.xfail(reason="a publication that is staged before a newcomer has read its test copy removes the copy", strict=True)
 async def test_a_newcomer_is_checked_while_the_run_publishes(tmp_path: Path) -> None:
     sender = SharedMemorySender(ModuleOwner(torch.nn.Linear(4, 3)), key=f"test-{uuid.uuid4().hex[:8]}", fallback=tmp_path)
     try:

@@ -16,7 +16,7 @@ import ray
 
 from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.cluster.placement import Placement
-from async_grpo.cluster.processes import LearnerProcess
+from async_grpo.cluster.processes import TRANSFER, LearnerProcess
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, Stalled
 from async_grpo.weights.base import Announcement, Staged, TokenSequence
@@ -38,7 +38,7 @@ class LearnerGroup:
         total_updates: int, checkpoint: str | None,
     ) -> LearnerGroup:
         """Start all ranks with these Ray options, and load the model, or the checkpoint."""
-        actor = ray.remote(LearnerProcess)
+        actor = ray.remote(concurrency_groups={TRANSFER: 1})(LearnerProcess)
         handles = [
             actor.options(**option).remote(config, rank=rank, cores=slot.cores, queue=queue)
             for rank, (slot, option) in enumerate(zip(placement.learners, options, strict=True))
@@ -100,9 +100,13 @@ class LearnerGroup:
         """Push staged weights, for transports that push; why the transfer is torn, or "". A copy is sent in the background."""
         if announcement.backend != "nccl":
             return ""
-        deadline = self._config.weight_sync.deadlines.acknowledge_s
-        senders = self._handles if announcement.streamed else self._handles[:1]
-        return (await self._within(asyncio.gather(*[handle.send.remote() for handle in senders]), deadline, "sending the weights"))[0]
+        if announcement.streamed:
+            return (await self._all("stream"))[0]
+        return await self._within(self._handles[0].send.remote(), self._config.weight_sync.deadlines.acknowledge_s, "sending the weights")
+
+    async def release(self) -> None:
+        """Free the copy that `stage_perturbed` made."""
+        await self._all("release")
 
     async def transport_note(self) -> str:
         """What the user should know about the transport, or ""."""

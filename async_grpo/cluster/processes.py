@@ -4,7 +4,7 @@ Runs in: rollout actors, learner ranks (`queue_process` has the queue's). A shel
 clients, packing of byte buffers for out-of-band transport, and environment variables before a library reads them.
 
 All calls of one actor run on one event loop (or one thread, in a learner rank). Ray gives every concurrency group a thread and a loop
-of its own, which an asyncio object does not survive; so there are no groups, and a limit that waiting calls cannot reach instead.
+of its own, which an asyncio object does not survive; so rollout actors have none, and a limit that waiting calls cannot reach instead.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from async_grpo.weights.base import Staged, TokenSequence
 from async_grpo.wire import Buffer, GroupTicket, pack_frames
 
 MAX_CALLS = 10_000
+TRANSFER = "transfer"
 CALL_TIMEOUT_S = 60.0
 
 
@@ -71,11 +72,16 @@ class RolloutProcess(RolloutActor):
 
 
 class LearnerProcess:
-    """One learner rank: the learner, its half of the weight transport, and its place in the process group."""
+    """One learner rank: the learner, its half of the weight transport, and its place in the process group.
+
+    All that computes runs in one thread. What the transport does without the model has a thread of its own (TRANSFER), since a publication
+    that is cut off is repeated while a learner step runs.
+    """
 
     def __init__(self, config: Config, *, rank: int, cores: Sequence[int], queue: Any) -> None:
         if cores:
-            os.sched_setaffinity(0, cores)
+            for thread in os.listdir("/proc/self/task"):  # Ray has started those that will run the calls
+                os.sched_setaffinity(int(thread), cores)
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
         self._config, self._rank, self._queue = config, rank, queue
 
@@ -110,17 +116,28 @@ class LearnerProcess:
         """Call a method of the learner."""
         return getattr(self._learner, name)(*args, **kwargs)
 
+    @ray.method(concurrency_group=TRANSFER)
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         """Prepare the transport for these engines; one init payload per engine."""
         return self._sender.connect(address, tensor_parallel_sizes)
 
+    @ray.method(concurrency_group=TRANSFER)
     def rendezvous(self) -> str:
         """Complete the transport's group; why it failed, or ""."""
         return self._sender.rendezvous()
 
+    @ray.method(concurrency_group=TRANSFER)
     def send(self) -> str:
-        """Push what is staged; why it is torn, or ""."""
+        """Push the staged copy; why it is torn, or ""."""
         return self._sender.send()
+
+    def stream(self) -> str:
+        """Push the weights of the model itself, with all ranks; why it is torn, or ""."""
+        return self._sender.send()
+
+    def release(self) -> None:
+        """Free the copy that was staged apart."""
+        self._sender.release()
 
     def note(self) -> str:
         """What the user should know about the transport."""

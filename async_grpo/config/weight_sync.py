@@ -17,8 +17,9 @@ class Deadlines(Section):
     """Copying the new weights out of the learner."""
     pause_s: Seconds = 30.0
     """An engine's current forward pass, after which it pauses."""
-    bucket_s: Seconds = 30.0
-    """Longest silence in a transfer over NCCL, after which both sides abort it; before the first bucket `pause_s` longer."""
+    bucket_s: Seconds = 20.0
+    """Longest time for one bucket over NCCL. When nothing moved for twice as long (two are under way), both sides abort; before the first
+    bucket `pause_s` later."""
     resume_s: Seconds = 30.0
     """Setting the new version label and going on."""
     acknowledge_s: Seconds = 120.0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
 
-_GATHER_BYTES = 2**28
+_GATHER_BYTES = 2**26
 Item = TypeVar("Item")
 
 
@@ -102,7 +102,7 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def buckets(items: Sequence[Item], parameters: Callable[[Item], Sequence[nn.Parameter]]) -> Iterator[list[Item]]:
-    """Consecutive items whose parameters fill up to 256 MiB a bucket (or one larger item): the unit of a gather."""
+    """Consecutive items whose parameters fill up to 64 MiB a bucket (or one larger item): the unit of a gather."""
     bucket: list[Item] = []
     held = 0
     for item in items:

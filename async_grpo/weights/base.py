@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from async_grpo.errors import RunError
+from async_grpo.errors import FaultBudgetSpent, RunError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +41,10 @@ class TransferMismatch(RunError):
 
 class TornTransfer(RuntimeError):
     """A publication was cut off: what was loaded may be a mixture, and must be replaced by a complete publication."""
+
+
+class TransferStuck(FaultBudgetSpent):
+    """The learner hangs in a transfer that cannot be aborted: its process would have to be replaced."""
 
 
 class Version(NamedTuple):
@@ -120,8 +124,11 @@ class WeightSender(Protocol):
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         """Copy the current weights out of the model; with `verify`, so that the engines can compare what arrives with what was sent.
 
-        apart: a copy in memory of its own, which lives until the next stage and leaves the newest publication as it is.
+        apart: a copy in memory of its own, which lives until `release` and leaves the newest publication as it is.
         """
+
+    def release(self) -> None:
+        """Free the copy that was staged apart; the engines have read it."""
 
     def send(self) -> str:
         """Push the staged weights; a no-op for transports whose engines pull. Returns why the transfer is torn, or "".

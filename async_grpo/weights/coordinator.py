@@ -27,8 +27,18 @@ import numpy as np
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, Stalled
-from async_grpo.weights.base import SELF_CHECK, Announcement, Receipt, Staged, TokenSequence, TornTransfer, TransferMismatch, Version
-from async_grpo.weights.delivery import EngineHandle, Outcome, everybody, grace
+from async_grpo.weights.base import (
+    SELF_CHECK,
+    Announcement,
+    Receipt,
+    Staged,
+    TokenSequence,
+    TornTransfer,
+    TransferMismatch,
+    TransferStuck,
+    Version,
+)
+from async_grpo.weights.delivery import GRACE_S, EngineHandle, Outcome, everybody, grace
 from async_grpo.weights.probes import Probes, PublicationTimes
 from async_grpo.weights.verification import SELF_CHECK_SCALES, Difference, Tolerance
 
@@ -46,6 +56,7 @@ class LearnerSide(Protocol):
     async def rendezvous(self) -> str: ...
     async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged: ...
     async def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged: ...
+    async def release(self) -> None: ...
     async def send(self, announcement: Announcement) -> str: ...
     async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]: ...
 
@@ -108,7 +119,7 @@ class Coordinator:
             staged = await self._learner.stage(self._label(version), verify=verify, sequences=sequences)
             if sequences:
                 self._probes.expect(staged.announcement.label, staged.logprobs)
-            if self._pushes and not staged.announcement.streamed:
+            if self._pushes and self._group and not staged.announcement.streamed:
                 await self._learner.send(staged.announcement)  # begun in the background, before the next step can keep the learner busy
         except BaseException:
             self._lock.release()
@@ -208,24 +219,26 @@ class Coordinator:
     async def _connect(self, engines: Sequence[EngineHandle], *, strict: bool = False) -> None:
         """Connect exactly these engines. strict: the first that fails ends the run; otherwise it is dropped, and the others connect without it."""
         deadlines = self._config.weight_sync.deadlines
-        for _ in range(ATTEMPTS):
+        for _ in range(ATTEMPTS if engines else 0):
             payloads = dict(zip((engine.actor_id for engine in engines), await self._learner.connect(
                 [engine.tensor_parallel_size for engine in engines]
             ), strict=True))
             outcome = await self._ask(
                 engines, lambda engine, payloads=payloads: engine.connect(payloads[engine.actor_id]),
-                learner=self._learner.rendezvous(), seconds=deadlines.rendezvous_s + deadlines.bucket_s, what="the rendezvous",
+                learner=self._learner.rendezvous(), seconds=deadlines.rendezvous_s + GRACE_S, what="the rendezvous", patient=True,
             )
             if strict:
                 _demand(outcome, Stalled)
             await self._drop(outcome)
             engines = [engine for engine in engines if engine.actor_id not in outcome.lost]
             if outcome.complete or not (self._pushes and engines):
-                self._connected = set(outcome.done)
-                self._group = set(outcome.done)
+                self._connected, self._group = set(outcome.done), set(outcome.done)
                 return
             self.times.repeated += 1
             self._note(f"learner and engines form their group again: {outcome.reasons()}")
+        if not engines:
+            self._connected, self._group = set(), set()
+            return
         raise Stalled(f"learner and engines could not form a group in {ATTEMPTS} attempts: {outcome.reasons()}")
 
     def _members(self) -> set[str]:
@@ -242,7 +255,7 @@ class Coordinator:
     async def _deliver(self, announcement: Announcement, *, strict: bool = False, sent: bool = False) -> None:
         """Every connected engine serves the announced weights, or is dropped. sent: the learner is sending already."""
         engines = self.serving()
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1 if engines else 1):
             outcome = await self._receive(engines, announcement, sent=sent and attempt == 1)
             if strict:
                 _demand(outcome, Stalled)
@@ -274,11 +287,16 @@ class Coordinator:
 
     async def _ask(
         self, engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[Receipt]], *, seconds: float, what: str,
-        learner: Awaitable[str] | None = None,
+        learner: Awaitable[str] | None = None, patient: bool = False,
     ) -> Outcome:
-        """The call's outcome; wrong bytes and wrong names raise here, because no repetition mends them."""
-        grace_s = grace(self._config.weight_sync.deadlines) if self._pushes else None
+        """The call's outcome; wrong bytes and wrong names raise here, because no repetition mends them; so does a learner that hangs.
+
+        patient: those who depend on one that failed notice it at `seconds` only.
+        """
+        grace_s = grace(self._config.weight_sync.deadlines) if self._pushes and not patient else None
         outcome = await everybody(engines, call, learner=learner, seconds=seconds, grace_s=grace_s, what=what)
+        if outcome.learner_hangs:
+            raise TransferStuck(f"{outcome.learner}, and a communicator that cannot be aborted cannot be mended: {outcome.reasons()}")
         for actor_id, receipt in outcome.failed.items():
             if receipt.failure == "mismatch":
                 raise TransferMismatch(f"engine {actor_id}: {receipt.reason}; it does not serve them (weight_sync.backend {self._backend})")
@@ -290,6 +308,12 @@ class Coordinator:
 
     async def _check_load_path(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
         """Publish perturbed weights to these engines and compare log-probs: tensors that do not arrive, or not where they should, show."""
+        try:
+            return await self._perturb_and_compare(engines)
+        finally:
+            await self._learner.release()
+
+    async def _perturb_and_compare(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
         for scale in self._scales:
             staged = await self._learner.stage_perturbed(SELF_CHECK, scale=scale, sequences=self._probes.sequences)
             _demand(await self._receive(engines, staged.announcement))

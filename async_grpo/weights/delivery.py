@@ -18,6 +18,8 @@ from async_grpo.config.weight_sync import Deadlines
 from async_grpo.weights.base import Announcement, Receipt, TokenSequence
 
 GRACE_S = 5.0
+UNDER_WAY = 2
+"""As in `guard`, which the driver does without: buckets that are on their way when nothing moves any more."""
 
 
 class EngineHandle(Protocol):
@@ -34,12 +36,16 @@ class EngineHandle(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """By actor id: receipts of those that did it, why others failed, and the errors of those that died or said nothing."""
+    """By actor id: receipts of those that did it, why others failed, and the errors of those that died or said nothing.
+
+    learner: why its half failed, or ""; learner_hangs: it said nothing.
+    """
 
     done: dict[str, Receipt] = field(default_factory=dict)
     failed: dict[str, Receipt] = field(default_factory=dict)
     lost: dict[str, BaseException] = field(default_factory=dict)
     learner: str = ""
+    learner_hangs: bool = False
 
     @property
     def complete(self) -> bool:
@@ -80,7 +86,7 @@ async def everybody(
     for task in waiting:
         engine = tasks[task]
         if engine is None:
-            outcome.learner = f"the learner did not finish {what} within {seconds:g} s"
+            outcome.learner, outcome.learner_hangs = f"the learner did not finish {what} in time", True
         else:
             outcome.lost[engine.actor_id] = TimeoutError(f"{engine.actor_id} did not answer {what} within its deadline ({seconds:g} s at most)")
     return outcome
@@ -100,4 +106,4 @@ def _note(outcome: Outcome, engine: EngineHandle | None, task: asyncio.Future[An
 
 def grace(deadlines: Deadlines) -> float:
     """How long the others of a torn transfer may take to notice it themselves."""
-    return deadlines.bucket_s + GRACE_S
+    return UNDER_WAY * deadlines.bucket_s + GRACE_S

@@ -1,7 +1,7 @@
 """Collectives that end: a communicator with a watchdog and checksums, and rendezvous with a deadline.
 
 Runs in: learner rank 0 and engine workers, around vLLM's NCCL communicator. A process that waits in a collective cannot be told anything,
-so it must free itself: a thread aborts the communicator when no bucket moved for `quiet_s`. Invariants: after an abort every further
+so it must free itself: a thread aborts the communicator when none of the buckets under way moved in time. Invariants: after an abort every further
 call raises TornTransfer (vLLM's communicator would return without having done anything); no thread of this module keeps a process alive.
 """
 
@@ -21,6 +21,8 @@ from async_grpo.weights.layout import Layout, checksum, mismatch
 
 T = TypeVar("T")
 _SIGN = 2**63
+UNDER_WAY = 2
+"""Buckets that vLLM puts on its streams before it waits for the first of them: a call that returns says nothing about its own bucket."""
 
 
 def within(seconds: float, what: str, work: Callable[[], T]) -> T:
@@ -46,8 +48,9 @@ class GuardedGroup:
     """vLLM's communicator (`broadcast`, `destroy`) for one publication at a time: `begin`, broadcasts, `end`. `aborted`: why, or ""."""
 
     def __init__(self, group: Any, *, quiet_s: float, first_s: float) -> None:
-        """quiet_s: longest silence between buckets. first_s: longer it may take until the first, while other engines still pause."""
-        self._group, self._quiet_s, self._first_s, self.rank = group, quiet_s, first_s, group.rank
+        """quiet_s: longest time for one bucket. first_s: longer it may take until the first, while other engines still pause."""
+        self._group, self._first_s, self.rank = group, first_s, group.rank
+        self._quiet_s = quiet_s * UNDER_WAY
         self.aborted = ""
         self._verify = False
         self._moved_at = 0.0
@@ -88,7 +91,7 @@ class GuardedGroup:
     def destroy(self) -> None:
         """Leave the group; vLLM's name for it."""
         self._done.set()
-        self._group.destroy()
+        self.abort("the group was left")
 
     def _compare(self, tensor: Tensor, *, src: int, stream: Any) -> None:
         data = tensor.reshape(-1).view(torch.uint8)
@@ -110,7 +113,7 @@ class GuardedGroup:
     def _watch(self, done: threading.Event) -> None:
         while not done.wait(max(0.01, self._moved_at + self._quiet_s - time.monotonic())):
             if time.monotonic() - self._moved_at >= self._quiet_s:
-                self.abort(f"no bucket moved for weight_sync.deadlines.bucket_s = {self._quiet_s:g} s, after {self._buckets} buckets")
+                self.abort(f"no bucket moved for {self._quiet_s:g} s ({UNDER_WAY} x weight_sync.deadlines.bucket_s), after {self._buckets} buckets")
                 return
 
     def _raise_if_aborted(self) -> None:

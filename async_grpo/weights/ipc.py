@@ -43,7 +43,8 @@ class IpcSender:
         return ""
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
-        self._apart = torch.empty_like(self._copy) if apart else None
+        if apart:
+            self._apart = torch.empty_like(self._copy)
         copy = self._apart if apart else self._copy
         self._layout.fill(copy, self._owner.named_weights())
         checksums = self._layout.checksums(copy) if verify or self._layout.nbytes <= DIGEST_BYTES else []
@@ -55,6 +56,9 @@ class IpcSender:
 
     def send(self) -> str:
         return ""
+
+    def release(self) -> None:
+        self._apart = None
 
     def close(self) -> None:
         self._copy = self._apart = None

@@ -20,6 +20,7 @@ from async_grpo.weights.base import TransferMismatch
 BUCKET_BYTES = 64 * 2**20
 DIGEST_BYTES = 2**28
 """Weights up to this size get checksums, and so a digest, at every publication: some 40 ms at the most."""
+KEPT_VIEWS = 2
 _ALIGN = 64
 _BLOCK = 2**16
 _ODD = 0x9E3779B97F4A7C15
@@ -62,16 +63,17 @@ class Layout:
             offset += -(-self.entries[-1].nbytes // _ALIGN) * _ALIGN
         self.nbytes = offset
         self.buckets = tuple(self._cut())
+        self._views: dict[int, list[Tensor]] = {}
 
     def fill(self, buffer: Tensor | None, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the weights into `buffer` [nbytes] uint8; without a buffer only exhaust them, as the gather needs of every rank."""
-        entries = iter(self.entries)
-        for name, weight in weights:
-            entry = next(entries)
+        views = None if buffer is None else self._views_of(buffer)
+        for index, (name, weight) in enumerate(weights):
+            entry = self.entries[index]
             if (name, tuple(weight.shape), weight.dtype) != (entry.name, entry.shape, entry.dtype):
                 raise RuntimeError(f"the learner published {name} {tuple(weight.shape)} where {entry.name} {entry.shape} was announced")
-            if buffer is not None:
-                self.view(buffer, entry).copy_(weight)
+            if views is not None:
+                views[index].copy_(weight)
 
     def view(self, buffer: Tensor, entry: Entry) -> Tensor:
         """The tensor of `entry` inside `buffer`."""
@@ -92,6 +94,14 @@ class Layout:
         wrong = [index for index, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
         if wrong:
             raise TransferMismatch(mismatch(wrong[0], len(found), self.buckets[wrong[0]].names))
+
+    def _views_of(self, buffer: Tensor) -> list[Tensor]:
+        """Views of all tensors; buffers are few and used again and again, and making views of small tensors takes as long as filling them."""
+        if buffer.data_ptr() not in self._views:
+            if len(self._views) == KEPT_VIEWS:  # they keep their buffer alive
+                del self._views[next(iter(self._views))]
+            self._views[buffer.data_ptr()] = [self.view(buffer, entry) for entry in self.entries]
+        return self._views[buffer.data_ptr()]
 
     def _cut(self) -> Iterator[Bucket]:
         start, names = 0, []

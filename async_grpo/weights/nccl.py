@@ -24,19 +24,15 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from async_grpo.config.weight_sync import Deadlines
-from async_grpo.errors import FaultBudgetSpent, SetupError
-from async_grpo.weights.base import Announcement, TornTransfer, WeightOwner
-from async_grpo.weights.guard import GuardedGroup, within
+from async_grpo.errors import SetupError
+from async_grpo.weights.base import Announcement, TornTransfer, TransferStuck, WeightOwner
+from async_grpo.weights.guard import UNDER_WAY, GuardedGroup, within
 from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
 
 PACKED_BYTES = 2**28
 ABORT_S = 10.0
 COPY_SHARE = 0.1
 """A staging copy up to this share of a GPU's memory lies on it, a larger one in pinned host memory."""
-
-
-class TransferStuck(FaultBudgetSpent):
-    """A communicator that cannot be aborted: the learner's process must be replaced."""
 
 
 class NcclSender:
@@ -121,6 +117,9 @@ class NcclSender:
         threading.Thread(target=self._send_copy, args=(self._sending,), name="async_grpo-sending", daemon=True).start()
         return ""
 
+    def release(self) -> None:
+        pass  # the copy of a check is replaced by the next, and newcomers are checked while nothing else is staged
+
     def close(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()  # aborts what is under way
@@ -157,7 +156,7 @@ class NcclSender:
         """Wait for the thread that sends the copy; that it was torn its engines know. Raises TransferStuck if even an abort did not free it."""
         sending, self._sending = self._sending, None
         if sending is not None:
-            seconds = self._deadlines.pause_s + self._deadlines.bucket_s + ABORT_S
+            seconds = self._deadlines.pause_s + UNDER_WAY * self._deadlines.bucket_s + ABORT_S
             try:
                 sending.result(timeout=seconds)
             except TimeoutError:

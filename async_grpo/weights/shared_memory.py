@@ -40,17 +40,17 @@ _KEEP_FREE = 64 * 2**20
 
 def segment_path(directory: Path, key: str, index: int) -> Path:
     """File of segment `index` (0, 1, or 2 for a self-check) that this process owns in the run with this key."""
-    return directory / f"async_grpo-{key}-{os.getpid()}-weights-{index}"
+    return directory / f"async_grpo-{key}-{_processes()}.{os.getpid()}-weights-{index}"
 
 
 def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
-    """Where two segments of `nbytes` fit: /dev/shm, or else `fallback`, with a sentence about it. Raises OSError if neither has room."""
-    needed = 2 * (nbytes + _HEADER_BYTES)
+    """Where three segments of `nbytes` fit: /dev/shm, or else `fallback`, with a sentence about it. Raises OSError if neither has room."""
+    needed = 3 * (nbytes + _HEADER_BYTES)
     free = _free_bytes(SEGMENT_DIR)
     if free >= needed + _KEEP_FREE:
         return SEGMENT_DIR, ""
     fallback.mkdir(parents=True, exist_ok=True)
-    said = f"{SEGMENT_DIR} has {free / 2**20:,.0f} MiB free and two copies of the weights take {needed / 2**20:,.0f} MiB"
+    said = f"{SEGMENT_DIR} has {free / 2**20:,.0f} MiB free and three copies of the weights take {needed / 2**20:,.0f} MiB"
     if _free_bytes(fallback) < needed + _KEEP_FREE:
         raise OSError(f"{said}, and {fallback} has no room for them either; give the container more shared memory (docker: --shm-size)")
     return fallback, f"{said}: weights are published through files in {fallback}, which is slower; give the container more shared memory"
@@ -65,8 +65,9 @@ def remove_segments(key: str, fallback: Path) -> None:
 def remove_abandoned_segments() -> None:
     """Remove segments whose owner, named in the file name, no longer lives: what a killed run left behind."""
     for path in SEGMENT_DIR.glob("async_grpo-*-weights-?"):
-        owner = path.name.split("-")[-3]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+        processes, _, owner = path.name.split("-")[-3].partition(".")
+        # Containers may share /dev/shm and not their processes: whether the owner of another container lives cannot be seen here.
+        if processes == _processes() and owner.isdigit() and not Path(f"/proc/{owner}").exists():
             path.unlink(missing_ok=True)
 
 
@@ -112,9 +113,6 @@ class Segments:
         if apart:
             self._writing = self._apart = self._apart or self._create(2)
         else:
-            if self._apart is not None:
-                self._apart.path.unlink(missing_ok=True)
-                self._apart = None
             self._turn = 1 - self._turn
             self._writing = self._turns[self._turn]
         self._writing.mark(sequence - 1)
@@ -125,6 +123,12 @@ class Segments:
         """The write is complete; its file."""
         self._writing.mark(self._sequence)
         return self._writing.path
+
+    def release(self) -> None:
+        """Remove the third segment."""
+        if self._apart is not None:
+            self._apart.path.unlink(missing_ok=True)
+            self._apart = None
 
     def close(self) -> None:
         """Remove the files; who has mapped them keeps what it sees."""
@@ -168,6 +172,10 @@ class SharedMemorySender:
 
     def send(self) -> str:
         return ""
+
+    def release(self) -> None:
+        if self._segments is not None:
+            self._segments.release()
 
     def close(self) -> None:
         if self._segments is not None:
@@ -237,6 +245,11 @@ class SegmentReader:
         found = mapping.sequence()
         if found != sequence:
             raise TornTransfer(f"{path} holds write {found}, the announcement is for write {sequence}; weights were not loaded")
+
+
+def _processes() -> str:
+    """The name space of this process's id."""
+    return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
 
 
 def _free_bytes(directory: Path) -> int:

@@ -198,11 +198,11 @@ class WorkerExtension:
         return _outcome(take)
 
     def cached_tokens(self) -> int:
-        """Tokens in the caches of the running responses."""
+        """Tokens in the caches of the responses that are under way."""
         runner = self.model_runner
-        if hasattr(runner, "input_batch"):
-            batch = runner.input_batch
-            return int(batch.num_computed_tokens_cpu[: batch.num_reqs].sum())
+        if hasattr(runner, "requests"):
+            # Not of its batch: a paused scheduler may have run an empty step, which takes everybody out of that.
+            return sum(int(request.num_computed_tokens) for request in runner.requests.values())
         states = runner.req_states  # vLLM's second model runner
         return int(states.num_computed_tokens_np[list(states.req_id_to_index.values())].sum())
 
