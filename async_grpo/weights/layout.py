@@ -135,8 +135,9 @@ def checksum(data: Tensor) -> int:
     tail[: len(words) - whole] = words[whole:]
     weights = torch.arange(1, 2 * _BLOCK, 2, dtype=torch.int64, device=data.device)
     rows = 1 if data.device.type == "cpu" else 64  # in the processor's cache; on a GPU in a few kernels
-    parts = [part for words_of_blocks in (words[:whole], tail) for part in words_of_blocks.split(rows * _BLOCK) if len(part)]
-    sums = [(part.view(-1, _BLOCK) * weights).sum(1) for part in parts]
+    parts = [part.view(-1, _BLOCK) for blocks in (words[:whole], tail) for part in blocks.split(rows * _BLOCK) if len(part)]
+    scratch = words.new_empty(rows, _BLOCK)  # one for all: fresh pages would cost more than the arithmetic
+    sums = [torch.mul(part, weights, out=scratch[: len(part)]).sum(1) for part in parts]
     return _fold(torch.cat(sums).tolist() if sums else [])
 
 
