@@ -51,7 +51,8 @@ async def generate_through_publications(engine: Engine, sender: SharedMemorySend
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
 def test_a_response_lives_through_two_publications(tmp_path, tied):
     directory = write_model(tmp_path / "model", tied=tied, positions=1024, ends=False)
     base = AutoModelForCausalLM.from_pretrained(directory).float().eval()
