@@ -77,6 +77,8 @@ class Engine:
     def __init__(self, llm: AsyncLLM, *, stop_token_ids: Sequence[int], recompute: bool, deadlines: Deadlines) -> None:
         self._llm, self._stop_token_ids, self._recompute, self._deadlines = llm, list(stop_token_ids), recompute, deadlines
         self._requests = 0
+        self._steady = asyncio.Event()  # no publication is under way, and the weights are whole
+        self._steady.set()
         self.serving = ""
 
     @classmethod
@@ -108,6 +110,7 @@ class Engine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        await self._steady.wait()  # the salt below must be that of the weights that will serve it
         self._requests += 1
         params = SamplingParams(
             n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
@@ -133,6 +136,7 @@ class Engine:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
         async def one(prompt: list[int], response: list[int]) -> tuple[list[str], np.ndarray]:
+            await self._steady.wait()
             self._requests += 1
             labels, final = [self.serving], None
             async for output in self._llm.generate({"prompt_token_ids": prompt + response}, params, f"s{self._requests}"):
@@ -156,6 +160,7 @@ class Engine:
         TimeoutError for a phase beyond its deadline, ValueError for a version older than the served one; then the engine must be replaced.
         """
         self._refuse_older(announcement.label)
+        self._steady.clear()
         started, deadlines = time.perf_counter(), self._deadlines
         await _within(deadlines.pause_s, "pause", self._llm.pause_generation(mode="keep", clear_cache=self._recompute))
         lost = await self._workers("cached_tokens") if self._recompute else [0]
@@ -191,6 +196,7 @@ class Engine:
     async def _go_on(self, label: str) -> None:
         await self._set_label(label)
         await self._llm.resume_generation()
+        self._steady.set()
 
     async def check(self) -> None:
         """Raise EngineError when the EngineCore process is gone."""

@@ -57,7 +57,7 @@ class Publisher(Protocol):
     async def publish(self, version: int) -> float: ...
     def measurements(self) -> dict[str, float]: ...
     async def refresh(self, version: int) -> None: ...
-    async def wait(self) -> None: ...
+    async def settle(self) -> None: ...
 
 
 class Loop:
@@ -107,7 +107,7 @@ class Loop:
         """Publish the newest weights if the last step was not one of `weight_sync.every_steps`, and wait until they are live."""
         if self._published < self.steps_done:
             await self._publish(self.steps_done)
-        await self._guard(self._publisher.wait())
+        await self._guard(self._publisher.settle())
 
     async def _publish(self, version: int) -> float:
         waited = await self._guard(self._publisher.publish(version))

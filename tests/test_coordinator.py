@@ -343,15 +343,27 @@ def test_a_torn_engine_takes_the_publication_again_before_it_is_live() -> None:
     asyncio.run(scenario())
 
 
-def test_a_publication_that_stays_torn_ends_the_run() -> None:
+def test_an_engine_that_stays_torn_is_dropped_where_it_tears_nobody_else() -> None:
     async def scenario() -> None:
         run = Fixture()
         await run.coordinator.start(0)
         run.members[1].failures = [torn("segment gone")] * 3
         await run.coordinator.publish(1)
-        with pytest.raises(Stalled, match=r"v0\.1 was cut off 3 times: a1: segment gone"):
+        await run.coordinator.wait()
+        assert str(run.dropped["a1"]) == "segment gone" and run.events[-1] == "live 1"
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_stays_torn_ends_the_run() -> None:
+    async def scenario() -> None:
+        run = Fixture(backend="nccl")
+        await run.coordinator.start(0)
+        run.members[1].failures = [torn("no bucket moved")] * 3
+        await run.coordinator.publish(1)
+        with pytest.raises(Stalled, match=r"v0\.1 was cut off 3 times: a1: no bucket moved"):
             await run.coordinator.wait()
-        assert "live 1" not in run.events
+        assert "live 1" not in run.events and not run.dropped
 
     asyncio.run(scenario())
 
@@ -640,6 +652,50 @@ def test_self_check_refuses_a_perturbation_that_shows_nothing(moves: float, mess
         run = Fixture(config(self_check=True), moves=moves)
         with pytest.raises(SelfCheckFailed, match=message):
             await run.coordinator.start(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_newcomer_is_checked_when_the_noise_has_raised_the_bound() -> None:
+    async def scenario() -> None:
+        run = Fixture(config(self_check=True), moves=2.0, exact=False)
+        run.members[0].noise = 0.025
+        await run.coordinator.start(0)
+        newcomer = FakeEngine("b0", run.events)
+        await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
+        assert newcomer.received == [SELF_CHECK] * 3 + ["v0.0"], "what showed enough at the start is not enough for a bound of 0.1"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["dies", "torn"])
+def test_nccl_newcomer_that_dies_in_its_check_is_dropped(how: str) -> None:
+    async def scenario() -> None:
+        run = Fixture(config(self_check=True), backend="nccl")
+        await run.coordinator.start(0)
+        newcomer = FakeEngine("b0", run.events)
+        if how == "dies":
+            newcomer.error = RuntimeError("killed")
+        else:
+            newcomer.failures = [torn()]
+        await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
+        await run.coordinator.publish(1)
+        await run.coordinator.wait()
+        assert list(run.dropped) == ["b0"] and run.events[-1] == "live 1"
+        assert [engine.received for engine in run.members] == [[SELF_CHECK, "v0.0", "v0.1"]] * 2
+
+    asyncio.run(scenario())
+
+
+def test_the_last_probes_are_waited_for_and_their_findings_raised() -> None:
+    async def scenario() -> None:
+        run = Fixture(config(verify_every=2))
+        await run.coordinator.start(0)
+        await run.coordinator.publish(1)
+        run.learner.weight, run.members[1].deaf = 5.0, True
+        await run.coordinator.publish(2)
+        with pytest.raises(TransferMismatch, match=r"engine a1 does not compute with the weights v0\.2"):
+            await run.coordinator.settle()
 
     asyncio.run(scenario())
 

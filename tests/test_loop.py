@@ -219,7 +219,7 @@ class Fakes:
     async def refresh(self, version: int) -> None:
         self.events.append(f"refresh {version}")
 
-    async def wait(self) -> None:
+    async def settle(self) -> None:
         self.events.append("wait")
 
 
@@ -363,7 +363,10 @@ def test_an_unexpected_error_shows_its_traceback(wrap: Callable[[Exception], Exc
 
 def fake_trainer(settings: Config, *, steps: int = 4, total: int = 4, lags: float = 2.0) -> SimpleNamespace:
     loop = SimpleNamespace(durations=[1.0] * steps, tokens=1000, lag_sum=lags, lag_max=1.0, seconds={"train": 2.0, "wait": 1.0})
-    coordinator = SimpleNamespace(times=SimpleNamespace(count=4, learner_waited=0.4))
+    coordinator = SimpleNamespace(
+        times=SimpleNamespace(count=4, learner_waited=0.4, repeated=1, dropped=0),
+        measurements=lambda: {"weights/probes": 3.0, "weights/drift": 2e-6},
+    )
     return SimpleNamespace(
         system=SimpleNamespace(loop=loop, coordinator=coordinator, actors=SimpleNamespace(restarts=0), queue_restarts=0), config=settings,
         rl_seconds=4.0, steps_done=steps, total_steps=total, tracker=None, run_dir=Path("/runs/r"),

@@ -13,6 +13,7 @@ import ray
 
 from async_grpo.errors import FaultBudgetSpent, Stalled
 
+HEALTH_TIMEOUT_S = 10.0
 Part = tuple[dict[str, float], list[dict[str, Any]]]
 
 
@@ -59,7 +60,7 @@ async def _share(
     ]
     left, done = [], []
     for engine, part, answer in zip(engines, parts, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-        if isinstance(answer, ray.exceptions.RayActorError):
+        if isinstance(answer, ray.exceptions.RayActorError) or (isinstance(answer, ray.exceptions.RayTaskError) and not await _healthy(engine)):
             await died(engine, answer)
             left += part
         elif isinstance(answer, BaseException):
@@ -67,3 +68,12 @@ async def _share(
         else:
             done.append(answer)
     return left, done
+
+
+async def _healthy(engine: Evaluator) -> bool:
+    """Whether an engine that failed is itself alive: else the failure is its death, and others answer in its place."""
+    try:
+        await asyncio.wait_for(engine.handle.health.remote(), HEALTH_TIMEOUT_S)
+    except (TimeoutError, ray.exceptions.RayError):
+        return False
+    return True

@@ -18,10 +18,14 @@ from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import TRANSFER, LearnerProcess
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, Stalled
+from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
 from async_grpo.weights.base import Announcement, Staged, TokenSequence
 
 CLOSE_TIMEOUT_S = 10.0
+
+
+class LearnerFailed(RunError):
+    """An error of the learner's own; its ranks may be out of step with each other."""
 
 
 class LearnerGroup:
@@ -93,8 +97,14 @@ class LearnerGroup:
         return (await self._all("stage", label, verify=verify, sequences=sequences, timeout_s=deadline))[0]
 
     async def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged:
-        """The same of visibly perturbed weights, which are put back at once; may come in the middle of a learner step."""
-        return (await self._all("stage_perturbed", label, scale=scale, sequences=sequences))[0]
+        """The same of visibly perturbed weights, which are put back at once; may come in the middle of a learner step.
+
+        Raises LearnerFailed for what goes wrong here, so that nobody takes it for the fault of the engine that is checked.
+        """
+        try:
+            return (await self._all("stage_perturbed", label, scale=scale, sequences=sequences))[0]
+        except ray.exceptions.RayTaskError as error:
+            raise LearnerFailed(f"the learner could not stage its weights for a check: {error.cause}") from error
 
     async def send(self, announcement: Announcement) -> str:
         """Push staged weights, for transports that push; why the transfer is torn, or "". A copy is sent in the background."""

@@ -150,6 +150,7 @@ class LearnerProcess:
 
     def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged:
         """The same of weights that are visibly other; the true ones are back, bit for bit, when this returns."""
+        self._sender.reserve()
         with self._learner.perturbed(scale=scale, seed=self._config.seed):
             announcement = self._sender.stage(label, verify=True, apart=True)
             logprobs = self._learner.logprobs(sequences, temperature=1.0)

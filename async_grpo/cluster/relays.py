@@ -24,6 +24,7 @@ from async_grpo.weights.base import Announcement
 from async_grpo.weights.shared_memory import SegmentCopy, read_segment
 
 RETRIES = 1
+CLOSE_TIMEOUT_S = 5.0
 KEPT = 1
 """Publications beside the newest whose paths are known: a node has two segments."""
 
@@ -59,6 +60,7 @@ class Relays:
         self._home, self._key, self._fallback, self._where, self._note = home, key, fallback, where, note
         self._relays: dict[str, Any] = {}
         self._paths: dict[tuple[str, str, int], asyncio.Task[str]] = {}
+        self._newest: tuple[int, Any] = (0, None)
         self._noted: set[str] = set()
 
     async def local(self, announcement: Announcement, node_id: str) -> Announcement:
@@ -75,20 +77,24 @@ class Relays:
             path = await asyncio.shield(self._paths[key])
         except BaseException:
             self._paths.pop(key, None)  # whoever asks next tries again
+            self._newest = (0, None)
             raise
         return replace(announcement, payload=payload | {"path": path})
 
     async def close(self) -> None:
         """Remove the segments and end the relays."""
         relays, self._relays = list(self._relays.values()), {}
-        await asyncio.gather(*[relay.close.remote() for relay in relays], return_exceptions=True)
+        if relays:
+            await asyncio.wait([asyncio.ensure_future(_settled(relay.close.remote())) for relay in relays], timeout=CLOSE_TIMEOUT_S)
         for relay in relays:
             ray.kill(relay)
 
     async def _fetch(self, announcement: Announcement, node_id: str) -> str:
         payload = announcement.payload
-        data = self._relay(self._home).read.remote(payload["path"], payload["sequence"], announcement.nbytes)
-        path, note = await self._relay(node_id).write.remote(payload["sequence"], data)
+        if self._newest[0] != payload["sequence"]:  # read once, however many nodes there are
+            read = self._relay(self._home).read.remote(payload["path"], payload["sequence"], announcement.nbytes)
+            self._newest = payload["sequence"], read
+        path, note = await self._relay(node_id).write.remote(payload["sequence"], self._newest[1])
         if note and node_id not in self._noted:
             self._noted.add(node_id)
             self._note(f"node {node_id[:8]}: {note}")
@@ -99,3 +105,10 @@ class Relays:
             actor = ray.remote(RelayProcess).options(max_restarts=-1, max_task_retries=RETRIES, **self._where(node_id))
             self._relays[node_id] = actor.remote(key=self._key, fallback=str(self._fallback))
         return self._relays[node_id]
+
+
+async def _settled(call: Any) -> None:
+    try:
+        await call
+    except ray.exceptions.RayError:
+        pass  # it is being ended; dead already is just as good

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import ray
 
 from async_grpo.weights.base import Announcement, Receipt, TokenSequence
 
@@ -28,7 +29,11 @@ class RemoteEngine:
         return await self.handle.connect.remote(payload)
 
     async def receive(self, announcement: Announcement) -> Receipt:
-        return await self.handle.receive.remote(await self.localize(announcement))
+        try:
+            local = await self.localize(announcement)
+        except ray.exceptions.RayError as error:  # the relay's fault: the engine is well and takes the publication when it is repeated
+            return Receipt("", "torn", f"the bytes did not reach its node: {str(error).strip().splitlines()[-1]}")
+        return await self.handle.receive.remote(local)
 
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
         return await self.handle.score.remote(sequences)

@@ -32,6 +32,7 @@ from async_grpo.replay.recovery import JournalSettings
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
+from async_grpo.weights.delivery import UNDER_WAY
 from async_grpo.weights.sender import fallback_directory, resolve_backend
 from async_grpo.weights.shared_memory import remove_segments
 from async_grpo.wire import Batch
@@ -124,7 +125,7 @@ class System:
     ) -> None:
         """Start all processes and load model and checkpoint."""
         self._note = note
-        remove_segments("*", fallback_directory(self._config))  # of a start that was killed
+        remove_segments(self._key, fallback_directory(self._config))  # in the run's own directory those of a start that was killed
         assert self._session is not None, "connect() comes first"
         config, session = self._config, self._session
         self.model_dir = model_dir
@@ -136,6 +137,7 @@ class System:
         if len(session.nodes()) > 1:
             await session.check_shared_storage(config.run.dir, used, timeout_s=config.cluster.resources_timeout_s)
         backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
+        self._refuse_short_acknowledgement(backend)
         learner_options, engine_options = await self._reserve(placement)
         await self._start_queue(steps_done, snapshot, note)
         self._relays = Relays(
@@ -237,6 +239,15 @@ class System:
             raise SetupError(
                 "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be added up in bfloat16; use stage 1, 2 or 3, or "
                 "model.dtype=float32."
+            )
+
+    def _refuse_short_acknowledgement(self, backend: str) -> None:
+        deadlines = self._config.weight_sync.deadlines
+        least = deadlines.pause_s + UNDER_WAY * deadlines.bucket_s + deadlines.resume_s
+        if backend == "nccl" and deadlines.acknowledge_s <= least:
+            raise SetupError(
+                f"`weight_sync.deadlines.acknowledge_s` is {deadlines.acknowledge_s:g}, and engines that are cut off notice it only after up to "
+                f"{least:g} s (pause_s + {UNDER_WAY} x bucket_s + resume_s): they would be taken for the culprit; raise it, or lower those."
             )
 
     def _refuse_seeds_that_cannot_pause(self, device: str) -> None:

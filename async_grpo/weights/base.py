@@ -6,8 +6,8 @@ Runs in: learner ranks (senders), rollout actors and engine workers (receivers),
     driver:  hands the announcement to every engine, and lets the learner `send` at the same time
     engine:  pause (requests kept) -> load -> label -> resume -> Receipt
 
-Staging is the only part that the learner must wait for. An announcement stays valid until the next but one `stage`, because the
-shared-memory and IPC senders swap between two copies; the coordinator therefore waits for a publication before it stages again.
+Staging is the only part that the learner must wait for. An announcement stays valid until the next `stage`, in shared memory until the
+next but one; the coordinator waits for a publication before it stages again.
 """
 
 from __future__ import annotations
@@ -121,10 +121,13 @@ class WeightSender(Protocol):
     def rendezvous(self) -> str:
         """Complete what the engines' init calls wait for; runs while they wait. A no-op without a group. Returns why it failed, or ""."""
 
+    def reserve(self) -> None:
+        """Allocate the memory for `stage(apart=True)`, so that it cannot fail there, in the middle of what all ranks do together."""
+
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         """Copy the current weights out of the model; with `verify`, so that the engines can compare what arrives with what was sent.
 
-        apart: a copy in memory of its own, which lives until `release` and leaves the newest publication as it is.
+        apart: a copy in memory of its own, reserved before, which lives until `release` and leaves the newest publication as it is.
         """
 
     def release(self) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError, Stalled
+from async_grpo.errors import RunError, SetupError, Stalled
 from async_grpo.weights.base import (
     SELF_CHECK,
     Announcement,
@@ -146,6 +146,12 @@ class Coordinator:
             await asyncio.wait({self._running})  # a waiter that gives up leaves the publication alone
             self._running.result()
 
+    async def settle(self) -> None:
+        """Wait for the publication under way and for what engines are asked about it; raises what was found."""
+        await self.wait()
+        await self._probes.settle()
+        self._probes.raise_findings()
+
     async def join(self, engine: EngineHandle, admit: Callable[[], None]) -> None:
         """Bring a newcomer to the newest published weights and `admit` it to the set before another publication can begin.
 
@@ -213,8 +219,18 @@ class Coordinator:
             for engine in [engine for engine in self._engines.alive() if engine.actor_id not in self._checked]:
                 await self._connect([engine])
                 if engine.actor_id in self._connected:
-                    await self._check_load_path([engine])
+                    await self._check_newcomer(engine)
         await self._connect(list(self._engines.alive()))
+
+    async def _check_newcomer(self, engine: EngineHandle) -> None:
+        """One that fails its check is dropped; one that passes it with wrong numbers ends the run."""
+        try:
+            await self._check_load_path([engine])
+        except RunError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever its process died of
+            self._connected.discard(engine.actor_id)
+            await self._engines.drop(engine.actor_id, error)
 
     async def _connect(self, engines: Sequence[EngineHandle], *, strict: bool = False) -> None:
         """Connect exactly these engines. strict: the first that fails ends the run; otherwise it is dropped, and the others connect without it."""
@@ -268,8 +284,11 @@ class Coordinator:
                 engines = self.serving()
             if not engines:
                 break
-            if attempt == ATTEMPTS:
+            if attempt == ATTEMPTS and self._pushes:
                 raise Stalled(f"publication {announcement.label} was cut off {ATTEMPTS} times: {outcome.reasons()}")
+            if attempt == ATTEMPTS:
+                await self._drop(Outcome(lost={name: TornTransfer(receipt.reason) for name, receipt in outcome.failed.items()}))
+                break
             self.times.repeated += 1
             self._note(f"publication {announcement.label} was cut off and is repeated: {outcome.reasons()}")
         self._newest = announcement
@@ -324,7 +343,7 @@ class Coordinator:
             moved = Difference.of(staged.logprobs, staged.before)
             self._object(differences, "after a test publication of perturbed weights")
             if self._tolerance.shows(moved):
-                self._scales = (scale,)
+                self._scales = tuple(other for other in SELF_CHECK_SCALES if other >= scale)  # the bound may grow with the noise
                 self._checked |= set(differences)
                 worst = max(self._tolerance.size(difference) for difference in differences.values())
                 return {"weights/self_check_error": worst, "weights/self_check_moved": self._tolerance.size(moved)}

@@ -106,4 +106,4 @@ def _note(outcome: Outcome, engine: EngineHandle | None, task: asyncio.Future[An
 
 def grace(deadlines: Deadlines) -> float:
     """How long the others of a torn transfer may take to notice it themselves."""
-    return UNDER_WAY * deadlines.bucket_s + GRACE_S
+    return deadlines.pause_s + UNDER_WAY * deadlines.bucket_s + GRACE_S

@@ -81,7 +81,7 @@ class GuardedGroup:
             self._raise_if_aborted()
             raise TornTransfer(f"bucket {self._buckets + 1} did not go through: {error}") from error
         self._raise_if_aborted()
-        self._buckets, self._bytes, self._moved_at = self._buckets + 1, self._bytes + tensor.nbytes, time.monotonic()
+        self._buckets, self._bytes, self._moved_at = self._buckets + 1, self._bytes + tensor.nbytes, max(self._moved_at, time.monotonic())
 
     def abort(self, reason: str) -> None:
         """Free whoever waits in a collective of this group."""

@@ -27,31 +27,27 @@ class IpcSender:
         self.note = ""
         self._copy: Tensor | None = None
         self._apart: Tensor | None = None
+        self._handles = b""
 
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         if self._copy is None:
-            free, _ = torch.cuda.mem_get_info(self._owner.device)
-            if self._layout.nbytes > free:
-                raise SetupError(
-                    f"the copy of the weights that the engine reads takes {self._layout.nbytes / 2**20:,.0f} MiB and the GPU has "
-                    f"{free / 2**20:,.0f} MiB free; lower cluster.engine.kv_cache_gb, or give learner and engines GPUs of their own"
-                )
-            self._copy = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
+            self._copy = self._allocate()
+            self._handles = self._handles_of(self._copy)  # once: every export of memory is counted by both sides
         return [{"metadata": to_wire(self._layout)} for _ in tensor_parallel_sizes]
 
     def rendezvous(self) -> str:
         return ""
 
+    def reserve(self) -> None:
+        self._apart = self._allocate()
+
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
-        if apart:
-            self._apart = torch.empty_like(self._copy)
         copy = self._apart if apart else self._copy
-        self._layout.fill(copy, self._owner.named_weights())
+        self._layout.fill(copy, self._owner.named_weights(), once=apart)
         checksums = self._layout.checksums(copy) if verify or self._layout.nbytes <= DIGEST_BYTES else []
         torch.cuda.synchronize(self._owner.device)
-        gpu = str(torch.cuda.get_device_properties(self._owner.device).uuid)
-        handles = _merge({gpu: reduce_tensor(copy)[1]})
-        payload = {"handles": pickle.dumps(handles), "checksums": checksums if verify else []}
+        handles = self._handles_of(copy) if apart else self._handles
+        payload = {"handles": handles, "keep": not apart, "checksums": checksums if verify else []}
         return Announcement(label, "ipc", payload, digest(checksums) if checksums else "", self._layout.nbytes)
 
     def send(self) -> str:
@@ -62,6 +58,20 @@ class IpcSender:
 
     def close(self) -> None:
         self._copy = self._apart = None
+
+    def _allocate(self) -> Tensor:
+        free, _ = torch.cuda.mem_get_info(self._owner.device)
+        if self._layout.nbytes > free:
+            raise SetupError(
+                f"a copy of the weights for the engine takes {self._layout.nbytes / 2**20:,.0f} MiB and the GPU has {free / 2**20:,.0f} MiB "
+                "free; lower cluster.engine.kv_cache_gb, or give learner and engines GPUs of their own"
+            )
+        return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
+
+    def _handles_of(self, copy: Tensor) -> bytes:
+        """How every rank's engine maps that rank's copy. Collective over the ranks."""
+        gpu = str(torch.cuda.get_device_properties(self._owner.device).uuid)
+        return pickle.dumps(_merge({gpu: reduce_tensor(copy)[1]}))
 
 
 def _merge(handles: dict[str, tuple]) -> dict[str, tuple]:

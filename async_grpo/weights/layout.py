@@ -65,9 +65,12 @@ class Layout:
         self.buckets = tuple(self._cut())
         self._views: dict[int, list[Tensor]] = {}
 
-    def fill(self, buffer: Tensor | None, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the weights into `buffer` [nbytes] uint8; without a buffer only exhaust them, as the gather needs of every rank."""
-        views = None if buffer is None else self._views_of(buffer)
+    def fill(self, buffer: Tensor | None, weights: Iterable[tuple[str, Tensor]], *, once: bool = False) -> None:
+        """Copy the weights into `buffer` [nbytes] uint8; without a buffer only exhaust them, as the gather needs of every rank.
+
+        once: the buffer is not one of the few that are used again and again, and nothing of it is kept.
+        """
+        views = None if buffer is None else [self.view(buffer, entry) for entry in self.entries] if once else self._views_of(buffer)
         for index, (name, weight) in enumerate(weights):
             entry = self.entries[index]
             if (name, tuple(weight.shape), weight.dtype) != (entry.name, entry.shape, entry.dtype):

@@ -6,6 +6,7 @@ without an error; so names and shapes are compared with the files that the engin
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ from async_grpo.errors import SetupError
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-_NOT_WEIGHTS = ("rotary_emb.inv_freq", ".masked_bias")
+_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|(^|\.)mtp\.")
+"""Tensors in model files that neither learner nor engine loads."""
 _SHOWN = 8
 
 
@@ -30,7 +32,7 @@ class NamesDiffer(SetupError):
 
 def check_names(model_config: ModelConfig, metadata: Sequence[Sequence[Any]]) -> None:
     """Raise NamesDiffer with the list of missing, extra, duplicate and differently shaped tensors. metadata: [name, shape, dtype]."""
-    expected = {name: shape for name, shape in checkpoint_shapes(model_config).items() if not name.endswith(_NOT_WEIGHTS)}
+    expected = {name: shape for name, shape in checkpoint_shapes(model_config).items() if not _NOT_WEIGHTS.search(name)}
     published = {name: tuple(shape) for name, shape, _ in metadata}
     tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
     missing = [name for name in expected if name not in published and not (tied and name.endswith("lm_head.weight"))]

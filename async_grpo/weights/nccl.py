@@ -49,6 +49,7 @@ class NcclSender:
         self._source = _Source(owner, self._layout)
         self._verify = False
         self._memory: Tensor | None = None
+        self._apart: Tensor | None = None
         self._info: NCCLTrainerInitInfo | None = None
         self._engine: NCCLTrainerWeightTransferEngine | None = None
         self._sending: Future[str] | None = None
@@ -90,6 +91,10 @@ class NcclSender:
         self._engine = engine
         return ""
 
+    def reserve(self) -> None:
+        if self._owner.rank == 0:
+            self._apart = self._allocate()
+
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         """Without overlap nothing is copied (unless `apart`): the announcement is `streamed`, and `send` reads the model itself."""
         self._wait()
@@ -98,10 +103,12 @@ class NcclSender:
         if copies:
             if self._owner.rank == 0:
                 if apart:
-                    self._source.copy = self._allocate()
+                    self._source.copy = self._apart
                 else:
                     self._memory = self._source.copy = self._allocate() if self._memory is None else self._memory
-            self._layout.fill(self._source.copy, self._owner.named_weights())
+            self._layout.fill(self._source.copy, self._owner.named_weights(), once=apart)
+            if self._owner.device != "cpu":
+                torch.cuda.synchronize(self._owner.device)  # it is sent from other streams, which do not wait for this one
             if self._source.copy is not None and (verify or self._layout.nbytes <= DIGEST_BYTES):
                 checksums = self._layout.checksums(self._source.copy)
         return Announcement(
@@ -118,7 +125,8 @@ class NcclSender:
         return ""
 
     def release(self) -> None:
-        pass  # the copy of a check is replaced by the next, and newcomers are checked while nothing else is staged
+        self._wait()
+        self._source.copy = self._apart = None
 
     def close(self) -> None:
         if self._engine is not None:
@@ -134,6 +142,7 @@ class NcclSender:
             return ""
         if self._owner.device != "cpu":
             torch.cuda.set_device(self._owner.device)  # of this thread
+            torch.cuda.synchronize(self._owner.device)  # what is under way on other streams may still be writing the weights
         group.begin(self._layout, verify=self._verify)
         try:
             self._engine.send_weights()
@@ -173,10 +182,10 @@ class NcclSender:
             return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
         meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(meminfo["MemAvailable"].split()[0]) * 1024
-        if self._layout.nbytes > available:
+        if 2 * self._layout.nbytes > available:  # pinned memory is given in powers of two
             raise SetupError(
-                f"a copy of the weights to send takes {self._layout.nbytes / 2**20:,.0f} MiB of host memory, {available / 2**20:,.0f} MiB are "
-                "available; set weight_sync.overlap: false and weight_sync.self_check: false to do without"
+                f"a copy of the weights to send takes up to {2 * self._layout.nbytes / 2**20:,.0f} MiB of pinned host memory, "
+                f"{available / 2**20:,.0f} MiB are available; set weight_sync.overlap: false and weight_sync.self_check: false to do without"
             )
         return torch.empty(self._layout.nbytes, dtype=torch.uint8, pin_memory=True)
 

@@ -92,6 +92,12 @@ class Probes:
         """weights/probes: answers compared; weights/drift: the largest difference seen; weights/probes_owed: answers still to come."""
         return {"weights/probes": float(self._compared), "weights/drift": self._largest, "weights/probes_owed": float(len(self.owed))}
 
+    async def settle(self) -> None:
+        """Wait for the answers that are still to come; each has a deadline."""
+        if self._asking:
+            await asyncio.wait(set(self._asking.values()))
+            await asyncio.sleep(0)  # for what `_finished` notes
+
     async def close(self) -> None:
         """Stop asking."""
         tasks = list(self._asking.values())

@@ -45,6 +45,7 @@ def segment_path(directory: Path, key: str, index: int) -> Path:
 
 def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
     """Where three segments of `nbytes` fit: /dev/shm, or else `fallback`, with a sentence about it. Raises OSError if neither has room."""
+    remove_abandoned_segments()
     needed = 3 * (nbytes + _HEADER_BYTES)
     free = _free_bytes(SEGMENT_DIR)
     if free >= needed + _KEEP_FREE:
@@ -101,17 +102,21 @@ class Segments:
     """The two segments of one owner, written in turn, and a third for what must leave both alone."""
 
     def __init__(self, directory: Path, key: str, nbytes: int) -> None:
-        remove_abandoned_segments()
         self._directory, self._key, self._nbytes = directory, key, nbytes
         self._turns = [self._create(index) for index in (0, 1)]
         self._apart: _Mapping | None = None
         self._turn = self._sequence = 0
         self._writing = self._turns[0]
 
+    def reserve(self) -> None:
+        """Create the third segment."""
+        self._apart = self._apart or self._create(2)
+
     def begin(self, sequence: int, *, apart: bool = False) -> Tensor:
-        """The buffer for the write with this even number, higher than any before; readers refuse it until `commit`."""
+        """The buffer for the write with this even number, another than the two before; readers refuse it until `commit`."""
         if apart:
-            self._writing = self._apart = self._apart or self._create(2)
+            self.reserve()
+            self._writing = self._apart
         else:
             self._turn = 1 - self._turn
             self._writing = self._turns[self._turn]
@@ -159,10 +164,14 @@ class SharedMemorySender:
     def rendezvous(self) -> str:
         return ""
 
+    def reserve(self) -> None:
+        if self._segments is not None:
+            self._segments.reserve()
+
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         self._sequence += 2
         buffer = None if self._segments is None else self._segments.begin(self._sequence, apart=apart)
-        self._layout.fill(buffer, self._owner.named_weights())
+        self._layout.fill(buffer, self._owner.named_weights(), once=apart)
         if buffer is None:
             return Announcement(label, "shared_memory")
         checksums = self._layout.checksums(buffer) if verify or self._layout.nbytes <= DIGEST_BYTES else []
@@ -248,8 +257,9 @@ class SegmentReader:
 
 
 def _processes() -> str:
-    """The name space of this process's id."""
-    return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
+    """Whose process ids these are: the machine since it was started, and the name space in it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:8]
+    return boot + "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
 
 
 def _free_bytes(directory: Path) -> int:

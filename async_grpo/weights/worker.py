@@ -15,14 +15,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_process_group
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -33,6 +33,9 @@ from async_grpo.weights.guard import GuardedGroup, within
 from async_grpo.weights.layout import Layout
 from async_grpo.weights.names import NamesDiffer, check_names
 from async_grpo.weights.shared_memory import SegmentReader
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 Metadata = list[list[Any]]
 
@@ -59,9 +62,10 @@ class SegmentInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class HandleInfo(WeightTransferUpdateInfo):
-    """handles: pickled GPU -> arguments of `rebuild_cuda_tensor`; checksums as in SegmentInfo."""
+    """handles: pickled GPU -> arguments of `rebuild_cuda_tensor`, `keep`: they will come again; checksums as in SegmentInfo."""
 
     handles: bytes
+    keep: bool
     checksums: list[int]
 
 
@@ -130,19 +134,33 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         check_names(self.vllm_config.model_config, init_info.metadata)
         self._layout = Layout(init_info.metadata)
+        self._kept: tuple[bytes, Tensor | None] = (b"", None)
 
     def receive_weights(self, update_info: HandleInfo) -> None:
+        if update_info.handles != self._kept[0]:
+            self._buffer = self._map(update_info)
+            if update_info.keep:
+                self._kept = update_info.handles, self._buffer
+        else:
+            self._buffer = self._kept[1]
+        if update_info.checksums:
+            self._layout.verify(self._buffer, update_info.checksums)
+        self._load(self._layout.tensors(self._buffer))
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        torch.cuda.synchronize(self.device)  # the last layers are read as late as here
+        self._buffer = None
+
+    def _map(self, update_info: HandleInfo) -> Tensor:
+        """The learner's copy on this GPU, [nbytes] uint8."""
         gpu = str(torch.cuda.get_device_properties(self.device).uuid)
         handles = pickle.loads(update_info.handles)  # of our own learner
         if gpu not in handles:
             raise RuntimeError(f"the learner has no copy of the weights on this engine's GPU {gpu}, only on {sorted(handles)}")
         arguments = list(handles[gpu])
         arguments[6] = self.device.index  # the learner's number for this GPU, which may have another one here
-        buffer = rebuild_cuda_tensor(*arguments)
-        if update_info.checksums:
-            self._layout.verify(buffer, update_info.checksums)
-        self._load(self._layout.tensors(buffer))
-        torch.cuda.synchronize(self.device)
+        return rebuild_cuda_tensor(*arguments)
 
     def shutdown(self) -> None:
         pass
@@ -157,14 +175,19 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
         check_names(self.vllm_config.model_config, init_info.metadata)
         self.shutdown()
         self._layout, group = Layout(init_info.metadata), NCCLWeightTransferInitInfo(**init_info.group)
+        self.packed, self.packed_buffer_size_bytes = group.packed, group.packed_buffer_size_bytes
+        self.packed_num_buffers = group.packed_num_buffers
 
-        def join() -> None:
+        def join() -> PyNcclCommunicator:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # of this thread
-            NCCLWeightTransferEngine.init_transfer_engine(self, group)
+            return worker_init_process_group(group, self.parallel_config)
 
-        within(init_info.rendezvous_s, "joining the learner's group", join)
-        self.model_update_group = GuardedGroup(self.model_update_group, quiet_s=init_info.bucket_s, first_s=init_info.pause_s)
+        try:
+            joined = within(init_info.rendezvous_s, "joining the learner's group", join)
+        except RuntimeError as error:
+            raise TornTransfer(f"the engine could not join the learner's group: {error}") from error
+        self.model_update_group = GuardedGroup(joined, quiet_s=init_info.bucket_s, first_s=init_info.pause_s)
 
     def receive_weights(self, update_info: BroadcastInfo) -> None:
         entries = self._layout.entries
