@@ -379,6 +379,8 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
     assert text["held-out accuracy, greedy"] == "25.0% -> 50.0% after step 4"
     assert text["staleness"] == "mean 0.50, largest 1 learner steps (bound 2)"
     assert text["publications"] == "4; the learner waited 10.0% of its time for them"
+    assert text["weights checked"] == "3 times while training; engines and learner differ by 2.0e-06 at most"
+    assert text["publication faults"] == "1 transfers repeated, 0 engines dropped"
     assert text["learner time"] == "50% training, 25% waiting for groups"
     assert "async_grpo.run /runs/r/config.yaml run.total_steps=8 " in text["next"]
     assert "config.yaml run.epochs=6 " in dict(summarise(fake_trainer(config(run={"epochs": 3})), Path("c")))["next"]
