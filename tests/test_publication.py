@@ -463,7 +463,9 @@ def test_scores_name_every_version_that_they_may_be_of(engines: Engines, gang: G
         """Asked for before, while and after the weights are received."""
         receiving, asked = None, []
         for moment in range(60):
-            if moment == 10:
+            if moment == 10:  # more than it computes at once: some are submitted under the old weights and computed under the new
+                asked += [asyncio.create_task(serving.engine.score(PROBES[:1])) for _ in range(100)]
+                await asyncio.sleep(0)
                 receiving = asyncio.create_task(serving.receive(staged))
             asked.append(asyncio.create_task(serving.engine.score(PROBES[:1])))
             await asyncio.sleep(0.004)
