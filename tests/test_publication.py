@@ -16,7 +16,7 @@ import traceback
 import uuid
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -133,36 +133,41 @@ def rank_main(pipe: Connection, rank: int) -> None:
 
 
 class Gang:
-    """Rank processes that are started when they are first needed and serve one learner after the other."""
+    """Rank processes that are started when they are first needed and serve one learner after the other.
+
+    One rank and two have processes of their own: DeepSpeed numbers modules per process and compares the numbers between ranks.
+    """
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
+        self._teams: dict[int, list[tuple[Any, Connection]]] = {}
         self._ranks: list[tuple[Any, Connection]] = []
-        self._size = 0
 
     def resize(self, size: int) -> None:
-        """From now on calls go to the first `size` ranks."""
+        """From now on calls go to the team of `size` ranks."""
+        self._ranks = self._teams.setdefault(size, [])
         while len(self._ranks) < size:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=rank_main, args=(theirs, len(self._ranks)), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
-        self._size = size
 
     def call(self, name: str, *args: Any) -> Any:
         """The answer of rank 0 to a call of all ranks."""
-        deadline, answers = time.monotonic() + START_S, []
-        for _, pipe in self._ranks[: self._size]:
+        deadline, pipes, answers = time.monotonic() + START_S, [pipe for _, pipe in self._ranks], {}
+        for pipe in pipes:
             pipe.send((name, args))
-        for _, pipe in self._ranks[: self._size]:
-            assert pipe.poll(max(0.0, deadline - time.monotonic())), f"a learner rank did not answer {name} within {START_S:g} s"
-            answers.append(pipe.recv())
-        assert not (errors := [error for _, error in answers if error]), "\n".join(errors)
-        return answers[0][0]
+        while len(answers) < len(pipes):
+            ready = wait([pipe for pipe in pipes if pipe not in answers], max(0.0, deadline - time.monotonic()))
+            assert ready, f"a learner rank did not answer {name} within {START_S:g} s"
+            for pipe in ready:
+                answers[pipe], error = pipe.recv()
+                assert not error, error  # at once: the other rank may wait for this one for ever
+        return answers[pipes[0]]
 
     def kill(self) -> None:
-        for process, pipe in self._ranks:
+        for process, pipe in itertools.chain(*self._teams.values()):
             pipe.close()
             process.kill()
             process.join(DEADLINE_S)
