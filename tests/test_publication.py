@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -644,14 +644,18 @@ def outcome_of(kind: type[Nothing], directory: str, scratch: Path, *, stage: int
         return Outcome(history, staged, copy_weights(learner), received, trained)
 
 
-def check_overlap(control: Control, directory: str, scratch: Path, **place: int) -> None:
-    """Steps are bit-equal whatever a publication does meanwhile, and what arrives is bit-equal to the weights at staging."""
-    alone = outcome_of(Nothing, directory, scratch, **place)
+def check_overlap(control: Control, directory: str, scratch: Path, *, ports: Sequence[int] = (0,) * 4, **place: int) -> None:
+    """Steps are bit-equal whatever a publication does meanwhile, and what arrives is bit-equal to the weights at staging.
+
+    ports: one for each of the four learners, where there are several ranks: a store that is used twice remembers the first group.
+    """
+    alone = outcome_of(Nothing, directory, scratch, port=ports[0], **place)
     assert not bitwise(alone.staged, alone.weights) and len(alone.history) == 6
-    for kind in (Staging, Reading, Sending):
-        control.clear()
-        control.inject({"kind": "slow", "rank": 0, "seconds": 0.05})
-        one = outcome_of(kind, directory, scratch, **place)
+    for kind, port in zip((Staging, Reading, Sending), ports[1:], strict=True):
+        if place.get("rank", 0) == 0:
+            control.clear()
+            control.inject({"kind": "slow", "rank": 0, "seconds": 0.05})
+        one = outcome_of(kind, directory, scratch, port=port, **place)
         assert one.history == alone.history and bitwise(one.weights, alone.weights) and bitwise(one.staged, alone.staged)
         if place.get("rank", 0) == 0:
             assert one.received and all(bitwise(copy, one.staged) for copy in one.received)
@@ -681,11 +685,12 @@ def test_steps_are_bit_equal_with_and_without_overlap(control: Control, tmp_path
 def overlap_rank(rank: int, ports: list[int], directory: str, scratch: str) -> None:
     torch.set_num_threads(1)
     nccl_double.install()
-    for stage, port in zip((1, 2, 3), ports, strict=True):
-        check_overlap(Control(Path(scratch)), directory, Path(scratch), stage=stage, rank=rank, world=2, port=port)
+    for stage in (1, 2, 3):
+        own = ports[4 * stage - 4 : 4 * stage]
+        check_overlap(Control(Path(scratch)), directory, Path(scratch), ports=own, stage=stage, rank=rank, world=2)
 
 
 @pytest.mark.slow
 def test_steps_of_two_ranks_are_bit_equal_with_and_without_overlap(control: Control, tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model")
-    run_ranks(overlap_rank, [free_port() for _ in range(3)], directory, str(tmp_path), seconds=START_S)
+    run_ranks(overlap_rank, [free_port() for _ in range(12)], directory, str(tmp_path), seconds=START_S)
