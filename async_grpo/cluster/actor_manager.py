@@ -312,7 +312,8 @@ class ActorManager:
     async def _serve(self, place: Place, engine: RemoteEngine) -> str | None:
         """Bring a new process to the live weights and into the set; the fault that it met, if it did."""
         started = time.monotonic()
-        assert self._join is not None, "begin() comes before any newcomer"
+        if self._join is None:
+            raise FaultBudgetSpent(f"a rollout actor died before the first learner step, and is not replaced then: {self.deaths[-1]}")
         try:
             await self._load(engine)
             await self._join(engine, lambda: self._alive.append(engine))
