@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from async_grpo import checkpoint
 from async_grpo.config import yaml12
+from async_grpo.config.resume import compare
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.replay.history import read_history
 from async_grpo.replay.journal import JournalError, segments
-
-INDIFFERENT = ("run", "checkpoint", "tracking", "evaluation", "watchdog", "cluster", "weight_sync", "wire")
-"""Sections that do not change what a learner alone computes, as long as it has the same number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +58,4 @@ def differences(config: Config, recorded: Path) -> Iterator[str]:
         other = yaml12.read(recorded.read_text(encoding="utf-8"))[0]
     except (OSError, ValueError):
         return
-    here, there = dict(_flat(config.model_dump(mode="json"))), dict(_flat(other))
-    for name, value in here.items():
-        if name.split(".")[0] not in INDIFFERENT and name in there and there[name] != value:
-            yield f"{name} {there[name]} -> {value}"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    yield from (str(change) for change in compare(other if isinstance(other, Mapping) else {}, config).all if change.trains)

@@ -24,6 +24,7 @@ from async_grpo.advice import StalenessAdvice
 from async_grpo.cluster.rerun import Comparison, Rerun
 from async_grpo.cluster.system import System
 from async_grpo.config.load import dump, preflight_files, resolve
+from async_grpo.config.resume import compare
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError
@@ -124,6 +125,8 @@ class Trainer:
         for path in checkpoint.set_aside(self.run_dir, manifest["step"] if manifest else 0):
             self.console.info(f"a checkpoint of a later step is set aside, because this run goes its own way: {path}")
         if manifest:
+            for line in compare(manifest.get("config", {}), self.config).lines():
+                self.console.info(line)
             self.console.info(f"resumed {self._checkpoint} at step {manifest['step']} of {self.total_steps}")
 
     def train(self, steps: int | None = None) -> dict[str, float]:
@@ -333,6 +336,8 @@ class Trainer:
                 raise SetupError(str(error)) from error
             if manifest["step"] > self.total_steps:
                 raise SetupError(f"{found} is of step {manifest['step']}, the run ends at step {self.total_steps}; raise run.total_steps")
+            if refusal := compare(manifest.get("config", {}), self.config).refusal(found):
+                raise SetupError(refusal)
         return found
 
     def _model_dir(self) -> str:

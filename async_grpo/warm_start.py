@@ -25,7 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from async_grpo.config.schema import Config, WarmStart
+from async_grpo.config.model import WarmStart
+from async_grpo.config.schema import Config
 from async_grpo.tasks.base import Task
 from async_grpo.tasks.registry import load_task, problem_index
 

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from async_grpo.config.schema import WarmStart
+from async_grpo.config.model import WarmStart
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=%^()<>[]{}.,:;?!'\"_ \n"
 PAD, EOS = "<|pad|>", "<|endoftext|>"

@@ -66,5 +66,5 @@ def test_settings_that_matter_to_the_learner_are_told_apart(tmp_path: Path) -> N
     (tmp_path / "config.yaml").write_text(dump(config))
     assert list(differences(config, tmp_path / "config.yaml")) == []
     other = Config.model_validate({"run": {"total_steps": 8}, "model": {"path": "m"}, "learner": {"lr": 3e-5}, "evaluation": {"max_samples": 3}})
-    assert list(differences(other, tmp_path / "config.yaml")) == ["learner.lr 1e-06 -> 3e-05"]
+    assert list(differences(other, tmp_path / "config.yaml")) == ["learner.lr: 1e-06 -> 3e-05"]
     assert list(differences(other, tmp_path / "nothing.yaml")) == []

@@ -16,7 +16,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_grpo import warm_start, warm_start_model
-from async_grpo.config.schema import Config, Model, Run, Task, WarmStart
+from async_grpo.config.model import Model, WarmStart
+from async_grpo.config.schema import Config, Run, Task
 from async_grpo.tasks.registry import load_task
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from async_grpo.config.section import Above0, AtLeast0, Fraction, Positive, Section
+from async_grpo.config.section import Above0, AtLeast0, Fraction, Positive, Section, warn
 
 
 class ClipSchedule(Section):
@@ -111,6 +111,7 @@ class OverlongBuffer(Section):
 
 
 class Algorithm(Section):
+    on_resume = warn("how rewards become gradients, from the next step on", trains=True)
     adv_estimator: Literal[
         "grpo", "grpo_vectorized", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo",
         "gpg", "maxrl", "raw", "asymre",

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from async_grpo.config.describe import Setting, settings
+from async_grpo.config.resume import marks
 from async_grpo.config.yaml12 import write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -28,6 +29,9 @@ A run is described by one YAML file and any number of overrides:
 - An unknown key, a value of the wrong type and a combination that cannot work end the start with one message; nothing is ignored.
 - A relative `run.dir` is relative to the current directory. In a Ray job the current directory is a package that is thrown away, so
   there it is relative to `$ASYNC_GRPO_HOME`, and where that is not set to `~/async_grpo`.
+- The column `resume` says whether a run that continues from a checkpoint may have another value: `free` yes; `warn` yes, and one line
+  says what it changes; `fixed` no, the start ends with exit code 2. With `warn*` the learner computes something else from then on, so
+  learner steps that were lost with an interruption cannot be repeated from the journal as they were.
 - `config.yaml` in the run directory holds the complete configuration of the run, defaults included, and can be run again.
 """
 
@@ -40,17 +44,23 @@ def render() -> str:
         keys = [setting for setting in known.values() if setting.name.rpartition(".")[0] == section.name and not setting.section]
         parts.append(f"\n## `{section.name}`\n")
         if section.description:
-            parts.append(f"{section.description}{' Default: `null`.' if section.default is None else ''}\n")
+            null = f" Default: `null`. Resume: {_resume(section.name)}." if section.default is None else ""
+            parts.append(f"{section.description}{null}\n")
         parts += _table(keys)
     return "\n".join(parts) + "\n"
 
 
 def _table(keys: list[Setting]) -> list[str]:
-    rows = ["| key | allowed | default | meaning |", "| --- | --- | --- | --- |"] if keys else []
+    rows = ["| key | allowed | default | resume | meaning |", "| --- | --- | --- | --- | --- |"] if keys else []
     for key in keys:
-        cells = (f"`{key.name.rpartition('.')[2]}`", key.allowed, f"`{_default(key)}`", key.description)
+        cells = (f"`{key.name.rpartition('.')[2]}`", key.allowed, f"`{_default(key)}`", _resume(key.name), key.description)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
+
+
+def _resume(name: str) -> str:
+    mark = marks()[name]
+    return mark.level + ("*" if mark.trains and mark.level == "warn" else "")
 
 
 def _default(setting: Setting) -> str:

@@ -1,6 +1,6 @@
 """Every setting of a run: its name, type, default, range and meaning.
 
-Runs in: any process (imports pydantic only). This module, with `algorithm` and `weight_sync` for those sections, hides nothing and is the only home of
+Runs in: any process (imports pydantic only). This module, with `algorithm`, `model` and `weight_sync` for those sections, hides nothing and is the only home of
 defaults; `load` reads YAML and overrides into it, `checks` holds the rules that span several sections. A `Config` is immutable and
 complete once loaded: no other module supplies a default for a missing setting.
 """
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from async_grpo.config.algorithm import Algorithm
-from async_grpo.config.section import Fraction, NonNegative, Positive, Seconds, Section
+from async_grpo.config.model import Model
+from async_grpo.config.section import FREE, Fraction, NonNegative, Positive, Seconds, Section, fixed, warn
 from async_grpo.config.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -27,121 +28,53 @@ REFUSED_DEEPSPEED_KEYS = frozenset({
 
 
 class Run(Section):
+    on_resume = FREE
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "async_grpo"
     """Name of the run; part of its directory and of the MLflow run."""
     dir: str = "runs/{name}"
     """Directory of everything the run writes. `{name}` and `{time}` are filled in; with `{time}` every start is a run of its own."""
-    total_steps: Positive | None = None
+    total_steps: Annotated[Positive | None, warn("the number of steps, and with a schedule the learning rate", trains=True)] = None
     """Learner steps to train. Exactly one of `total_steps` and `epochs` is set."""
-    epochs: Positive | None = None
+    epochs: Annotated[Positive | None, warn("the number of steps, and with a schedule the learning rate", trains=True)] = None
     """Passes over the training prompts, rounded down to whole learner steps."""
 
 
-class WarmStart(Section):
-    """Build a small Qwen2-architecture model from scratch and teach it the task's own solutions before RL starts.
-
-    The result is cached by its settings and the seed. It is supervised training and is reported as such.
-    """
-
-    hidden_size: Positive = 128
-    """Width of the model; each of its heads needs an even share of it."""
-    intermediate_size: Positive = 256
-    """Width of the feed-forward layers."""
-    layers: Positive = 2
-    """Transformer layers."""
-    heads: Positive = 4
-    """Attention heads."""
-    tie_embeddings: bool = False
-    """Use the input embedding as the output layer too."""
-    batch_size: Positive = 128
-    """Problems per supervised step."""
-    lr: Annotated[float, Field(gt=0)] = 3e-3
-    """Learning rate of the supervised steps."""
-    max_steps: NonNegative = 1000
-    """Upper limit of supervised steps; 0 leaves the weights random."""
-    target_accuracy: Fraction = 0.9
-    """Stop the clean phase when greedy accuracy on training problems reaches this."""
-    blur_accuracy: Fraction = 0.5
-    """Then train on partly randomised answers until greedy accuracy has fallen to this: knowledge kept, distribution blurred."""
-    blur_sampled_accuracy: Fraction = 0.3
-    """The blur phase also goes on until the accuracy of answers sampled at temperature 1 has fallen to this."""
-    blur_noise: Fraction = 0.3
-    """Share of answer tokens that the blur phase replaces at random."""
-    blur_max_steps: NonNegative = 60
-    """Upper limit of blur steps; 0 leaves the phase out."""
-    cache_dir: str = "~/.cache/async_grpo"
-    """Where warm-started models are kept between runs."""
-
-
-class Lora(Section):
-    """Train low-rank adapters (LoRA) beside the weights instead of the weights, which stay as they are.
-
-    Engines and exports get the merged weights; the reference is the model without its adapters. Adapters want a learning rate about ten
-    times as high as the weights. A section without keys (`{}`) has these defaults.
-    """
-
-    rank: Positive = 16
-    """Rank of the adapters."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The product of an adapter's two matrices is scaled by alpha / rank."""
-    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Linear layers that get an adapter, by the ends of their names (`[q_proj, v_proj]`); never the language-model head."""
-
-
-class Model(Section):
-    path: str | None = None
-    """Local directory or hub name of a Hugging Face causal language model. Exactly one of `path` and `warm_start` is set."""
-    warm_start: WarmStart | None = None
-    """Build and warm-start a small model instead of loading one."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type of learner and engines; `auto` is float32 on CPU and bfloat16 on GPU."""
-    reference: str | None = None
-    """Model of the KL reference (directory or hub name); null means the initial policy. Used only with a KL penalty."""
-    lora: Lora | None = None
-    """Train adapters instead of the weights."""
-    freeze: list[str] = Field([])
-    """Regular expressions, searched in parameter names (`embed_tokens`): these weights are not trained. A tied head follows the embedding."""
-    reference_refresh_steps: NonNegative = 0
-    """Learner steps after which the reference takes over the policy's weights, again and again; 0 means never."""
-    lm_head_fp32: bool = False
-    """Compute the language-model head in float32 in learner and engines, whatever `model.dtype` is."""
-    trust_remote_code: bool = False
-    """Allow code that ships with a model to run."""
-
-
 class Verifier(Section):
+    on_resume = FREE
     workers: Positive = 1
     """Verifier child processes per rollout actor."""
     timeout_s: Seconds = 10.0
     """Longest time one response may take to score; then the child is killed and replaced."""
     memory_mb: Positive = 2048
     """Address-space limit of a verifier child in MiB."""
-    on_error: Literal["drop_group", "zero", "fail"] = "drop_group"
+    on_error: Annotated[Literal["drop_group", "zero", "fail"], warn("what a response is worth that cannot be scored")] = "drop_group"
     """What a verifier crash, timeout or non-finite reward does: re-issue the group, score the response 0, or end the run."""
 
 
 class Task(Section):
-    name: str = "arithmetic"
+    on_resume = warn("which problems are posed: groups completed before are generated again, and problems may come twice in an epoch")
+    name: Annotated[str, fixed("the group ids of the run stand for problems of the other task")] = "arithmetic"
     """Built-in task (`arithmetic`, `gsm8k`, `math`, `reasoning_gym`, `jsonl`) or a dotted path `package.module:Class`."""
     train: str | None = None
     """Training data: a local JSONL file, or a Hugging Face data set as `name`, `name:config` or `name:config:split`."""
-    eval: str | None = None
+    eval: Annotated[str | None, warn("what held-out accuracy means: it cannot be compared with that before")] = None
     """Held-out data, same forms as `train`."""
     options: dict[str, Any] = Field({})
     """The task's own settings, checked by the task."""
-    rewards: dict[str, float] = Field({})
+    rewards: Annotated[dict[str, float], warn("what responses are worth", trains=True)] = Field({})
     """Weight per reward component; empty means the task's own weights."""
-    max_bad_fraction: Fraction = 0.0
+    max_bad_fraction: Annotated[Fraction, FREE] = 0.0
     """Share of malformed data rows, and of groups that fail `replay.max_attempts` times, that is tolerated (left out and counted)."""
     verifier: Verifier = Verifier()
 
 
 class Rollout(Section):
-    rollout_batch_size: Positive = 32
+    on_resume = warn("how responses are sampled: groups completed before are generated again", trains=True)
+    rollout_batch_size: Annotated[Positive, warn("how many groups a learner step trains", trains=True)] = 32
     """Groups (prompts) that one learner step consumes."""
     group_size: Positive = 8
     """Responses sampled per prompt."""
-    prompt_length: Positive = 512
+    prompt_length: Annotated[Positive, warn("which prompts fit: groups completed before are generated again")] = 512
     """Longest prompt in tokens; a longer one is refused."""
     response_length: Positive = 512
     """Longest response in tokens."""
@@ -151,13 +84,14 @@ class Rollout(Section):
     """Must stay 1 while training: the learner does not renormalise over the sampler's kept set."""
     top_k: NonNegative = 0
     """Must stay 0 (off) while training, for the same reason."""
-    seeded: Literal["auto", "on", "off"] = "auto"
+    seeded: Annotated[Literal["auto", "on", "off"], warn("whether the same command samples the same responses")] = "auto"
     """Seed every group by (seed, group_id); `auto` means on at `replay.max_staleness: 0` only."""
-    group_timeout_s: Seconds = 600.0
+    group_timeout_s: Annotated[Seconds, FREE] = 600.0
     """A group that takes longer to generate and score is aborted and issued again; so is one that its actor lost."""
 
 
 class FilterGroups(Section):
+    on_resume = warn("which groups are trained, from here on")
     enable: bool = False
     """Reject groups without learning signal and generate others in their place (dynamic sampling)."""
     metric: str = "score"
@@ -175,11 +109,12 @@ class FilterGroups(Section):
     """Reject groups whose responses all hit the response budget."""
     retire_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Pose a problem no more once this share of a group's responses was right; null is off."""
-    max_num_gen_batches: NonNegative = 20
+    max_num_gen_batches: Annotated[NonNegative, FREE] = 20
     """End the run when this many times `rollout_batch_size` groups were rejected since the last learner step; 0 means no limit."""
 
 
 class Wire(Section):
+    on_resume = FREE
     max_frame_bytes: Annotated[int, Field(ge=2**16)] = 2**28
     """Largest group on its way from a rollout actor to the queue, in bytes (9 per response token and its rows' facts); a larger one fails."""
 
@@ -187,18 +122,20 @@ class Wire(Section):
 class Journal(Section):
     """The record of every group on disk, in `journal/` of the run's directory."""
 
-    enable: bool = True
+    on_resume = FREE
+    enable: Annotated[bool, warn("whether completed groups survive the next interruption")] = True
     """Keep one: completed groups survive the death of the queue, and a resumed run does not generate them again."""
     fsync: Literal["group", "interval", "never"] = "group"
     """When it is flushed: before a completed group is acknowledged (survives power loss), every second, or never (both survive processes)."""
 
 
 class Replay(Section):
-    max_staleness: NonNegative = 1
+    on_resume = FREE
+    max_staleness: Annotated[NonNegative, warn("how old a trained token may be", trains=True)] = 1
     """Strict bound on the lag of every trained token, in learner steps; 0 is synchronous."""
-    order: Literal["oldest", "fifo", "ready"] = "oldest"
+    order: Annotated[Literal["oldest", "fifo", "ready"], warn("which groups are trained first, from here on")] = "oldest"
     """Which ready groups leave first: those with the oldest ticket, those with the smallest id, or those that were completed first."""
-    on_stale: Literal["wait", "mask", "expire"] = "wait"
+    on_stale: Annotated[Literal["wait", "mask", "expire"], warn("what becomes of groups that are too old", trains=True)] = "wait"
     """Groups that would become too old: the learner waits in time, or goes on and gives old tokens weight 0, or has the group generated again."""
     max_attempts: Positive = 3
     """Times a group may come to nothing (or become too old) before it counts as failed (or expired)."""
@@ -207,15 +144,16 @@ class Replay(Section):
 
 
 class Learner(Section):
-    ranks: Positive = 1
+    on_resume = warn("how the weights are updated, from the next step on", trains=True)
+    ranks: Annotated[Positive, fixed("every rank reads the optimizer state that a rank of the same number wrote")] = 1
     """DeepSpeed processes."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    zero_stage: Annotated[int, Field(ge=0, le=3), fixed("it decides how the optimizer's files are laid out")] = 1
     """What DeepSpeed shards over the ranks: nothing, optimizer states, gradients too, parameters too."""
     ppo_epochs: Positive = 1
     """Passes over each learner step's batch."""
     ppo_mini_batch_size: Positive | None = None
     """Groups per optimizer update; null means the whole batch."""
-    tokens_per_micro_batch: Positive = 16384
+    tokens_per_micro_batch: Annotated[Positive, warn("the order of sums, so the last bits of gradients", trains=True)] = 16384
     """Upper limit of prompt and response tokens in one forward pass of one rank."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
@@ -229,13 +167,14 @@ class Learner(Section):
     """Course of the learning rate after the warm-up, over the run's optimizer updates."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest global gradient norm."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, FREE] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     deepspeed: dict[str, Any] = Field({})
     """Merged into the DeepSpeed configuration; keys that this project sets itself are refused."""
 
 
 class Evaluation(Section):
+    on_resume = FREE
     every_steps: NonNegative = 0
     """Learner steps between evaluations while training; 0 means only before and after."""
     before: bool = True
@@ -249,6 +188,7 @@ class Evaluation(Section):
 
 
 class Checkpoint(Section):
+    on_resume = FREE
     every_steps: NonNegative = 0
     """Learner steps between checkpoints; 0 means only at the end."""
     keep: Positive = 2
@@ -258,6 +198,7 @@ class Checkpoint(Section):
 
 
 class Tracking(Section):
+    on_resume = FREE
     mlflow: bool = True
     """Track the run in MLflow; off, MLflow is not even imported."""
     uri: str | None = None
@@ -269,6 +210,7 @@ class Tracking(Section):
 
 
 class Watchdog(Section):
+    on_resume = FREE
     start_timeout_s: Seconds = 900.0
     """Longest time until every process of the run is ready."""
     step_timeout_s: Seconds = 1800.0
@@ -298,7 +240,8 @@ class Engine(Section):
 
 
 class Cluster(Section):
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    on_resume = FREE
+    device: Annotated[Literal["auto", "cpu", "cuda"], warn("the rounding of everything computed", trains=True)] = "auto"
     """`auto` is cuda where the cluster has GPUs."""
     layout: Literal["auto", "split", "colocated"] = "auto"
     """Engines and learner on their own GPUs, or rank i and engine i sharing one; `auto` shares where there are too few GPUs to split."""
@@ -313,7 +256,7 @@ class Cluster(Section):
 class Config(Section):
     """One object builds everything: `load_config(path).build()` is a `Trainer`."""
 
-    seed: NonNegative = 0
+    seed: Annotated[NonNegative, fixed("the group ids of the run stand for problems in the order of its seed")] = 0
     """Seed of everything random: data order, warm start, minibatches, sampling where it is seeded."""
     run: Run = Run()
     model: Model = Model()

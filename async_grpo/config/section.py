@@ -1,12 +1,14 @@
 """What every section of the configuration is made of.
 
-Runs in: any process (imports pydantic only). Hides pydantic's settings. Invariant: unknown keys, wrong types and non-finite numbers
-are errors in every section.
+Runs in: any process (imports pydantic only). Hides pydantic's settings. Invariants: unknown keys, wrong types and non-finite numbers
+are errors in every section; every key of the configuration has a `Mark`, its own (`Annotated[..., mark]`), or that of its section
+(`on_resume`) or of the section around that.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,7 +20,33 @@ Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """May a resumed run have another value of the key: `free` (yes), `warn` (yes, with a line that says what it changes), `fixed` (no)."""
+
+    level: Literal["free", "warn", "fixed"]
+    reason: str = ""
+    """What another value changes (`warn`), or why there can be none (`fixed`)."""
+    trains: bool = False
+    """Whether the learner computes something else from recorded groups, were it only the last bit."""
+
+
+FREE = Mark("free")
+
+
+def warn(changes: str, *, trains: bool = False) -> Mark:
+    """A key that a resumed run may change, and is told what that `changes`."""
+    return Mark("warn", changes, trains)
+
+
+def fixed(reason: str) -> Mark:
+    """A key that a resumed run cannot change."""
+    return Mark("fixed", reason, trains=True)
+
+
 class Section(BaseModel):
     """A strict, immutable group of settings: unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    on_resume: ClassVar[Mark | None] = None
+    """Mark of the keys without one of their own."""

@@ -5,9 +5,9 @@ Runs in: any process. A part of `schema`, and as such a home of defaults.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from async_grpo.config.section import NonNegative, Positive, Seconds, Section
+from async_grpo.config.section import FREE, NonNegative, Positive, Seconds, Section, warn
 
 
 class Deadlines(Section):
@@ -27,11 +27,12 @@ class Deadlines(Section):
 
 
 class WeightSync(Section):
+    on_resume = FREE
     backend: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"
     """How weights reach the engines; `auto`: shared memory on CPU, `ipc` when colocated on GPU, `nccl` otherwise."""
-    every_steps: Positive = 1
+    every_steps: Annotated[Positive, warn("how old the tokens are that are trained")] = 1
     """Learner steps per publication; at most `replay.max_staleness + 1`."""
-    kv_cache: Literal["recompute", "keep"] = "recompute"
+    kv_cache: Annotated[Literal["recompute", "keep"], warn("under which weights a running response goes on")] = "recompute"
     """What running responses do after a publication: recompute their cache under the new weights, or keep the old one."""
     overlap: bool = True
     """Let the engines take new weights while the next learner step runs (where the transport allows it)."""

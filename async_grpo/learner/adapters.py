@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from async_grpo.config.schema import Lora, Model
+from async_grpo.config.model import Lora, Model
 from async_grpo.errors import SetupError
 from async_grpo.learner import zero
 

@@ -1,0 +1,147 @@
+"""Which settings a resumed run may change, and what another value means.
+
+Runs in: the driver (imports pydantic only, through the schema). Hides where marks come from: a key has its own, or that of the nearest
+section around it. Invariants: every key has a mark; `run.dir` is never compared, since a run may be moved; a key that one side does not
+know counts as unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from async_grpo.config.describe import settings
+from async_grpo.config.schema import Config
+from async_grpo.config.section import Mark, Section
+
+_LENGTH = frozenset({"run.total_steps", "run.epochs"})
+"""They reach the weights only through a learning rate with a schedule."""
+_NEVER = frozenset({"run.dir"})
+_ABSENT = object()
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value of one key: there (saved) and here (given)."""
+
+    key: str
+    saved: Any
+    given: Any
+    mark: Mark
+    trains: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_show(self.saved)} -> {_show(self.given)}"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Everything that differs between saved settings and those given. `unknown`, `missing`: keys that only one program version has."""
+
+    all: list[Change] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def fixed(self) -> list[Change]:
+        """What a resumed run cannot change."""
+        return [change for change in self.all if change.mark.level == "fixed"]
+
+    @property
+    def warned(self) -> list[Change]:
+        """What it may change, and is told."""
+        return [change for change in self.all if change.mark.level == "warn"]
+
+    @property
+    def trains_differently(self) -> bool:
+        """Whether the learner would make other weights of the groups that were recorded, were it only in the last bit."""
+        return any(change.trains for change in self.all)
+
+    def refusal(self, checkpoint: Path) -> str:
+        """One line on the fixed keys; empty if none was changed."""
+        if not self.fixed:
+            return ""
+        first, more = self.fixed[0], [change.key for change in self.fixed[1:]]
+        others = f" So it is with {', '.join(more[:_SHOWN])}{' and others' if len(more) > _SHOWN else ''}." if more else ""
+        return (
+            f"`{first.key}` is {_show(first.given)}, but {checkpoint} was made with {_show(first.saved)} and cannot go on with another: "
+            f"{first.mark.reason}. Set it back, or start anew with another run.dir.{others}"
+        )
+
+    def lines(self) -> Iterator[str]:
+        """What to print when a run resumes."""
+        for change in self.warned:
+            yield f"resumed with another {change} ({change.mark.reason})"
+        for names, what in ((self.unknown, "has settings that do not exist any more"), (self.missing, "does not know the settings")):
+            if names:
+                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                yield f"the checkpoint is of another version: it {what} {', '.join(names[:_SHOWN])}{more} (taken as unchanged)"
+
+
+@cache
+def marks() -> dict[str, Mark]:
+    """The mark of every key, and of every section that may be null, by dotted name. Raises ValueError for a key without one."""
+    found: dict[str, Mark] = {}
+    _collect(Config, "", None, found)
+    return found
+
+
+def compare(saved: Mapping[str, Any], config: Config) -> Changes:
+    """`config` against the settings of an earlier start (`Config.model_dump(mode="json")`), in the order of the schema."""
+    given, changes, known = config.model_dump(mode="json"), Changes(), settings()
+    for name, mark in marks().items():
+        there, here = _at(saved, known[name].path), _at(given, known[name].path)
+        if there is _ABSENT and here is not _ABSENT and _at(saved, known[name].path[:-1]) is not None:
+            changes.missing.append(name)
+        if there is _ABSENT or here is _ABSENT or name in _NEVER or there == here:
+            continue
+        if known[name].section and there is not None and here is not None:
+            continue  # its keys are compared
+        trains = mark.trains and not (name in _LENGTH and config.learner.schedule == "constant")
+        changes.all.append(Change(name, there, here, mark, trains))
+    changes.unknown.extend(_unknown(saved, ()))
+    return changes
+
+
+def _collect(section: type[Section], prefix: str, around: Mark | None, found: dict[str, Mark]) -> None:
+    for key, info in section.model_fields.items():
+        name, inner = f"{prefix}{key}", _section(info.annotation)
+        mark = next((part for part in info.metadata if isinstance(part, Mark)), section.on_resume or around)
+        if inner is None or info.default is None:
+            if mark is None:
+                raise ValueError(f"`{name}` has no mark for resume; give it, or its section, one (async_grpo.config.section.Mark)")
+            found[name] = mark
+        if inner is not None:
+            _collect(inner, f"{name}.", mark, found)
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    """The section class that an annotation (`X` or `X | None`) names, if any."""
+    options = [option for option in (annotation, *get_args(annotation)) if isinstance(option, type) and issubclass(option, Section)]
+    return options[0] if options else None
+
+
+def _at(values: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        values = values.get(key, _ABSENT) if isinstance(values, Mapping) else _ABSENT
+    return values
+
+
+def _unknown(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """Names in `values` that are no settings; what lies inside a free-form mapping is its value."""
+    for key, value in values.items():
+        name = ".".join((*path, key))
+        if name not in settings():
+            yield name
+        elif settings()[name].section and isinstance(value, Mapping):
+            yield from _unknown(value, (*path, key))
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
