@@ -19,14 +19,18 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupTicket:
-    """Permission to produce one group. `policy_version` is the live version at the time of issue."""
+    """Permission to produce one group. `policy_version` is the live version at the time of issue, in this `run_epoch`.
+
+    A run that discards learner steps writes their version numbers a second time, with other weights: it raises its epoch by one.
+    """
 
     group_id: int
     attempt: int
     policy_version: int
+    run_epoch: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GroupTicket, (self.group_id, self.attempt, self.policy_version)
+        return GroupTicket, (self.group_id, self.attempt, self.policy_version, self.run_epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class Group:
     prompt_ids: np.ndarray
     rollouts: list[Rollout]
     times: dict[str, float] = field(default_factory=dict)
+    run_epoch: int = 0
 
 
 @dataclass(slots=True)
@@ -116,6 +121,7 @@ class GroupMeta:
     rows: tuple[RowMeta, ...]
     times: dict[str, float]
     nbytes: int
+    run_epoch: int = 0
 
     @property
     def min_version(self) -> int:
@@ -139,7 +145,7 @@ class Batch:
         """As plain tuples: the queue sends the facts of every group to the driver, and pickling objects costs it three times as much."""
         plain = [
             (
-                group.group_id, group.attempt, group.policy_version, group.actor_id, group.prompt_length, group.times, group.nbytes,
+                group.group_id, group.attempt, group.policy_version, group.actor_id, group.prompt_length, group.times, group.nbytes, group.run_epoch,
                 [(row.role, row.length, row.mask_tokens, row.rewards, row.verdict, row.finish_reason, row.versions) for row in group.rows],
             )
             for group in self.groups
@@ -149,6 +155,6 @@ class Batch:
 
 def _batch(step: int, plain: list[tuple[Any, ...]]) -> Batch:
     return Batch(step, tuple(
-        GroupMeta(group_id, attempt, version, actor_id, prompt_length, tuple(RowMeta(*row) for row in rows), times, nbytes)
-        for group_id, attempt, version, actor_id, prompt_length, times, nbytes, rows in plain
+        GroupMeta(group_id, attempt, version, actor_id, prompt_length, tuple(RowMeta(*row) for row in rows), times, nbytes, run_epoch)
+        for group_id, attempt, version, actor_id, prompt_length, times, nbytes, run_epoch, rows in plain
     ))

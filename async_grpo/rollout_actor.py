@@ -263,7 +263,7 @@ class RolloutActor:
         ]
         return Group(
             group_id=ticket.group_id, attempt=ticket.attempt, policy_version=ticket.policy_version, actor_id=self.actor_id,
-            prompt_ids=np.asarray(prompt_ids, np.int32), rollouts=rollouts,
+            run_epoch=ticket.run_epoch, prompt_ids=np.asarray(prompt_ids, np.int32), rollouts=rollouts,
             times={
                 "queued": queued, "first_token": min(completion.first_token for completion in completions), "done": done,
                 "scored": time.time(),

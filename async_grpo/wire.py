@@ -40,7 +40,7 @@ __all__ = [
     "encode_group", "pack_frames", "peek_ticket", "unpack_frames",
 ]
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MAX_STRING_BYTES = 64 * 2**10
 Buffer = bytes | bytearray | memoryview | np.ndarray
 
@@ -49,7 +49,7 @@ _FIXED = struct.Struct("<4sHHII")
 _BATCH = struct.Struct("<4sI")
 _BATCH_MAGIC = b"AGRB"
 _KEYS = frozenset({
-    "group_id", "attempt", "policy_version", "actor_id", "prompt_length", "times", "roles", "lengths", "verdicts", "finish_reasons",
+    "group_id", "attempt", "policy_version", "run_epoch", "actor_id", "prompt_length", "times", "roles", "lengths", "verdicts", "finish_reasons",
     "reward_names", "rewards", "span_counts", "span_versions", "span_tokens",
 })
 _ROLES, _FINISH_REASONS = frozenset({"train", "baseline"}), frozenset({"stop", "length"})
@@ -107,7 +107,7 @@ def decode_group(frame: Buffer) -> Group:
     ]
     return Group(
         group_id=meta.group_id, attempt=meta.attempt, policy_version=meta.policy_version, actor_id=meta.actor_id,
-        prompt_ids=prompt, rollouts=rollouts, times=meta.times,
+        prompt_ids=prompt, rollouts=rollouts, times=meta.times, run_epoch=meta.run_epoch,
     )
 
 
@@ -154,8 +154,8 @@ def _header_of(group: Group) -> dict[str, Any]:
         raise WireError(f"group {group.group_id} has a reward component without a value")
     spans = [span for row in rows for span in row.versions]
     return {
-        "group_id": group.group_id, "attempt": group.attempt, "policy_version": group.policy_version, "actor_id": group.actor_id,
-        "prompt_length": len(group.prompt_ids), "times": group.times, "roles": [row.role for row in rows],
+        "group_id": group.group_id, "attempt": group.attempt, "policy_version": group.policy_version, "run_epoch": group.run_epoch,
+        "actor_id": group.actor_id, "prompt_length": len(group.prompt_ids), "times": group.times, "roles": [row.role for row in rows],
         "lengths": [len(row.response_ids) for row in rows], "verdicts": [row.verdict for row in rows],
         "finish_reasons": [row.finish_reason for row in rows], "reward_names": names, "rewards": rewards,
         "span_counts": [len(row.versions) for row in rows], "span_versions": [span.policy_version for span in spans],
@@ -265,7 +265,7 @@ def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
         raise WireError("times must be finite")
     return GroupMeta(
         _natural(header, "group_id"), _natural(header, "attempt"), _natural(header, "policy_version"), actor_id, prompt_length, tuple(rows),
-        {name: float(value) for name, value in times.items()}, len(view),
+        {name: float(value) for name, value in times.items()}, len(view), _natural(header, "run_epoch"),
     )
 
 

@@ -140,7 +140,7 @@ class Job:
             tokens, logprobs, mask = np.zeros(length, np.int32), np.full(length, -0.5, np.float32), np.ones(length, np.uint8)
             rollouts.append(Rollout(tokens, logprobs, mask, spans, {"correct": value}, value, "stop", role))
         times, prompt = {"started": self.started}, np.zeros(1, np.int32)
-        return encode_group(Group(*self.key, self.ticket.policy_version, actor, prompt, rollouts, times))
+        return encode_group(Group(*self.key, self.ticket.policy_version, actor, prompt, rollouts, times, self.ticket.run_epoch))
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Simulation:
     def open(self) -> None:
         """A queue for this start of the run, from the journal if there is one."""
         base, directory = self.witness.base, str(self.directory / str(self.opened))
-        journal = JournalSettings(directory, start=f"start {self.generation}", fsync="never") if self.journaled else None
+        journal = JournalSettings(directory, start=f"start {self.generation}", fsync="never", lost_steps="discard") if self.journaled else None
         snapshot = self.checkpoints.get(base)
         self.queue: ReplayQueue = open_queue(self.scenario.settings(base), journal, snapshot=snapshot, clock=lambda: self.now)
 
@@ -171,7 +171,7 @@ class Simulation:
 
     async def put_too_late(self, actor: Actor, job: Job) -> None:
         (verdict,) = await self.queue.put(actor.name, [job.frame(self.scenario, actor.name)])
-        assert verdict.status in ("late", "duplicate"), f"{job.key} of a run that is gone is {verdict.status}"
+        assert verdict.status in ("late", "duplicate", "abandoned"), f"{job.key} of a run that is gone is {verdict.status}"
         self.seen["late"] += 1
 
     # ---- producers ----

@@ -43,7 +43,8 @@ def queue_settings(**changes: object) -> QueueSettings:
 
 
 def journal_in(directory: Path | str, start: str = "first", **changes: object) -> JournalSettings:
-    return replace(JournalSettings(str(directory), start, identity="same", fsync="never"), **changes)
+    """Lost steps are discarded here; tests/test_roll_forward.py rolls them forward."""
+    return replace(JournalSettings(str(directory), start, identity="same", fsync="never", lost_steps="discard"), **changes)
 
 
 def ready_frames(queue: ReplayQueue) -> dict[int, bytes]:
@@ -169,14 +170,15 @@ class Life:
         tickets = [ticket for actor in self.gone[-2:] for ticket in actor.holding.values()]
         for name, ticket in [(self.gone[-1].name, ticket) for ticket in tickets[:2]] + [("nobody", ticket) for ticket in tickets[-1:]]:
             verdicts = await self.queue.put(name, [self.frame(ticket)])
-            assert verdicts[0].status in ("late", "duplicate"), verdicts
+            lost = ticket.run_epoch < self.queue._ledger.run_epoch
+            assert verdicts[0].status in (("late", "duplicate", "abandoned") if lost else ("late", "duplicate")), verdicts
 
     async def put_invalid(self) -> None:
         actor = self.random.choice(self.actors)
         if actor.holding:
             ticket = self.random.choice(list(actor.holding.values()))
             frame = self.frame(ticket, values=(0.0, 0.5, 1.0)) if self.random.random() < 0.5 else self.frame(ticket)[:-3]
-            assert (await self.queue.put(actor.name, [frame]))[0].status in ("invalid", "late", "duplicate")
+            assert (await self.queue.put(actor.name, [frame]))[0].status in ("invalid", "late", "duplicate", "abandoned")
 
     async def fail(self) -> None:
         actor = self.random.choice(self.actors)
@@ -258,6 +260,35 @@ class Life:
         self.gone += self.actors
         self.actors = [self.new_actor() for _ in range(self.random.randint(1, 3))]
         self.checkpoints = [one for one in self.checkpoints if checkpoint and one.step <= step]
+
+    async def roll_forward(self, checkpoint: Checkpoint | None) -> int:
+        """The whole run dies, and its learner trains the recorded batches after the checkpoint again; how many those were."""
+        end, step, before = self.queue._ledger, 0 if checkpoint is None else checkpoint.step, await seen(self.queue)
+        waiting = {entry.group_id: entry.attempt for state in (State.WAITING, State.IN_FLIGHT) for entry in end.slots[state].values()}
+        self.starts += 1
+        self.journal = replace(self.journal, start=f"start-{self.starts}", lost_steps="replay")
+        self.settings = replace(self.settings, trained_steps=step)
+        self.queue = open_queue(self.settings, self.journal, snapshot=checkpoint and checkpoint.snapshot, clock=self.clock)
+        ledger = self.queue._ledger
+        assert (ledger.steps, ledger.training_step, ledger.live, ledger.run_epoch, ledger.held) == (
+            end.steps, end.training_step, end.live, end.run_epoch, {}
+        ), str(self.queue.report)
+        assert ledger.next_group_id == end.next_group_id and ledger.retired == end.retired
+        assert {group_id: entry.attempt for group_id, entry in ledger.slots[State.WAITING].items()} == waiting
+        assert ready_frames(self.queue) == before["frames"] and list(ledger.slots[State.READY]) == list(end.slots[State.READY])
+        assert set(ledger.slots[State.TRAINED]) == set(end.slots[State.TRAINED]) and ledger.closed[State.TRAINED] == end.closed[State.TRAINED]
+        await self.repeat(step)
+        self.gone += self.actors
+        self.actors = [self.new_actor() for _ in range(self.random.randint(1, 3))]
+        return self.taken - step
+
+    async def repeat(self, step: int) -> None:
+        """A learner that went back to `step` asks for every batch after it, and gets what was trained."""
+        for number in range(step + 1, self.taken + 1):
+            batch = await self.queue.get_batch(number)
+            assert {meta.group_id: meta.attempt for meta in batch.groups} == self.batches[number], number
+            payload = unpack_frames(await self.queue.payload(number, list(self.batches[number])))
+            assert [bytes(frame) for frame in payload] == [self.frames[pair] for pair in self.batches[number].items()]
 
     def left_at(self, step: int) -> tuple[dict[int, tuple[int, bytes]], dict[int, int]]:
         """What a learner at this step must find: groups ready with attempt and frame, and attempts of those that wait."""

@@ -48,7 +48,8 @@ class Producer:
             for row in range(2)
         ]
         frames = [
-            encode_group(Group(t.group_id, t.attempt, t.policy_version, "producer", np.arange(4, dtype=np.int32), rows)) for t in tickets
+            encode_group(Group(t.group_id, t.attempt, t.policy_version, "producer", np.arange(4, dtype=np.int32), rows, run_epoch=t.run_epoch))
+            for t in tickets
         ]
         verdicts = await self._queue.put("producer", frames)
         assert all(verdict.status == "accepted" for verdict in verdicts), verdicts

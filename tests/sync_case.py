@@ -302,7 +302,7 @@ class Actor:
             for one in responses
         ]
         times = dict.fromkeys(("queued", "first_token", "done", "scored"), 0.0)
-        return encode_group(Group(ticket.group_id, ticket.attempt, ticket.policy_version, self.actor_id, prompt, rollouts, times))
+        return encode_group(Group(ticket.group_id, ticket.attempt, ticket.policy_version, self.actor_id, prompt, rollouts, times, ticket.run_epoch))
 
 
 @dataclass

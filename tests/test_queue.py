@@ -350,7 +350,7 @@ async def test_a_snapshot_continues_for_a_learner_before_or_after_the_step_in_tr
     snapshot = msgpack.unpackb(msgpack.packb(await queue.snapshot()))
     restored = open_queue(queue_settings(trained_steps=learner_step), snapshot=snapshot)
     expected = [(2, 2, 1), (3, 2, 1), (4, 1, 1), (5, 1, 1)] if learner_step else [(0, 2, 0), (1, 2, 0), (2, 2, 0), (3, 2, 0)]
-    assert await take(restored, 9, actor="b", version=learner_step) == [GroupTicket(*ticket) for ticket in expected]
+    assert await take(restored, 9, actor="b", version=learner_step) == [GroupTicket(*ticket, run_epoch=1) for ticket in expected]
     assert (await restored.counts())["trained"] == 2 * learner_step
     with pytest.raises(ValueError, match="not from the same checkpoint"):
         open_queue(queue_settings(trained_steps=2), snapshot=snapshot)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from async_grpo.replay import events, rules
+from async_grpo.replay import departure, events, rules
 from async_grpo.replay import queue as queue_module
 from async_grpo.replay.journal import Writer
 from async_grpo.replay.ledger import Ledger
@@ -131,12 +131,12 @@ def unwritten(*kinds: type) -> Callable:
 
 
 BROKEN = {
-    "every batch leaves": (OLD, queue_module, "can_leave", lambda *_, **__: True, "StalenessError"),
+    "every batch leaves": (OLD, departure, "can_leave", lambda *_, **__: True, "StalenessError"),
     "the order is reversed": (
-        replace(OLD, on_stale="mask", learner_s=5.0, max_staleness=3), queue_module, "in_order",
+        replace(OLD, on_stale="mask", learner_s=5.0, max_staleness=3), departure, "in_order",
         lambda *rest: rules.in_order(*rest)[::-1], "the order says",
     ),
-    "nothing is too old": (replace(OLD, on_stale="expire"), queue_module, "is_too_old", lambda *_, **__: False, "StalenessError"),
+    "nothing is too old": (replace(OLD, on_stale="expire"), departure, "is_too_old", lambda *_, **__: False, "StalenessError"),
     "a slot too many": (OLD, QueueSettings, "capacity", property(lambda self: 2 * self.rollout_batch_size + 1), "outstanding"),
     "slots are not freed": (OLD, Ledger, "apply", without(events.Live), "stuck|cannot be live"),
     "failed groups are forgotten": (ROUGH, Ledger, "apply", without(events.Fail), "stuck|taken away"),
@@ -156,7 +156,7 @@ def test_a_broken_rule_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> N
 
 
 def test_the_bound_is_checked_by_the_simulator_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_module, "can_leave", lambda *_, **__: True)
+    monkeypatch.setattr(departure, "can_leave", lambda *_, **__: True)
     monkeypatch.setattr(queue_module, "check_bound", lambda *_, **__: None)
     with pytest.raises(AssertionError, match=r"trains group \d+ at lag [23]"):
         for seed in range(20):

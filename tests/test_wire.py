@@ -185,10 +185,10 @@ def deep(levels: int) -> object:
 
 
 KEYS = [
-    "group_id", "attempt", "policy_version", "actor_id", "prompt_length", "times", "roles", "lengths", "verdicts", "finish_reasons",
-    "reward_names", "rewards", "span_counts", "span_versions", "span_tokens",
+    "group_id", "attempt", "policy_version", "run_epoch", "actor_id", "prompt_length", "times", "roles", "lengths", "verdicts",
+    "finish_reasons", "reward_names", "rewards", "span_counts", "span_versions", "span_tokens",
 ]  # fmt: skip
-COLUMNS = KEYS[6:]
+COLUMNS = KEYS[7:]
 WRONG = {
     "none": None, "boolean": True, "negative": -1, "huge_negative": -(2**63), "fraction": 0.5, "nan": float("nan"), "infinite": float("inf"),
     "text": "1", "bytes": b"bytes", "no_bytes": b"", "extension": msgpack.ExtType(5, b""), "long_extension": msgpack.ExtType(5, b"payload"),
@@ -198,7 +198,8 @@ WRONG = {
 NUMBERS = frozenset({"negative", "huge_negative", "fraction", "huge", "largest"})
 NATURALS = frozenset({"huge", "largest"})
 ALLOWED = {
-    "group_id": NATURALS, "attempt": NATURALS, "policy_version": NATURALS, "span_versions": NATURALS, "actor_id": {"text"}, "times": {"map"},
+    "group_id": NATURALS, "attempt": NATURALS, "policy_version": NATURALS, "run_epoch": NATURALS, "span_versions": NATURALS,
+    "actor_id": {"text"}, "times": {"map"},
     "verdicts": NUMBERS | {"none"}, "reward_names": {"text"}, "rewards": NUMBERS | {"none"},
 }
 """What is right in a place of the header, of the values of WRONG. In a reward, None is a component that the rollout lacks."""
@@ -213,7 +214,7 @@ def test_the_header_is_what_the_tests_below_take_it_for() -> None:
     seen: dict = {}
     assert with_columns(two_version_frame(), seen.update) == two_version_frame()
     assert {name: seen[name] for name in KEYS} == seen == {
-        "group_id": 3, "attempt": 1, "policy_version": 2, "actor_id": "a", "prompt_length": 3, "times": {"start": 1.0},
+        "group_id": 3, "attempt": 1, "policy_version": 2, "run_epoch": 0, "actor_id": "a", "prompt_length": 3, "times": {"start": 1.0},
         "roles": ["train", "train"], "lengths": [4, 4], "verdicts": [0.0, 1.0], "finish_reasons": ["stop", "stop"],
         "reward_names": ["correct", "format"], "rewards": [0.0, 1.0, 1.0, 1.0], "span_counts": [2, 2], "span_versions": [2, 3, 2, 3],
         "span_tokens": [2, 2, 2, 2],

@@ -27,7 +27,7 @@ def make_group(
         for role, given_values in (("train", values), ("baseline", baselines))
         for value in given_values
     ]
-    group = Group(ticket.group_id, ticket.attempt, ticket.policy_version, actor, np.arange(3), rollouts)
+    group = Group(ticket.group_id, ticket.attempt, ticket.policy_version, actor, np.arange(3), rollouts, run_epoch=ticket.run_epoch)
     for name, value in changes.items():
         setattr(group, name, value)
     return group

@@ -195,6 +195,8 @@ class Checkpoint(Section):
     """Newest checkpoints that are kept."""
     resume: str = "auto"
     """`auto` continues from the newest complete checkpoint of the run directory, `never` starts anew, a path names a checkpoint."""
+    on_lost_steps: Literal["replay", "discard"] = "replay"
+    """Learner steps after the checkpoint that the journal recorded: train the same batches again, or take them back and train others."""
 
 
 class Tracking(Section):

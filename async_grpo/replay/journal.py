@@ -38,7 +38,7 @@ from async_grpo.replay.ledger import Place
 from async_grpo.wire import Buffer
 
 Fsync = Literal["group", "interval", "never"]
-JOURNAL_FORMAT = 4
+JOURNAL_FORMAT = 5
 """Of segments and of the snapshots in them: another number cannot be read."""
 MAX_BODY_BYTES = 2**28
 SUFFIX = ".journal"

@@ -94,10 +94,6 @@ class Entry:
     failures: int = 0
     slow: bool | None = None
 
-    @property
-    def ticket(self) -> GroupTicket:
-        return GroupTicket(self.group_id, self.attempt, self.policy_version)
-
 
 class Ledger:
     """Groups by state. `slots` holds those that occupy a slot, `closed` counts the others."""
@@ -106,6 +102,8 @@ class Ledger:
         self.first_group_id = self.next_group_id = first_group_id
         self.steps = self.live = steps
         self.training_step: int | None = None
+        self.run_epoch, self.epoch_step = 0, 0
+        """How often learner steps were discarded, and the step at which that happened last."""
         self.max_attempts = max_attempts
         self.over = False
         self.slots: dict[State, dict[int, Entry]] = {state: {} for state in SLOT_STATES}
@@ -183,6 +181,10 @@ class Ledger:
         """(attempt, state, step) of a group, None when it was never issued or is forgotten."""
         entry = self.entries.get(group_id)
         return self._recent.get(group_id) if entry is None else (entry.attempt, entry.state, entry.step)
+
+    def ticket(self, entry: Entry) -> GroupTicket:
+        """The ticket of a group in flight."""
+        return GroupTicket(entry.group_id, entry.attempt, entry.policy_version, self.run_epoch)
 
     def held_by(self, actor_id: str) -> list[Entry]:
         """Groups in flight at an actor."""
@@ -350,7 +352,8 @@ class Ledger:
         counters = {name: {str(key): count for key, count in getattr(self, name).items()} for name in _COUNTERS}
         return {
             "first_group_id": self.first_group_id, "next_group_id": self.next_group_id, "steps": self.steps, "live": self.live,
-            "training_step": self.training_step, "over": self.over, "max_attempts": self.max_attempts, "failed_before": self.failed_before, "groups": groups, **counters,
+            "training_step": self.training_step, "over": self.over, "max_attempts": self.max_attempts, "failed_before": self.failed_before,
+            "run_epoch": self.run_epoch, "epoch_step": self.epoch_step, "groups": groups, **counters,
             "retired": sorted(self.retired), "forfeited": sorted(self.forfeited),
             "segment_steps": [list(pair) for pair in self.segment_steps.items()],
         }
@@ -359,7 +362,7 @@ class Ledger:
     def from_snapshot(cls, snapshot: dict[str, Any], *, entries: Iterable[Entry] | None = None) -> Ledger:
         """The ledger that `snapshot` described; results are not there until somebody reads them. `entries` take the place of its groups."""
         ledger = cls(first_group_id=snapshot["first_group_id"], steps=snapshot["steps"], max_attempts=snapshot["max_attempts"])
-        for name in ("next_group_id", "live", "training_step", "over", "failed_before"):
+        for name in ("next_group_id", "live", "training_step", "over", "failed_before", "run_epoch", "epoch_step"):
             setattr(ledger, name, snapshot[name])
         for name in _COUNTERS:
             getattr(ledger, name).update(snapshot[name])

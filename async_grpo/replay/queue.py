@@ -10,10 +10,12 @@ the journal; rollout actors see tickets, the loop sees batches. A result on its 
 With R = rollout_batch_size, K = max_staleness and s learner steps done:
 
     admission   `admission`: fewer than B = (K + 1) R groups hold a slot; tickets go only to engines that serve the live version
-    order       the R first ready groups by `order` leave. With `wait` only if everything that stays behind can still be trained in
-                time (`rules.can_leave`; order `fifo`: only the next R ids); with `mask` and `expire` as soon as there are R
+    order       `departure`: the R first ready groups by `order` leave. With `wait` only if everything that stays behind can still be
+                trained in time (`rules.can_leave`; order `fifo`: only the next R ids); with `mask` and `expire` as soon as there are R
     release     slots of trained groups return when their weights are live; rejected, failed and expired groups free theirs at once
     deadline    a ticket that is out for longer than `ticket_timeout_s` is taken back, whatever its actor does
+    again       a learner that went back to a checkpoint asks for steps that are trained: it gets the recorded batches (`recorded`), or
+                the steps are discarded (`recovery`) and `run_epoch` is raised, for their version numbers will be written once more
 
 Invariants: every token that is trained with weight has 0 <= lag <= K, asserted when a batch leaves; every change is an event, in the
 journal before it is in the ledger, and there before the call is answered; `put` is idempotent on (group_id, attempt) and `get_batch` on
@@ -33,12 +35,14 @@ import numpy as np
 
 from async_grpo.replay import events
 from async_grpo.replay.admission import Admission
+from async_grpo.replay.departure import Departure
 from async_grpo.replay.journal import JOURNAL_FORMAT, Writer
 from async_grpo.replay.ledger import Entry, Ledger, State
 from async_grpo.replay.no_signal import check_signal
 from async_grpo.replay.pressure import Pressure, batch_metrics
+from async_grpo.replay.recorded import RecordedQueue
 from async_grpo.replay.retirement import Retirement
-from async_grpo.replay.rules import QueueSettings, can_leave, check_bound, in_order, is_too_old, problem_of, rejection
+from async_grpo.replay.rules import QueueSettings, check_bound, problem_of, rejection
 from async_grpo.wire import Batch, Buffer, GroupMeta, GroupTicket, WireError, decode_meta, pack_frames, peek_ticket
 
 MAX_SKIPS = 4096
@@ -49,10 +53,13 @@ SLICE_BYTES, SLICE_FRAMES = 2**22, 32
 """What one `put` takes before it lets other calls run."""
 
 
-def snapshot_facts(identity: str = "", *, start: str = "", from_step: int = 0) -> dict[str, Any]:
-    """What stands beside the ledger in a snapshot of a new run; `recovery.JournalSettings` says what identity and start are."""
-    facts = {"format": JOURNAL_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity}
-    return {**facts, "epoch": 0, "from_step": from_step}
+def snapshot_facts(identity: str = "", training: str = "", *, start: str = "", from_step: int = 0) -> dict[str, Any]:
+    """What stands beside the ledger in a snapshot of a new run; `recovery.JournalSettings` says what identity, training and start are.
+
+    epoch: number of the start. rolled_to: the step to which this start rolled forward, if it did.
+    """
+    facts = {"format": JOURNAL_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity, "training": training}
+    return {**facts, "epoch": 0, "from_step": from_step, "rolled_to": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ class Verdict:
 
     group_id: int
     attempt: int
-    status: Literal["accepted", "rejected", "duplicate", "late", "invalid"]
+    status: Literal["accepted", "rejected", "duplicate", "late", "abandoned", "invalid"]
     reason: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -85,8 +92,9 @@ class ReplayQueue:
         self._retirement = Retirement(settings, self._ledger.retired)
         self._admission = Admission(settings, self._ledger, self._retirement)
         self._pressure = Pressure()
+        self._departure = Departure(settings, self._ledger, self._admission, self.record)
         self._batch: Batch | None = None
-        self._tried: tuple[int, int] | None = None
+        self._recorded: RecordedQueue | None = None
         self._last_batch: dict[str, float] = {}
 
     # ---- rollout actors ----
@@ -104,7 +112,7 @@ class ReplayQueue:
             return None
         self._take_back_tickets(now)
         known = {tuple(pair) for pair in holding}
-        tickets = [entry.ticket for entry in ledger.held_by(actor_id) if (entry.group_id, entry.attempt) not in known]
+        tickets = [ledger.ticket(entry) for entry in ledger.held_by(actor_id) if (entry.group_id, entry.attempt) not in known]
         if serving_version != ledger.live:
             # It gets nothing, so it must not reserve a share either: a newcomer may take minutes to load the live version.
             self._admission.forget(actor_id)
@@ -119,7 +127,7 @@ class ReplayQueue:
         for index, frame in enumerate(frames):
             verdict = self._take(actor_id, frame)
             verdicts.append(verdict)
-            if verdict.status in ("late", "duplicate", "invalid"):
+            if verdict.status in ("late", "duplicate", "abandoned", "invalid"):
                 self.record(events.Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, events.plain_text(verdict.reason)))
             taken += len(frame)
             if taken >= SLICE_BYTES or index % SLICE_FRAMES == SLICE_FRAMES - 1:
@@ -148,13 +156,15 @@ class ReplayQueue:
     async def get_batch(self, step: int) -> Batch | None:
         """The groups of learner step `step` (from 1), or None while they are not complete. Idempotent per step.
 
-        Asking for `step` says that `step - 1` is trained. Raises NoSignal when too many groups were rejected or failed or all problems are
+        Asking for `step` says that `step - 1` is trained; a step that is trained itself is read from the journal. Raises NoSignal when too many groups were rejected or failed or all problems are
         retired, StalenessError when a token breaks the bound, ValueError for a step out of turn.
         """
         ledger, now = self._ledger, self._clock()
         if step == ledger.training_step or self._batch is not None and step == self._batch.step:
             await self._commit()  # the call that took it may not have come to that
             return self._current_batch()
+        if step <= ledger.steps and self._journal is not None:
+            return await self._again().get_batch(step)
         if step != ledger.newest_version + 1:
             raise ValueError(f"step {step} is out of turn: the next learner step is {ledger.newest_version + 1}")
         self._finish_step()
@@ -162,9 +172,8 @@ class ReplayQueue:
             return None
         self._pressure.learner_asks(now)
         self._take_back_tickets(now)
-        chosen = None if self._tried == (step, ledger.changes) else self._choose(step)
+        chosen = self._departure.choose(step)
         if chosen is None:
-            self._tried = (step, ledger.changes)
             check_signal(ledger, self.settings, exhausted=self._retirement.exhausted)
             return None
         for entry in chosen:
@@ -181,8 +190,10 @@ class ReplayQueue:
     async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         """Frames of groups of the step in training, in the order asked for, as one uint8 array for `wire.unpack_frames`."""
         training = self._ledger.slots[State.TRAINING]
+        if step <= self._ledger.steps and self._journal is not None:
+            return await self._again().payload(step, group_ids)
         if step != self._ledger.training_step or any(group_id not in training for group_id in group_ids):
-            raise ValueError(f"step {step}, groups {list(group_ids)}: only groups of the step in training have a payload")
+            raise ValueError(f"step {step}, groups {list(group_ids)}: only groups of the step in training or of the journal have a payload")
         return pack_frames([training[group_id].frame or b"" for group_id in group_ids])
 
     async def live(self, version: int, digest: str = "") -> None:
@@ -209,7 +220,7 @@ class ReplayQueue:
     async def counts(self) -> dict[str, int]:
         """Groups by state (their sum is the number of ids issued), then totals: rejected by reason, late, duplicate, invalid."""
         ledger = self._ledger
-        names = ("late", "duplicate", "invalid", "forfeited", "attempts_lost", "expirations", "overdue", "unreadable", "restarts")
+        names = ("late", "duplicate", "abandoned", "invalid", "forfeited", "attempts_lost", "expirations", "overdue", "unreadable", "restarts")
         totals = {name: ledger.totals[name] for name in names}
         return ledger.counts() | {f"rejected/{name}": n for name, n in sorted(ledger.rejected.items())} | totals
 
@@ -244,6 +255,10 @@ class ReplayQueue:
             return {**self._facts, "ledger": self._ledger.snapshot(), "segment": None}
         self.begin_segment()
         return {**self._facts, "ledger": self._ledger.snapshot(), "segment": self._journal.segment}
+
+    async def digests(self) -> dict[int, str]:
+        """Digest of the weights of every recorded version that was live, where it has one."""
+        return {} if self._journal is None else await self._again().digests()
 
     async def forget(self, *, segment: int, step: int) -> None:
         """The oldest checkpoint that is kept starts at this segment, after this step: delete segments that nobody can ask for any more."""
@@ -294,7 +309,7 @@ class ReplayQueue:
             if group_id < end:
                 self.record(events.Issue(group_id, 1, actor_id, ledger.live))
                 given.append(group_id)
-        return [ledger.entries[group_id].ticket for group_id in given]
+        return [ledger.ticket(ledger.entries[group_id]) for group_id in given]
 
     def _take_back_tickets(self, now: float) -> None:
         if self.settings.ticket_timeout_s is None:
@@ -318,12 +333,15 @@ class ReplayQueue:
             meta = decode_meta(frame, max_bytes=self.settings.max_frame_bytes)
         except WireError as error:
             return self._refuse(actor_id, peek_ticket(frame), str(error))
-        ticket = (meta.group_id, meta.attempt)
-        entry = self._ledger.entries.get(meta.group_id)
+        ticket, ledger = (meta.group_id, meta.attempt), self._ledger
+        if meta.run_epoch < ledger.run_epoch and meta.max_version > ledger.epoch_step:
+            reason = f"it has tokens of learner steps after {ledger.epoch_step}, which were discarded"
+            return self._refuse(actor_id, ticket, reason, status="abandoned")
+        entry = ledger.entries.get(meta.group_id)
         if entry is None or entry.state != State.IN_FLIGHT or (entry.actor_id, entry.attempt) != (actor_id, meta.attempt):
             return self._answer_again(meta)
-        settings, newest = self.settings, self._ledger.newest_version
-        problem = problem_of(meta, entry.ticket, newest_version=newest, group_size=settings.group_size, baseline=settings.baseline)
+        settings, newest = self.settings, ledger.newest_version
+        problem = problem_of(meta, ledger.ticket(entry), newest_version=newest, group_size=settings.group_size, baseline=settings.baseline)
         if problem is not None:
             return self._refuse(actor_id, ticket, problem)
         try:
@@ -347,49 +365,25 @@ class ReplayQueue:
             return Verdict(meta.group_id, meta.attempt, "duplicate", f"this attempt is {record[1].value} already")
         return Verdict(meta.group_id, meta.attempt, "late", "the ticket is not held by this actor any more")
 
-    def _refuse(self, actor_id: str, ticket: tuple[int, int] | None, reason: str) -> Verdict:
+    def _refuse(
+        self, actor_id: str, ticket: tuple[int, int] | None, reason: str, *, status: Literal["invalid", "abandoned"] = "invalid"
+    ) -> Verdict:
         """A frame that must not be trained: a hard error, and its ticket is lost where the frame tells which one it is."""
         group_id, attempt = ticket or (-1, -1)
         entry = self._ledger.held.get(actor_id, {}).get(group_id)
         if entry is not None and entry.attempt == attempt:
             self._lose(entry, reason)
-        return Verdict(group_id, attempt, "invalid", reason)
-
-    # ---- order ----
-
-    def _choose(self, step: int) -> list[Entry] | None:
-        """The batch of `step` sorted by group_id, or None while it must wait."""
-        settings, slots = self.settings, self._ledger.slots
-        size = settings.rollout_batch_size
-        if settings.on_stale != "wait":
-            self._expire(step)
-        if len(slots[State.READY]) < size:
-            return None
-        ready = in_order(settings.order, slots[State.READY].values())
-        if settings.on_stale == "wait" and not self._can_wait(ready[:size], ready[size:], step):
-            return None
-        return sorted(ready[:size], key=lambda entry: entry.group_id)
-
-    def _expire(self, step: int) -> None:
-        rule = {"step": step, "max_staleness": self.settings.max_staleness, "on_stale": self.settings.on_stale}
-        for entry in list(self._ledger.slots[State.READY].values()):
-            if is_too_old(entry.meta, **rule):
-                self.record(events.Expire(entry.group_id, entry.attempt, step))
-
-    def _can_wait(self, chosen: list[Entry], ready: list[Entry], step: int) -> bool:
-        """Whether the groups that stay behind, ready or not, are trained in time when these leave."""
-        slots = self._ledger.slots
-        if self.settings.order == "fifo":
-            return min([*slots[State.WAITING], *slots[State.IN_FLIGHT]], default=chosen[-1].group_id + 1) > chosen[-1].group_id
-        staying = [entry.policy_version for entry in (*ready, *slots[State.IN_FLIGHT].values())]
-        staying += [self._ledger.live] * self._admission.free_again()
-        return can_leave(
-            staying, step=step, max_staleness=self.settings.max_staleness, batch_size=self.settings.rollout_batch_size
-        )
+        return Verdict(group_id, attempt, status, reason)
 
     # ---- learner steps ----
 
+    def _again(self) -> RecordedQueue:
+        """The steps that are trained, as the journal has them; forgotten when the learner goes on."""
+        self._recorded = self._recorded or RecordedQueue(str(self._journal.directory))
+        return self._recorded
+
     def _finish_step(self) -> None:
+        self._recorded = None
         if self._ledger.training_step is not None:
             self.record(events.Done(self._ledger.training_step))
 
