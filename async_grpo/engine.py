@@ -14,8 +14,10 @@ import asyncio
 import inspect
 import json
 import os
+import shutil
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ import numpy as np
 from async_grpo.config.schema import Config
 from async_grpo.config.weight_sync import Deadlines
 from async_grpo.errors import SetupError
+from async_grpo.leftovers import own_directory
 from async_grpo.weights.base import WORKER_ENGINES, Announcement, Receipt, is_version, parse_label
 from async_grpo.wire import VersionSpan
 
@@ -77,6 +80,7 @@ class Engine:
     def __init__(self, llm: AsyncLLM, *, stop_token_ids: Sequence[int], recompute: bool, deadlines: Deadlines) -> None:
         self._llm, self._stop_token_ids, self._recompute, self._deadlines = llm, list(stop_token_ids), recompute, deadlines
         self._requests = 0
+        self._directory: Path | None = None
         self._steady = asyncio.Event()  # no publication is under way, and the weights are whole
         self._steady.set()
         self.serving = ""
@@ -93,10 +97,12 @@ class Engine:
         if not {"mode", "clear_cache"} <= set(inspect.signature(AsyncLLM.pause_generation).parameters):
             raise SetupError("this vLLM cannot pause with requests kept, or not say what becomes of their caches; install the version of packages.toml")
         args = AsyncEngineArgs(**_engine_arguments(config, model_dir=model_dir, device=device, backend=backend, seed=seed))
-        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=[_request_times()])
+        with _temporary_files() as directory:
+            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=[_request_times()])
         engine = cls(
             llm, stop_token_ids=stop_token_ids, recompute=config.weight_sync.kv_cache == "recompute", deadlines=config.weight_sync.deadlines
         )
+        engine._directory = directory
         await engine._set_label(label)
         return engine
 
@@ -208,6 +214,8 @@ class Engine:
     def close(self) -> None:
         """Stop the EngineCore process."""
         self._llm.shutdown()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _set_label(self, label: str) -> None:
         await self._llm.update_weight_version(label)
@@ -235,9 +243,29 @@ def stop_tokens(model_dir: str, eos_token_id: int | None) -> list[int]:
     return sorted(ids)
 
 
+@contextmanager
+def _temporary_files() -> Iterator[Path]:
+    """While the engine's processes start: the directory where they put their sockets and rendezvous files, which vLLM leaves when they are killed."""
+    directory, before = own_directory("engine"), os.environ.get("TMPDIR")
+    os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = str(directory)
+    os.environ["ASYNC_GRPO_ENGINE_OWNER"] = str(os.getpid())
+    try:
+        yield directory
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    finally:
+        del os.environ["ASYNC_GRPO_ENGINE_OWNER"]
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
 def _set_environment(device: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("JOBLIB_MULTIPROCESSING", "0")  # importing it would make a semaphore, which stays when the process is killed
     if device == "cpu":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # keeps the `uni` executor: one EngineCore child, no second worker process
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling small sampler functions would take 18 s at the first request

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 LAYERS = {
-    0: "config groups wire errors",
+    0: "config groups wire errors leftovers",
     1: "algo",
     2: "replay tasks batching weights",
     3: "engine learner checkpoint tracking console report warm_start warm_start_model",
@@ -32,6 +32,7 @@ UPWARD = {("config.schema", "trainer"): "`Config.build()` is how a user gets a T
 LIBRARIES = {
     "config": "pydantic yaml",
     "errors": "",
+    "leftovers": "",
     "groups": "numpy",
     "wire": "msgpack numpy",
     "algo": "torch",
@@ -42,6 +43,7 @@ LIBRARIES = {
     "tasks": "datasets math_verify reasoning_gym pydantic msgpack numpy",
     "batching": "",
     "weights": "torch vllm numpy",
+    "weights.worker": "torch vllm numpy tqdm",  # a lock of its progress bars
     "weights.base": "torch",  # what the driver imports
     "weights.sender": "torch",
     "weights.coordinator": "numpy",

@@ -21,6 +21,7 @@ import ray
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
+from async_grpo.leftovers import die_with_parent
 from async_grpo.replay.queue import Verdict
 from async_grpo.rollout_actor import RolloutActor
 from async_grpo.weights.base import Staged, TokenSequence
@@ -63,6 +64,7 @@ class RolloutProcess(RolloutActor):
     """A rollout actor whose queue is a Ray actor."""
 
     def __init__(self, config: Config, *, actor_id: str, queue: Any, model_dir: str, device: str, cores: Sequence[int]) -> None:
+        die_with_parent()
         handle = QueueHandle(queue, patience_s=config.watchdog.step_timeout_s)
         super().__init__(config, actor_id=actor_id, queue=handle, model_dir=model_dir, device=device, cores=cores)
 
@@ -79,6 +81,7 @@ class LearnerProcess:
     """
 
     def __init__(self, config: Config, *, rank: int, cores: Sequence[int], queue: Any) -> None:
+        die_with_parent()
         if cores:
             for thread in os.listdir("/proc/self/task"):  # Ray has started those that will run the calls
                 os.sched_setaffinity(int(thread), cores)

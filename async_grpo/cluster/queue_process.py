@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.leftovers import die_with_parent
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.recorded import RecordedQueue
 from async_grpo.replay.recovery import JournalSettings, open_queue
@@ -28,6 +29,7 @@ class QueueProcess(ReplayQueue):
     def __init__(
         self, settings: QueueSettings, journal: JournalSettings | None = None, snapshot: dict[str, Any] | None = None
     ) -> None:
+        die_with_parent()
         try:
             vars(self).update(vars(open_queue(settings, journal, snapshot=snapshot)))
             gc.freeze()  # what the imports made lives as long as the process; looking through it again and again costs a tenth of the time

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from async_grpo.leftovers import die_with_parent
 from async_grpo.weights.base import Announcement
 from async_grpo.weights.shared_memory import SegmentCopy, read_segment
 
@@ -33,6 +34,7 @@ class RelayProcess:
     """One node's relay."""
 
     def __init__(self, *, key: str, fallback: str) -> None:
+        die_with_parent()
         self._copy = SegmentCopy(key=key, fallback=Path(fallback))
 
     def read(self, path: str, sequence: int, nbytes: int) -> np.ndarray:

@@ -7,6 +7,7 @@ slice and reading it is collective. DeepSpeed is imported inside functions, beca
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
@@ -36,7 +38,27 @@ def start(device: str, *, timeout_s: float) -> None:
     __compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed calls collectives by names that torch has deprecated; every call would print a warning.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    deepspeed.init_distributed(dist_backend="gloo" if cpu else "nccl", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
+    backend, timeout = "gloo" if cpu else "nccl", timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=_store(rank, ranks, timeout), rank=rank, world_size=ranks, timeout=timeout)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def _store(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
+    """The rendezvous of the ranks. Rank 0 listens on MASTER_ADDR alone; left to itself, torch would listen on every interface."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if host.startswith("127."):  # the ranks' connections to each other would go by the machine's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if rank > 0:
+        return dist.TCPStore(host, port, ranks, timeout=timeout)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    listener.listen(1024)
+    return dist.TCPStore(host, listener.getsockname()[1], ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
 def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:

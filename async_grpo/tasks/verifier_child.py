@@ -7,21 +7,18 @@ of the task is an answer, not a crash. This contains accidents; it is no sandbox
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
-import signal
 import sys
 from typing import Any, BinaryIO
 
+from async_grpo.leftovers import die_with_parent
 from async_grpo.tasks import pipe
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serve until the parent closes the pipe."""
-    _die_with(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))  # end of file on the pipe ends it only when it is idle
     requests, replies = _take_protocol()
     setup = _receive(requests)
     if setup is None:
@@ -39,14 +36,6 @@ def main() -> None:
             _send(replies, reply)
             if reply[0] == "memory":
                 return  # what is left of this process is not to be trusted
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends. End of file on the pipe does it when idle."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the process that started this verifier is gone")
 
 
 def _take_protocol() -> tuple[BinaryIO, BinaryIO]:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from async_grpo.leftovers import is_gone, owner
 from async_grpo.weights.base import Announcement, TornTransfer, WeightOwner
 from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
 
@@ -40,7 +41,7 @@ _KEEP_FREE = 64 * 2**20
 
 def segment_path(directory: Path, key: str, index: int) -> Path:
     """File of segment `index` (0, 1, or 2 for a self-check) that this process owns in the run with this key."""
-    return directory / f"async_grpo-{key}-{_processes()}.{os.getpid()}-weights-{index}"
+    return directory / f"async_grpo-{key}-{owner()}-weights-{index}"
 
 
 def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
@@ -66,9 +67,7 @@ def remove_segments(key: str, fallback: Path) -> None:
 def remove_abandoned_segments() -> None:
     """Remove segments whose owner, named in the file name, no longer lives: what a killed run left behind."""
     for path in SEGMENT_DIR.glob("async_grpo-*-weights-?"):
-        processes, _, owner = path.name.split("-")[-3].partition(".")
-        # Containers may share /dev/shm and not their processes: whether the owner of another container lives cannot be seen here.
-        if processes == _processes() and owner.isdigit() and not Path(f"/proc/{owner}").exists():
+        if is_gone(path.name.split("-")[-3]):
             path.unlink(missing_ok=True)
 
 
@@ -254,12 +253,6 @@ class SegmentReader:
         found = mapping.sequence()
         if found != sequence:
             raise TornTransfer(f"{path} holds write {found}, the announcement is for write {sequence}; weights were not loaded")
-
-
-def _processes() -> str:
-    """Whose process ids these are: the machine since it was started, and the name space in it."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:8]
-    return boot + "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
 
 
 def _free_bytes(directory: Path) -> int:

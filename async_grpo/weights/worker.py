@@ -12,6 +12,7 @@ On CPU a tied LM head keeps a packed copy of the embedding that a layerwise relo
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from tqdm.std import TqdmDefaultWriteLock
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_process_group
@@ -28,6 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from async_grpo.leftovers import die_with
 from async_grpo.weights.base import WORKER_ENGINES, TornTransfer, TransferMismatch
 from async_grpo.weights.guard import GuardedGroup, within
 from async_grpo.weights.layout import Layout
@@ -37,6 +40,9 @@ from async_grpo.weights.shared_memory import SegmentReader
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
+TqdmDefaultWriteLock.mp_lock = None  # vLLM's first progress bar would make a semaphore, which stays in /dev/shm when the process is killed
+if "ASYNC_GRPO_ENGINE_OWNER" in os.environ:
+    die_with(int(os.environ["ASYNC_GRPO_ENGINE_OWNER"]))  # an EngineCore outlives a front end that is killed
 Metadata = list[list[Any]]
 
 

@@ -1,0 +1,76 @@
+"""What a killed process would leave behind, its files and its children, and how they go.
+
+Runs in: any process. Hides how a file's name tells its owner, and how the kernel ties one process to another. Invariant: nothing is
+removed whose owner lives, or may live where it cannot be seen: containers may share a directory and not their processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process, even while it is stopped, when the thread that started it ends. Exits if that was not `parent`."""
+    before = os.getppid() if parent is None else parent
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != before:
+        sys.exit(f"process {before}, which started this one, is gone")
+
+
+def die_with(ancestor: int) -> None:
+    """The same for a parent's parent: when `ancestor` ends, this process and the one in between are killed. Nothing for this process itself."""
+    if os.getpid() == ancestor:
+        return
+    if os.getppid() == ancestor:
+        die_with_parent(ancestor)
+        return
+    between, watched = os.getppid(), os.pidfd_open(ancestor)
+
+    def watch() -> None:
+        select.select([watched], [], [])
+        if os.getppid() == between:
+            os.kill(between, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="async_grpo-ancestor", daemon=True).start()
+
+
+def owner() -> str:
+    """This process, as a part of a file name."""
+    return f"{_processes()}.{os.getpid()}"
+
+
+def is_gone(owner: str) -> bool:
+    """Whether the process that `owner()` named is known to be gone."""
+    processes, _, pid = owner.partition(".")
+    return processes == _processes() and pid.isdigit() and not Path(f"/proc/{pid}").exists()
+
+
+def own_directory(purpose: str) -> Path:
+    """A new directory for temporary files of this process, closed to other users. What killed processes left of this purpose is removed."""
+    remove_abandoned(purpose)
+    return Path(tempfile.mkdtemp(prefix=f"async_grpo-{purpose}-{owner()}-"))
+
+
+def remove_abandoned(purpose: str) -> None:
+    """Remove the directories that `own_directory` made in processes that are gone."""
+    for path in Path(tempfile.gettempdir()).glob(f"async_grpo-{purpose}-*"):
+        if is_gone(path.name.split("-")[2]):
+            shutil.rmtree(path, ignore_errors=True)  # another user's
+
+
+def _processes() -> str:
+    """Whose process ids these are: the machine since it was started, and the name space in it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:8]
+    return boot + "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
