@@ -7,29 +7,34 @@ layout and the order of writes:
         learner/        the learner's own files (weights, optimizer, RNG states)
         hf/             the model as any Hugging Face tool reads it
         queue.json      the replay queue's ledger at that moment, and the segment of its journal that starts with it
-        manifest.json   what the caller wants to remember, and every file with its size and, up to 64 MiB, its sha256
+        manifest.json   what the caller wants to remember, and every file with its size and sha256, summed by who wrote it
 
 Invariants: a checkpoint is written under a temporary name and renamed last, after the manifest and every file are on the disk, so a
 directory with a final name is complete or damaged afterwards, never half-written; `latest` returns only one whose files are all
-there with their sizes; `prune` never removes the newest complete checkpoint.
+there with their sizes; `verify` reads every file before anything is unpickled; `prune` never removes the newest complete checkpoint.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from async_grpo import durable
+from async_grpo.durable import FileSum
+
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _NAME = re.compile(r"step_(\d{6,})")
-_TEMPORARY, _SUPERSEDED = ".tmp", ".superseded-"
-_HASH_LIMIT = 64 * 2**20
+_TEMPORARY, _REPLACED, _SUPERSEDED = ".tmp", ".old", ".superseded-"
+_PICKLED = "learner"
+_READERS = 8
 
 
 class CheckpointError(RuntimeError):
@@ -55,25 +60,36 @@ def begin(run_dir: Path, step: int) -> Path:
     return directory
 
 
-def commit(directory: Path, manifest: dict[str, Any]) -> Path:
+def discard(directory: Path) -> None:
+    """Remove a directory that `begin` returned and that will not be finished, as far as the disk allows."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def commit(directory: Path, manifest: dict[str, Any], written: Mapping[str, FileSum] | None = None) -> Path:
     """Seal a directory that `begin` returned and give it its final name, which is returned.
 
-    `manifest` is any JSON map; `format_version` and `files` are added. A checkpoint of the same step is replaced (a resumed run
-    writes its steps again). Raises CheckpointError for a directory that `begin` did not make.
+    `manifest` is any JSON map; `format_version` and `files` are added. written: files that are on the disk, as their writers describe
+    them; all others are read here. A checkpoint of the same step is replaced (a resumed run writes its steps again). Raises
+    CheckpointError for a directory that `begin` did not make, or that lacks a file of `written`.
     """
     if not directory.name.endswith(_TEMPORARY) or not _NAME.fullmatch(directory.name.removesuffix(_TEMPORARY)):
         raise CheckpointError(f"{directory} was not made by checkpoint.begin")
     final = directory.with_name(directory.name.removesuffix(_TEMPORARY))
-    files = {str(path.relative_to(directory)): _describe(path) for path in _files(directory)}
+    files: dict[str, FileSum] = dict(written or {})
+    for path in _files(directory):
+        name = str(path.relative_to(directory))
+        if name not in files:
+            files[name] = durable.settle(path)
+    _check_sizes(directory, files)
     with open(directory / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({**manifest, "format_version": FORMAT_VERSION, "files": files}, file, indent=1, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
     for folder in {directory, *(path.parent for path in _files(directory))}:
-        _sync(folder)
+        durable.settle_folder(folder)
     if final.exists():
-        # A directory cannot be replaced in one step; the old one keeps a name that `latest` ignores until it is gone.
-        retired = final.with_name(f"{final.name}.old")
+        # A directory cannot be replaced in one step; `latest` finds the old one where this ends between the two.
+        retired = final.with_name(final.name + _REPLACED)
         if retired.exists():
             shutil.rmtree(retired)
         os.rename(final, retired)
@@ -81,14 +97,14 @@ def commit(directory: Path, manifest: dict[str, Any]) -> Path:
         shutil.rmtree(retired)
     else:
         os.rename(directory, final)
-    _sync(final.parent)
+    durable.settle_folder(final.parent)
     return final
 
 
 def read(path: Path) -> dict[str, Any]:
     """The manifest of a complete checkpoint; raises CheckpointError with what is wrong otherwise.
 
-    Checks that every file is there with its size. Contents are checked by `verify`, which reads all small files.
+    Checks that every file is there with its size; contents are checked by `verify`.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -98,20 +114,21 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / MANIFEST} is not readable JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION or not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"{path / MANIFEST} is not a manifest of format {FORMAT_VERSION}; use the program version that wrote it")
-    for name, entry in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{path} is damaged: {name} is missing")
-        if file.stat().st_size != entry["size"]:
-            raise CheckpointError(f"{path} is damaged: {name} has {file.stat().st_size} bytes instead of {entry['size']}")
+    _check_sizes(path, manifest["files"])
     return manifest
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Like `read`, and compares the sha256 of every file that has one. Raises CheckpointError."""
+    """Like `read`, and compares the sha256 of every file. Raises CheckpointError, also for a file of the learner that nobody listed."""
     manifest = read(path)
-    for name, entry in manifest["files"].items():
-        if "sha256" in entry and _sha256(path / name) != entry["sha256"]:
+    listed = manifest["files"]
+    for file in _files(path / _PICKLED):
+        if (name := str(file.relative_to(path))) not in listed:
+            raise CheckpointError(f"{path} is not as it was written: {name} has been added")
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = readers.map(lambda name: durable.sha256(path / name), listed)
+    for name, digest in zip(listed, found, strict=True):
+        if listed[name]["sha256"] != digest:
             raise CheckpointError(f"{path} is damaged: the contents of {name} have changed")
     return manifest
 
@@ -125,7 +142,13 @@ def step_of(path: Path) -> int:
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run directory, or None. Incomplete and damaged ones are passed over."""
+    """The newest complete checkpoint of a run directory, or None. Incomplete and damaged ones are passed over.
+
+    One that was about to be replaced by another of its step when the run ended gets its name back: call it only while no run writes there.
+    """
+    for replaced in (run_dir / "checkpoints").glob(f"step_*{_REPLACED}"):
+        if not (final := replaced.with_name(replaced.name.removesuffix(_REPLACED))).exists():
+            replaced.rename(final)
     return next((path for path in reversed(_finished(run_dir)) if _is_complete(path)), None)
 
 
@@ -186,21 +209,10 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    size = path.stat().st_size
-    return {"size": size, "sha256": _sha256(path)} if size <= _HASH_LIMIT else {"size": size}
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _check_sizes(path: Path, files: Mapping[str, FileSum]) -> None:
+    for name, entry in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is damaged: {name} is missing")
+        if file.stat().st_size != entry["size"]:
+            raise CheckpointError(f"{path} is damaged: {name} has {file.stat().st_size} bytes instead of {entry['size']}")

@@ -10,7 +10,7 @@ EXIT_MEANING = {
     1: "an unexpected error; the traceback above says where",
     2: "the configuration, an input file or the cluster's resources do not fit",
     3: "the data has no learning signal left, or too many groups failed",
-    4: "a process died too often, or one died that cannot be replaced",
+    4: "a process died too often, or one died that cannot be replaced, or checkpoints cannot be written",
     5: "the run stalled: a wait reached its deadline",
     6: "the numbers are wrong: a loss or gradient is not finite, or an engine does not compute with the learner's weights",
     7: "the journal of the replay queue cannot be written or read",
@@ -30,7 +30,7 @@ class SetupError(RunError):
 
 
 class FaultBudgetSpent(RunError):
-    """More processes died than `cluster.restart_budget` allows, or one died that has no replacement."""
+    """More processes died than `cluster.restart_budget` allows, or one that has no replacement, or checkpoints fail for good."""
 
     exit_code = 4
 

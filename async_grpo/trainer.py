@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import threading
 import time
 import uuid
@@ -28,12 +27,15 @@ from async_grpo.config.resume import compare
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError
+from async_grpo.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
 from async_grpo.rerun_plan import differences, plan_rerun
+from async_grpo.saving import Saver
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import load_task
 from async_grpo.tracking import Tracker
 
 WARM_START_TIMEOUT_S = 1800.0
+SAVING_AFTER_FAILURE_S = 30.0
 
 
 class Trainer:
@@ -55,7 +57,7 @@ class Trainer:
         self._checkpoint: Path | None = None
         self._stop_requested = threading.Event()
         self._advice = StalenessAdvice(self.config)
-        self._saved_at: int | None = None
+        self._saver: Saver | None = None
         self._rl_seconds = 0.0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="async_grpo-loop", daemon=True)
@@ -99,6 +101,7 @@ class Trainer:
             f"{self.config.max_outstanding} groups under way"
         )
         model_dir = self._model_dir()
+        self._saver = self._make_saver(model_dir, manifest)
         with self.console.phase("starting Ray"):
             system = System(
                 self.config, total_steps=self.total_steps, weights=self._task_weights, problems=self._problems,
@@ -138,10 +141,11 @@ class Trainer:
         started = time.perf_counter()
         while self.steps_done < last and not self._stop_requested.is_set():
             metrics = self._run(system.step())
+            self._saver.check()
             if (advice := self._advice.observe(metrics)) is not None:
                 self.console.info(f"note: {advice}")
             if saving and self.steps_done % saving == 0 and self.steps_done < self.total_steps:
-                self.save()
+                self._save(keep_groups=False, wait=False)
             if evaluation and self.steps_done % evaluation == 0 and self.steps_done < self.total_steps:
                 self.evaluate()
         self._run(system.settle())
@@ -177,25 +181,11 @@ class Trainer:
         self._run(self._running().actors.remove(actor_id))
 
     def save(self, *, keep_groups: bool = False) -> Path:
-        """Write a checkpoint of the run as it is now, with the model in Hugging Face format, and return its directory.
+        """Write a checkpoint of the run as it is now, with the model in Hugging Face format, and return its directory when it is complete.
 
-        The journal forgets the groups that no kept checkpoint needs, unless `keep_groups`.
+        The journal forgets the groups that no kept checkpoint needs, unless `keep_groups`. Raises FaultBudgetSpent if it cannot be written.
         """
-        system, step = self._running(), self.steps_done
-        directory = checkpoint.begin(self.run_dir, step)
-        with self.console.phase(f"saving a checkpoint of step {step}"):
-            snapshot = self._run(system.save(directory))
-            (directory / "queue.json").write_text(json.dumps(snapshot), encoding="utf-8")
-            self._copy_tokenizer(directory / "hf")
-            final = checkpoint.commit(directory, {
-                "step": step, "total_steps": self.total_steps, "mlflow_run_id": self._tracker.run_id if self._tracker else None,
-                "config": self.config.model_dump(mode="json"),
-            })
-        checkpoint.prune(self.run_dir, self.config.checkpoint.keep)
-        if step < self.total_steps and not self.stop_requested and not keep_groups:  # what a finished run leaves can be looked at and replayed
-            self._forget_old_groups()
-        self._saved_at = step
-        return final
+        return self._save(keep_groups=keep_groups, wait=True)
 
     def restore(self, path: str | Path) -> None:
         """Continue from this checkpoint instead of the configured one; before `start`. Raises SetupError if it is not complete."""
@@ -248,7 +238,10 @@ class Trainer:
         self._rerun = None
         try:
             if system is not None and self._thread.is_alive():
-                self._run(system.stop())
+                try:
+                    self._finish_saving(failed=status == "FAILED")
+                finally:
+                    self._run(system.stop())
         finally:
             if system is not None:
                 system.disconnect()
@@ -293,7 +286,7 @@ class Trainer:
     @property
     def saved_at(self) -> int | None:
         """Step of the newest checkpoint that this process wrote."""
-        return self._saved_at
+        return self._saver and self._saver.saved_at
 
     # ---- inside ----
 
@@ -310,12 +303,33 @@ class Trainer:
             raise RunError("the run is not started, or stopped already")
         return self._system
 
-    def _forget_old_groups(self) -> None:
-        """Let the journal drop what no kept checkpoint needs."""
-        kept = [checkpoint.path_for(self.run_dir, step) for step in checkpoint.steps(self.run_dir)]
-        segments = [json.loads((path / "queue.json").read_text(encoding="utf-8"))["segment"] for path in kept]
-        if None not in segments:
-            self._run(self._running().queue.forget(segment=min(segments), step=checkpoint.step_of(kept[0])))
+    def _make_saver(self, model_dir: str, manifest: dict[str, Any] | None) -> Saver:
+        """What saves this run. Raises SetupError if the checkpoint that it continues is of another tokenizer."""
+        config, trust = self.config, self.config.model.trust_remote_code
+        tokenizer = tokenizer_fingerprint(model_dir, trust_remote_code=trust)
+        if manifest is not None and (note := check_origin(manifest, data=self._fingerprint, tokenizer=tokenizer)) is not None:
+            self.console.info(note)
+        facts = {
+            "total_steps": self.total_steps, "ranks": config.learner.ranks, "config": config.model_dump(mode="json"), "code": code_version(),
+            "data_fingerprint": self._fingerprint, "tokenizer_fingerprint": tokenizer,
+        }
+        return Saver(
+            config.checkpoint, self.run_dir, facts=facts, timeout_s=config.watchdog.step_timeout_s, console=self.console, log=self._log,
+            add_files=lambda directory: copy_tokenizer(model_dir, directory / "hf", trust_remote_code=trust),
+        )
+
+    def _finish_saving(self, *, failed: bool) -> None:
+        """Let a checkpoint that is under way be completed; after a failure it gets a short while only."""
+        if self._saver is not None:
+            self._run(self._saver.close(SAVING_AFTER_FAILURE_S if failed else self.config.watchdog.step_timeout_s))
+
+    def _save(self, *, keep_groups: bool, wait: bool) -> Path:
+        """Write a checkpoint; without `wait` it is completed while training goes on, and a failure is only said and counted."""
+        system, step = self._running(), self.steps_done
+        # What a finished run leaves can be looked at and replayed.
+        forget = step < self.total_steps and not self.stop_requested and not keep_groups
+        facts = {"run_epoch": 0, "mlflow_run_id": self._tracker.run_id if self._tracker else None}
+        return self._run(self._saver.save(system, step=step, facts=facts, forget=forget, wait=wait))
 
     def _check_filter_metric(self) -> None:
         filters, known = self.config.replay.filter_groups, ["score", "acc", "seq_reward", *self._task_weights]
@@ -369,15 +383,3 @@ class Trainer:
                 "weights arrive: after a test publication the engines' log-probs differ from the learner's by at most "
                 f"{measured['weights/self_check_error']:.1e} (the test moved them by {measured['weights/self_check_moved']:.2f})"
             )
-
-    def _copy_tokenizer(self, target: Path) -> None:
-        source = Path(self._running().model_dir)
-        if source.is_dir():
-            for file in source.iterdir():
-                if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")):
-                    shutil.copy2(file, target / file.name)
-        else:
-            from transformers import AutoTokenizer
-
-            trust = self.config.model.trust_remote_code
-            AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust).save_pretrained(target)

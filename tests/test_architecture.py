@@ -13,11 +13,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 LAYERS = {
-    0: "config groups wire errors leftovers",
+    0: "config groups wire errors leftovers durable",
     1: "algo",
     2: "replay tasks batching weights",
-    3: "engine learner checkpoint tracking console report warm_start warm_start_model",
-    4: "advice rerun_plan rollout_actor loop planning",
+    3: "engine learner checkpoint provenance tracking console report warm_start warm_start_model",
+    4: "advice rerun_plan saving rollout_actor loop planning",
     5: "cluster",
     6: "run status trainer summary replay.__main__",
 }
@@ -33,6 +33,7 @@ LIBRARIES = {
     "config": "pydantic yaml",
     "errors": "",
     "leftovers": "",
+    "durable": "",
     "groups": "numpy",
     "wire": "msgpack numpy",
     "algo": "torch",
@@ -56,6 +57,7 @@ LIBRARIES = {
     "engine": "vllm numpy transformers",
     "learner": "torch deepspeed transformers peft numpy safetensors",
     "checkpoint": "",
+    "provenance": "transformers",  # the tokenizer
     "tracking": "mlflow",
     "console": "rich",
     "report": "matplotlib",
@@ -63,12 +65,13 @@ LIBRARIES = {
     "warm_start_model": "torch tokenizers transformers safetensors",
     "advice": "",
     "rerun_plan": "",
+    "saving": "",
     "rollout_actor": "numpy transformers",  # the tokenizer
     "loop": "",
     "planning": "torch",
     "cluster": "ray numpy",
     "cluster.placement": "",  # tested without a cluster
-    "trainer": "transformers",  # the tokenizer of the exported model
+    "trainer": "",
     "run": "",
     "status": "",
     "summary": "",

@@ -16,8 +16,9 @@ import ray
 
 from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.cluster.placement import Placement
-from async_grpo.cluster.processes import TRANSFER, LearnerProcess
+from async_grpo.cluster.processes import SAVING, TRANSFER, LearnerProcess
 from async_grpo.config.schema import Config
+from async_grpo.durable import FileSum, StorageFailure, Written
 from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
 from async_grpo.weights.base import Announcement, Staged, TokenSequence
 
@@ -42,7 +43,7 @@ class LearnerGroup:
         total_updates: int, checkpoint: str | None,
     ) -> LearnerGroup:
         """Start all ranks with these Ray options, and load the model, or the checkpoint."""
-        actor = ray.remote(concurrency_groups={TRANSFER: 1})(LearnerProcess)
+        actor = ray.remote(concurrency_groups={TRANSFER: 1, SAVING: 1})(LearnerProcess)
         handles = [
             actor.options(**option).remote(config, rank=rank, cores=slot.cores, queue=queue)
             for rank, (slot, option) in enumerate(zip(placement.learners, options, strict=True))
@@ -76,12 +77,16 @@ class LearnerGroup:
         return await self._all("call", "end")
 
     async def save(self, directory: str, state: dict[str, Any]) -> None:
-        """Write a checkpoint of all ranks into `directory`."""
+        """Write the learner's state into `directory`, to be loaded by this group."""
         await self._all("call", "save", directory, state)
 
-    async def export(self, directory: str) -> None:
-        """Write the model in Hugging Face format into `directory`."""
-        await self._all("call", "export", directory)
+    async def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written:
+        """Write learner and exported model of all ranks, into memory where they have room. Raises StorageFailure."""
+        return _unless_failed(await self._all("write_checkpoint", directory, state))[0]
+
+    async def finish_checkpoint(self, directory: str) -> dict[str, FileSum]:
+        """Bring what was written into `directory`, while steps go on; all files in it. Raises StorageFailure."""
+        return {name: entry for files in _unless_failed(await self._all("finish_checkpoint", directory)) for name, entry in files.items()}
 
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         """Prepare the transport for these engines; one init payload per engine."""
@@ -157,3 +162,10 @@ class LearnerGroup:
             raise Stalled(f"{what} did not finish within {seconds:g} s") from error
         except ray.exceptions.RayActorError as error:
             raise FaultBudgetSpent(f"a learner rank died during {what}: {error}") from error
+
+
+def _unless_failed(answers: list[Any]) -> list[Any]:
+    """The answers of all ranks. Raises StorageFailure with the texts among them."""
+    if texts := {answer: None for answer in answers if isinstance(answer, str)}:
+        raise StorageFailure("; ".join(texts))
+    return answers

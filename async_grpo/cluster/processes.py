@@ -20,6 +20,7 @@ import numpy as np
 import ray
 
 from async_grpo.config.schema import Config
+from async_grpo.durable import FileSum, StorageFailure, Written, reason
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.leftovers import die_with_parent
 from async_grpo.replay.queue import Verdict
@@ -29,6 +30,7 @@ from async_grpo.wire import Buffer, GroupTicket, pack_frames
 
 MAX_CALLS = 10_000
 TRANSFER = "transfer"
+SAVING = "saving"
 CALL_TIMEOUT_S = 60.0
 
 
@@ -77,7 +79,7 @@ class LearnerProcess:
     """One learner rank: the learner, its half of the weight transport, and its place in the process group.
 
     All that computes runs in one thread. What the transport does without the model has a thread of its own (TRANSFER), since a publication
-    that is cut off is repeated while a learner step runs.
+    that is cut off is repeated while a learner step runs; and so has what brings a checkpoint to the disk (SAVING).
     """
 
     def __init__(self, config: Config, *, rank: int, cores: Sequence[int], queue: Any) -> None:
@@ -103,6 +105,7 @@ class LearnerProcess:
             MASTER_ADDR=master[0], MASTER_PORT=str(master[1]),
         )
         from async_grpo.learner.learner import Learner
+        from async_grpo.learner.saving import Saving
         from async_grpo.weights.sender import make_sender
 
         try:
@@ -113,11 +116,27 @@ class LearnerProcess:
         except ValueError as error:
             raise SetupError(str(error)) from error
         self._sender = make_sender(backend, self._learner, config=self._config, key=key)
+        self._saving = Saving(self._learner, key=key)
         return state
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the learner."""
         return getattr(self._learner, name)(*args, **kwargs)
+
+    def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written | str:
+        """Write this rank's part of a checkpoint, with all ranks; or why one of them could not."""
+        try:
+            return self._saving.write(directory, state)
+        except StorageFailure as error:
+            return str(error)
+
+    @ray.method(concurrency_group=SAVING)
+    def finish_checkpoint(self, directory: str) -> dict[str, FileSum] | str:
+        """Bring it to the disk; the files, or why not."""
+        try:
+            return self._saving.finish(directory)
+        except OSError as error:
+            return f"learner rank {self._rank}: {reason(error)}"
 
     @ray.method(concurrency_group=TRANSFER)
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
@@ -166,6 +185,7 @@ class LearnerProcess:
     def close(self) -> None:
         """Free the transport and leave the process group."""
         self._sender.close()
+        self._saving.discard()
         self._learner.close()
 
     def _fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:

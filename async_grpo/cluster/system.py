@@ -25,7 +25,9 @@ from async_grpo.cluster.queue_process import QueueProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
+from async_grpo.durable import FileSum, Written
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
+from async_grpo.learner.drafts import remove_drafts
 from async_grpo.loop import Loop
 from async_grpo.planning import shaping
 from async_grpo.replay.recovery import JournalSettings
@@ -198,13 +200,19 @@ class System:
                 out |= {"eval/accuracy_sampled": sampled["accuracy"]}
         return out, samples
 
-    async def save(self, directory: Path) -> dict[str, Any]:
-        """Write the learner's checkpoint and the exported model into `directory`; the queue's snapshot is returned."""
+    async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
+        """Write the learner's checkpoint and the exported model, for `finish_save`; the queue's snapshot. Raises StorageFailure."""
         await self.settle()
         snapshot = await self.queue.snapshot()
-        await self.learner.save(str(directory / "learner"), {"step": self.steps_done, "rows": self.loop.row_state()})
-        await self.learner.export(str(directory / "hf"))
-        return snapshot
+        return snapshot, await self.learner.write_checkpoint(str(directory), {"step": self.steps_done, "rows": self.loop.row_state()})
+
+    async def finish_save(self, directory: Path) -> dict[str, FileSum]:
+        """Bring what `save` wrote into its directory, while steps go on; all files in it. Raises StorageFailure."""
+        return await self.learner.finish_checkpoint(str(directory))
+
+    async def forget(self, *, segment: int, step: int) -> None:
+        """Let the journal drop what is only in segments before this one, which begins with the checkpoint of `step`."""
+        await self.queue.forget(segment=segment, step=step)
 
     async def stop(self) -> None:
         """Close the queue, stop actors and learner. Every part is stopped whatever happens to the others."""
@@ -215,7 +223,7 @@ class System:
         results += await asyncio.gather(*[part.stop() for part in parts], return_exceptions=True)
         if self._relays is not None:
             await self._relays.close()
-        remove_segments(self._key, fallback_directory(self._config))
+        self._remove_leftovers()
         # A queue that died for good cannot be closed; the run has ended for that reason.
         failures = [result for result in results if isinstance(result, BaseException) and not isinstance(result, FaultBudgetSpent)]
         if failures:
@@ -226,7 +234,12 @@ class System:
         if self._session is not None:
             self._session.close()
             self._session = None
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        """Files in memory, of ranks that could not remove them themselves."""
         remove_segments(self._key, fallback_directory(self._config))
+        remove_drafts(self._key)
 
     @property
     def steps_done(self) -> int:

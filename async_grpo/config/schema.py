@@ -193,6 +193,8 @@ class Checkpoint(Section):
     """Learner steps between checkpoints; 0 means only at the end."""
     keep: Positive = 2
     """Newest checkpoints that are kept."""
+    max_failures: Positive = 3
+    """Checkpoints in a row that may fail, for want of space for instance, before the run ends with exit code 4. The last one must succeed."""
     resume: str = "auto"
     """`auto` continues from the newest complete checkpoint of the run directory, `never` starts anew, a path names a checkpoint."""
     on_lost_steps: Literal["replay", "discard"] = "replay"

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from async_grpo.config.model import Lora, Model
 from async_grpo.errors import SetupError
 from async_grpo.learner import zero
+from async_grpo.learner.store import Writes
 
 _ADAPTER = "default"
 
@@ -98,7 +99,7 @@ def switched_off(hf: nn.Module) -> Iterator[None]:
 
 
 def export(hf: PreTrainedModel, directory: Path, *, writes: bool) -> None:
-    """Write the adapters for `PeftModel.from_pretrained`. Collective with ZeRO-3; only where `writes` files appear."""
+    """Write the adapters for `PeftModel.from_pretrained`. Collective; only where `writes` files appear. Raises StorageFailure."""
     named = [
         (f"base_model.model.{name}.lora_{part}.weight", factor)
         for name, layer in layers(hf).items() for part, factor in zip("AB", factors(layer)[:2], strict=True)
@@ -107,7 +108,12 @@ def export(hf: PreTrainedModel, directory: Path, *, writes: bool) -> None:
     for bucket in zero.buckets(named, lambda item: (item[1],)):
         with zero.gathered([factor for _, factor in bucket]):
             tensors |= {name: factor.detach().to("cpu", copy=True).contiguous() for name, factor in bucket if writes}
-    if writes:
+    def write() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         hf.peft_config[_ADAPTER].save_pretrained(str(directory))
         save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    out = Writes()
+    if writes:
+        out.do(write)
+    out.agree()

@@ -313,12 +313,14 @@ class Learner:
         return self._published.perturbed(scale=scale, seed=seed)
 
     def save(self, directory: str, state: dict[str, Any]) -> None:
-        """Write weights, optimizer, update counter, random state and `state` (plain values) so that `load` continues bit for bit."""
+        """Write weights, optimizer, update counter, random state and `state` (plain values) so that `load` continues bit for bit.
+
+        Each rank may have a directory of its own. Raises StorageFailure, on every rank.
+        """
         kept = {"updates": self.updates, "state": state, "reference_moved": self._reference_moved}
         store.save(self.engine, directory, kept, rank=self.rank, layout=self._layout())
         if self._reference_moved:
             store.save_weights(zero.whole(_module(self._reference)), directory, writes=self.rank == 0)
-            dist.barrier()
 
     def load(self, directory: str) -> dict[str, Any]:
         """Continue from `save` and return its `state`, with the reference as it was if it had been refreshed.
@@ -342,12 +344,21 @@ class Learner:
     def export(self, directory: str) -> None:
         """Write the model for `from_pretrained` (safetensors and config; the tokenizer is the caller's), and its adapters in `adapter/`.
 
-        Collective with ZeRO-3.
+        Collective. Raises StorageFailure, on every rank.
         """
         store.export(self.engine.module.hf, self.named_weights(), directory, writes=self.rank == 0)
         if self.config.model.lora is not None:
             adapters.export(self.engine.module.hf, Path(directory) / "adapter", writes=self.rank == 0)
-        dist.barrier()
+
+    def bytes_to_save(self) -> int:
+        """What this rank writes with `save` and `export`, at most."""
+        parameters, learner = list(self.engine.module.parameters()), self.config.learner
+        counts = [torch.Size(zero.full_shape(parameter)).numel() for parameter in parameters]
+        trained = sum(count for count, parameter in zip(counts, parameters, strict=True) if parameter.requires_grad)
+        model, first = sum(counts) * self._dtype.itemsize, self.rank == 0
+        optimizer = (first and 8 * trained) if learner.zero_stage == 0 else 12 * trained // self.world_size
+        module = model // self.world_size if self.sharded else (first and model)
+        return int(1.1 * (optimizer + module + (first and model * (2 + self._reference_moved)))) + 2**24
 
     def close(self) -> None:
         """Free the model and leave the process group."""

@@ -48,12 +48,12 @@ def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
     """Where three segments of `nbytes` fit: /dev/shm, or else `fallback`, with a sentence about it. Raises OSError if neither has room."""
     remove_abandoned_segments()
     needed = 3 * (nbytes + _HEADER_BYTES)
-    free = _free_bytes(SEGMENT_DIR)
+    free = free_bytes(SEGMENT_DIR)
     if free >= needed + _KEEP_FREE:
         return SEGMENT_DIR, ""
     fallback.mkdir(parents=True, exist_ok=True)
     said = f"{SEGMENT_DIR} has {free / 2**20:,.0f} MiB free and three copies of the weights take {needed / 2**20:,.0f} MiB"
-    if _free_bytes(fallback) < needed + _KEEP_FREE:
+    if free_bytes(fallback) < needed + _KEEP_FREE:
         raise OSError(f"{said}, and {fallback} has no room for them either; give the container more shared memory (docker: --shm-size)")
     return fallback, f"{said}: weights are published through files in {fallback}, which is slower; give the container more shared memory"
 
@@ -255,6 +255,7 @@ class SegmentReader:
             raise TornTransfer(f"{path} holds write {found}, the announcement is for write {sequence}; weights were not loaded")
 
 
-def _free_bytes(directory: Path) -> int:
+def free_bytes(directory: Path) -> int:
+    """Free bytes of the file system that a directory is on."""
     stats = os.statvfs(directory)
     return stats.f_bavail * stats.f_frsize

@@ -1,0 +1,66 @@
+"""Where a rank writes its part of a checkpoint first: a directory in memory, as long as there is room.
+
+Runs in: learner ranks, and the driver (`remove_drafts`). Hides names and room. Invariants: a draft in memory is private to the user, and
+its name carries the run's key and its owner's process id; the owner removes it, the driver by key at the end of the run, and the next
+run those of owners that no longer live. All ranks have room, or none uses memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from async_grpo.leftovers import is_gone, owner
+from async_grpo.weights.shared_memory import SEGMENT_DIR, free_bytes
+
+KEEP_FREE = 2**28
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def draft_in_memory(key: str) -> Path:
+    """The directory that this process may create in memory, in the run with this key."""
+    return SEGMENT_DIR / f"async_grpo-{key}-{owner()}-checkpoint"
+
+
+def remove_drafts(key: str) -> None:
+    """Remove the drafts of this start of a run on this machine, also of ranks that were killed."""
+    for path in SEGMENT_DIR.glob(f"async_grpo-{key}-*-checkpoint"):
+        shutil.rmtree(path, ignore_errors=True)  # its owner may be removing it at this moment
+
+
+def remove_abandoned_drafts() -> None:
+    """Remove drafts whose owner no longer lives: what a killed run left behind."""
+    for path in SEGMENT_DIR.glob("async_grpo-*-checkpoint"):
+        if is_gone(path.name.split("-")[-2]):
+            shutil.rmtree(path, ignore_errors=True)  # other ranks that start do the same
+
+
+def room() -> tuple[str, int]:
+    """The memory that ranks share, by a name, and how many bytes may be written there without driving the machine out of memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    free = min(free_bytes(SEGMENT_DIR), _available_bytes()) - KEEP_FREE
+    return f"{boot}/{SEGMENT_DIR.stat().st_dev}", free
+
+
+def fits(ranks: Iterable[tuple[str, int, int]]) -> bool:
+    """Whether all ranks, each (memory, free bytes there, bytes needed), have room at the same time."""
+    needed: dict[str, int] = defaultdict(int)
+    free: dict[str, int] = {}
+    for memory, available, wanted in ranks:
+        needed[memory] += wanted
+        free[memory] = min(available, free.get(memory, available))
+    return all(needed[memory] <= free[memory] for memory in needed)
+
+
+def _available_bytes() -> int:
+    """Memory that is free, or can be freed at once, on this machine and in this container."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit, used = ((_CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        usage = dict(line.split() for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+    except FileNotFoundError:
+        return available  # no container of its own
+    return available if limit == "max" else min(available, int(limit) - int(used) + int(usage["inactive_file"]))
