@@ -27,6 +27,7 @@ from async_grpo.engine import Completion, Engine, EngineError, Sampling, stop_to
 from async_grpo.errors import SetupError, VerifierFailed
 from async_grpo.replay.queue import Verdict
 from async_grpo.tasks.base import Problem, Score
+from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.base import Announcement, Receipt, TokenSequence
@@ -325,13 +326,10 @@ class RolloutActor:
         )
 
     def _encode(self, problem: Problem) -> list[int]:
-        if isinstance(problem.prompt, str):
-            ids = self._tokenizer(problem.prompt)["input_ids"]  # with what the model expects at a start, such as bos
-        else:
-            ids = self._tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = prompt_ids(self._tokenizer, problem.prompt)
         if len(ids) > self._config.rollout.prompt_length:
             raise PromptTooLong(f"a prompt has {len(ids)} tokens, rollout.prompt_length is {self._config.rollout.prompt_length}")
-        return list(ids)
+        return ids
 
     def _text(self, completion: Completion) -> str:
         return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)

@@ -27,6 +27,7 @@ from async_grpo.config.resume import compare
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError
+from async_grpo.preflight import check_fit
 from async_grpo.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
 from async_grpo.rerun_plan import differences, plan_rerun
 from async_grpo.saving import Saver
@@ -49,6 +50,7 @@ class Trainer:
         self._task_weights: dict[str, float] = {}
         self._held_out = self._problems = self.total_steps = self._shown_steps = 0
         self._fingerprint = ""
+        self._model_notes: list[str] | None = None
         self._tracking_error: BaseException | None = None
         self._system: System | None = None
         self._rerun: Rerun | None = None
@@ -74,6 +76,8 @@ class Trainer:
             self._fingerprint = task.fingerprint
             self._held_out = len(task.evaluation(self.config.evaluation.max_samples))
             self._check_filter_metric()
+            if self.config.model.path is not None and self._model_notes is None:  # once: a trainer is checked more than once
+                self._model_notes = list(check_fit(self.config, self._model_dir(), task))
             if (self.run_dir / "journal").exists() and not (self.run_dir / "journal").is_dir():
                 raise SetupError(f"{self.run_dir / 'journal'} is no directory, and the replay queue keeps its journal there: move it away")
         except (TaskError, ValueError) as error:
@@ -101,6 +105,10 @@ class Trainer:
             f"{self.config.max_outstanding} groups under way"
         )
         model_dir = self._model_dir()
+        if self._model_notes is None:
+            self._model_notes = list(check_fit(self.config, model_dir, load_task(self.config.task, self.config.seed)))
+        for line in self._model_notes:
+            self.console.info(line)
         self._saver = self._make_saver(model_dir, manifest)
         with self.console.phase("starting Ray"):
             system = System(

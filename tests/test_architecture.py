@@ -17,7 +17,7 @@ LAYERS = {
     1: "algo",
     2: "replay tasks batching weights",
     3: "engine learner checkpoint provenance tracking console report warm_start warm_start_model",
-    4: "advice rerun_plan saving rollout_actor loop planning",
+    4: "advice preflight rerun_plan saving rollout_actor loop planning",
     5: "cluster",
     6: "run status trainer summary replay.__main__",
 }
@@ -64,6 +64,7 @@ LIBRARIES = {
     "warm_start": "torch",
     "warm_start_model": "torch tokenizers transformers safetensors",
     "advice": "",
+    "preflight": "transformers",  # the tokenizer
     "rerun_plan": "",
     "saving": "",
     "rollout_actor": "numpy transformers",  # the tokenizer

@@ -248,6 +248,58 @@ def test_malformed_rows_are_named_or_skipped(tmp_path):
         load_task(config.model_copy(update={"max_bad_fraction": 0.49}), 0)
 
 
+def test_what_is_wrong_with_rows_is_told_by_kind(tmp_path):
+    rows = [*([{"question": "q", "level": 1}] * 7), *([{"prompt": "p", "answer": None}] * 2), "[", {"prompt": "p", "answer": float("nan")},
+            {"prompt": "p", "answer": "a", "rewards": {"b": float("inf")}}]  # fmt: skip
+    with pytest.raises(TaskError) as caught:
+        load_task(schema.Task(name="jsonl", train=jsonl(tmp_path / "rows.jsonl", rows)), 0)
+    message = str(caught.value)
+    assert "12 of 12 rows are malformed: line 1, line 2, line 3, line 4 and 3 more: no key 'answer' (its keys are 'question', 'level')" in message
+    assert "; line 8, line 9: 'answer' must be non-empty text, got None; line 10: not JSON on one line" in message
+    assert "got nan; and 1 other kinds. Mend them, or leave them out (task.max_bad_fraction, now 0)" in message and "\n" not in message
+    whole = tmp_path / "whole.json"
+    whole.write_text(json.dumps([{"prompt": "p", "answer": "a"}], indent=1))
+    with pytest.raises(TaskError, match="one of which stands on every line of such a file|not JSON on one line"):
+        load_task(schema.Task(name="jsonl", train=str(whole)), 0)
+
+
+def test_files_as_editors_leave_them(tmp_path):
+    row = json.dumps({"prompt": "p", "answer": "a"}).encode()
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + row + b"\r\n\r\n   \n" + row.replace(b'"p"', b'"q"'))
+    task = load_task(schema.Task(name="jsonl", train=str(tmp_path / "rows.jsonl")), 0)
+    assert [task.train(i).prompt for i in range(len(task))] == ["p", "q"]
+    (tmp_path / "latin.jsonl").write_bytes(row.replace(b'"p"', b'"\xe9"'))
+    with pytest.raises(TaskError, match="line 1: not UTF-8 text"):
+        load_task(schema.Task(name="jsonl", train=str(tmp_path / "latin.jsonl")), 0)
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(TaskError, match=r"task\.eval \(.*none\.jsonl\) has no problem"):
+        load_task(schema.Task(name="jsonl", train=str(tmp_path / "rows.jsonl"), eval=str(tmp_path / "none.jsonl")), 0).evaluation(1)
+
+
+def test_options_are_answered_in_words():
+    with pytest.raises(TaskError, match=r"^task\.options\.mach is not an option \(the options of task jsonl are match\)$"):
+        create_task(schema.Task(name="jsonl", options={"mach": "exact"}), 0)
+    with pytest.raises(TaskError, match=r"^task\.options\.dataset is missing"):
+        create_task(schema.Task(name="reasoning_gym"), 0)
+    with pytest.raises(TaskError, match=r"^task\.options\.max_digits is 12: Input should be less than or equal to 9 \("):
+        create_task(schema.Task(options={"max_digits": 12}), 0)
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("class Mine:\n    def __init__(self, settings, seed):\n        self.x = {}['x']\n", r"cannot be made: KeyError: 'x' \(.*own_task\.py, line 3\)"),
+    ("def Mine(:\n", r"cannot be imported: SyntaxError: .*own_task\.py, line 1"),
+    ("import numpy\nnumpy.nothing\n", "cannot be imported: AttributeError"),
+    ("class Mine:\n    def __init__(self, settings, seed): ...\n    def train(self, i): ...\n", "own_task:Mine is no task: it has no weights, __len__, evaluation"),
+])
+def test_a_task_of_ones_own_that_does_not_work(source, message, tmp_path, monkeypatch):
+    (tmp_path / "own_task.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_task", raising=False)
+    with pytest.raises(TaskError, match=message) as caught:
+        create_task(schema.Task(name="own_task:Mine"), 0)
+    assert "\n" not in str(caught.value)
+
+
 def test_missing_data_is_one_sentence(tmp_path):
     with pytest.raises(TaskError, match=r"there is no file .*absent\.jsonl") as caught:
         load_task(schema.Task(name="gsm8k", train=str(tmp_path / "absent.jsonl")), 0)

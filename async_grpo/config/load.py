@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a complete `Config`; every mistake becomes a message of at most three lines.
+"""From a YAML file and overrides to a complete `Config`; every mistake becomes a message of at most two lines.
 
 Runs in: driver (imports pydantic and yaml only). Hides YAML's and pydantic's error reports, did-you-mean, and where a run may write.
 Invariants: the only exception that leaves `load_config`, `resolve` and `preflight_files` for a user's mistake is `ConfigError`; after
@@ -28,7 +28,7 @@ from async_grpo.config.schema import Config
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration. `str(error)` is what the user sees: at most three lines, with what to do."""
+    """A mistake in the configuration. `str(error)` is what the user sees: at most two lines, with what to do."""
 
 
 def load_config(
@@ -132,7 +132,7 @@ def _explain(error: ValidationError, data: dict[str, Any], places: Mapping[tuple
     else:
         lines = [f"{place}: `{_dotted(path)}` is {_show(first['input'])}; allowed is {_known(path).allowed}."]
     if more:
-        lines.append(f"({more} more problem{'s' if more > 1 else ''} in this configuration.)")
+        lines[-1] += f" ({more} more problem{'s' if more > 1 else ''} in this configuration.)"
     return "\n".join(lines)
 
 
@@ -275,9 +275,8 @@ def preflight_files(config: Config) -> None:
         if model is not None:
             _check_model(key, model)
     for key, data in (("task.train", config.task.train), ("task.eval", config.task.eval)):
-        local = data is not None and (_looks_local(data) or data.endswith((".jsonl", ".json")))
-        if local and not os.path.isfile(os.path.expanduser(data)):
-            raise ConfigError(f"`{key}` is {_show(data)}, and there is no such file (current directory: {os.getcwd()}).")
+        if data is not None:
+            _check_data(key, data)
     run_dir = Path(config.run.dir)
     resume = config.checkpoint.resume
     if resume == "never":
@@ -299,6 +298,14 @@ def preflight_files(config: Config) -> None:
 
 def _looks_local(text: str) -> bool:
     return text.startswith(("/", ".", "~"))
+
+
+def _check_data(key: str, data: str) -> None:
+    file, path = data.endswith((".jsonl", ".json")), os.path.expanduser(data)
+    if file and os.path.isdir(path):
+        raise ConfigError(f"`{key}` is {_show(data)}, which is a directory; allowed is a JSONL file, or a data set's name.")
+    if (file or _looks_local(data)) and not os.path.exists(path.partition(":")[0]):
+        raise ConfigError(f"`{key}` is {_show(data)}, and there is no such file (current directory: {os.getcwd()}).")
 
 
 def _check_model(key: str, model: str) -> None:

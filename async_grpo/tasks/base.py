@@ -94,9 +94,10 @@ def parse_options(model: type[Options], settings: schema.Task) -> Options:
         return model.model_validate(settings.options)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        valid = ", ".join(sorted(model.model_fields))
-        raise TaskError(f"task.options.{where}: {first['msg']} (the options of task {settings.name} are {valid})") from error
+        where, valid = ".".join(str(part) for part in first["loc"]), ", ".join(sorted(model.model_fields))
+        kind = first["type"]
+        what = "is not an option" if kind == "extra_forbidden" else "is missing" if kind == "missing" else f"is {first['input']!r:.60}: {first['msg']}"
+        raise TaskError(f"task.options.{where} {what} (the options of task {settings.name} are {valid})") from error
 
 
 def check_score(score: object, components: Collection[str]) -> Score:

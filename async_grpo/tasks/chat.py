@@ -1,11 +1,11 @@
-"""How a question becomes a prompt: chat messages with a system prompt, or plain text.
+"""How a question becomes a prompt: chat messages with a system prompt, or plain text; and a prompt its tokens.
 
 Runs in: the driver and the rollout actors. Hides nothing.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from async_grpo.config import schema
 from async_grpo.tasks.base import Prompt
@@ -30,3 +30,10 @@ class PromptOptions(schema.Section):
             first = [{"role": "system", "content": instruction}] if instruction else []
             return [*first, {"role": "user", "content": question}]
         return f"{instruction}\n\n{question}\n\n" if instruction else f"{question}\n\n"
+
+
+def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt as the model expects them: chat messages through its template, text with what stands at a start (bos)."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False))

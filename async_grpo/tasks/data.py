@@ -8,8 +8,10 @@ prompt also occurs in training is left out.
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +22,7 @@ import msgpack
 from async_grpo.config import schema
 from async_grpo.tasks.base import Problem, Score, TaskError
 
-_SHOWN = 5
+_SHOWN = 4
 
 
 class BadRow(ValueError):
@@ -41,15 +43,37 @@ def read_rows(source: str, *, split: str) -> Iterator[tuple[str, dict[str, Any] 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
     if not path.is_file():
         raise TaskError(f"there is no file {path} (looked in {Path.cwd()}); correct task.train or task.eval")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                row = BadRow(f"not JSON ({str(error).splitlines()[0]})")
-            yield f"line {number}", row if isinstance(row, dict | BadRow) else BadRow("not a JSON object")
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"line {number}", _parsed(line)
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _parsed(line: bytes) -> dict[str, Any] | BadRow:
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        return BadRow("nested too deeply")
+    except UnicodeDecodeError:
+        return BadRow("not UTF-8 text")
+    except ValueError as error:
+        return BadRow(f"not JSON on one line ({str(error).partition(': line')[0].partition(' (char')[0]})")
+    return row if isinstance(row, dict) else BadRow("not a JSON object, one of which stands on every line of such a file")
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Inside the block the hub's client does not report its retries; what it raises in the end says it all."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
@@ -58,8 +82,9 @@ def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]
     name, _, rest = source.partition(":")
     config, _, named_split = rest.partition(":")
     try:
-        dataset = load_dataset(name, config or None, split=named_split or split)
-    except (OSError, ValueError) as error:
+        with quiet_hub():
+            dataset = load_dataset(name, config or None, split=named_split or split)
+    except Exception as error:  # the package's own errors, its file formats' and the hub client's have no ancestor in common
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         what = f"data set {name!r}, config {config or 'default'!r}, split {named_split or split!r}"
         raise TaskError(f"could not load {what}: {reason}") from error
@@ -76,6 +101,7 @@ class RowTask(ABC):
         """`seed` plays no part: the order of problems is decided by `problem_index`."""
         self._settings = settings
         self._bad: dict[str, int] = {}
+        self._notes: list[str] = []
 
     @abstractmethod
     def problem(self, row: dict[str, Any]) -> Problem:
@@ -89,6 +115,11 @@ class RowTask(ABC):
     def bad_rows(self) -> int:
         """Malformed rows skipped so far, in training and held-out data together."""
         return sum(self._bad.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for every source of which malformed rows were left out, with examples."""
+        return list(self._notes)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -120,6 +151,8 @@ class RowTask(ABC):
         if self._settings.eval is None:
             return []
         problems = self._load(self._settings.eval, "test")
+        if not problems:
+            raise TaskError(f"task.eval ({self._settings.eval}) has no problem; name held-out data, or leave task.eval out")
         seen = {_prompt_key(problem) for problem in self._train}
         kept = [problem for problem in problems if _prompt_key(problem) not in seen]
         if problems and not kept:
@@ -127,27 +160,39 @@ class RowTask(ABC):
         return kept
 
     def _load(self, source: str, split: str) -> list[Problem]:
-        problems, bad = [], []
+        problems: list[Problem] = []
+        bad: dict[str, list[str]] = {}
         for place, row in read_rows(source, split=split):
             try:
                 if isinstance(row, BadRow):
                     raise row
                 problems.append(self.problem(row))
             except BadRow as error:
-                bad.append(f"{place}: {error}")
-        total, allowed = len(problems) + len(bad), self._settings.max_bad_fraction
-        if len(bad) > allowed * total:
-            more = f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-            raise TaskError(f"{source}: {len(bad)} of {total} rows are malformed and task.max_bad_fraction allows {allowed:g} of them: "
-                            f"{'; '.join(bad[:_SHOWN])}{more}")  # fmt: skip
-        self._bad[split] = len(bad)
+                bad.setdefault(str(error), []).append(place)
+        count, allowed = sum(map(len, bad.values())), self._settings.max_bad_fraction
+        if not count:
+            return problems
+        found = f"{source}: {count} of {len(problems) + count} rows are malformed"
+        if count > allowed * (len(problems) + count):
+            raise TaskError(f"{found}: {_examples(bad)}. Mend them, or leave them out (task.max_bad_fraction, now {allowed:g})")
+        self._bad[split] = count
+        self._notes.append(f"note: {found} and left out, as task.max_bad_fraction {allowed:g} allows: {_examples(bad)}")
         return problems
+
+
+def _examples(bad: dict[str, list[str]]) -> str:
+    """What is wrong with rows, the most frequent first, each with the places where it begins."""
+    kinds = sorted(bad.items(), key=lambda entry: -len(entry[1]))
+    listed = [
+        f"{', '.join(places[:_SHOWN])}{f' and {len(places) - _SHOWN} more' if len(places) > _SHOWN else ''}: {what}" for what, places in kinds[:_SHOWN]
+    ]
+    return "; ".join(listed) + (f"; and {len(kinds) - _SHOWN} other kinds" if len(kinds) > _SHOWN else "")
 
 
 def text_of(row: dict[str, Any], key: str) -> str:
     """The non-empty text under `key`. Raises BadRow."""
     if key not in row:
-        raise BadRow(f"no key {key!r}")
+        raise BadRow(f"no key {key!r} (its keys are {', '.join(map(repr, list(row)[:8]))})" if row else f"no key {key!r}")
     if not isinstance(row[key], str) or not row[key].strip():
         raise BadRow(f"{key!r} must be non-empty text, got {row[key]!r:.40}")
     return row[key]

@@ -7,6 +7,7 @@ only for `answer` itself.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Literal
 
@@ -29,8 +30,8 @@ class Jsonl(RowTask):
 
     def problem(self, row: dict[str, Any]) -> Problem:
         answer, partial = _answer(row), row.get("rewards") or {}
-        if not isinstance(partial, dict) or not all(isinstance(value, int | float) for value in partial.values()):
-            raise BadRow(f"'rewards' must map other answers to numbers, got {partial!r:.60}")
+        if not isinstance(partial, dict) or not all(isinstance(value, int | float) and math.isfinite(value) for value in partial.values()):
+            raise BadRow(f"'rewards' must map other answers to finite numbers, got {partial!r:.60}")
         if self._match == "regex":
             for pattern in (answer, *partial):
                 try:
@@ -56,7 +57,7 @@ class Jsonl(RowTask):
 
 def _answer(row: dict[str, Any]) -> str:
     answer = row.get("answer")
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
         return str(answer)
     return text_of(row, "answer")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import traceback
 from hashlib import blake2b
 
 from async_grpo.config import schema
@@ -21,6 +22,7 @@ BUILT_IN = {
     "jsonl": "async_grpo.tasks.jsonl:Jsonl",
 }
 _ROUNDS = 6
+_PARTS = ("weights", "__len__", "train", "evaluation", "score")
 
 
 def load_task(settings: schema.Task, seed: int) -> Task:
@@ -44,10 +46,21 @@ def create_task(settings: schema.Task, seed: int) -> Task:
         if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
         raise TaskError(f"task.name is {settings.name!r}, but there is no module {error.name!r} in the working directory") from error
+    except Exception as error:
+        raise TaskError(f"task.name is {settings.name!r}, whose module {module_name} cannot be imported: {_described(error)}") from error
     factory = vars(module).get(class_name)
     if not callable(factory):
         raise TaskError(f"module {module_name} has no class {class_name!r}{_did_you_mean(class_name, vars(module))}")
-    return factory(settings, seed)
+    try:
+        task = factory(settings, seed)
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(f"task {settings.name} cannot be made: {_described(error)}") from error
+    lacking = [name for name in _PARTS if not hasattr(task, name)] if settings.name not in BUILT_IN else []
+    if lacking:
+        raise TaskError(f"{settings.name} is no task: it has no {', '.join(lacking)} (docs/tasks.md shows one)")
+    return task
 
 
 def problem_index(seed: int, fingerprint: str, group_id: int, n: int) -> int:
@@ -73,6 +86,13 @@ def _feistel(value: int, key: bytes, half: int) -> int:
         digest = blake2b(right.to_bytes(16, "little"), digest_size=8, key=key, salt=bytes([round_number])).digest()
         left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
     return left << half | right
+
+
+def _described(error: Exception) -> str:
+    """An error of somebody's module on one line, with the place where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"
 
 
 def _did_you_mean(name: str, known: object) -> str:
