@@ -43,8 +43,8 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     if system.queue_restarts:
         rows.append(("queue restarts", f"{system.queue_restarts}; the replay queue's process went on from its journal"))
     rows.append(("checkpoint", f"{checkpoint} (Hugging Face format in hf/)"))
-    if trainer.tracker is not None and trainer.tracker.run_id is not None:
-        rows.append(("MLflow", f"run {trainer.tracker.run_id}; look at it with: mlflow ui --backend-store-uri {trainer.tracker.uri}"))
+    if trainer.tracker is not None and trainer.tracker.summary is not None:
+        rows.append(("MLflow", trainer.tracker.summary))
     if config.replay.journal.enable:
         rows.append(("groups", f"python -m async_grpo.replay {trainer.run_dir} shows what was generated and trained"))
     rows.append(("next", f"python -m async_grpo.run {trainer.run_dir}/config.yaml{_longer(trainer)} continues this run"))

@@ -1,11 +1,11 @@
-"""Experiment tracking: one line of `metrics.jsonl` per learner step, and MLflow.
+"""Experiment tracking: one line of `metrics.jsonl` per learner step, samples, and MLflow.
 
-Runs in: the driver; MLflow is called by one sender thread only. Hides MLflow completely: it is imported by that thread, and never
-with `tracking.mlflow: false`.
+Runs in: the driver. MLflow is called by one sender thread only, and not imported with `tracking.mlflow: false`. Hides that thread; what it
+sends is in the files of the run directory (`async_grpo.outbox`), which are its queue.
 
-Invariants: `metrics.jsonl` has every logged step before MLflow hears of it; no call but `start` and `finish` waits for MLflow;
-nothing is dropped silently (`dropped` and `errors` count, the first error is logged); an MLflow that fails after the start never
-stops training.
+Invariants: `metrics.jsonl` has every logged step before MLflow hears of it; no call but `start` and `finish` waits for MLflow, and those
+have deadlines; what MLflow does not get is counted, and said at the end with the command that sends it; an MLflow that fails after the
+start, or a full disk, never stops training.
 """
 
 from __future__ import annotations
@@ -14,51 +14,56 @@ import json
 import logging
 import math
 import os
-import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from async_grpo.config.schema import Config
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
+from async_grpo.outbox import METRICS, SAMPLES, Entry, Outbox, TrackingError, one_line, without_password
+from async_grpo.tracking_mlflow import Delivery
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-_QUEUE_SIZE = 4096
-_FLUSH_TIMEOUT_S = 30.0
-_PARAMETERS_PER_CALL = 100
-_METRICS_PER_CALL = 900
-_PARAMETER_LENGTH = 500
+START_TIMEOUT_S = 120.0
+"""Longest wait for MLflow at the start; a new database takes two seconds, on a busy machine more."""
+FINISH_TIMEOUT_S = 30.0
+_FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 _TEXT_LENGTH = 4000
+_UNWRITTEN_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)
-
-
-class TrackingError(RuntimeError):
-    """The tracking server could not be reached or set up at the start."""
 
 
 class Tracker:
     """Metrics, samples and files of one run. Thread-safe; use `start`, any number of `log` calls, `finish`."""
 
-    def __init__(self, config: Config, *, run_dir: Path, resume_run_id: str | None) -> None:
-        """`run_dir` exists; `resume_run_id` continues an MLflow run, None makes a new one. Nothing of MLflow happens yet."""
-        self._settings = config
-        self._run_dir = run_dir
+    def __init__(
+        self, config: Config, *, run_dir: Path, resume_run_id: str | None, resumed: bool = False, note: Callable[[str], None] = _log.warning
+    ) -> None:
+        """`run_dir` exists; `resume_run_id` continues an MLflow run. None makes a new one, or, if the run is `resumed`, continues the one that the
+        directory knows. `note` shows a line to the user. Nothing of MLflow happens yet."""
         self._lock = threading.Lock()
-        self._file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by `finish`)
-        self._sender = _Sender(config, run_dir, resume_run_id) if config.tracking.mlflow else None
-        self._refused = 0
+        self._note = note
+        self._finished = False
+        self._full = False
+        self._late = 0
+        self._metrics, self._samples = _Lines(run_dir / METRICS), _Lines(run_dir / SAMPLES)
+        if config.tracking.mlflow:
+            entry = Entry(
+                config.tracking.uri, config.tracking.experiment, config.run.name,
+                {name: without_password(value) for name, value in flatten(config.model_dump(mode="json")).items()},
+                begin=self._metrics.size, samples_begin=self._samples.size,
+            )  # fmt: skip
+            self._sender = _Sender(config, run_dir, entry, resume_run_id, resumed, note)
+        else:
+            self._sender = None
 
     def start(self) -> None:
         """Connect to MLflow and create or continue the run (about two seconds for a new database).
 
-        May run in another thread while `log` is already used. Does nothing with MLflow off. Raises TrackingError.
+        May run in another thread while `log` is already used. Does nothing with MLflow off. Raises TrackingError, unless `tracking.offline_ok`.
         """
         if self._sender is not None:
             self._sender.start()
@@ -68,39 +73,27 @@ class Tracker:
         in the file and left out of MLflow."""
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         row.update((key, value if math.isfinite(value) else None) for key, value in metrics.items())
-        with self._lock:
-            if self._file.closed:
-                self._refused += 1
-                return
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
         if self._sender is not None:
-            finite = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
-            self._sender.submit(lambda client, run_id: _send_metrics(client, run_id, step, finite))
+            row |= {"tracking/errors": self.errors, "tracking/unsent": self.unsent}
+        if self._append(self._metrics, [row]) and self._sender is not None:
+            self._sender.notice(rows=1)
 
     def log_samples(self, rows: list[dict[str, Any]]) -> None:
-        """Append responses to `samples.jsonl` (always) and to the MLflow table `samples.json`.
+        """Append responses to `samples.jsonl`, of which MLflow gets the newest as the table `samples.json`.
 
-        All rows of a run have the same keys. Text is shortened and control characters become visible escapes.
+        Text is shortened and control characters become visible escapes.
         """
-        if not rows:
-            return
-        clean = [{key: _shorten(value) for key, value in row.items()} for row in rows]
-        with self._lock, open(self._run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in clean)
-        if self._sender is not None:
-            columns = {key: [row.get(key) for row in clean] for key in clean[0]}
-            self._sender.submit(lambda client, run_id: client.log_table(run_id, data=columns, artifact_file="samples.json"))
+        if self._append(self._samples, [{key: _clean(value) for key, value in row.items()} for row in rows]) and self._sender is not None:
+            self._sender.notice(rows=0)
 
     def log_artifact(self, path: Path) -> None:
         """Copy a file or a directory to the MLflow run's artifacts when its turn comes; it must stay unchanged until `finish`."""
         if self._sender is not None:
-            send = _send_directory if path.is_dir() else _send_file
-            self._sender.submit(lambda client, run_id: send(client, run_id, path))
+            self._sender.add_artifact(path)
 
     @property
     def run_id(self) -> str | None:
-        """MLflow's id of the run; None before `start` and with MLflow off."""
+        """MLflow's id of the run; None until there is one, and with MLflow off."""
         return self._sender.run_id if self._sender is not None else None
 
     @property
@@ -109,157 +102,219 @@ class Tracker:
         return self._sender.uri if self._sender is not None else None
 
     @property
+    def unsent(self) -> int:
+        """Rows of `metrics.jsonl` that MLflow has not acknowledged; 0 with MLflow off."""
+        return self._sender.unsent if self._sender is not None else 0
+
+    @property
     def dropped(self) -> int:
-        """Records that did not reach MLflow because its queue was full or it had ended. All of them but those after `finish` are
-        in the run directory's files."""
-        return self._refused + (self._sender.dropped if self._sender is not None else 0)
+        """Records that will never reach MLflow: those it refused, and those logged after `finish`, which are nowhere."""
+        return self._late + (self._sender.refused if self._sender is not None else 0)
 
     @property
     def errors(self) -> int:
-        """Calls to MLflow that failed after the start."""
+        """Attempts to reach MLflow that failed, and what it refused."""
         return self._sender.errors if self._sender is not None else 0
 
+    @property
+    def summary(self) -> str | None:
+        """Where the MLflow run is and how it fares, for a person; None with MLflow off."""
+        return self._sender.summary() if self._sender is not None else None
+
     def finish(self, status: Status) -> None:
-        """Send what is queued within a deadline, end the MLflow run with this status, close the files. A second call does nothing."""
+        """Send what is left within a deadline, end the MLflow run with this status, close the files. A second call does nothing."""
         with self._lock:
-            if self._file.closed:
+            if self._finished:
                 return
-            self._file.close()
+            self._finished = True
         if self._sender is not None:
             self._sender.finish(status)
+        self._metrics.close()
+        self._samples.close()
 
-
-Job = Callable[["MlflowClient", str], object]
+    def _append(self, file: _Lines, rows: list[dict[str, Any]]) -> bool:
+        with self._lock:
+            if self._finished:
+                self._late += len(rows)
+                return False
+            try:
+                file.append("".join(json.dumps(row) + "\n" for row in rows).encode())
+                self._full = False
+            except OSError as error:
+                if not self._full:
+                    self._note(f"{file.path} cannot be written ({error.strerror}); training goes on, and the rows follow when there is room")
+                self._full = True
+        return True
 
 
 class _Sender:
-    """The thread that talks to MLflow, and its bounded queue."""
+    """The thread that sends what is in the run directory, as fast as MLflow takes it, and again when it is back."""
 
-    def __init__(self, config: Config, run_dir: Path, resume_run_id: str | None) -> None:
-        self.uri = config.tracking.uri or f"sqlite:///{run_dir.absolute() / 'mlflow.db'}"
+    def __init__(
+        self, config: Config, run_dir: Path, entry: Entry, resume_run_id: str | None, resumed: bool, note: Callable[[str], None]
+    ) -> None:
         self.run_id = resume_run_id
-        self.dropped = 0
-        self.errors = 0
-        self._config = config
-        self._run_dir = run_dir.absolute()
-        self._jobs: queue.Queue[Job | None] = queue.Queue(_QUEUE_SIZE)
+        self._offline_ok = config.tracking.offline_ok
+        self._timeout_s = min(START_TIMEOUT_S, config.watchdog.start_timeout_s)
+        self._run_dir, self._entry, self._resumed, self._note = run_dir, entry, resumed or resume_run_id is not None, note
+        self._outbox = Outbox(run_dir)
+        self._delivery = Delivery(self._outbox)
+        self.uri = self._delivery.uri(entry)
+        self._artifacts: list[Path] = []
+        self._lock = threading.Lock()
+        self._logged = self._backlog = self._failures = 0
+        self._last_error = ""
+        self._failure: Exception | None = None
         self._deadline = math.inf
-        self._ready = threading.Event()
-        self._failure: BaseException | None = None
-        self._status: Status = "FAILED"
-        self._count = threading.Lock()
+        self._status: Status | None = None
+        self._earlier = True
+        self._closed = False
+        self._tried, self._wake, self._finishing = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="mlflow-sender", daemon=True)
 
+    @property
+    def refused(self) -> int:
+        return self._delivery.refused
+
+    @property
+    def errors(self) -> int:
+        return self._failures + self.refused
+
+    @property
+    def unsent(self) -> int:
+        return self._backlog + self._logged + self._outbox.rows_forgotten - self._outbox.rows_sent
+
     def start(self) -> None:
-        """Start the thread and wait until the run exists."""
+        """Start the thread and wait until the run exists, or, with `tracking.offline_ok`, until the first attempt has failed."""
         self._thread.start()
-        if not self._ready.wait(self._config.watchdog.start_timeout_s):
-            raise TrackingError(
-                f"MLflow at {self.uri} did not answer within {self._config.watchdog.start_timeout_s:.0f} s; check tracking.uri, "
-                "or set tracking.mlflow=false"
-            )
+        if not self._tried.wait(self._timeout_s) and not self._offline_ok:
+            self._failure = TimeoutError(f"no answer within {self._timeout_s:.0f} s")
+        if isinstance(self._failure, TrackingError):
+            raise self._failure
         if self._failure is not None:
             raise TrackingError(
-                f"MLflow at {self.uri} cannot be used: {self._failure}; check tracking.uri, or set tracking.mlflow=false"
+                f"MLflow at {without_password(self.uri)} cannot be used ({one_line(self._failure)}); check tracking.uri, or set "
+                "tracking.offline_ok=true to send later, or tracking.mlflow=false"
             ) from self._failure
 
-    def submit(self, job: Job) -> None:
-        """Queue a call, or count it as dropped when the queue is full or the thread is gone."""
-        if self._failure is None:
-            try:
-                self._jobs.put_nowait(job)
-                return
-            except queue.Full:
-                reason = f"{_QUEUE_SIZE} records are already waiting"
-        else:
-            reason = str(self._failure)
-        self._drop(1, reason)
+    def notice(self, *, rows: int) -> None:
+        """There is something new in the files."""
+        with self._lock:
+            self._logged += rows
+        self._wake.set()
+
+    def add_artifact(self, path: Path) -> None:
+        self._artifacts.append(path)
+        self._wake.set()
 
     def finish(self, status: Status) -> None:
-        """Let the thread empty the queue and end the run; gives up after a deadline."""
+        """Note the status on the disk, let the thread send what is left, and say what it could not; gives up after a deadline."""
+        self._deadline = time.monotonic() + FINISH_TIMEOUT_S
         self._status = status
-        self._deadline = time.monotonic() + _FLUSH_TIMEOUT_S
-        if not self._thread.is_alive():
-            if waiting := self._jobs.qsize():
-                self._drop(waiting, "MLflow was never started")
+        self._finishing.set()
+        self._wake.set()
+        if self._thread.ident is None:
             return
         try:
-            self._jobs.put(None, timeout=_FLUSH_TIMEOUT_S)
-        except queue.Full:
-            self._drop(self._jobs.qsize(), "MLflow does not answer")
-            return
-        self._thread.join(max(0.0, self._deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._drop(self._jobs.qsize(), f"MLflow did not take the rest within {_FLUSH_TIMEOUT_S:.0f} s")
+            self._outbox.conclude(status)
+            if self._failure is None:
+                self._thread.join(FINISH_TIMEOUT_S)
+            complete = self._outbox.is_open and all(map(self._outbox.is_complete, self._outbox.entries))
+            self._closed = True
+            self._outbox.close()
+        except OSError as error:
+            self._last_error, complete = one_line(error), False
+        if not complete and self._failure is None:
+            reason = f" ({self._last_error})" if self._last_error else ""
+            self._note(
+                f"MLflow does not have all of this run: {self.unsent} rows of {METRICS} are not sent{reason}; send the rest with: "
+                f"python -m async_grpo.report --sync {self._run_dir}"
+            )
+
+    def summary(self) -> str:
+        """Where the MLflow run is, and what is not in it yet."""
+        where = f"look at it with: mlflow ui --backend-store-uri {self.uri}"
+        if self.uri.startswith("http"):
+            where = f"at {without_password(self.uri)}"
+        text = f"run {self.run_id}; {where}" if self.run_id else f"not reached yet, {where}"
+        return text + (f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else "")
 
     def _run(self) -> None:
-        try:
-            client = self._connect()
-        except Exception as error:  # noqa: BLE001 (handed to `start`, which raises it)
-            self._failure = error
+        delay, failed = _FIRST_RETRY_S, False
+        while True:
+            last = self._finishing.is_set()
+            self._wake.clear()
+            sent = self._attempt()
+            self._tried.set()
+            if self._failure is not None:
+                return
+            if sent and failed:
+                self._note("MLflow answers again, and has all metrics")
+            failed = not sent
+            if last:
+                return
+            if sent:
+                delay = _FIRST_RETRY_S
+                self._wake.wait()
+            else:
+                self._finishing.wait(delay)
+                delay = min(2 * delay, _LAST_RETRY_S)
+
+    def _send(self) -> None:
+        if self._closed:
             return
-        finally:
-            self._ready.set()
-        assert self.run_id is not None
-        while (job := self._jobs.get()) is not None:
-            if time.monotonic() > self._deadline:
-                self._drop(1, "the deadline of the final flush has passed")
-                continue
-            self._attempt(lambda job=job: job(client, self.run_id))
-        self._attempt(lambda: client.set_terminated(self.run_id, status=self._status))
+        if not self._outbox.is_open:
+            self._outbox.open()
+            self._outbox.begin(self._entry, run_id=self.run_id, resumed=self._resumed)
+            self._backlog = self._outbox.rows_waiting(before=self._entry.begin)
+        while self._artifacts:
+            self._outbox.add_artifact(self._artifacts.pop(0))
+        if self._status is not None:
+            self._outbox.conclude(self._status)
+        self._delivery.connect()
+        self.run_id = self._outbox.entries[-1].run_id
+        self._tried.set()
+        earlier, self._earlier = self._earlier, False  # once: what is wrong with an earlier run must not hold up this one
+        self._delivery.send(lambda: time.monotonic() > self._deadline, earlier=earlier)
 
-    def _attempt(self, call: Callable[[], object]) -> None:
+    def _attempt(self) -> bool:
+        """Send once; whether it went well. The first failure of a series is shown; one of the start is for `start`."""
         try:
-            call()
-        except Exception as error:  # noqa: BLE001 (counted and reported once: tracking never stops training)
-            with self._count:
-                self.errors += 1
-                first = self.errors == 1
-            if first:
-                _log.warning("MLflow call failed (%s: %s); training goes on, metrics stay in metrics.jsonl", type(error).__name__, error)
+            self._send()
+        except Exception as error:  # noqa: BLE001 (counted and shown: tracking never stops training)
+            self._failures += 1
+            before, self._last_error = self._last_error, one_line(error)
+            if not self._tried.is_set() and not self._offline_ok:
+                self._failure = error
+            elif not before:
+                self._note(f"MLflow: {self._last_error}; training goes on, metrics are kept in {METRICS} and sent later")
+            return False
+        self._last_error = ""
+        return True
 
-    def _drop(self, number: int, reason: str) -> None:
-        with self._count:
-            first = self.dropped == 0
-            self.dropped += number
-        if first and number:
-            _log.warning("records are not sent to MLflow (%s); training goes on, metrics stay in metrics.jsonl", reason)
 
-    def _connect(self) -> MlflowClient:
-        # The schema migration of a new database logs a hundred lines through these.
-        for name in ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent", "mlflow.store.db"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        warnings.filterwarnings("ignore", module=r"mlflow\.")  # deprecations inside MLflow, none of which a user can act on
-        # Appending to the sample table would draw progress bars into the console.
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-        from mlflow import MlflowClient
+class _Lines:
+    """A file of lines that is only appended to. What a killed process left of a last line is removed."""
 
-        client = MlflowClient(tracking_uri=self.uri)
-        if self.run_id is None:
-            run = client.create_run(self._experiment(client), run_name=self._config.run.name)
-            self.run_id = run.info.run_id
-            _send_parameters(client, self.run_id, self._config)
-        else:
-            client.update_run(self.run_id, status="RUNNING")
-        if (self._run_dir / "config.yaml").exists():
-            client.log_artifact(self.run_id, str(self._run_dir / "config.yaml"))
-        return client
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._unwritten = b""
+        size = os.fstat(self._file).st_size
+        tail = os.pread(self._file, _UNWRITTEN_BYTES, start := max(0, size - _UNWRITTEN_BYTES))
+        self.size = start + tail.rfind(b"\n") + 1
+        """Bytes at the beginning."""
+        os.ftruncate(self._file, self.size)
 
-    def _experiment(self, client: MlflowClient) -> str:
-        name = self._config.tracking.experiment
-        if (found := client.get_experiment_by_name(name)) is not None:
-            return found.experiment_id
-        # A server decides where its artifacts go; a local database would put them into the working directory.
-        local = self._config.tracking.uri is None
-        from mlflow.exceptions import MlflowException
+    def append(self, data: bytes) -> None:
+        """Write, after what could not be written before. Raises OSError, and keeps some megabytes to be written with the next call."""
+        if len(self._unwritten) + len(data) <= _UNWRITTEN_BYTES:
+            self._unwritten += data
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
 
-        try:
-            return client.create_experiment(name, artifact_location=(self._run_dir / "mlartifacts").as_uri() if local else None)
-        except MlflowException:
-            # Another run created it in between.
-            if (found := client.get_experiment_by_name(name)) is None:
-                raise
-            return found.experiment_id
+    def close(self) -> None:
+        os.close(self._file)
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -273,36 +328,13 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _send_parameters(client: MlflowClient, run_id: str, config: Config) -> None:
-    from mlflow.entities import Param
-
-    parameters = [Param(key, value[:_PARAMETER_LENGTH]) for key, value in flatten(config.model_dump(mode="json")).items()]
-    for start in range(0, len(parameters), _PARAMETERS_PER_CALL):
-        client.log_batch(run_id, params=parameters[start : start + _PARAMETERS_PER_CALL])
-
-
-def _send_metrics(client: MlflowClient, run_id: str, step: int, metrics: dict[str, float]) -> None:
-    from mlflow.entities import Metric
-
-    now = int(time.time() * 1000)
-    entities = [Metric(key, value, now, step) for key, value in metrics.items()]
-    for start in range(0, len(entities), _METRICS_PER_CALL):
-        client.log_batch(run_id, metrics=entities[start : start + _METRICS_PER_CALL])
-
-
-def _send_file(client: MlflowClient, run_id: str, path: Path) -> None:
-    client.log_artifact(run_id, str(path))
-
-
-def _send_directory(client: MlflowClient, run_id: str, path: Path) -> None:
-    client.log_artifacts(run_id, str(path), artifact_path=path.name)
-
-
-def _shorten(value: Any) -> Any:
-    if not isinstance(value, str):
+def _clean(value: Any) -> Any:
+    """A value that JSON, a terminal and a web page can show: bounded text without control characters, finite numbers."""
+    if value is None or isinstance(value, bool | int):
         return value
-    visible = "".join(
-        character if character.isprintable() or character == "\n" else character.encode("unicode_escape", "backslashreplace").decode()
-        for character in value
-    )
-    return visible if len(visible) <= _TEXT_LENGTH else f"{visible[:_TEXT_LENGTH]}... ({len(visible)} characters)"
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    text = value if isinstance(value, str) else repr(value)
+    start = text[:_TEXT_LENGTH]
+    visible = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "backslashreplace").decode() for c in start)
+    return visible if len(text) <= _TEXT_LENGTH and len(visible) <= _TEXT_LENGTH else f"{visible[:_TEXT_LENGTH]}... ({len(text)} characters)"

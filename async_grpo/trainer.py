@@ -118,7 +118,10 @@ class Trainer:
             self._system = system
             self._thread.start()
             system.connect()
-        self._tracker = Tracker(self.config, run_dir=self.run_dir, resume_run_id=manifest and manifest["mlflow_run_id"])
+        self._tracker = Tracker(
+            self.config, run_dir=self.run_dir, resume_run_id=manifest and manifest["mlflow_run_id"], resumed=manifest is not None,
+            note=self.console.info,
+        )
         tracking = threading.Thread(target=self._start_tracking, name="async_grpo-tracking", daemon=True)
         tracking.start()
         with self.console.phase("starting engines and learner"):
@@ -229,8 +232,8 @@ class Trainer:
         model_dir = self._model_dir()
         self._thread.start()
         rerun.connect()
-        self._tracker = Tracker(self.config, run_dir=self.run_dir, resume_run_id=None)
-        self._start_tracking()
+        self._tracker = Tracker(self.config, run_dir=self.run_dir, resume_run_id=None, note=self.console.info)
+        self._tracker.start()
         return self._run(rerun.run(
             model_dir=model_dir, checkpoint=None if course.checkpoint is None else str(course.checkpoint / "learner"),
             first=course.first, last=course.last, log=self._log,
@@ -377,7 +380,7 @@ class Trainer:
         try:
             self._tracker.start()
         except Exception as error:  # noqa: BLE001 - raised again in the main thread, where somebody can act on it
-            self._tracking_error = SetupError(f"MLflow at {self.config.tracking.uri or 'the run directory'} cannot be used: {error}")
+            self._tracking_error = error
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if self._tracker is not None:

@@ -15,15 +15,18 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 LAYERS = {
     0: "config groups wire errors leftovers durable",
     1: "algo",
-    2: "replay tasks batching weights",
-    3: "engine learner checkpoint provenance tracking console report warm_start warm_start_model",
+    2: "replay tasks batching weights outbox",
+    3: "engine learner checkpoint provenance tracking tracking_mlflow console report warm_start warm_start_model",
     4: "advice preflight rerun_plan saving rollout_actor loop planning",
     5: "cluster",
     6: "run status trainer summary replay.__main__",
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split()}
 
-BESIDE = {("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary")}
+BESIDE = {
+    ("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary"), ("tracking", "tracking_mlflow"),
+    ("report", "tracking_mlflow"),
+}
 """Modules of one layer that are one part in two files."""
 
 UPWARD = {("config.schema", "trainer"): "`Config.build()` is how a user gets a Trainer; imported when it is called"}
@@ -58,7 +61,9 @@ LIBRARIES = {
     "learner": "torch deepspeed transformers peft numpy safetensors",
     "checkpoint": "",
     "provenance": "transformers",  # the tokenizer
-    "tracking": "mlflow",
+    "outbox": "",
+    "tracking": "",
+    "tracking_mlflow": "mlflow",
     "console": "rich",
     "report": "matplotlib",
     "warm_start": "torch",

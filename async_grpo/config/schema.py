@@ -209,6 +209,8 @@ class Tracking(Section):
     """MLflow tracking URI; null is a SQLite file in the run directory."""
     experiment: str = "async_grpo"
     """MLflow experiment."""
+    offline_ok: bool = False
+    """Begin although MLflow cannot be reached: its run is created when the server answers, or by `python -m async_grpo.report --sync`."""
     sample_rows: NonNegative = 100
     """Responses kept for the sample table."""
 

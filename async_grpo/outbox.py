@@ -1,0 +1,271 @@
+"""What MLflow has of a run directory, and what it is still to get.
+
+Runs in: the driver, and `python -m async_grpo.report --sync`. Hides the file `mlflow_sent.json`: one entry per MLflow run of the directory,
+with how far into `metrics.jsonl` and `samples.jsonl` the server has acknowledged. Those files are the queue, so that nothing is kept in
+memory, however long a server is gone. Knows nothing of MLflow itself.
+
+Invariants: one process sends from a directory at a time (a lock on `metrics.jsonl`, which the kernel releases when the process dies); an
+entry without an end whose process is gone was killed; the file is replaced whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from async_grpo.errors import SetupError
+
+STATE, METRICS, SAMPLES = "mlflow_sent.json", "metrics.jsonl", "samples.jsonl"
+
+_READ_BYTES = 1 << 20
+_SAMPLE_ROWS, _SAMPLE_BYTES = 1000, 16 << 20
+_SAVE_EVERY_S = 5.0
+
+
+class TrackingError(SetupError):
+    """MLflow, or the run directory's record of what it has, cannot be used."""
+
+
+@dataclass
+class Entry:
+    """One MLflow run of a run directory. Positions are bytes; `None` as an end is the end of the file."""
+
+    uri: str | None
+    """None: the database in the run directory, wherever that is now."""
+    experiment: str
+    name: str
+    parameters: dict[str, str]
+    begin: int = 0
+    sent: int = 0
+    end: int | None = None
+    samples_begin: int = 0
+    samples_sent: int = 0
+    samples_end: int | None = None
+    run_id: str | None = None
+    parameters_sent: bool = False
+    artifacts: list[str] = field(default_factory=lambda: ["config.yaml"])
+    """Files and directories that are still to be sent; relative paths begin in the run directory."""
+    status: str = "RUNNING"
+    status_sent: str | None = None
+    created: int = field(default_factory=lambda: int(time.time() * 1000))
+    ended: int | None = None
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """A tag of the MLflow run, by which it is found again."""
+
+class Outbox:
+    """The entries of one run directory. One thread sends; `conclude`, `add_artifact` and `close` are for any thread."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Nothing is read or locked before `open`."""
+        self.run_dir = run_dir.absolute()
+        self.entries: list[Entry] = []
+        """The MLflow runs that are not complete, and last the newest."""
+        self.rows_sent = 0
+        """Rows that MLflow has acknowledged to this object."""
+        self.rows_forgotten = 0
+        """Rows that were acknowledged and have to be sent again."""
+        self._lock = threading.RLock()
+        self._file: BinaryIO | None = None
+        self._saved = 0.0
+
+    def open(self) -> None:
+        """Lock the directory and read what MLflow has. Raises TrackingError, for example if another process sends from it."""
+        file = open(self.run_dir / METRICS, "r+b")  # noqa: SIM115 (closed by `close`)
+        try:
+            _lock(file)
+            state = self.run_dir / STATE
+            entries = [Entry(**entry) for entry in json.loads(state.read_text(encoding="utf-8"))] if state.exists() else []
+        except BlockingIOError as error:
+            file.close()
+            raise TrackingError(f"another process sends the metrics of {self.run_dir} to MLflow; wait until it has ended") from error
+        except (OSError, ValueError, TypeError) as error:
+            file.close()
+            raise TrackingError(f"{self.run_dir / STATE} cannot be used ({one_line(error)}); move it away to begin a new MLflow run") from error
+        with self._lock:
+            self._file = file
+            self.entries = [entry for entry in entries if entry.run_id is not None or self._limit(entry) > entry.begin]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this object holds the directory's lock."""
+        return self._file is not None
+
+    def begin(self, entry: Entry, *, run_id: str | None, resumed: bool) -> None:
+        """Make `entry` the current MLflow run, whose rows start at its `begin`; or continue the directory's last one if that is `run_id` or,
+        where the checkpoint of a `resumed` run knows none, whatever it is. Earlier runs that never ended were killed."""
+        with self._lock:
+            last = self.entries[-1] if self.entries else None
+            if last is not None and (last.run_id == run_id if run_id is not None else resumed):
+                last.uri, last.status, last.status_sent, last.ended, last.end, last.samples_end = entry.uri, "RUNNING", None, None, None, None
+                last.artifacts = list(dict.fromkeys([*last.artifacts, *entry.artifacts]))
+                self.save()
+                return
+            self.mark_killed()
+            for earlier in self.entries:
+                earlier.end = entry.begin if earlier.end is None else earlier.end
+                earlier.samples_end = entry.samples_begin if earlier.samples_end is None else earlier.samples_end
+            entry.sent, entry.samples_sent = entry.begin, entry.samples_begin
+            if run_id is not None:  # begun in another directory: what is here is there, unless the run itself is not
+                entry.run_id, entry.parameters_sent, entry.begin, entry.samples_begin = run_id, True, 0, 0
+            self.entries = [earlier for earlier in self.entries if not self.is_complete(earlier)] + [entry]
+            self.save()
+
+    def mark_killed(self) -> None:
+        """End what has no end: its process is gone, since this one holds the lock."""
+        for entry in self.entries:
+            if entry.status == "RUNNING":
+                entry.status, entry.ended = "KILLED", int(os.stat(self.run_dir / METRICS).st_mtime * 1000)
+
+    def conclude(self, status: str) -> None:
+        """Note how the current run ended, on the disk at once."""
+        with self._lock:
+            if self._file is not None and self.entries:
+                self.entries[-1].status, self.entries[-1].ended = status, int(time.time() * 1000)
+                self.save()
+
+    def add_artifact(self, path: Path) -> None:
+        """A file or directory to be sent with the current run."""
+        path = path.absolute()
+        name = str(path.relative_to(self.run_dir) if path.is_relative_to(self.run_dir) else path)
+        with self._lock:
+            if name not in self.entries[-1].artifacts:
+                self.entries[-1].artifacts.append(name)
+
+    def remove_artifact(self, entry: Entry, name: str) -> None:
+        """It has been sent."""
+        with self._lock:
+            entry.artifacts.remove(name)
+
+    # ---- what is to be sent ----
+
+    def lines(self, entry: Entry) -> list[bytes]:
+        """The next rows that MLflow does not have: about a MiB of whole lines."""
+        limit, position, lines = self._limit(entry), entry.sent, []
+        with open(self.run_dir / METRICS, "rb") as file:
+            file.seek(position)
+            for line in file.readlines(min(_READ_BYTES, limit - position)) if limit > position else []:
+                position += len(line)
+                if position <= limit and line.endswith(b"\n"):
+                    lines.append(line)
+        return lines
+
+    def acknowledge(self, entry: Entry, lines: list[bytes]) -> None:
+        """MLflow has these rows, the first ones of `lines`, or never will."""
+        entry.sent += sum(map(len, lines))
+        self.rows_sent += len(lines)
+        self.save_sometimes()
+
+    def forget(self, entry: Entry) -> None:
+        """The server does not have this run (any more): everything is to be sent to a new one."""
+        with self._lock:
+            self.rows_forgotten += self._rows(entry.begin, entry.sent)
+            entry.run_id, entry.parameters_sent, entry.status_sent = None, False, None
+            entry.sent, entry.samples_sent = entry.begin, entry.samples_begin
+            entry.artifacts = list(dict.fromkeys(["config.yaml", *entry.artifacts]))
+            self.save()  # its key is on the disk before there is a run with it
+
+    def samples(self, entry: Entry) -> tuple[list[dict[str, Any]], int]:
+        """The newest samples of the run, those included that MLflow has, and the position after them; none if MLflow has them all."""
+        limit = self._samples_limit(entry)
+        if limit <= entry.samples_sent:
+            return [], entry.samples_sent
+        start = max(entry.samples_begin, limit - _SAMPLE_BYTES)
+        with open(self.run_dir / SAMPLES, "rb") as file:
+            file.seek(start)
+            lines = file.read(limit - start).split(b"\n")
+        end = limit - len(lines[-1])  # what follows the last newline is being written
+        if end <= entry.samples_sent:
+            return [], entry.samples_sent
+        return [json.loads(line) for line in lines[int(start > entry.samples_begin) : -1]][-_SAMPLE_ROWS:], end
+
+    def rows_waiting(self, before: int | None = None) -> int:
+        """Rows of `metrics.jsonl` that MLflow has not acknowledged, of those before byte `before`."""
+        return sum(
+            self._rows(entry.sent, self._limit(entry) if before is None else min(before, self._limit(entry))) for entry in self.entries
+        )
+
+    def _rows(self, start: int, end: int) -> int:
+        count, left = 0, end - start
+        with open(self.run_dir / METRICS, "rb") as file:
+            file.seek(start)
+            while left > 0 and (chunk := file.read(min(_READ_BYTES, left))):
+                count += chunk.count(b"\n")
+                left -= len(chunk)
+        return count
+
+    def is_complete(self, entry: Entry) -> bool:
+        """Whether MLflow has everything of this run, the status included."""
+        sent = entry.run_id is not None and entry.status_sent == entry.status and entry.parameters_sent and not entry.artifacts
+        return sent and not self.lines(entry) and not self.samples(entry)[0]
+
+    def _limit(self, entry: Entry) -> int:
+        size = os.stat(self.run_dir / METRICS).st_size
+        return size if entry.end is None else min(size, entry.end)
+
+    def _samples_limit(self, entry: Entry) -> int:
+        path = self.run_dir / SAMPLES
+        size = path.stat().st_size if path.exists() else 0
+        return size if entry.samples_end is None else min(size, entry.samples_end)
+
+    # ---- the file ----
+
+    def save(self) -> None:
+        """Write the file, unless the lock is another's by now."""
+        with self._lock:
+            if self._file is None:
+                return
+            temporary = self.run_dir / f"{STATE}.tmp"
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump([asdict(entry) for entry in self.entries], file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.run_dir / STATE)
+            self._saved = time.monotonic()
+
+    def save_sometimes(self) -> None:
+        """Write the file if that was some seconds ago: what is sent twice after a crash changes nothing."""
+        if time.monotonic() - self._saved > _SAVE_EVERY_S:
+            self.save()
+
+    def close(self) -> None:
+        """Write the file and release the lock. What a thread still sends is not noted any more."""
+        with self._lock:
+            if self._file is not None:
+                try:
+                    self.save()
+                finally:
+                    self._file.close()
+                    self._file = None
+
+
+def _lock(file: BinaryIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # a network file system that has no locks
+            raise
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, short and without passwords: the operating system's reason where there is one."""
+    if isinstance(error, TrackingError):
+        return str(error)
+    inner = error
+    while (deeper := inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)) is not None:
+        inner = deeper
+    text = str(inner if isinstance(inner, OSError) else error).strip() or type(error).__name__
+    return without_password(text.splitlines()[0])[:300]
+
+
+def without_password(text: str) -> str:
+    """The text with `***` for user and password in every URI."""
+    return re.sub(r"://[^/@\s]*@", "://***@", text)

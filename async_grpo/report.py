@@ -1,0 +1,55 @@
+"""After a run: `python -m async_grpo.report --sync RUN_DIR` sends MLflow what it did not get while the run was on.
+
+Runs in: a process of its own, on any machine that sees the run's directory and reaches MLflow. Exit code 2 with one sentence if that cannot
+be done. Invariant: whatever is there already is not there twice afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from async_grpo.errors import RunError
+from async_grpo.outbox import METRICS, STATE, Outbox, TrackingError, one_line, without_password
+from async_grpo.tracking_mlflow import Delivery
+
+
+def sync(run_dir: Path) -> list[str]:
+    """Send what MLflow does not have of this directory; a run without an end becomes KILLED. Returns a line per MLflow run. Raises RunError."""
+    if not (run_dir / STATE).is_file() or not (run_dir / METRICS).is_file():
+        raise TrackingError(f"{run_dir} has no {STATE} and {METRICS}: it is no run directory, or the run did without MLflow")
+    outbox = Outbox(run_dir)
+    outbox.open()
+    try:
+        outbox.mark_killed()
+        delivery = Delivery(outbox)
+        try:
+            delivery.send()
+        except Exception as error:  # MLflow raises what it likes; the user wants one sentence
+            left, uri = outbox.rows_waiting(), " or ".join(sorted({without_password(delivery.uri(entry)) for entry in outbox.entries}))
+            raise TrackingError(f"MLflow at {uri} did not take everything ({one_line(error)}); {left} rows are left, try again later") from error
+        lines = [f"MLflow run {entry.run_id} at {without_password(delivery.uri(entry))} is complete: {entry.status}" for entry in outbox.entries]
+        refused = [f"{delivery.refused} records were refused, the last one: {delivery.refusal}"] if delivery.refused else []
+        return [f"{outbox.rows_sent} rows sent", *lines, *refused]
+    finally:
+        outbox.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m async_grpo.report", description="What is left to do after a run.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory (run.dir)")
+    parser.add_argument("--sync", action="store_true", required=True, help="send MLflow what it did not get while the run was on")
+    arguments = parser.parse_args(argv)
+    try:
+        print("\n".join(sync(arguments.run_dir)))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
