@@ -290,6 +290,7 @@ class RolloutActor:
         for result in results:
             if isinstance(result, VerifierError):
                 self._counts["verifier_errors"] += 1
+                self._counts[f"verifier_errors_{result.reason}"] += 1
                 if self._config.task.verifier.on_error != "zero":
                     raise result
                 result = Score(rewards={name: 0.0 for name in self._task.weights}, verdict=0.0)

@@ -1,19 +1,26 @@
 """The verifier pool against a task that hangs, crashes, prints, lies and eats memory, and against parents that vanish."""
 
+import ast
 import asyncio
+import hashlib
+import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import ClassVar
 
+import msgpack
 import pytest
 import pytest_asyncio
 
 from async_grpo.config import schema
+from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Problem, Score
-from async_grpo.tasks.verifier import VerifierError, VerifierPool
+from async_grpo.tasks.verifier import _ONE_THREAD, VerifierError, VerifierPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TIMEOUT_S = 2.0
@@ -94,6 +101,21 @@ class Misbehaving:
                 continue
         return 1.0
 
+    def scribble_frame(self, argument):
+        frame = bytes.fromhex(argument)
+        for fd in range(3, 32):
+            try:
+                os.write(fd, len(frame).to_bytes(4, "little") + frame)
+            except OSError:
+                continue
+        return 1.0
+
+    def burn(self, argument):
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # one call in C that does not come back
+
+    def variables(self, argument):
+        return float(len(set(os.environ) - {"PATH", "HOME", "LANG", "LC_CTYPE", "PYTHONPATH", *_ONE_THREAD}))
+
     def environment(self, argument):
         return float(argument in os.environ)
 
@@ -155,6 +177,7 @@ async def gone(pids, deadline_s=20.0):
     ("response", "reason", "detail", "replaced"),
     [
         ("sleep 600", "timeout", "timeout_s", True),
+        ("burn", "timeout", "timeout_s", True),
         ("crash", "crash", "exit code 3", True),
         ("abort", "crash", "signal 11", True),
         ("leave", "crash", "the verifier child", True),
@@ -241,12 +264,13 @@ async def test_cancelled_scoring_leaves_no_answer_behind(pool):
 
 
 async def test_environment_is_clean_and_close_is_final(monkeypatch):
-    monkeypatch.setenv("A_SECRET_OF_THE_PARENT", "1")
+    for name in ("A_SECRET_OF_THE_PARENT", "MY_API_KEY", "HF_TOKEN", "AWS_SESSION_TOKEN", "MLFLOW_TRACKING_PASSWORD", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "1")
     core = min(os.sched_getaffinity(0))
     pool = VerifierPool(settings(workers=1), seed=0, cpu={core})
     await pool.start()
     try:
-        assert await value(pool, "environment A_SECRET_OF_THE_PARENT") == 0.0
+        assert await value(pool, "variables") == 0.0 and await value(pool, "environment HF_TOKEN") == 0.0
         assert await value(pool, "environment OMP_NUM_THREADS") == 1.0
         assert await value(pool, "cores") == float(1 << core)
         pid = await value(pool, "pid")
@@ -277,6 +301,101 @@ async def test_built_in_task_through_the_pool():
         assert outcomes == [Score({"correct": 1.0, "format": 1.0}, 1.0), Score({"correct": 0.0, "format": 0.0}, 0.0)]
     finally:
         await pool.close()
+
+
+class Touches:
+    """Leaves a file when it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path(os.environ["TOUCHED"]),)
+
+
+FORGED = {
+    "a pickle": lambda: pickle.dumps(Touches()),
+    "a pickle inside": lambda: msgpack.packb(["ok", msgpack.ExtType(1, pickle.dumps(Touches())), None]),
+    "a map with a list as key": lambda: b"\x93\xa2ok\x81\x91\x01\x01\xc0",
+    "not a finite number": lambda: msgpack.packb(["ok", {"value": math.nan}, None]),
+    "another component": lambda: msgpack.packb(["ok", {"value": 1.0, "bonus": 1e9}, None]),
+    "no component": lambda: msgpack.packb(["ok", {}, None]),
+    "a text for a number": lambda: msgpack.packb(["ok", {"value": "1"}, None]),
+    "a number without end": lambda: msgpack.packb(["ok", {"value": 1.0}, [1] * 100_000]),
+    "no answer at all": lambda: msgpack.packb([]),
+    "an unknown kind": lambda: msgpack.packb(["great", "x" * 100_000]),
+    "a deep nest": lambda: b"\x91" * 100_000,
+    "half a message": lambda: b"\xdd\xff\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("payload", FORGED)
+async def test_what_a_child_could_not_have_said_is_a_crash(pool, payload, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOUCHED", str(tmp_path / "touched"))
+    frame = FORGED[payload]()
+    with pytest.raises(VerifierError) as caught:
+        await pool.score(f"scribble_frame {frame.hex()}", None)
+    assert caught.value.reason == "crash" and len(str(caught.value)) < 2000
+    assert await value(pool, "echo 1") == 1.0 and not (tmp_path / "touched").exists()
+
+
+async def test_the_kernel_ends_a_busy_child_whose_parent_is_not_there_to_do_it():
+    setup = pipe.pack({"settings": settings(timeout_s=1.0).model_dump(), "seed": 0, "cpu": None})
+    child = subprocess.Popen(
+        [sys.executable, "-m", "async_grpo.tasks.verifier_child", str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
+    )
+    try:
+        child.stdin.write(pipe.frame(setup) + pipe.frame(pipe.pack([["burn", None]])))
+        child.stdin.flush()
+        assert await asyncio.to_thread(child.wait, 120) == -signal.SIGXCPU
+    finally:
+        child.kill()
+        child.wait(timeout=10)
+        child.stdin.close()
+        child.stdout.close()
+
+
+HOSTILE_ANSWERS = [
+    "9**9**9", "9^{9^{9^9}}", "9^9^9^9", "(" * 100_000, "(" * 5000 + "1" + ")" * 5000, "\\frac{1}{" * 100_000 + "2" + "}" * 100_000,
+    "\\sqrt{" * 40 + "2" + "}" * 40, "1" * 10_000_000, "1+" * 2_000_000 + "1", "__import__('os').system('true')", "().__class__.__base__",
+    "99999999!", "10^{999999999}", "(((9^{99})^{99})^{99})^{99}", "2^{-99999999}", "1e999999999", "\u0661\u0662\u0663", "\uff11", "\u00b2",
+    "\\sum_{i=1}^{999999999}i", "\\int_0^1 x^{999}dx", "\\binom{99999}{5000}", "\\prod_{i=1}^{9999}i", "{" * 100_000, "\\text{" * 1000, "$" * 10_000_000,
+    "1/0", "\\frac{1}{0}", "0/0", "\x00", "\ud800", "\\begin{pmatrix}" * 20, "x" * 299, "x^{99}+y^{99}=z^{99}", "(x+1)^{99}(y+1)^{99}",
+    "\\sin(\\cos(\\tan(\\sin(\\cos(\\tan(x))))))", "\\{1,2,3,\\ldots,99999999\\}", "[0,1)\\cup(2,3)" * 20, "1,2,3," * 50, "50\\%\\%\\%",
+]
+
+
+async def test_no_answer_takes_the_machine_or_the_next_answer():
+    """Under a verifier's usual limits every one is judged wrong, or is an error of its own; the honest answer after it is right."""
+    pool = VerifierPool(schema.Task(name="math", verifier=schema.Verifier(workers=1)), seed=0, cpu=None)
+    await pool.start()
+    try:
+        for answer in HOSTILE_ANSWERS:
+            async with asyncio.timeout(60):
+                [hostile, honest] = await pool.score_many([(f"\\boxed{{{answer}}}", "7"), ("\\boxed{\\frac{14}{2}}", "7")])
+            assert isinstance(hostile, VerifierError) or hostile.verdict == 0.0, answer[:80]
+            assert isinstance(honest, Score) and honest.verdict == 1.0, answer[:80]
+    finally:
+        await pool.close()
+
+
+NO_CODE_FROM_DATA = ("wire", "groups", "replay/*", "tasks/*")
+REFUSED_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
+REFUSED_CALLS = {"eval", "exec", "compile", "__import__", "fork", "forkpty", "system", "popen", "load_module"}
+
+
+async def test_wire_journal_and_verifiers_make_no_code_of_data_and_never_fork():
+    package = Path(pipe.__file__).parents[1]
+    files = [path for pattern in NO_CODE_FROM_DATA for path in package.glob(f"{pattern}.py")]
+    assert len(files) > 20
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
+            names |= {(node.module or "").split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+            assert not names & REFUSED_MODULES, f"{path.name}:{node.lineno}"
+            if isinstance(node, ast.Call):
+                called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+                owner = getattr(getattr(node.func, "value", None), "id", "")
+                assert called not in REFUSED_CALLS or owner == "re", f"{path.name}:{node.lineno} calls {called}"
+                assert not [k for k in node.keywords if k.arg in ("allow_pickle", "preexec_fn", "shell")], f"{path.name}:{node.lineno}"
 
 
 PARENT = """

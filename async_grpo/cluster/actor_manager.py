@@ -138,9 +138,10 @@ class ActorManager:
     def measurements(self) -> dict[str, float]:
         """Actors that are alive, and what all of them, the dead ones too, have told of errors when they were last probed."""
         told = self._counters.values()
+        kinds = {name for counters in told for name in counters if name.startswith("verifier_errors_")}
         return {
             "cluster/rollout_actors": float(len(self._alive)),
-            "rollout/verifier_errors": sum((counters.get("verifier_errors", 0.0) for counters in told), 0.0),
+            **{f"rollout/{name}": sum((counters.get(name, 0.0) for counters in told), 0.0) for name in ("verifier_errors", *sorted(kinds))},
             "rollout/attempts_failed": sum((counters.get("failed", 0.0) for counters in told), 0.0),
         }
 

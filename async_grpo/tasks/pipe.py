@@ -26,7 +26,10 @@ def pack(value: Any) -> bytes:
 
 def unpack(body: bytes) -> Any:
     """The value of msgpack bytes. Raises ValueError."""
-    return msgpack.unpackb(body, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
+    try:
+        return msgpack.unpackb(body, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
+    except TypeError as error:  # a map whose key is a list
+        raise ValueError(str(error)) from error
 
 
 def frame(body: bytes) -> bytes:

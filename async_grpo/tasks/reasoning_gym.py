@@ -2,7 +2,8 @@
 
 Runs in: the driver, the rollout actors and verifier children. Hides the package. Problems are generated from seeds: training problem i
 comes from `first + i`, where `first` is a function of the run's seed; held-out problems come from seeds that no run trains on and are
-the same for every run. Reward `correct`: the data set's score, in [0, 1]; the verdict is 1 exactly when that score is at least 1.
+the same for every run. Reward `correct`: the data set's score, in [0, 1]; the verdict is 1 exactly when that score is at least 1. An answer that a
+scorer would evaluate, and that does not look like a number, list or formula, is scored like none (`evaluated`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from async_grpo.config import schema
-from async_grpo.tasks import answers
+from async_grpo.tasks import answers, evaluated
 from async_grpo.tasks.base import Problem, Score, TaskError, parse_options
 from async_grpo.tasks.chat import TAGS, PromptOptions
 
@@ -65,8 +66,11 @@ class ReasoningGym:
         return [self._problem(held_out[index]) for index in range(n)]
 
     def score(self, response: str, reference: Any) -> Score:
-        answer = answers.tagged(response, "answer")
-        value = float(self._dataset.score_answer(response.strip() if answer is None else answer, ast.literal_eval(reference)))
+        answer, entry = answers.tagged(response, "answer"), ast.literal_eval(reference)
+        answer = response.strip() if answer is None else answer
+        if not evaluated.admitted(answer, self._options.dataset):
+            answer = ""
+        value = float(self._dataset.score_answer(answer, entry))
         return Score({"correct": value}, float(value >= 1.0))
 
     def warm_up(self) -> None:

@@ -18,13 +18,14 @@ from typing import Any
 
 from async_grpo.config import schema
 from async_grpo.tasks import pipe
-from async_grpo.tasks.base import Score
+from async_grpo.tasks.base import Score, check_score
 
 START_TIMEOUT_S = 120.0
 """Longest time a child may take to import the task and be ready."""
 _STOP_TIMEOUT_S = 10.0
 _GRACE_S = 0.2
 _LAST_WORDS_S = 2.0
+_LONGEST_DETAIL = 1000
 _CHUNK_ITEMS = 64
 _CHUNK_BYTES = pipe.MAX_MESSAGE // 2
 _KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG")
@@ -143,7 +144,7 @@ class VerifierPool:
         try:
             await child.send_batch(bodies, self._timeout)
             while len(done) < len(bodies):
-                done.append(_outcome(await child.receive(self._timeout)))
+                done.append(_outcome(await child.receive(self._timeout), child.components))
                 if isinstance(done[-1], VerifierError) and done[-1].reason == "memory":
                     await self._discard(slot)
                     break
@@ -178,6 +179,8 @@ class _Child:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self.components: list[str] = []
+        """The reward components of its task."""
         self._expected: int | None = None
         """Length of a message whose head has been read and whose body has not."""
 
@@ -201,6 +204,7 @@ class _Child:
         if kind != "ready":
             await child.kill()
             raise VerifierError("start", f"a verifier child could not construct the task: {detail}")
+        child.components = detail
         return child
 
     @property
@@ -225,7 +229,7 @@ class _Child:
         except TimeoutError as error:
             raise VerifierError("timeout", f"no answer within {timeout:g} s (task.verifier.timeout_s)") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise VerifierError("crash", await self._last_words()) from error
+            raise await self._gone() from error
         except ValueError as error:
             raise VerifierError("crash", f"the verifier child wrote something else than an answer: {error}") from error
 
@@ -249,7 +253,7 @@ class _Child:
         except TimeoutError as error:
             raise VerifierError("timeout", f"the verifier child took no message within {timeout:g} s") from error
         except ConnectionError as error:
-            raise VerifierError("crash", await self._last_words()) from error
+            raise await self._gone() from error
 
     async def _read(self, reader: asyncio.StreamReader, timeout: float) -> list[Any]:
         async with asyncio.timeout(timeout):
@@ -261,22 +265,28 @@ class _Child:
             raise ValueError(f"{message!r:.80}")
         return message
 
-    async def _last_words(self) -> str:
+    async def _gone(self) -> VerifierError:
+        """Why the child closed its pipe."""
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 code = await self._process.wait()
         except TimeoutError:
-            return "the verifier child closed its pipe"
-        return f"the verifier child was killed by signal {-code}" if code < 0 else f"the verifier child ended with exit code {code}"
+            return VerifierError("crash", "the verifier child closed its pipe")
+        if code == -signal.SIGXCPU:
+            return VerifierError("timeout", "the response took more CPU time than task.verifier.timeout_s allows")
+        return VerifierError("crash", f"the verifier child was killed by signal {-code}" if code < 0 else f"the verifier child ended with exit code {code}")
 
 
-def _outcome(message: list[Any]) -> Score | VerifierError:
-    """The child has checked the values (`check_score`); this checks that it was the child who spoke."""
-    if message[0] == "ok" and len(message) == 3 and isinstance(message[1], dict):
-        return Score(message[1], message[2])
-    if message[0] in VerifierPool.REASONS:
-        return VerifierError(message[0], str(message[1]))
-    raise VerifierError("crash", f"the verifier child answered {message!r:.80}")
+def _outcome(message: list[Any], components: list[str]) -> Score | VerifierError:
+    """The child has checked the values; that it was the child who spoke is checked here, since task code runs in its process."""
+    try:
+        if message[0] == "ok" and len(message) == 3:
+            return check_score(Score(message[1], message[2]), components)
+        if message[0] in VerifierPool.REASONS:
+            return VerifierError(message[0], str(message[1])[:_LONGEST_DETAIL])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise VerifierError("crash", f"the verifier child answered what its task cannot say: {str(error)[:_LONGEST_DETAIL]}") from error
+    raise VerifierError("crash", f"the verifier child answered {str(message)[:80]}")
 
 
 def _environment() -> dict[str, str]:

@@ -1,12 +1,13 @@
 """Scores responses for a verifier pool: `python -m async_grpo.tasks.verifier_child <parent pid>`.
 
 Runs in: a verifier child, one fresh interpreter per child, started by `VerifierPool`. Hides the far end of the pipe. Invariants: it
-dies with its parent; its memory is bounded; whatever the task's code prints goes to stderr and never into the protocol; an exception
+dies with its parent; its memory, and its CPU time per response, are bounded by the kernel; whatever the task's code prints goes to stderr and never into the protocol; an exception
 of the task is an answer, not a crash. This contains accidents; it is no sandbox against hostile task code.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
@@ -14,6 +15,8 @@ from typing import Any, BinaryIO
 
 from async_grpo.leftovers import die_with_parent
 from async_grpo.tasks import pipe
+
+_SPARE_CPU_S = 2
 
 
 def main() -> None:
@@ -28,10 +31,11 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it with this text
         _send(replies, ["failed", f"{type(error).__name__}: {error}"])
         return
-    _send(replies, ["ready", ""])
-    components = set(task.weights)
+    components = sorted(task.weights)
+    _send(replies, ["ready", components])
     while (batch := _receive(requests)) is not None:
         for response, reference in batch:
+            _limit_cpu(setup["settings"]["verifier"]["timeout_s"])
             reply = _score(task, components, response, reference)
             _send(replies, reply)
             if reply[0] == "memory":
@@ -65,7 +69,14 @@ def _prepare(setup: dict[str, Any]) -> Any:
     return task
 
 
-def _score(task: Any, components: set[str], response: str, reference: Any) -> list[Any]:
+def _limit_cpu(timeout_s: float) -> None:
+    """The parent kills this process at the deadline; the kernel does when the parent cannot, or several threads burn more than one could."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = math.ceil(used.ru_utime + used.ru_stime + timeout_s) + _SPARE_CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _score(task: Any, components: list[str], response: str, reference: Any) -> list[Any]:
     """["ok", rewards, verdict], or [kind of error, what happened]."""
     from async_grpo.tasks.base import check_score
 
@@ -74,7 +85,7 @@ def _score(task: Any, components: set[str], response: str, reference: Any) -> li
     except MemoryError:
         return ["memory", "the verifier ran out of task.verifier.memory_mb"]
     except Exception as error:  # noqa: BLE001 - an exception of the task is an answer
-        return ["exception", f"{type(error).__name__}: {str(error)[:500]}"]
+        return ["exception", f"{type(error).__name__[:100]}: {str(error)[:500]}"]
     try:
         score = check_score(raw, components)
     except (TypeError, OverflowError) as error:
