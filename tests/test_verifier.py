@@ -153,6 +153,11 @@ def start_parent():
     return subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=root, text=True)
 
 
+def start_child():
+    command = [sys.executable, "-m", "async_grpo.tasks.verifier_child", str(os.getpid())]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+
+
 async def value(pool, response):
     return (await pool.score(response, None)).rewards["value"]
 
@@ -338,10 +343,7 @@ async def test_what_a_child_could_not_have_said_is_a_crash(pool, payload, tmp_pa
 
 async def test_the_kernel_ends_a_busy_child_whose_parent_is_not_there_to_do_it():
     setup = pipe.pack({"settings": settings(timeout_s=1.0).model_dump(), "seed": 0, "cpu": None})
-    child = subprocess.Popen(
-        [sys.executable, "-m", "async_grpo.tasks.verifier_child", str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
-    )
+    child = start_child()
     try:
         child.stdin.write(pipe.frame(setup) + pipe.frame(pipe.pack([["burn", None]])))
         child.stdin.flush()
