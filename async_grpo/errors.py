@@ -35,6 +35,14 @@ class FaultBudgetSpent(RunError):
     exit_code = 4
 
 
+class LearnerLost(FaultBudgetSpent):
+    """A learner rank died, or does not answer (`silent`): its gang starts again from the last checkpoint, or the run ends."""
+
+    def __init__(self, message: str, *, silent: bool = False) -> None:
+        super().__init__(message)
+        self.silent = silent
+
+
 class VerifierFailed(RunError):
     """A response could not be scored, and `task.verifier.on_error` is `fail`."""
 

@@ -14,6 +14,8 @@ Runs in: the driver. Sees ids, lengths, raw rewards and versions, never tokens.
 One learner step:  take(step) -> plan -> begin -> row values -> assign -> update x (epochs x minibatches) -> end
                    -> publish(version = step) -> log
 
+A learner that went back to a checkpoint repeats the recorded steps after it (`repeat`): the same without publications.
+
 Invariants: step numbers start at 1 and the weights after step s are version s; a batch has exactly `rollout_batch_size` groups; nothing
 waits longer than `watchdog.step_timeout_s`, and a failure elsewhere (`fail`) ends every wait at once.
 """
@@ -68,9 +70,9 @@ class Loop:
         total_steps: int, steps_done: int, log: Callable[[int, dict[str, float]], None], row_state: dict[str, Any] | None = None,
     ) -> None:
         self._config, self._queue, self._learner, self._publisher = config, queue, learner, publisher
-        self._row_math, self.total_steps, self.steps_done, self._log = RowMath(config, weights, row_state), total_steps, steps_done, log
+        self._weights, self.total_steps, self._log = weights, total_steps, log
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._published = steps_done
+        self.go_back(steps_done, row_state)
         self.tokens = 0
         self.lag_sum = self.lag_max = 0.0
         self.durations: list[float] = []
@@ -81,6 +83,24 @@ class Loop:
         if not self._failure.done():
             self._failure.set_exception(error)
             self._failure.exception()  # looked at: nobody may be waiting any more
+
+    def go_back(self, steps_done: int, row_state: dict[str, Any] | None) -> None:
+        """The learner is at this step now; row_state: what `row_state` returned there, None for the initial model."""
+        self.steps_done = self._published = steps_done
+        self._row_math = RowMath(self._config, self._weights, row_state)
+
+    async def repeat(self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]) -> list[int]:
+        """Train the recorded steps up to `until` again; the versions whose weights have another digest than the `recorded` one."""
+        different = []
+        while self.steps_done < until:
+            batch = await self._take(self.steps_done + 1)
+            sums, metrics = await self._guard(self._train(batch))
+            self.steps_done = self._published = batch.step
+            self._log(batch.step, metrics | sums.means() | {"train/repeated": 1.0})
+            expected = recorded.get(batch.step)
+            if expected and await self._guard(digest(batch.step)) != expected:
+                different.append(batch.step)
+        return different
 
     async def step(self) -> dict[str, float]:
         """One learner step; its metrics."""

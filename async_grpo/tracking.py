@@ -32,6 +32,7 @@ FINISH_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 _TEXT_LENGTH = 4000
 _UNWRITTEN_BYTES = 16 << 20
+_TAIL_BYTES = 2**20
 
 _log = logging.getLogger(__name__)
 
@@ -315,6 +316,24 @@ class _Lines:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def last_logged_step(run_dir: Path) -> int:
+    """The newest learner step in `metrics.jsonl`, 0 if there is none. Only the end of the file is read."""
+    try:
+        with open(run_dir / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # cut off: by the death of its writer, or at the beginning of the tail
+        if "train/loss" in row:
+            return int(row["step"])
+    return 0
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -10,7 +10,6 @@ between learner steps only.
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 import uuid
@@ -20,6 +19,7 @@ from typing import Any, Self
 
 from async_grpo import checkpoint
 from async_grpo.advice import StalenessAdvice
+from async_grpo.cluster.gang import Origin
 from async_grpo.cluster.rerun import Comparison, Rerun
 from async_grpo.cluster.system import System
 from async_grpo.config.load import dump, preflight_files, resolve
@@ -33,7 +33,7 @@ from async_grpo.rerun_plan import differences, plan_rerun
 from async_grpo.saving import Saver
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import load_task
-from async_grpo.tracking import Tracker
+from async_grpo.tracking import Tracker, last_logged_step
 
 WARM_START_TIMEOUT_S = 1800.0
 SAVING_AFTER_FAILURE_S = 30.0
@@ -48,7 +48,7 @@ class Trainer:
         self.console = console or Console()
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self._task_weights: dict[str, float] = {}
-        self._held_out = self._problems = self.total_steps = self._shown_steps = 0
+        self._held_out = self._problems = self.total_steps = self._shown_steps = self._logged = 0
         self._fingerprint = ""
         self._model_notes: list[str] | None = None
         self._tracking_error: BaseException | None = None
@@ -125,11 +125,9 @@ class Trainer:
         tracking = threading.Thread(target=self._start_tracking, name="async_grpo-tracking", daemon=True)
         tracking.start()
         with self.console.phase("starting engines and learner"):
-            queue = json.loads((self._checkpoint / "queue.json").read_text()) if self._checkpoint is not None else None
-            self._run(system.start(
-                model_dir=model_dir, checkpoint=None if self._checkpoint is None else str(self._checkpoint / "learner"), snapshot=queue,
-                steps_done=manifest["step"] if manifest else 0, log=self._log, note=self.console.info,
-            ))
+            origin, self._logged = Origin(self._checkpoint, manifest["step"] if manifest else 0), last_logged_step(self.run_dir)
+            self._run(system.start(model_dir=model_dir, origin=origin, log=self._log, note=self.console.info))
+            self._logged = self.steps_done
         with self.console.phase("connecting weights" + (" and checking them" if self.config.weight_sync.self_check else "")):
             self._log_measurements(self._run(system.open_weights()))
         tracking.join()
@@ -141,7 +139,8 @@ class Trainer:
         if manifest:
             for line in compare(manifest.get("config", {}), self.config).lines():
                 self.console.info(line)
-            self.console.info(f"resumed {self._checkpoint} at step {manifest['step']} of {self.total_steps}")
+        if self.steps_done:
+            self.console.info(f"resumed {self._checkpoint if manifest else 'the journal'} at step {self.steps_done} of {self.total_steps}")
 
     def train(self, steps: int | None = None) -> dict[str, float]:
         """Train until the end of the run, or `steps` more learner steps; metrics of the last step."""
@@ -151,13 +150,14 @@ class Trainer:
         evaluation, saving = self.config.evaluation.every_steps, self.config.checkpoint.every_steps
         started = time.perf_counter()
         while self.steps_done < last and not self._stop_requested.is_set():
+            before = self.steps_done
             metrics = self._run(system.step())
             self._saver.check()
             if (advice := self._advice.observe(metrics)) is not None:
                 self.console.info(f"note: {advice}")
-            if saving and self.steps_done % saving == 0 and self.steps_done < self.total_steps:
+            if saving and self.steps_done // saving > before // saving and self.steps_done < self.total_steps:
                 self._save(keep_groups=False, wait=False)
-            if evaluation and self.steps_done % evaluation == 0 and self.steps_done < self.total_steps:
+            if evaluation and self.steps_done // evaluation > before // evaluation and self.steps_done < self.total_steps:
                 self.evaluate()
         self._run(system.settle())
         self._rl_seconds += time.perf_counter() - started
@@ -339,7 +339,7 @@ class Trainer:
         system, step = self._running(), self.steps_done
         # What a finished run leaves can be looked at and replayed.
         forget = step < self.total_steps and not self.stop_requested and not keep_groups
-        facts = {"run_epoch": 0, "mlflow_run_id": self._tracker.run_id if self._tracker else None}
+        facts = {"run_epoch": system.run_epoch, "mlflow_run_id": self._tracker.run_id if self._tracker else None}
         return self._run(self._saver.save(system, step=step, facts=facts, forget=forget, wait=wait))
 
     def _check_filter_metric(self) -> None:
@@ -383,6 +383,10 @@ class Trainer:
             self._tracking_error = error
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
+        if "train/repeated" in metrics and step <= self._logged:
+            return  # a step that is trained again was logged the first time, if its log came that far
+        if "train/loss" in metrics:
+            self._logged = max(step, self._logged)
         if self._tracker is not None:
             self._tracker.log(step, metrics)
         if "time/step" in metrics:

@@ -50,8 +50,9 @@ LIBRARIES = {
     "weights.worker": "torch vllm numpy tqdm",  # a lock of its progress bars
     "weights.base": "torch",  # what the driver imports
     "weights.sender": "torch",
-    "weights.coordinator": "numpy",
+    "weights.coordinator": "",
     "weights.delivery": "numpy",
+    "weights.self_check": "numpy",
     "weights.probes": "numpy",
     "weights.verification": "numpy",
     "weights.layout": "torch",

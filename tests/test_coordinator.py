@@ -14,7 +14,8 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, Stalled
 from async_grpo.weights import delivery
 from async_grpo.weights.base import SELF_CHECK, Announcement, Receipt, Staged, TokenSequence, TornTransfer, TransferMismatch
-from async_grpo.weights.coordinator import Coordinator, SelfCheckFailed
+from async_grpo.weights.coordinator import Coordinator
+from async_grpo.weights.self_check import SelfCheckFailed
 
 PROMPT, RESPONSE = [1, 2, 3], [4, 5]
 

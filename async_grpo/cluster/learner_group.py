@@ -1,13 +1,14 @@
 """The learner ranks as one object: the same calls for 1 or M ranks.
 
 Runs in: the driver. Hides how many ranks there are: a call goes to all of them and returns when all are done; rank metrics are merged
-as sums and counts. Invariant: every collective call is made on every rank; a rank that dies ends the call with FaultBudgetSpent, since
-the others would wait for it for ever.
+as sums and counts. Invariants: every collective call is made on every rank; a rank that dies or does not answer ends the call with
+LearnerLost, since the others would wait for it for ever; after `kill` nothing but `start` may be called, and a rank is never replaced alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +20,12 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import SAVING, TRANSFER, LearnerProcess
 from async_grpo.config.schema import Config
 from async_grpo.durable import FileSum, StorageFailure, Written
-from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
+from async_grpo.errors import LearnerLost, RunError
 from async_grpo.weights.base import Announcement, Staged, TokenSequence
 
 CLOSE_TIMEOUT_S = 10.0
+DEATH_NOTICE_S = 10.0
+"""Time for Ray to tell that a process is dead, once another rank has complained of a broken connection."""
 
 
 class LearnerFailed(RunError):
@@ -30,34 +33,44 @@ class LearnerFailed(RunError):
 
 
 class LearnerGroup:
-    """M DeepSpeed ranks. Build it with `await LearnerGroup.start(...)`."""
+    """M DeepSpeed ranks, once `start` has returned."""
 
-    def __init__(self, config: Config, handles: list[Any], *, address: str) -> None:
-        self._config, self._handles, self._address = config, handles, address
+    def __init__(
+        self, config: Config, *, placement: Placement, options: list[dict[str, Any]], queue: Any, model_dir: str, backend: str, key: str,
+        total_updates: int,
+    ) -> None:
+        """options: Ray's, one per rank. queue: the handle from which ranks fetch their groups."""
+        self._config, self._placement, self._options, self._queue = config, placement, options, queue
+        self._setup = {"model_dir": model_dir, "device": placement.device, "backend": backend, "key": key, "total_updates": total_updates}
+        self._handles: list[Any] = []
+        self._address = ""
+        self._serves = asyncio.Event()
         self.state: dict[str, Any] | None = None
         """What the checkpoint held that the learner resumed from."""
 
-    @classmethod
-    async def start(
-        cls, config: Config, *, placement: Placement, options: list[dict[str, Any]], queue: Any, model_dir: str, backend: str, key: str,
-        total_updates: int, checkpoint: str | None,
-    ) -> LearnerGroup:
-        """Start all ranks with these Ray options, and load the model, or the checkpoint."""
+    async def start(self, checkpoint: str | None) -> None:
+        """Start all ranks, and load the model, or the checkpoint."""
         actor = ray.remote(concurrency_groups={TRANSFER: 1, SAVING: 1})(LearnerProcess)
-        handles = [
-            actor.options(**option).remote(config, rank=rank, cores=slot.cores, queue=queue)
-            for rank, (slot, option) in enumerate(zip(placement.learners, options, strict=True))
+        self._handles = [
+            actor.options(**option).remote(self._config, rank=rank, cores=slot.cores, queue=self._queue)
+            for rank, (slot, option) in enumerate(zip(self._placement.learners, self._options, strict=True))
         ]
-        deadline = config.watchdog.start_timeout_s
-        master = await cls._within(handles[0].address.remote(), deadline, "starting the learner")
-        group = cls(config, handles, address=master[0])
-        setup = {
-            "master": master, "model_dir": model_dir, "device": placement.device, "backend": backend, "key": key, "total_updates": total_updates,
-            "checkpoint": checkpoint,
-        }
-        states = await group._all("setup", timeout_s=deadline, **setup)
-        group.state = states[0]
-        return group
+        deadline = self._config.watchdog.start_timeout_s
+        master = await self._within(self._handles[0].address.remote(), deadline, "starting the learner")
+        self._address = master[0]
+        states = await self._all("setup", timeout_s=deadline, master=master, checkpoint=checkpoint, **self._setup)
+        self.state = states[0]
+        self._serves.set()
+
+    def kill(self) -> None:
+        """End all ranks at once; calls that are under way raise LearnerLost."""
+        self._serves.clear()
+        for handle in self._handles:
+            ray.kill(handle)
+
+    async def back(self) -> None:
+        """Wait until ranks that were killed have been started again. Raises LearnerLost when they are not in time."""
+        await self._within(self._serves.wait(), self._config.watchdog.start_timeout_s, "starting the learner again")
 
     async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
         """Start a learner step: every rank fetches its rows. Token KL summed over each row, if it is part of the reward."""
@@ -150,18 +163,27 @@ class LearnerGroup:
 
     async def _each(self, method: str, arguments: Sequence[tuple], *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         deadline = timeout_s if timeout_s is not None else self._config.watchdog.step_timeout_s
-        calls = [getattr(handle, method).remote(*args, **kwargs) for handle, args in zip(self._handles, arguments, strict=True)]
+        calls = [
+            asyncio.ensure_future(getattr(handle, method).remote(*args, **kwargs))
+            for handle, args in zip(self._handles, arguments, strict=True)
+        ]
         what = f"the learner's {' '.join([method, *[arg for arg in arguments[0] if isinstance(arg, str)][:1]])}"
-        return await self._within(asyncio.gather(*calls), deadline, what)
+        try:
+            return await self._within(asyncio.gather(*calls), deadline, what)
+        except ray.exceptions.RayTaskError:
+            # A rank that dies breaks the connections of the others, and their complaint may come first.
+            if len(calls) > 1 and (death := await _death(calls)) is not None:
+                raise _lost(what, death) from death
+            raise
 
     @staticmethod
     async def _within(work: Any, seconds: float, what: str) -> Any:
         try:
             return await asyncio.wait_for(work, seconds)
         except TimeoutError as error:
-            raise Stalled(f"{what} did not finish within {seconds:g} s") from error
+            raise LearnerLost(f"{what} did not finish within {seconds:g} s", silent=True) from error
         except ray.exceptions.RayActorError as error:
-            raise FaultBudgetSpent(f"a learner rank died during {what}: {error}") from error
+            raise _lost(what, error) from error
 
 
 def _unless_failed(answers: list[Any]) -> list[Any]:
@@ -169,3 +191,22 @@ def _unless_failed(answers: list[Any]) -> list[Any]:
     if texts := {answer: None for answer in answers if isinstance(answer, str)}:
         raise StorageFailure("; ".join(texts))
     return answers
+
+
+def _lost(what: str, error: BaseException) -> LearnerLost:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return LearnerLost(f"a learner rank died during {what}: {lines[0] if lines else type(error).__name__}")
+
+
+async def _death(calls: Sequence[asyncio.Future[Any]]) -> BaseException | None:
+    """The error of a rank that is dead, if Ray tells of one in time."""
+    deadline = time.monotonic() + DEATH_NOTICE_S
+    pending = set(calls)
+    while pending:
+        done, pending = await asyncio.wait(pending, timeout=max(0.0, deadline - time.monotonic()), return_when=asyncio.FIRST_COMPLETED)
+        for call in done:
+            if not call.cancelled() and isinstance(call.exception(), ray.exceptions.RayActorError):
+                return call.exception()
+        if not done:
+            return None
+    return None

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ class QueueProcess(ReplayQueue):
         die_with_parent()
         try:
             vars(self).update(vars(open_queue(settings, journal, snapshot=snapshot)))
+            self._opened_with, self._discards = (settings, journal), 0
             gc.freeze()  # what the imports made lives as long as the process; looking through it again and again costs a tenth of the time
         except Exception as error:  # noqa: BLE001 - raised by every call: from here Ray would wrap it into a story of its own
             self._not_opened = error
@@ -45,6 +47,25 @@ class QueueProcess(ReplayQueue):
     async def opened(self) -> str | None:
         """What a resumed queue took over, in words. Raises what went wrong when it was opened."""
         return None if self.report is None else str(self.report)
+
+    async def progress(self) -> dict[str, int]:
+        """Learner steps done, the step in training (0: none), and the run epoch."""
+        ledger = self._ledger
+        return {"steps": ledger.steps, "training": ledger.training_step or 0, "run_epoch": ledger.run_epoch}
+
+    async def discard(self, step: int, snapshot: dict[str, Any] | None) -> tuple[str, int]:
+        """Take back the learner steps after `step`, to which `snapshot` belongs; what became of the groups, and the run epoch.
+
+        Tickets that are out are lost with it; their actors live on and are refused.
+        """
+        settings, journal = self._opened_with
+        await self._commit()
+        discards = self._discards + 1
+        reason = "the learner died twice at one step"
+        journal = replace(journal, start=f"{journal.start}.{discards}", lost_steps="discard", reason=reason, fresh=False)
+        vars(self).update(vars(open_queue(replace(settings, trained_steps=step), journal, snapshot=snapshot)))
+        self._discards = discards
+        return str(self.report), self._ledger.run_epoch
 
     async def pid(self) -> int:
         """Process id, for tests and post-mortems."""

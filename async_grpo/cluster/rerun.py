@@ -78,10 +78,11 @@ class Rerun:
         placement = await session.wait_for_room(config)
         options = await session.reserve(list(placement.learners), timeout_s=config.cluster.resources_timeout_s)
         queue = ray.remote(RecordedProcess).options(max_concurrency=MAX_CALLS, **session.on_this_node()).remote(self._source)
-        self._learner = await LearnerGroup.start(
+        self._learner = LearnerGroup(
             config, placement=placement, options=options, queue=queue, model_dir=model_dir, backend="shared_memory", key=self._key,
-            total_updates=self._total_steps * config.updates_per_step, checkpoint=checkpoint,
+            total_updates=self._total_steps * config.updates_per_step,
         )
+        await self._learner.start(checkpoint)
         await self._learner.connect([])
         digests = _Digests(self._learner, await asyncio.wait_for(queue.digests.remote(), CALL_TIMEOUT_S))
         loop = Loop(

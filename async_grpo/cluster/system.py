@@ -18,14 +18,16 @@ import ray
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.cluster.actor_manager import ActorManager
+from async_grpo.cluster.gang import Gang, Origin
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, queue_died
 from async_grpo.cluster.queue_process import QueueProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.session import Session
+from async_grpo.config.resume import training_digest
 from async_grpo.config.schema import Config
-from async_grpo.durable import FileSum, Written
+from async_grpo.durable import FileSum, StorageFailure, Written
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.learner.drafts import remove_drafts
 from async_grpo.loop import Loop
@@ -40,6 +42,8 @@ from async_grpo.weights.shared_memory import remove_segments
 from async_grpo.wire import Batch
 
 SPARE_PROCESSES = 1
+REOPEN_TIMEOUT_S = 600.0
+"""Longest time the queue may take to read its journal again."""
 
 
 class QueueClient:
@@ -59,6 +63,15 @@ class QueueClient:
 
     async def counts(self) -> dict[str, int]:
         return await self._call(self._handle.counts.remote())
+
+    async def digests(self) -> dict[int, str]:
+        return await self._call(self._handle.digests.remote())
+
+    async def progress(self) -> dict[str, int]:
+        return await self._call(self._handle.progress.remote())
+
+    async def discard(self, *, step: int, snapshot: dict[str, Any] | None) -> tuple[str, int]:
+        return await self._call(self._handle.discard.remote(step, snapshot), timeout_s=REOPEN_TIMEOUT_S)
 
     async def history(self, group_ids: list[int]) -> dict[int, dict[str, Any]]:
         return await self._call(self._handle.history.remote(group_ids))
@@ -109,6 +122,7 @@ class System:
         self.learner: LearnerGroup | None = None
         self.loop: Loop | None = None
         self.coordinator: Coordinator | None = None
+        self.gang: Gang | None = None
         self._relays: Relays | None = None
         self.device = ""
         self.model_dir = ""
@@ -122,10 +136,9 @@ class System:
         self._session = Session.open(processes=processes)
 
     async def start(
-        self, *, model_dir: str, checkpoint: str | None, snapshot: dict[str, Any] | None, steps_done: int,
-        log: Callable[[int, dict[str, float]], None], note: Callable[[str], None],
+        self, *, model_dir: str, origin: Origin, log: Callable[[int, dict[str, float]], None], note: Callable[[str], None],
     ) -> None:
-        """Start all processes and load model and checkpoint."""
+        """Start all processes, load model and checkpoint, and bring the learner to the step that the queue is at."""
         self._note = note
         remove_segments(self._key, fallback_directory(self._config))  # in the run's own directory those of a start that was killed
         assert self._session is not None, "connect() comes first"
@@ -141,7 +154,7 @@ class System:
         backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
         self._refuse_short_acknowledgement(backend)
         learner_options, engine_options = await self._reserve(placement)
-        await self._start_queue(steps_done, snapshot, note)
+        await self._start_queue(origin, note)
         self._relays = Relays(
             home=placement.learners[0].node_id, key=self._key, fallback=fallback_directory(config), where=session.on_node, note=note
         )
@@ -149,23 +162,25 @@ class System:
             config, session=session, placement=placement, options=engine_options, queue=self._queue_handle, client=self.queue,
             relays=self._relays, model_dir=model_dir, backend=backend, on_fatal=self._fail, note=note,
         )
-        updates = self._total_steps * config.updates_per_step
-        starting = LearnerGroup.start(
+        self.learner = LearnerGroup(
             config, placement=placement, options=learner_options, queue=self._queue_handle, model_dir=model_dir, backend=backend,
-            key=self._key, total_updates=updates, checkpoint=checkpoint,
+            key=self._key, total_updates=self._total_steps * config.updates_per_step,
+        )
+        progress = await self.queue.progress()
+        exact = placement.device == "cpu" and config.model.dtype != "bfloat16"
+        self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live, exact=exact, note=note,
+            run_epoch=progress["run_epoch"],
+        )
+        self.loop = Loop(
+            config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
+            total_steps=self._total_steps, steps_done=origin.step, log=lambda step, metrics: log(step, self._with_faults(metrics, note)),
+        )
+        self.gang = Gang(
+            config, learner=self.learner, loop=self.loop, coordinator=self.coordinator, queue=self.queue, origin=origin, note=note,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.actors.start())
-            learner = tasks.create_task(starting)
-        self.learner = learner.result()
-        exact = placement.device == "cpu" and config.model.dtype != "bfloat16"
-        self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live, exact=exact, note=note)
-        self.loop = Loop(
-            config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
-            total_steps=self._total_steps, steps_done=steps_done,
-            log=lambda step, metrics: log(step, self._with_faults(metrics, note)),
-            row_state=None if self.learner.state is None else self.learner.state["rows"],
-        )
+            tasks.create_task(self.gang.start(progress["steps"], run_epoch=progress["run_epoch"]))
 
     async def open_weights(self) -> dict[str, float]:
         """Connect the transport, check it, and make the learner's version live."""
@@ -179,11 +194,11 @@ class System:
         if not self._producing:
             self._producing = True
             self.actors.begin(self.coordinator.join, self.coordinator.between_publications)
-        return await self.loop.step()
+        return await self.gang.surviving(self.loop.step)
 
     async def settle(self) -> None:
         """Wait until the newest weights are live."""
-        await self.loop.finish()
+        await self.gang.surviving(self.loop.finish)
 
     async def evaluate(self, total: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Held-out metrics of the live weights on `total` problems (no publication is under way meanwhile), and a few samples."""
@@ -202,7 +217,14 @@ class System:
 
     async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
         """Write the learner's checkpoint and the exported model, for `finish_save`; the queue's snapshot. Raises StorageFailure."""
-        await self.settle()
+        step = self.steps_done
+        saved = await self.gang.surviving(partial(self._save, directory))
+        if self.steps_done != step:
+            raise StorageFailure(f"the learner went back to step {self.steps_done} meanwhile")
+        return saved
+
+    async def _save(self, directory: Path) -> tuple[dict[str, Any], Written]:
+        await self.loop.finish()
         snapshot = await self.queue.snapshot()
         return snapshot, await self.learner.write_checkpoint(str(directory), {"step": self.steps_done, "rows": self.loop.row_state()})
 
@@ -240,6 +262,11 @@ class System:
         """Files in memory, of ranks that could not remove them themselves."""
         remove_segments(self._key, fallback_directory(self._config))
         remove_drafts(self._key)
+
+    @property
+    def run_epoch(self) -> int:
+        """How often learner steps of the run were discarded."""
+        return self.gang.run_epoch
 
     @property
     def steps_done(self) -> int:
@@ -281,27 +308,27 @@ class System:
         engines = [await session.reserve([slot], timeout_s=timeout_s) for slot in placement.engines]
         return learners, [option for [option] in engines]
 
-    async def _start_queue(self, steps_done: int, snapshot: dict[str, Any] | None, note: Callable[[str], None]) -> None:
+    async def _start_queue(self, origin: Origin, note: Callable[[str], None]) -> None:
         """Start the queue's process. With a journal, Ray starts it again when it dies and repeats the calls that were under way."""
         config = self._config
         journal = JournalSettings(
             directory=str(Path(config.run.dir) / "journal"), start=self._key, identity=self._identity(), fsync=config.replay.journal.fsync,
-            fresh=config.checkpoint.resume == "never",
+            fresh=config.checkpoint.resume == "never", training=training_digest(config), lost_steps=config.checkpoint.on_lost_steps,
         ) if config.replay.journal.enable else None
         repairs = {"max_restarts": config.cluster.restart_budget, "max_task_retries": -1} if journal is not None else {}
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **repairs, **self._session.on_this_node())
-        self._queue_handle = queue.remote(self._queue_settings(steps_done), journal, snapshot)
+        self._queue_handle = queue.remote(self._queue_settings(origin.step), journal, origin.snapshot())
         self.queue = QueueClient(self._queue_handle)
         if (report := await self.queue.opened(timeout_s=config.watchdog.start_timeout_s)) is not None:
             note(f"replay queue: {report}")
 
     def _with_faults(self, metrics: dict[str, float], note: Callable[[str], None]) -> dict[str, float]:
         """The metrics of a step with what the actors count; a queue that had to be started again is said once."""
-        if (restarts := int(metrics["replay/restarts"])) > self.queue_restarts:
+        if (restarts := int(metrics.get("replay/restarts", 0))) > self.queue_restarts:
             budget = self._config.cluster.restart_budget
             note(f"the replay queue's process died; it was started again from its journal (restart {restarts} of at most {budget})")
-        self.queue_restarts = int(metrics["replay/restarts"])
-        return metrics | self.actors.measurements()
+            self.queue_restarts = restarts
+        return metrics | self.actors.measurements() | {"cluster/learner_restarts": float(self.gang.restarts)}
 
     def _identity(self) -> str:
         """Digest of everything that a completed group depends on, the weights after the start apart."""

@@ -7,6 +7,7 @@ know counts as unchanged.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -106,6 +107,15 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
         changes.all.append(Change(name, there, here, mark, trains))
     changes.unknown.extend(_unknown(saved, ()))
     return changes
+
+
+def training_digest(config: Config) -> str:
+    """Digest of every setting that decides which weights the learner makes of recorded groups: `compare(...).trains_differently`."""
+    values, known = config.model_dump(mode="json"), settings()
+    constant = config.learner.schedule == "constant"
+    parts = {name: _at(values, known[name].path) for name, mark in marks().items() if mark.trains and not (constant and name in _LENGTH)}
+    plain = {name: value for name, value in parts.items() if value is not _ABSENT}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def _collect(section: type[Section], prefix: str, around: Mark | None, found: dict[str, Mark]) -> None:

@@ -33,15 +33,18 @@ from async_grpo.wire import WireError
 class JournalSettings:
     """Where and how the queue keeps its journal; plain values that can be pickled.
 
-    `start` names this start of the run: opened again under it, the queue goes on; under another one it resumes. `identity` names everything
+    `start` names this start of the run: opened again under it, the queue goes on; under another one it resumes, and under `<start>.<n>`
+    it resumes for a learner that went back, and goes on under `start`. `identity` names everything
     a result depends on but the weights (model, data, sampling): under another one, results are not taken over. `training` names what makes
-    of a batch other weights: under another one, `lost_steps` are discarded, whatever was asked for. `fresh` deletes what is there.
+    of a batch other weights: under another one, `lost_steps` are discarded, whatever was asked for; `reason` says why that was asked for.
+    `fresh` deletes what is there.
     """
 
     directory: str
     start: str
     identity: str = ""
     training: str = ""
+    reason: str = "checkpoint.on_lost_steps is discard"
     lost_steps: Literal["replay", "discard"] = "replay"
     fsync: Fsync = "group"
     segment_bytes: int = 2**28
@@ -83,7 +86,7 @@ def _own_segment(directory: Path, start: str) -> Segment | None:
         except JournalDamage as error:
             damage = damage or error
             continue
-        if segment.snapshot["start"] != start:
+        if segment.snapshot["start"].partition(".")[0] != start:
             return None
         if damage is not None:
             raise damage
@@ -148,7 +151,7 @@ def _why_not_forward(past: Past, settings: QueueSettings, journal: JournalSettin
     if newest <= settings.trained_steps:
         return "nothing is lost"
     if journal.lost_steps == "discard":
-        return "checkpoint.on_lost_steps is discard"
+        return journal.reason
     if results is None:
         return "they were trained under another model, data or sampling"
     if past.snapshot["training"] != journal.training:

@@ -23,12 +23,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-import numpy as np
-
 from async_grpo.config.schema import Config
-from async_grpo.errors import RunError, SetupError, Stalled
+from async_grpo.errors import LearnerLost, RunError, SetupError, Stalled
 from async_grpo.weights.base import (
-    SELF_CHECK,
     Announcement,
     Receipt,
     Staged,
@@ -40,25 +37,21 @@ from async_grpo.weights.base import (
 )
 from async_grpo.weights.delivery import GRACE_S, EngineHandle, Outcome, everybody, grace
 from async_grpo.weights.probes import Probes, PublicationTimes
-from async_grpo.weights.verification import SELF_CHECK_SCALES, Difference, Tolerance
+from async_grpo.weights.self_check import LearnerSide as CheckedLearner
+from async_grpo.weights.self_check import SelfCheck
+from async_grpo.weights.verification import Tolerance
 
 ATTEMPTS = 3
 
 
-class SelfCheckFailed(TransferMismatch):
-    """An engine does not compute with the weights that it was sent."""
-
-
-class LearnerSide(Protocol):
+class LearnerSide(CheckedLearner, Protocol):
     """The learner group as the coordinator sees it."""
 
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]: ...
     async def rendezvous(self) -> str: ...
     async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged: ...
-    async def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged: ...
-    async def release(self) -> None: ...
     async def send(self, announcement: Announcement) -> str: ...
-    async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]: ...
+    async def back(self) -> None: ...
 
 
 class EngineSet(Protocol):
@@ -83,10 +76,9 @@ class Coordinator:
         self._running: asyncio.Task[None] | None = None
         self._connected: set[str] = set()
         self._group: set[str] = set()
-        self._checked: set[str] = set()
-        self._scales = SELF_CHECK_SCALES
-        self._tolerance = Tolerance(exact)
-        self._probes = Probes(config, self._tolerance)
+        tolerance = Tolerance(exact)
+        self._probes = Probes(config, tolerance)
+        self._check = SelfCheck(config, learner=learner, tolerance=tolerance, backend=backend, deliver=self._deliver_to)
         self.times = PublicationTimes()
 
     async def start(self, version: int) -> dict[str, float]:
@@ -95,13 +87,14 @@ class Coordinator:
             engines, measured = list(self._engines.alive()), {}
             await self._connect(engines, strict=True)
             if self._config.weight_sync.self_check or self._config.weight_sync.verify_every:
-                self._probes.sequences = [(prompt, response) for prompt, response, _ in await self._responses(engines[0])]
+                self._check.sequences = [(prompt, response) for prompt, response, _ in await self._check.responses(engines[0])]
+                self._probes.sequences = self._check.sequences
             if self._config.weight_sync.self_check:
-                measured = await self._check_load_path(engines)
+                measured = await self._check.load_path(engines)
             staged = await self._learner.stage(self._label(version), verify=True, sequences=[])
             await self._deliver(staged.announcement, strict=True)
             if self._config.weight_sync.self_check:
-                measured |= await self._check_sampler(engines)
+                measured |= await self._check.sampler(engines)
         await self._live(version, self._newest.digest)
         self.times = PublicationTimes()  # of the run, without its start
         return measured
@@ -160,17 +153,43 @@ class Coordinator:
         if self._pushes:
             admit()
             return
+        while True:
+            try:
+                await self._join(engine, admit)
+            except LearnerLost:  # not the newcomer's fault: it waits for the learner that takes the place of this one
+                await self._learner.back()
+            else:
+                return
+
+    async def _join(self, engine: EngineHandle, admit: Callable[[], None]) -> None:
         async with self._joining:
             [payload] = await self._learner.connect([engine.tensor_parallel_size])
             seconds = self._config.weight_sync.deadlines.rendezvous_s
             _demand(await self._ask([engine], lambda one: one.connect(payload), seconds=seconds, what="connecting"))
             if self._config.weight_sync.self_check:
-                await self._check_load_path([engine])
+                await self._check.load_path([engine])
             async with self._lock:
                 assert self._newest is not None, "start() comes first"
                 _demand(await self._receive([engine], self._newest))
                 self._connected.add(engine.actor_id)
                 admit()
+
+    @asynccontextmanager
+    async def without_learner(self) -> AsyncIterator[None]:
+        """The learner is gone: what is under way ends, however it does, and in the block nothing begins; at its end `relink`."""
+        if self._running is not None:
+            await asyncio.wait({self._running})
+            self._running = None
+        async with self._joining, self._lock:
+            yield
+
+    async def relink(self, version: int, *, run_epoch: int) -> None:
+        """Inside `without_learner`: connect every engine to a learner that was started again, and make its `version` live."""
+        self._run_epoch = run_epoch
+        await self._connect(list(self._engines.alive()))
+        staged = await self._learner.stage(self._label(version), verify=True, sequences=[])
+        await self._deliver(staged.announcement)
+        await self._live(version, self._newest.digest)
 
     async def refresh(self, version: int) -> None:
         """Between learner steps: raise what a publication or a probe has found; with NCCL, bring newcomers in.
@@ -216,7 +235,7 @@ class Coordinator:
         if not self._pushes or self._members() == self._group:
             return
         if self._config.weight_sync.self_check:
-            for engine in [engine for engine in self._engines.alive() if engine.actor_id not in self._checked]:
+            for engine in [engine for engine in self._engines.alive() if engine.actor_id not in self._check.passed]:
                 await self._connect([engine])
                 if engine.actor_id in self._connected:
                     await self._check_newcomer(engine)
@@ -225,7 +244,7 @@ class Coordinator:
     async def _check_newcomer(self, engine: EngineHandle) -> None:
         """One that fails its check is dropped; one that passes it with wrong numbers ends the run."""
         try:
-            await self._check_load_path([engine])
+            await self._check.load_path([engine])
         except RunError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever its process died of
@@ -304,6 +323,9 @@ class Coordinator:
         what = f"publication {announcement.label}"
         return await self._ask(engines, receive, learner=None if sent else self._learner.send(announcement), seconds=seconds, what=what)
 
+    async def _deliver_to(self, engines: Sequence[EngineHandle], announcement: Announcement) -> None:
+        _demand(await self._receive(engines, announcement))
+
     async def _ask(
         self, engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[Receipt]], *, seconds: float, what: str,
         learner: Awaitable[str] | None = None, patient: bool = False,
@@ -322,64 +344,6 @@ class Coordinator:
             if receipt.failure == "names":
                 raise SetupError(f"engine {actor_id}: {receipt.reason}.")
         return outcome
-
-    # ---- checks ----
-
-    async def _check_load_path(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
-        """Publish perturbed weights to these engines and compare log-probs: tensors that do not arrive, or not where they should, show."""
-        try:
-            return await self._perturb_and_compare(engines)
-        finally:
-            await self._learner.release()
-
-    async def _perturb_and_compare(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
-        for scale in self._scales:
-            staged = await self._learner.stage_perturbed(SELF_CHECK, scale=scale, sequences=self._probes.sequences)
-            _demand(await self._receive(engines, staged.announcement))
-            differences = {}
-            for engine in engines:
-                scored = await self._within(engine.score(self._probes.sequences), f"the test responses of {engine.actor_id}")
-                differences[engine.actor_id] = Difference.of([row for _, row in scored], staged.logprobs)
-            moved = Difference.of(staged.logprobs, staged.before)
-            self._object(differences, "after a test publication of perturbed weights")
-            if self._tolerance.shows(moved):
-                self._scales = tuple(other for other in SELF_CHECK_SCALES if other >= scale)  # the bound may grow with the noise
-                self._checked |= set(differences)
-                worst = max(self._tolerance.size(difference) for difference in differences.values())
-                return {"weights/self_check_error": worst, "weights/self_check_moved": self._tolerance.size(moved)}
-        raise SelfCheckFailed(
-            f"the test perturbation moved log-probs by {self._tolerance.size(moved):.2g} only, too little to tell whether weights arrive (engine "
-            f"and learner may differ by {self._tolerance.bound:.2g}); set weight_sync.self_check: false to start without the check"
-        )
-
-    async def _check_sampler(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
-        """Compare the log-probs that come with sampled responses, at the training temperature, under the true weights; measures the noise."""
-        differences = {}
-        for engine in engines:
-            answers = await self._responses(engine)
-            expected = await self._learner.logprobs([(prompt, response) for prompt, response, _ in answers])
-            differences[engine.actor_id] = Difference.of([served for _, _, served in answers], expected)
-        self._object(differences, "of the responses that it samples")
-        self._tolerance.noise = max(difference.mean for difference in differences.values())
-        return {"weights/self_check_sampler_error": self._tolerance.noise}
-
-    def _object(self, differences: dict[str, Difference], when: str) -> None:
-        for actor_id, difference in differences.items():
-            if objection := self._tolerance.objection(difference):
-                raise SelfCheckFailed(
-                    f"engine {actor_id} and the learner disagree {when}: {objection}. Weights do not arrive where they should over "
-                    f"{self._backend}, or the engine computes something else; training would silently use the wrong policy"
-                )
-
-    async def _responses(self, engine: EngineHandle) -> list[tuple[list[int], list[int], np.ndarray]]:
-        return await self._within(engine.probe_sequences(), f"the test responses of {engine.actor_id}")
-
-    async def _within(self, work: Awaitable[Any], what: str) -> Any:
-        seconds = self._config.weight_sync.deadlines.acknowledge_s
-        try:
-            return await asyncio.wait_for(work, seconds)
-        except TimeoutError as error:
-            raise TimeoutError(f"{what} took longer than weight_sync.deadlines.acknowledge_s = {seconds:g} s") from error
 
     def _label(self, version: int) -> str:
         return Version(self._run_epoch, version).label

@@ -1,0 +1,156 @@
+"""The learner as something that may die: brought to the step that the queue is at, and brought back there when its ranks are gone.
+
+Runs in: the driver. A learner rank cannot be replaced alone (the others wait for it in a collective), so all of them start again, while
+queue, rollout actors and engines stay as they are:
+
+    rank dies or says nothing -> kill all -> newest checkpoint -> repeat the recorded steps after it -> connect the engines -> go on
+
+The same, without the engines, brings a run that starts again to where it was. Two deaths at one step and the steps after the checkpoint
+are discarded: the queue takes their batches back and the run epoch is raised.
+
+Invariants: the learner makes no step of its own before it is where the queue is; every death counts against `cluster.restart_budget`,
+apart from those of rollout actors; nothing but a whole checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from async_grpo import checkpoint
+from async_grpo.cluster.learner_group import LearnerGroup
+from async_grpo.config.schema import Config
+from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
+from async_grpo.loop import Loop
+from async_grpo.weights.base import TransferStuck, Version
+from async_grpo.weights.coordinator import Coordinator
+
+BACK_OFF_S = (0.0, 2.0, 10.0, 30.0)
+"""Before the first, second, ... restart; the last one from then on."""
+
+Result = TypeVar("Result")
+
+
+class QueueSide(Protocol):
+    """The queue as the gang sees it."""
+
+    async def digests(self) -> dict[int, str]: ...
+    async def discard(self, *, step: int, snapshot: dict[str, Any] | None) -> tuple[str, int]: ...
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a learner begins: a checkpoint's directory and step, or the initial model (None, 0)."""
+
+    path: Path | None
+    step: int
+
+    @property
+    def learner(self) -> str | None:
+        """What the ranks load."""
+        return None if self.path is None else str(self.path / "learner")
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """The queue at that moment."""
+        return None if self.path is None else json.loads((self.path / "queue.json").read_text(encoding="utf-8"))
+
+
+class Gang:
+    """Keeps the learner of one run alive. `restarts`: how often its ranks were started again."""
+
+    def __init__(
+        self, config: Config, *, learner: LearnerGroup, loop: Loop, coordinator: Coordinator, queue: QueueSide, origin: Origin,
+        note: Callable[[str], None],
+    ) -> None:
+        """origin: where this start of the run began. note: what the user should read."""
+        self._config, self._learner, self._loop, self._coordinator, self._queue = config, learner, loop, coordinator, queue
+        self._origin, self._note = origin, note
+        self._died_at: int | None = None
+        self.run_epoch = 0
+        self.restarts = 0
+
+    async def start(self, until: int, *, run_epoch: int) -> None:
+        """Load the model or the checkpoint, and repeat the recorded steps up to `until`."""
+        self.run_epoch = run_epoch
+        await self._learner.start(self._origin.learner)
+        await self._repeat(self._origin, until)
+
+    async def surviving(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """The result of `work`, done again after the learner died in it and was brought back. Raises FaultBudgetSpent or Stalled."""
+        while True:
+            try:
+                return await work()
+            except (LearnerLost, TransferStuck) as error:
+                await self._bring_back(error)
+
+    async def _bring_back(self, error: LearnerLost | TransferStuck) -> None:
+        reached = self._loop.steps_done
+        while True:
+            self._may_restart(error)
+            self._learner.kill()
+            origin = self._newest(reached)
+            self._note(
+                f"{error}; the learner starts again from {origin.path or 'the initial model'} (restart {self.restarts} of at most "
+                f"{self._config.cluster.restart_budget}), the rollout actors go on meanwhile"
+            )
+            await asyncio.sleep(BACK_OFF_S[min(self.restarts, len(BACK_OFF_S)) - 1])
+            try:
+                async with self._coordinator.without_learner():
+                    if self._died_at == reached:
+                        reached = await self._discard(origin)
+                    self._died_at = reached
+                    await self._learner.start(origin.learner)
+                    await self._repeat(origin, reached)
+                    await self._coordinator.relink(reached, run_epoch=self.run_epoch)
+                return
+            except (LearnerLost, TransferStuck) as another:
+                error = another
+
+    def _may_restart(self, error: LearnerLost | TransferStuck) -> None:
+        """Count a death. Raises where it was the last one."""
+        budget = self._config.cluster.restart_budget
+        kind = Stalled if getattr(error, "silent", False) else FaultBudgetSpent
+        if not self._config.replay.journal.enable:
+            raise kind(f"{error}; without replay.journal.enable a learner that died cannot be brought back") from error
+        if self.restarts >= budget:
+            raise kind(f"{error}; the learner was started again {self.restarts} times already (cluster.restart_budget)") from error
+        self.restarts += 1
+
+    def _newest(self, reached: int) -> Origin:
+        """The newest checkpoint of this run that is not ahead of its learner, its contents checked; else where the run began."""
+        path = checkpoint.latest(Path(self._config.run.dir))
+        if path is not None and checkpoint.step_of(path) <= reached:
+            checkpoint.verify(path)
+            return Origin(path, checkpoint.step_of(path))
+        return self._origin
+
+    async def _discard(self, origin: Origin) -> int:
+        """The learner died twice at one step: the steps after the checkpoint are taken back. The step to go on from."""
+        report, self.run_epoch = await self._queue.discard(step=origin.step, snapshot=origin.snapshot())
+        self._note(f"replay queue: {report}")
+        return origin.step
+
+    async def _repeat(self, origin: Origin, until: int) -> None:
+        self._loop.go_back(origin.step, None if self._learner.state is None else self._learner.state["rows"])
+        if until <= origin.step:
+            return
+        recorded = await self._queue.digests()
+        await self._learner.connect([])
+        different = await self._loop.repeat(until, recorded=recorded, digest=self._digest)
+        compared = sum(origin.step < version <= until for version in recorded)
+        self._note(f"learner steps {origin.step + 1} to {until} are trained again from their recorded batches; " + (
+            f"the weights are the same bits at {compared - len(different)} of {compared} recorded versions"
+        ))
+        if different:
+            self._note(
+                f"the weights differ from version {different[0]} on: kernels that are not deterministic. Tokens keep the log-probs with which they "
+                "were sampled, so the importance ratios stay right"
+            )
+
+    async def _digest(self, version: int) -> str:
+        staged = await self._learner.stage(Version(self.run_epoch, version).label, verify=False, sequences=[])
+        return staged.announcement.digest
