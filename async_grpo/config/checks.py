@@ -12,6 +12,7 @@ from typing import Any
 
 from async_grpo.config.algorithm_checks import check_algorithm
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
+from async_grpo.config.section import Section
 
 _ABSENT = object()
 _DECIDED_BY = {
@@ -33,6 +34,10 @@ HEAD_SIZES = (32, 64, 96, 128, 256)
 """Head sizes that vLLM supports on CPU as well as on GPU."""
 
 
+_LARGEST = 2**53
+"""Larger integers do not survive floats, and integers of 64 bits not the wire."""
+
+
 class RuleError(ValueError):
     """The rules that a configuration breaks; `str(error)` is the first sentence."""
 
@@ -43,9 +48,18 @@ class RuleError(ValueError):
 
 def check(config: Config) -> None:
     """Raise RuleError with a sentence for every rule that `config` breaks."""
-    sentences = [sentence for rules in (_run, _trained, _batches, _staleness, check_algorithm, _learner, _cluster) for sentence in rules(config)]
+    sentences = [sentence for rules in (_sizes, _run, _trained, _batches, _staleness, check_algorithm, _learner, _cluster) for sentence in rules(config)]
     if sentences:
         raise RuleError(sentences)
+
+
+def _sizes(section: Section, prefix: str = "") -> Iterator[str]:
+    for key in type(section).model_fields:
+        value = getattr(section, key)
+        if isinstance(value, Section):
+            yield from _sizes(value, f"{prefix}{key}.")
+        elif isinstance(value, int) and value > _LARGEST:
+            yield f"`{prefix}{key}` is an integer of {len(str(value))} digits; allowed is at most 2^53 = {_LARGEST}."
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -82,7 +82,7 @@ def _words(spec: dict[str, Any]) -> str:
         return f"only {spec['const']}"
     kind = spec.get("type")
     if kind in ("integer", "number"):
-        bounds = " and ".join(f"{sign} {spec[bound]:g}" for bound, sign in _BOUNDS if bound in spec)
+        bounds = " and ".join(f"{sign} {_plain(spec[bound])}" for bound, sign in _BOUNDS if bound in spec)
         return ("an integer" if kind == "integer" else "a number") + (f" {bounds}" if bounds else "")
     if kind == "boolean":
         return "true or false"
@@ -95,3 +95,7 @@ def _words(spec: dict[str, Any]) -> str:
         values = spec.get("additionalProperties")
         return f"a mapping from names to {_words(values)} each" if isinstance(values, dict) else "a mapping"
     raise AssertionError(f"the reference has no words for the type {spec}")
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"

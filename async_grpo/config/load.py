@@ -153,7 +153,7 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
     by_leaf: dict[str, list[str]] = {}
     for name in known:
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
-    leaf = path[-1]
+    leaf = path[-1].strip().lower().replace("-", "_")
     close = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.84)
     if not close:
         for inner in (path, *_leaves(path, value)):

@@ -262,7 +262,7 @@ class Cluster(Section):
 class Config(Section):
     """One object builds everything: `load_config(path).build()` is a `Trainer`."""
 
-    seed: Annotated[NonNegative, fixed("the group ids of the run stand for problems in the order of its seed")] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32), fixed("the group ids of the run stand for problems in the order of its seed")] = 0
     """Seed of everything random: data order, warm start, minibatches, sampling where it is seeded."""
     run: Run = Run()
     model: Model = Model()

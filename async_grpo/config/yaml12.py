@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import yaml
 
+_DIGITS = 4300
+"""Python shows no integer with more digits than these, and would read one in hexadecimal."""
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
 _SCALARS = (
@@ -43,6 +45,8 @@ class _Loader(yaml.SafeLoader):
 
     def plain_int(self, node: yaml.ScalarNode) -> int:
         text = self.construct_scalar(node)
+        if len(text) > _DIGITS:
+            raise ValueError("too many digits")
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
 
@@ -62,6 +66,19 @@ for _tag, _pattern, _first in _SCALARS:
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.plain_mapping)
 _Loader.add_constructor("tag:yaml.org,2002:seq", _Loader.plain_list)
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.plain_int)
+
+
+_WORDS = (
+    ("character '\\t'", "a tab; YAML is indented with spaces"),
+    ("mapping values are not allowed here", "this line, or the one before, has a colon too many or too few, or another indentation than its neighbours"),
+    ("unexpected end of stream", "a quotation mark or a bracket is not closed before the end"),
+    ("could not find expected ':'", "a key without a colon after it"),
+)
+"""What a parser says, and what it means to somebody who looks at the line."""
+
+
+def _in_words(problem: str) -> str:
+    return next((words for said, words in _WORDS if said in problem), problem)
 
 
 class YamlError(ValueError):
@@ -85,7 +102,7 @@ def read(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise YamlError(error.problem or "it cannot be parsed", line) from error
+        raise YamlError(_in_words(error.problem or "it cannot be parsed"), line) from error
     except yaml.YAMLError as error:
         raise YamlError("it contains characters that YAML does not allow") from error
     except RecursionError as error:
