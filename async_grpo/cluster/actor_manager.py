@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import ray
 
+from async_grpo.cluster.back_off import back_off_s
 from async_grpo.cluster.evaluation import evaluate
 from async_grpo.cluster.placement import Placement, PlacementError, Slot, describe
 from async_grpo.cluster.places import Place, Places
@@ -140,7 +141,7 @@ class ActorManager:
         told = self._counters.values()
         kinds = {name for counters in told for name in counters if name.startswith("verifier_errors_")}
         return {
-            "cluster/rollout_actors": float(len(self._alive)),
+            "cluster/rollout_actors": float(len(self._alive)), "cluster/faults": float(self.faults), "cluster/restarts": float(self.restarts),
             **{f"rollout/{name}": sum((counters.get(name, 0.0) for counters in told), 0.0) for name in ("verifier_errors", *sorted(kinds))},
             "rollout/attempts_failed": sum((counters.get("failed", 0.0) for counters in told), 0.0),
         }
@@ -308,6 +309,7 @@ class ActorManager:
             await self._retire(place, f"{fault}; it got no resources within cluster.resources_timeout_s = {cluster.resources_timeout_s:g} s")
             return False
         self.restarts += 1
+        await asyncio.sleep(back_off_s(place.incarnations))
         return True
 
     async def _serve(self, place: Place, engine: RemoteEngine) -> str | None:

@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from async_grpo import checkpoint
+from async_grpo.cluster.back_off import back_off_s
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.loop import Loop
 from async_grpo.weights.base import TransferStuck, Version
 from async_grpo.weights.coordinator import Coordinator
-
-BACK_OFF_S = (0.0, 2.0, 10.0, 30.0)
-"""Before the first, second, ... restart; the last one from then on."""
 
 Result = TypeVar("Result")
 
@@ -64,11 +62,11 @@ class Gang:
 
     def __init__(
         self, config: Config, *, learner: LearnerGroup, loop: Loop, coordinator: Coordinator, queue: QueueSide, origin: Origin,
-        note: Callable[[str], None],
+        nodes_serve: Callable[[], Awaitable[bool]], note: Callable[[str], None],
     ) -> None:
-        """origin: where this start of the run began. note: what the user should read."""
+        """origin: where this start of the run began. nodes_serve: whether those of all ranks are there. note: what the user should read."""
         self._config, self._learner, self._loop, self._coordinator, self._queue = config, learner, loop, coordinator, queue
-        self._origin, self._note = origin, note
+        self._origin, self._nodes_serve, self._note = origin, nodes_serve, note
         self._died_at: int | None = None
         self.run_epoch = 0
         self.restarts = 0
@@ -90,14 +88,14 @@ class Gang:
     async def _bring_back(self, error: LearnerLost | TransferStuck) -> None:
         reached = self._loop.steps_done
         while True:
-            self._may_restart(error)
+            await self._may_restart(error)
             self._learner.kill()
             origin = self._newest(reached)
             self._note(
                 f"{error}; the learner starts again from {origin.path or 'the initial model'} (restart {self.restarts} of at most "
                 f"{self._config.cluster.restart_budget}), the rollout actors go on meanwhile"
             )
-            await asyncio.sleep(BACK_OFF_S[min(self.restarts, len(BACK_OFF_S)) - 1])
+            await asyncio.sleep(back_off_s(self.restarts))
             try:
                 async with self._coordinator.without_learner():
                     if self._died_at == reached:
@@ -110,7 +108,7 @@ class Gang:
             except (LearnerLost, TransferStuck) as another:
                 error = another
 
-    def _may_restart(self, error: LearnerLost | TransferStuck) -> None:
+    async def _may_restart(self, error: LearnerLost | TransferStuck) -> None:
         """Count a death. Raises where it was the last one."""
         budget = self._config.cluster.restart_budget
         kind = Stalled if getattr(error, "silent", False) else FaultBudgetSpent
@@ -118,6 +116,8 @@ class Gang:
             raise kind(f"{error}; without replay.journal.enable a learner that died cannot be brought back") from error
         if self.restarts >= budget:
             raise kind(f"{error}; the learner was started again {self.restarts} times already (cluster.restart_budget)") from error
+        if not await self._nodes_serve():
+            raise kind(f"{error}; a node of the learner is gone, and the learner does not move: start the same command again") from error
         self.restarts += 1
 
     def _newest(self, reached: int) -> Origin:

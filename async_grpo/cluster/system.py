@@ -176,7 +176,8 @@ class System:
             total_steps=self._total_steps, steps_done=origin.step, log=lambda step, metrics: log(step, self._with_faults(metrics, note)),
         )
         self.gang = Gang(
-            config, learner=self.learner, loop=self.loop, coordinator=self.coordinator, queue=self.queue, origin=origin, note=note,
+            config, learner=self.learner, loop=self.loop, coordinator=self.coordinator, queue=self.queue, origin=origin,
+            nodes_serve=partial(self._nodes_serve, {slot.node_id for slot in placement.learners}), note=note,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.actors.start())
@@ -307,6 +308,10 @@ class System:
         learners = await session.reserve(list(placement.learners), timeout_s=timeout_s)
         engines = [await session.reserve([slot], timeout_s=timeout_s) for slot in placement.engines]
         return learners, [option for [option] in engines]
+
+    async def _nodes_serve(self, node_ids: set[str]) -> bool:
+        timeout_s = self._config.cluster.resources_timeout_s
+        return all(await asyncio.gather(*[self._session.node_serves(node_id, timeout_s=timeout_s) for node_id in node_ids]))
 
     async def _start_queue(self, origin: Origin, note: Callable[[str], None]) -> None:
         """Start the queue's process. With a journal, Ray starts it again when it dies and repeats the calls that were under way."""

@@ -147,7 +147,7 @@ def ledger_facts(history: History) -> Facts:
     """Where the run is, and what became of its groups."""
     ledger = history.ledger
     return {
-        "steps": ledger.steps, "training_step": ledger.training_step, "live_version": ledger.live,
+        "steps": ledger.steps, "training_step": ledger.training_step, "live_version": ledger.live, "run_epoch": ledger.run_epoch,
         "digest": history.live.get(ledger.live, ""), "over": ledger.over,
         "starts": [{"epoch": start.epoch, "step": start.step} for start in history.starts], "issued": ledger.issued,
         "listed_steps": listed_steps(history), "unlisted": dict(history.unlisted),
@@ -191,11 +191,11 @@ def ledger_rows(history: History) -> list[tuple[str, str]]:
     rows = [
         ("journal", _files(history)), ("run", _starts(history)),
         ("steps", f"{ledger.steps:,} trained, " + ("the run is over" if ledger.over else under_way)),
-        ("live", f"version {ledger.live}" + (f", weights {digest}" if digest else "")),
+        ("live", f"version {ledger.live}" + (f" of run epoch {ledger.run_epoch}" * (ledger.run_epoch > 0)) + (f", weights {digest}" if digest else "")),
         ("groups", f"{ledger.issued:,} issued: {_listed(ledger.counts()) or 'none'}"), ("listed", _steps_left(history)),
         ("rejected", _reasons(ledger.rejected)), ("failed", _reasons(ledger.failed)),
         ("lost", _listed({name: totals[name] for name in ("attempts_lost", "forfeited", "overdue", "expirations", "unreadable")})),
-        ("refused", _listed({name: totals[name] for name in ("late", "duplicate", "invalid")})),
+        ("refused", _listed({name: totals[name] for name in ("late", "duplicate", "abandoned", "invalid")})),
         ("", _last_refusal(history)),
         ("retired", many(len(ledger.retired), "problem") if ledger.retired else ""),
         *[("note", note) for note in (*history.notes, *why_unlisted(history))],
