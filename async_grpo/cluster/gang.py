@@ -90,7 +90,7 @@ class Gang:
         while True:
             await self._may_restart(error)
             self._learner.kill()
-            origin = self._newest(reached)
+            origin = await asyncio.to_thread(self._newest, reached)
             self._note(
                 f"{error}; the learner starts again from {origin.path or 'the initial model'} (restart {self.restarts} of at most "
                 f"{self._config.cluster.restart_budget}), the rollout actors go on meanwhile"
@@ -122,10 +122,15 @@ class Gang:
 
     def _newest(self, reached: int) -> Origin:
         """The newest checkpoint of this run that is not ahead of its learner, its contents checked; else where the run began."""
-        path = checkpoint.latest(Path(self._config.run.dir))
-        if path is not None and checkpoint.step_of(path) <= reached:
-            checkpoint.verify(path)
-            return Origin(path, checkpoint.step_of(path))
+        run_dir = Path(self._config.run.dir)
+        for step in reversed([step for step in checkpoint.steps(run_dir) if step <= reached]):
+            path = checkpoint.path_for(run_dir, step)
+            try:
+                checkpoint.verify(path)
+            except checkpoint.CheckpointError as error:
+                self._note(f"{error}; an older checkpoint is taken")
+            else:
+                return Origin(path, step)
         return self._origin
 
     async def _discard(self, origin: Origin) -> int:
