@@ -107,6 +107,9 @@ class Outbox:
             if last is not None and (last.run_id == run_id if run_id is not None else resumed):
                 last.uri, last.status, last.status_sent, last.ended, last.end, last.samples_end = entry.uri, "RUNNING", None, None, None, None
                 last.artifacts = list(dict.fromkeys([*last.artifacts, *entry.artifacts]))
+                # somebody may have removed the files in between
+                last.begin, last.sent = min(last.begin, entry.begin), min(last.sent, entry.begin)
+                last.samples_begin, last.samples_sent = min(last.samples_begin, entry.samples_begin), min(last.samples_sent, entry.samples_begin)
                 self.save()
                 return
             self.mark_killed()
@@ -116,12 +119,15 @@ class Outbox:
             entry.sent, entry.samples_sent = entry.begin, entry.samples_begin
             if run_id is not None:  # begun in another directory: what is here is there, unless the run itself is not
                 entry.run_id, entry.parameters_sent, entry.begin, entry.samples_begin = run_id, True, 0, 0
+                for earlier in self.entries:
+                    if earlier.run_id == run_id:
+                        earlier.status_sent = earlier.status  # the status is this entry's affair now
             self.entries = [earlier for earlier in self.entries if not self.is_complete(earlier)] + [entry]
             self.save()
 
     def mark_killed(self) -> None:
-        """End what has no end: its process is gone, since this one holds the lock."""
-        for entry in self.entries:
+        """End the newest run if it has no end: its process is gone, since this one holds the lock."""
+        for entry in self.entries[-1:]:  # those before it were ended when it began
             if entry.status == "RUNNING":
                 entry.status, entry.ended = "KILLED", int(os.stat(self.run_dir / METRICS).st_mtime * 1000)
 

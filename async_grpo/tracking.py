@@ -305,7 +305,8 @@ class _Lines:
         tail = os.pread(self._file, _UNWRITTEN_BYTES, start := max(0, size - _UNWRITTEN_BYTES))
         self.size = start + tail.rfind(b"\n") + 1
         """Bytes at the beginning."""
-        os.ftruncate(self._file, self.size)
+        if self.size < size:
+            os.ftruncate(self._file, self.size)
 
     def append(self, data: bytes) -> None:
         """Write, after what could not be written before. Raises OSError, and keeps some megabytes to be written with the next call."""

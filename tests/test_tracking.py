@@ -194,6 +194,28 @@ def test_a_resumed_run_whose_mlflow_run_is_gone_sends_everything_to_a_new_one(fi
     assert MlflowClient(second.uri).get_run(second.run_id).data.params["run.name"] == "tracked"
 
 
+def test_runs_of_one_directory_do_not_mix(finished: tuple[Tracker, Path], tmp_path: Path) -> None:
+    uri, ids = finished[0].uri, []
+    for number, resume in enumerate([None, None, 0, None, 3]):
+        if number == 4:
+            (tmp_path / "metrics.jsonl").unlink()  # somebody makes room; the run that is continued had been sent further than the new file is long
+        tracker = _tracker(tmp_path, uri=uri, resume=None if resume is None else ids[resume])
+        if number < 2:  # their rows and ends are left to the third one, which continues the first
+            tracker._sender._delivery.send = lambda *arguments, **settings: None
+        tracker.start()
+        if number < 2:
+            tracker._sender._delivery.connect = tracker._sender._delivery.send
+        tracker.log(number, {"score": float(number)})
+        ids.append(tracker.run_id)
+        if number == 2:
+            _until(lambda tracker=tracker: tracker.unsent == 0, "all rows are sent")
+            assert _status(uri, ids[0]) == "RUNNING"
+        tracker.finish("FAILED" if number < 2 else "FINISHED")
+    assert (ids[2], ids[4], len(set(ids))) == (ids[0], ids[3], 3)
+    for run_id, steps, status in ((ids[0], [0, 2], "FINISHED"), (ids[1], [1], "FAILED"), (ids[3], [3, 4], "FINISHED")):
+        assert ([point[0] for point in _history(uri, run_id)], _status(uri, run_id)) == (steps, status)
+
+
 def test_a_tracker_that_was_never_started_leaves_the_file(tmp_path: Path) -> None:
     notes: list[str] = []
     tracker = _tracker(tmp_path, notes=notes)
