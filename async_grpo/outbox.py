@@ -266,10 +266,16 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, TrackingError):
         return str(error)
     inner = error
-    while (deeper := inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)) is not None:
+    while (deeper := _below(inner)) is not None:
         inner = deeper
     text = str(inner if isinstance(inner, OSError) else error).strip() or type(error).__name__
     return without_password(text.splitlines()[0])[:300]
+
+
+def _below(error: BaseException) -> BaseException | None:
+    """The error behind this one; libraries also put it among the arguments."""
+    behind = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return behind or next((argument for argument in error.args if isinstance(argument, BaseException)), None)
 
 
 def without_password(text: str) -> str:

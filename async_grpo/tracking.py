@@ -234,10 +234,8 @@ class _Sender:
 
     def summary(self) -> str:
         """Where the MLflow run is, and what is not in it yet."""
-        where = f"look at it with: mlflow ui --backend-store-uri {self.uri}"
-        if self.uri.startswith("http"):
-            where = f"at {without_password(self.uri)}"
-        text = f"run {self.run_id}; {where}" if self.run_id else f"not reached yet, {where}"
+        where = f" at {without_password(self.uri)}" if self.uri.startswith("http") else f"; look at it with: mlflow ui --backend-store-uri {self.uri}"
+        text = f"run {self.run_id}{where}" if self.run_id else f"not reached yet{where}"
         return text + (f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else "")
 
     def _run(self) -> None:
