@@ -21,7 +21,7 @@ from async_grpo.trainer import Trainer
 
 SECTIONS = ("model.warm_start", "model.lora")
 FIXED = {
-    "seed", "model.path", "model.dtype", "model.warm_start", "model.lora", "model.freeze", "task.name", "learner.ranks", "learner.zero_stage",
+    "seed", "model.path", "model.dtype", "model.warm_start", "model.lora", "model.freeze", "task.name", "learner.zero_stage",
     *(name for name in marks() if name.startswith(("model.warm_start.", "model.lora.")) and name != "model.warm_start.cache_dir"),
 }
 WARNED = {

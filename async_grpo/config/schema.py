@@ -145,7 +145,7 @@ class Replay(Section):
 
 class Learner(Section):
     on_resume = warn("how the weights are updated, from the next step on", trains=True)
-    ranks: Annotated[Positive, fixed("every rank reads the optimizer state that a rank of the same number wrote")] = 1
+    ranks: Annotated[Positive, warn("the order of sums, so the last bits of gradients; with zero_stage 3 it is refused", trains=True)] = 1
     """DeepSpeed processes."""
     zero_stage: Annotated[int, Field(ge=0, le=3), fixed("it decides how the optimizer's files are laid out")] = 1
     """What DeepSpeed shards over the ranks: nothing, optimizer states, gradients too, parameters too."""

@@ -325,7 +325,7 @@ class Learner:
     def load(self, directory: str) -> dict[str, Any]:
         """Continue from `save` and return its `state`, with the reference as it was if it had been refreshed.
 
-        Raises ValueError if the ranks, the ZeRO stage or the dtype differ, or a file is missing.
+        Raises ValueError if the ZeRO stage or the dtype differ, with stage 3 also the ranks, or a file is missing.
         """
         saved = store.load(self.engine, directory, rank=self.rank, layout=self._layout())
         self.updates = saved["updates"]

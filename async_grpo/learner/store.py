@@ -1,8 +1,9 @@
 """The learner on disk: DeepSpeed checkpoints that resume bit for bit, and models for `from_pretrained`.
 
-Runs in: learner ranks. Hides the file layout. Invariants: a checkpoint continues only under the ranks, ZeRO stage and dtype that wrote
-it; a model file never has more than 4 GiB, so no rank holds a second copy of the model; what one rank cannot write is an error on every
-rank, after all of them have gone through the same collective calls, so that they can go on with the next step.
+Runs in: learner ranks. Hides the file layout. Invariants: a checkpoint continues only under the ZeRO stage and dtype that wrote it, and
+with stage 3 under as many ranks; a model file never has more than 4 GiB, so no rank holds a second copy of the model; what one rank
+cannot write is an error on every rank, after all of them have gone through the same collective calls, so that they can go on with the
+next step.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_grpo.durable import StorageFailure, reason, storage_error
+from async_grpo.learner import reshard
 
 _TAG = "learner"
+_RANKS = "learner.ranks"
 _REFERENCE = "reference.pt"
 _SHARD_BYTES = 2**32
 
@@ -102,19 +105,38 @@ def save(engine: Any, directory: str, client_state: dict[str, Any], *, rank: int
 
 
 def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> dict[str, Any]:
-    """Restore what `save` wrote and return its client state. Raises ValueError for a missing file or another layout."""
-    path = _rank_file(directory, rank)
-    written = torch.load(path, weights_only=True) if path.is_file() else None
-    if written is None or written["layout"] != layout:
-        found = "no state of this rank" if written is None else f"a learner with {written['layout']}"
-        raise ValueError(f"{directory} holds {found}, this one has {layout}; resume with the settings of the checkpoint")
-    loaded, client_state = engine.load_checkpoint(directory, tag=_TAG)
+    """Restore what `save` wrote and return its client state. With another number of ranks the optimizer's state is divided anew.
+
+    Raises ValueError for a missing file, or a layout that cannot be continued.
+    """
+    written = _read_rank(directory, 0)
+    saved_ranks, other_ranks = written["layout"][_RANKS], written["layout"][_RANKS] != layout[_RANKS]
+    if written["layout"] | {_RANKS: layout[_RANKS]} != layout:
+        raise ValueError(f"{directory} holds a learner with {written['layout']}, this one has {layout}; resume with the settings of the checkpoint")
+    stage = layout["learner.zero_stage"]
+    if other_ranks and stage not in reshard.STAGES:
+        raise ValueError(
+            f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage {stage}, whose files only {saved_ranks} ranks can read; set "
+            f"learner.ranks={saved_ranks}"
+        )
+    divided = other_ranks and stage > 0
+    loaded, client_state = engine.load_checkpoint(directory, tag=_TAG, load_module_only=divided)
     if loaded is None:
         raise ValueError(f"{directory} holds no DeepSpeed checkpoint")
-    torch.set_rng_state(written["random"]["cpu"])
-    if "cuda" in written["random"]:
-        torch.cuda.set_rng_state(written["random"]["cuda"])
+    if divided:
+        reshard.load_optimizer(engine, Path(directory) / _TAG, saved_ranks=saved_ranks)
+    random = _read_rank(directory, min(rank, saved_ranks - 1))["random"]
+    torch.set_rng_state(random["cpu"])
+    if "cuda" in random:
+        torch.cuda.set_rng_state(random["cuda"])
     return client_state["async_grpo"]
+
+
+def _read_rank(directory: str, rank: int) -> dict[str, Any]:
+    path = _rank_file(directory, rank)
+    if not path.is_file():
+        raise ValueError(f"{directory} holds no state of learner rank {rank}; resume from another checkpoint")
+    return torch.load(path, weights_only=True)
 
 
 def save_weights(weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool) -> None:
