@@ -131,6 +131,11 @@ class Saver:
             return
         self.saved_at, self._in_a_row = draft.step, 0
         self._report(draft, seconds=time.perf_counter() - draft.started)
+        try:
+            await asyncio.to_thread(checkpoint.prune, self._run_dir, self._settings.keep)
+        except OSError as error:
+            self._console.error(f"old checkpoints could not be removed: {durable.reason(error)}")
+            return
         if forget and (oldest := await asyncio.to_thread(self._oldest_needed)) is not None:
             await parts.forget(segment=oldest[0], step=oldest[1])
 
@@ -138,7 +143,6 @@ class Saver:
         (draft.directory / "queue.json").write_text(json.dumps(draft.snapshot), encoding="utf-8")
         self._add_files(draft.directory)
         checkpoint.commit(draft.directory, draft.facts, sums)
-        checkpoint.prune(self._run_dir, self._settings.keep)
 
     def _oldest_needed(self) -> tuple[int, int] | None:
         """Journal segment and step of the oldest checkpoint that is kept; None where there is no journal."""

@@ -101,7 +101,7 @@ def check_a_rank_that_cannot_write(learner: Learner, case: Case, rank: int, home
     saving = Saving(learner, key=KEY)
     (home / "nowhere").touch()
     if rank == 0:  # its draft cannot even be created
-        drafts.draft_in_memory = lambda key: home / "nowhere" / "draft"
+        drafts.draft_in_memory = lambda key, number: home / "nowhere" / "draft"
     with pytest.raises(StorageFailure, match="^learner rank 0: Not a directory"):
         saving.write(str(home / "begun"), {})
     torch.distributed.barrier()

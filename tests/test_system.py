@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from async_grpo import checkpoint
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.trainer import Trainer
@@ -38,7 +39,7 @@ def settings(directory: Path, model: str, **changes) -> Config:
         "learner": {"ranks": 2, "zero_stage": 2, "lr": 1e-4, "ppo_epochs": 2, "ppo_mini_batch_size": 2, "tokens_per_micro_batch": 4096},
         "evaluation": {"max_samples": 6},
         "cluster": {"rollout_actors": {"min": 2, "max": 2}, "engine": {"max_num_seqs": 8}},
-        "checkpoint": {"resume": "auto"},
+        "checkpoint": {"resume": "auto", "every_steps": 3, "keep": 4},
     }
     return Config.model_validate(values | changes)
 
@@ -84,6 +85,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
         told["pids"] = ask(trainer, trainer.system.learner.pids()) + [pid]
         told["uri"], told["run_id"] = trainer.tracker.uri, trainer.tracker.run_id
         told["last"] = trainer.save()
+        told["manifests"] = {step: checkpoint.verify(checkpoint.path_for(home / "run", step)) for step in checkpoint.steps(home / "run")}
     again = settings(home / "run", model, checkpoint={"resume": str(told["saved"])})
     with open(home / "log2.txt", "w") as log, Trainer(again, console=Console(log)) as trainer:
         trainer.start()
@@ -171,6 +173,19 @@ def test_the_exported_model_is_the_trained_one(story):
         with torch.no_grad():
             logprobs = saved(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
         assert np.abs(logprobs.numpy() - expected).max() < 1e-4
+
+
+def test_checkpoints_are_completed_beside_training(story):
+    manifests = story["manifests"]
+    assert list(manifests) == [SAVED, 3, 6, STEPS]
+    for step, manifest in manifests.items():
+        assert (manifest["policy_version"], manifest["updates"], manifest["ranks"]) == (step, 4 * step, 2)
+        assert {f"learner/rank_{rank}.pt" for rank in (0, 1)} | {"hf/config.json", "hf/tokenizer.json", "queue.json"} <= set(manifest["files"])
+    assert len({manifest["tokenizer_fingerprint"] for manifest in manifests.values()}) == 1
+    lines = [json.loads(line) for line in (story["dir"] / "metrics.jsonl").read_text().splitlines()]
+    saved = [line for line in lines if "time/checkpoint_stall_s" in line][:4]
+    assert [(line["step"], line["checkpoint/failures"]) for line in saved] == [(step, 0) for step in manifests]
+    assert story["log"].count("training waited") == 4 and "room for" not in story["log"]
 
 
 def test_nothing_is_left_behind(story):

@@ -19,9 +19,9 @@ KEEP_FREE = 2**28
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def draft_in_memory(key: str) -> Path:
-    """The directory that this process may create in memory, in the run with this key."""
-    return SEGMENT_DIR / f"async_grpo-{key}-{owner()}-checkpoint"
+def draft_in_memory(key: str, number: int) -> Path:
+    """The directory that this process may create in memory for its draft of this number, in the run with this key."""
+    return SEGMENT_DIR / f"async_grpo-{key}-{owner()}-{number}-checkpoint"
 
 
 def remove_drafts(key: str) -> None:
@@ -33,7 +33,7 @@ def remove_drafts(key: str) -> None:
 def remove_abandoned_drafts() -> None:
     """Remove drafts whose owner no longer lives: what a killed run left behind."""
     for path in SEGMENT_DIR.glob("async_grpo-*-checkpoint"):
-        if is_gone(path.name.split("-")[-2]):
+        if is_gone(path.name.split("-")[-3]):
             shutil.rmtree(path, ignore_errors=True)  # other ranks that start do the same
 
 

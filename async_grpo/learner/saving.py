@@ -30,13 +30,16 @@ class Saving:
         """key: of this start of the run."""
         self._learner, self._key = learner, key
         self._draft: Path | None = None
+        self._count = 0
         drafts.remove_abandoned_drafts()
 
     def write(self, directory: str, state: dict[str, Any]) -> Written:
         """Write learner (with `state`) and exported model. Collective. Raises StorageFailure on every rank, and nothing is left then."""
         self.discard()
         in_memory, note = self._choose()
-        draft = self._draft = drafts.draft_in_memory(self._key) if in_memory else Path(directory) / f"draft_{self._learner.rank:02d}"
+        self._count += 1
+        own = drafts.draft_in_memory(self._key, self._count) if in_memory else Path(directory) / f"draft_{self._learner.rank:02d}"
+        draft = self._draft = own
         try:
             writes = Writes()
             writes.do(lambda: (draft / "learner").mkdir(mode=0o700, parents=True))
@@ -54,6 +57,7 @@ class Saving:
         draft, target = self._draft, Path(directory)
         if draft is None:
             raise RuntimeError("finish without write")
+        self._draft = None  # one that hangs on its storage must not take the next draft with it
         try:
             sums = {}
             for path in sorted(path for path in draft.rglob("*") if path.is_file()):
@@ -62,13 +66,13 @@ class Saving:
                 sums[str(name)] = durable.move(path, target / name)
             return sums
         finally:
-            self.discard()
+            _remove(draft)
 
     def discard(self) -> None:
-        """Remove what is not finished."""
+        """Remove what has been written and is not being finished."""
         draft, self._draft = self._draft, None
         if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)  # the directory around it may be gone, or the disk broken
+            _remove(draft)
 
     def _choose(self) -> tuple[bool, str]:
         """Whether all ranks write into memory; and why not."""
@@ -78,6 +82,10 @@ class Saving:
             return True, ""
         needed, free = (sum(rank[2] for rank in ranks), min(rank[1] for rank in ranks))
         return False, f"{drafts.SEGMENT_DIR} and memory have room for {max(free, 0) / 2**20:,.0f} MiB, and it may take {needed / 2**20:,.0f} MiB"
+
+
+def _remove(draft: Path) -> None:
+    shutil.rmtree(draft, ignore_errors=True)  # the directory around it may be gone, or the disk broken
 
 
 def _gather(value: Any) -> list[Any]:
