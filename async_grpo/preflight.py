@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from async_grpo.config.model import WARM_START_POSITIONS
 from async_grpo.config.schema import Config
 from async_grpo.engine import stop_tokens
 from async_grpo.errors import SetupError
 from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.data import RowTask, quiet_hub
+from async_grpo.warm_start import cache_path, is_cached
 
 SAMPLE = 256
 """Prompts that are looked at, spread evenly over the training problems."""
@@ -24,6 +26,24 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 """Files of which a tokenizer has at least one, the usual one first."""
 _PLAIN_ROPE = (None, "default", "llama3", "mrope")
 """Position embeddings that reach no further than `max_position_embeddings`; the others stretch it."""
+
+
+def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[str] | None:
+    """Lines worth telling about model and prompts, as `check_fit`; None while the model (`model_dir`) is still to be made."""
+    model = model_dir or _known(config, task)
+    if model is not None:
+        return list(check_fit(config, model, task))
+    _check_positions(config, "a warm-started model", {"max_position_embeddings": WARM_START_POSITIONS})
+    return None
+
+
+def _known(config: Config, task: Task) -> str | None:
+    """Directory or hub name of the model, a warm-started one only if it is in the cache."""
+    if config.model.path is None:
+        made = cache_path(config, task)
+        return str(made) if is_cached(made) else None
+    local = Path(config.model.path).expanduser()
+    return str(local) if local.exists() else config.model.path
 
 
 def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:

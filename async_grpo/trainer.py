@@ -27,7 +27,7 @@ from async_grpo.config.resume import compare
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError
-from async_grpo.preflight import check_fit
+from async_grpo.preflight import look
 from async_grpo.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
 from async_grpo.rerun_plan import differences, plan_rerun
 from async_grpo.saving import Saver
@@ -76,8 +76,8 @@ class Trainer:
             self._fingerprint = task.fingerprint
             self._held_out = len(task.evaluation(self.config.evaluation.max_samples))
             self._check_filter_metric()
-            if self.config.model.path is not None and self._model_notes is None:  # once: a trainer is checked more than once
-                self._model_notes = list(check_fit(self.config, self._model_dir(), task))
+            if self._model_notes is None:  # once: a trainer is checked more than once
+                self._model_notes = look(self.config, task)
             if (self.run_dir / "journal").exists() and not (self.run_dir / "journal").is_dir():
                 raise SetupError(f"{self.run_dir / 'journal'} is no directory, and the replay queue keeps its journal there: move it away")
         except (TaskError, ValueError) as error:
@@ -105,9 +105,8 @@ class Trainer:
             f"{self.config.max_outstanding} groups under way"
         )
         model_dir = self._model_dir()
-        if self._model_notes is None:
-            self._model_notes = list(check_fit(self.config, model_dir, load_task(self.config.task, self.config.seed)))
-        for line in self._model_notes:
+        notes = self._model_notes  # None: the model has just been made
+        for line in look(self.config, load_task(self.config.task, self.config.seed), model_dir=model_dir) if notes is None else notes:
             self.console.info(line)
         self._saver = self._make_saver(model_dir, manifest)
         with self.console.phase("starting Ray"):

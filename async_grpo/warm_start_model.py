@@ -23,11 +23,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from async_grpo.config.model import WarmStart
+from async_grpo.config.model import WARM_START_POSITIONS, WarmStart
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=%^()<>[]{}.,:;?!'\"_ \n"
 PAD, EOS = "<|pad|>", "<|endoftext|>"
-MAX_POSITIONS = 512
 
 # Far from the defaults of large models (0.02 and 10,000 or more): a narrow model over a dozen positions learns about twice as fast.
 _INITIALIZER_RANGE = 0.06
@@ -76,7 +75,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
     tokens = [PAD, EOS, *(_BYTE_LEVEL.get(character, character) for character in ALPHABET)]
     return Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate(tokens)}, merges=[],
-        unk_token=EOS, eos_token=EOS, pad_token=PAD, model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False,
+        unk_token=EOS, eos_token=EOS, pad_token=PAD, model_max_length=WARM_START_POSITIONS, clean_up_tokenization_spaces=False,
     )  # fmt: skip
 
 
@@ -89,7 +88,7 @@ def build_model(settings: WarmStart, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausa
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads,
         num_key_value_heads=settings.heads,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=WARM_START_POSITIONS,
         initializer_range=_INITIALIZER_RANGE,
         rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
         tie_word_embeddings=settings.tie_embeddings,
@@ -170,8 +169,8 @@ class Encoder:
         """Tensors of these pairs; ValueError names the first character outside the alphabet or a pair that is too long."""
         rows = [(self._ids(prompt), [*self._ids(solution), self.eos]) for prompt, solution in pairs]
         width = max(len(prompt) + len(solution) for prompt, solution in rows)
-        if width > MAX_POSITIONS:
-            raise ValueError(f"a prompt with its solution has {width} tokens; a warm-started model takes at most {MAX_POSITIONS}")
+        if width > WARM_START_POSITIONS:
+            raise ValueError(f"a prompt with its solution has {width} tokens; a warm-started model takes at most {WARM_START_POSITIONS}")
         tokens = torch.full((len(rows), width), self.pad)
         labels = torch.full_like(tokens, _IGNORE)
         for row, (prompt, solution) in enumerate(rows):

@@ -125,6 +125,22 @@ def test_the_length_of_a_run_matters_to_a_learner_with_a_schedule_only() -> None
         assert [str(change) for change in changes.warned] == ["run.total_steps: 10 -> 9"] and changes.trains_differently is trains
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+@pytest.mark.parametrize("name", sorted(marks()))
+def test_the_digest_says_the_same_as_the_comparison(name: str) -> None:
+    now = with_sections(name)
+    if name in SECTIONS:
+        then = {"model.lora": config(model={"path": "m", "lora": {}}), "model.warm_start": config(model={"warm_start": {}})}[name]
+    else:
+        then = now.model_copy(deep=True)  # a value that no file could hold is one too
+        *path, last = name.split(".")
+        node = then
+        for key in path:
+            node = getattr(node, key)
+        object.__setattr__(node, last, other(getattr(node, last)))
+    assert (resume.training_digest(then) != resume.training_digest(now)) is (name in TRAINS)
+
+
 def test_sections_that_appear_or_disappear_are_one_change() -> None:
     plain, lora = config(), config(model={"path": "m", "lora": {"rank": 4}})
     for there, here in ((plain, lora), (lora, plain)):
@@ -156,7 +172,7 @@ def test_several_fixed_keys_are_one_message() -> None:
 
 @pytest.mark.parametrize("resumed_by", ["auto", "path"])
 def test_a_trainer_refuses_a_checkpoint_of_other_fixed_settings(tmp_path: Path, resumed_by: str) -> None:
-    (tmp_path / "c.yaml").write_text(f"run: {{total_steps: 5, dir: {tmp_path}/run}}\nmodel: {{warm_start: {{}}}}\n")
+    (tmp_path / "c.yaml").write_text(f"run: {{total_steps: 5, dir: {tmp_path}/run}}\nmodel: {{warm_start: {{}}}}\nrollout: {{response_length: 8, prompt_length: 8}}\n")
     before = load_config(tmp_path / "c.yaml")
     checkpoint.begin(Path(before.run.dir), 2)
     saved = checkpoint.commit(checkpoint.path_for(Path(before.run.dir), 2).with_suffix(".tmp"), {"step": 2, "config": before.model_dump(mode="json")})

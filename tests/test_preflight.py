@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from async_grpo import preflight
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.preflight import SAMPLE, check_fit
 from async_grpo.tasks.base import Problem
 from async_grpo.tasks.registry import load_task
 from async_grpo.trainer import Trainer
+from async_grpo.warm_start import cache_path
 from tests.models import write_model
 
 
@@ -193,9 +195,26 @@ def test_rows_that_were_left_out_are_told(good: Path, tmp_path: Path) -> None:
     assert "1 of 4 rows are malformed and left out, as task.max_bad_fraction 0.25 allows: line 4: not JSON on one line" in note
 
 
+def test_a_model_that_is_still_to_be_made(good: Path, tmp_path: Path) -> None:
+    values = {"run": {"total_steps": 2}, "model": {"warm_start": {"cache_dir": str(tmp_path)}}, "rollout": {"prompt_length": 256, "response_length": 256}}
+    wanted = Config.model_validate(values)
+    task = load_task(wanted.task, wanted.seed)
+    assert preflight.look(wanted, task) is None
+    longer = Config.model_validate(values | {"rollout": {"prompt_length": 256, "response_length": 257}})
+    with pytest.raises(SetupError, match="= 513 tokens, but a warm-started model has max_position_embeddings 512"):
+        preflight.look(longer, task)
+    made = cache_path(wanted, task)
+    shutil.copytree(good, made)
+    (made / "warm_start.json").write_text("{}")
+    assert preflight.look(wanted, task) == [], "a model in the cache is looked at before anything starts"
+    change(made / "config.json", vocab_size=90)
+    with pytest.raises(SetupError, match="do not fit"):
+        preflight.look(wanted, task)
+
+
 def test_a_trainer_looks_once_and_before_anything_starts(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    monkeypatch.setattr("async_grpo.trainer.check_fit", lambda config, model, task: looked.append(model) or iter(["a note"]))
+    monkeypatch.setattr("async_grpo.preflight.check_fit", lambda config, model, task: looked.append(model) or iter([]))
     trainer = Trainer(Config.model_validate({"run": {"total_steps": 2, "dir": str(tmp_path / "run")}, "model": {"path": str(good)}}))
     trainer.check()
     trainer.check()

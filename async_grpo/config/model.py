@@ -11,6 +11,9 @@ from pydantic import Field
 
 from async_grpo.config.section import FREE, Fraction, NonNegative, Positive, Section, fixed, warn
 
+WARM_START_POSITIONS = 512
+"""Longest row, prompt and response together, of a model that is warm-started."""
+
 
 class WarmStart(Section):
     """Build a small Qwen2-architecture model from scratch and teach it the task's own solutions before RL starts.

@@ -114,7 +114,7 @@ def training_digest(config: Config) -> str:
     values, known = config.model_dump(mode="json"), settings()
     constant = config.learner.schedule == "constant"
     parts = {name: _at(values, known[name].path) for name, mark in marks().items() if mark.trains and not (constant and name in _LENGTH)}
-    plain = {name: value for name, value in parts.items() if value is not _ABSENT}
+    plain = {name: value is not None if known[name].section else value for name, value in parts.items() if value is not _ABSENT}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
