@@ -86,13 +86,22 @@ class Console:
             raise
         self._print(f"{text} ... {self._clock() - started:.1f} s")
 
-    def info(self, text: str) -> None:
-        """Print a line."""
-        self._print(text)
+    def info(self, *texts: str) -> None:
+        """Print each as a line."""
+        for text in texts:
+            self._print(text)
 
     def error(self, text: str) -> None:
         """Print a line that starts with `error:`."""
         self._print(f"error: {text}", style="bold red")
+
+    def weights_arrive(self, measured: dict[str, float]) -> None:
+        """Print what the check of the weight transport at the start measured, if there was one."""
+        if measured:
+            self.info(
+                "weights arrive: after a test publication the engines' log-probs differ from the learner's by at most "
+                f"{measured['weights/self_check_error']:.1e} (the test moved them by {measured['weights/self_check_moved']:.2f})"
+            )
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """Show the progress of learner step `step` of `total`, unless a line was shown a moment ago; the last step always is.

@@ -6,13 +6,13 @@ Runs in: any process. An exception that ends a run carries its exit code as a cl
 from __future__ import annotations
 
 EXIT_MEANING = {
-    0: "done",
+    0: "done, or stopped on request",
     1: "an unexpected error; the traceback above says where",
     2: "the configuration, an input file or the cluster's resources do not fit",
     3: "the data has no learning signal left, or too many groups failed",
     4: "a process died too often, or one died that cannot be replaced, or checkpoints cannot be written",
     5: "the run stalled: a wait reached its deadline",
-    6: "the numbers are wrong: a loss or gradient is not finite, or an engine does not compute with the learner's weights",
+    6: "the numbers are wrong: a loss or gradient is not finite, an engine does not compute with the learner's weights, or a token is too old",
     7: "the journal of the replay queue cannot be written or read",
 }
 
@@ -21,6 +21,12 @@ class RunError(Exception):
     """Ends the run in an orderly way with a message for the user."""
 
     exit_code = 1
+
+
+class StopRequested(RunError):
+    """Somebody asked the run to end."""
+
+    exit_code = 0
 
 
 class SetupError(RunError):

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
-from async_grpo.errors import Stalled
+from async_grpo.errors import Stalled, StopRequested
 from async_grpo.planning import RowMath
 from async_grpo.wire import Batch
 
@@ -73,6 +73,8 @@ class Loop:
         self._weights, self.total_steps, self._log = weights, total_steps, log
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.go_back(steps_done, row_state)
+        self.stopping = False
+        """Whether to give up waiting for groups."""
         self.tokens = 0
         self.lag_sum = self.lag_max = 0.0
         self.durations: list[float] = []
@@ -93,7 +95,7 @@ class Loop:
         """Train the recorded steps up to `until` again; the versions whose weights have another digest than the `recorded` one."""
         different = []
         while self.steps_done < until:
-            batch = await self._take(self.steps_done + 1)
+            batch = await self._take(self.steps_done + 1, stoppable=False)
             sums, metrics = await self._guard(self._train(batch))
             self.steps_done = self._published = batch.step
             self._log(batch.step, metrics | sums.means() | {"train/repeated": 1.0})
@@ -146,7 +148,7 @@ class Loop:
             sums.merge(MetricSums.from_wire(rank))
         return sums, metrics
 
-    async def _take(self, step: int) -> Batch:
+    async def _take(self, step: int, *, stoppable: bool = True) -> Batch:
         timeout_s = self._config.watchdog.step_timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
@@ -156,6 +158,8 @@ class Loop:
             if time.monotonic() > deadline:
                 counts = {name: int(value) for name, value in (await self._queue.metrics()).items() if value and "/" in name}
                 raise Stalled(f"no batch for learner step {step} within watchdog.step_timeout_s = {timeout_s:g} s; the queue has {counts}")
+            if stoppable and self.stopping:
+                raise StopRequested(f"the run was asked to end while learner step {step} waited for its groups")
             await self._guard(self._publisher.refresh(step - 1))
             await asyncio.sleep(POLL_S)
 

@@ -7,19 +7,19 @@ Runs in: the driver. Exit codes: see `async_grpo.errors`. The last line of the o
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.console import Console
-from async_grpo.errors import EXIT_MEANING, RunError, Stalled
+from async_grpo.errors import EXIT_MEANING, RunError, Stalled, StopRequested
+from async_grpo.stopping import Signals, grace_period
 
 NO_SIGNAL = 3
+STOPPED_EARLY = "stopped as asked, before there was anything to save; the same command starts again"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -32,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--after", metavar="STEP", type=int, help="with --replay: begin at the run's checkpoint of this step")
     arguments = parser.parse_intermixed_args(argv)  # settings may follow --replay
     console = Console()
+    with Signals(console.info) as signals:
+        return _run(arguments, console, signals)
+
+
+def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.after is not None and arguments.replay is None:
@@ -40,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer.check()
     except (ConfigError, RunError) as error:
         return _end(console, 2, str(error))
+    signals.attach(trainer)
+    if trainer.stop_requested:
+        console.info(STOPPED_EARLY)
+        return _end(console, 0, "")
     if arguments.replay is not None:
         return _guarded(trainer, console, lambda: _replay(trainer, console, arguments.replay, arguments.after))
     return _guarded(trainer, console, lambda: _train(trainer, console))
@@ -48,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(trainer, console: Console) -> None:
     from async_grpo.summary import summarise
 
-    _on_signal(trainer, console)
+    if (line := grace_period()) is not None:
+        console.info(line)
     trainer.start()
     if trainer.config.evaluation.before and trainer.steps_done == 0 and not trainer.stop_requested:
         trainer.evaluate()
@@ -86,10 +96,15 @@ def _guarded(trainer, console: Console, work: Callable[[], None]) -> int:
     """Do the work and say how it ended; whatever goes wrong, nothing of the run is left behind."""
     done, code, message = False, 1, ""
     try:
-        work()
+        try:
+            work()
+        except StopRequested:  # during the start
+            trainer.stop("KILLED")
+            console.info(STOPPED_EARLY)
         done, code = True, 0
     except Exception as error:  # noqa: BLE001 - every error ends the run; those that carry an exit code are explained, the others are bugs
         code, message = _explained(error)
+        _keep_group_ids(trainer, console, error, message)
     finally:
         if not done:
             _stop_after_error(trainer, console, message)
@@ -113,15 +128,22 @@ def _explained(error: BaseException) -> tuple[int, str]:
     return code, message
 
 
-def _coded(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error, through the layers that a remote call or a task group put around it."""
-    layers, causes = [error], []
+def _innermost(error: BaseException) -> list[BaseException]:
+    """The errors inside the layers that a remote call or a task group put around them, without the traceback that a remote call prepends."""
+    layers, innermost = [error], []
     for current in layers:  # grows while it is read
         inside = current.exceptions if isinstance(current, BaseExceptionGroup) else (getattr(current, "cause", None),)
         inside = [layer for layer in inside if isinstance(layer, BaseException) and all(layer is not known for known in layers)]
         layers.extend(inside)
-        if inside:
-            continue  # the innermost says it without the traceback that a remote call prepends
+        if not inside:
+            innermost.append(current)
+    return innermost
+
+
+def _coded(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of an error, whatever is around it."""
+    causes = []
+    for current in _innermost(error):
         code = getattr(current, "exit_code", None)
         if isinstance(code, int):
             return code, _plain(str(current))
@@ -136,15 +158,13 @@ def _plain(text: str) -> str:
     return _COLOUR.sub("", text)
 
 
-def _on_signal(trainer, console: Console) -> None:
-    def handle(number: int, frame: FrameType | None) -> None:
-        if trainer.stop_requested:
-            os._exit(128 + number)
-        trainer.request_stop()
-        console.info(f"{signal.Signals(number).name}: finishing this learner step, then saving; a second signal ends at once")
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handle)
+def _keep_group_ids(trainer, console: Console, error: BaseException, message: str) -> None:
+    """Write down the groups that an error names, for whoever wants to look at them."""
+    ids = sorted({group_id for one in _innermost(error) for group_id in getattr(one, "group_ids", ())})
+    if ids:
+        path = trainer.run_dir / "non_finite.json"
+        path.write_text(json.dumps({"step": trainer.steps_done + 1, "group_ids": ids, "reason": message}), encoding="utf-8")
+        console.info(f"their ids are in {path}; look at one with: python -m async_grpo.replay {trainer.run_dir} --group ID --text")
 
 
 def _end(console: Console, code: int, message: str) -> int:
@@ -152,6 +172,8 @@ def _end(console: Console, code: int, message: str) -> int:
         console.error(message)
     if code:
         console.error(f"exit code {code}: {EXIT_MEANING.get(code, EXIT_MEANING[1])}")
+    else:
+        console.info(f"exit code 0: {EXIT_MEANING[0]}")
     return code
 
 

@@ -26,11 +26,12 @@ from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.resume import compare
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
-from async_grpo.errors import RunError, SetupError
+from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.preflight import look
 from async_grpo.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
 from async_grpo.rerun_plan import differences, plan_rerun
 from async_grpo.saving import Saver
+from async_grpo.stopping import Stop
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import load_task
 from async_grpo.tracking import Tracker, last_logged_step
@@ -57,7 +58,7 @@ class Trainer:
         self._started = False
         self._tracker: Tracker | None = None
         self._checkpoint: Path | None = None
-        self._stop_requested = threading.Event()
+        self._stop_requested = Stop()
         self._advice = StalenessAdvice(self.config)
         self._saver: Saver | None = None
         self._rl_seconds = 0.0
@@ -106,8 +107,7 @@ class Trainer:
         )
         model_dir = self._model_dir()
         notes = self._model_notes  # None: the model has just been made
-        for line in look(self.config, load_task(self.config.task, self.config.seed), model_dir=model_dir) if notes is None else notes:
-            self.console.info(line)
+        self.console.info(*(look(self.config, load_task(self.config.task, self.config.seed), model_dir=model_dir) if notes is None else notes))
         self._saver = self._make_saver(model_dir, manifest)
         with self.console.phase("starting Ray"):
             system = System(
@@ -125,10 +125,10 @@ class Trainer:
         tracking.start()
         with self.console.phase("starting engines and learner"):
             origin, self._logged = Origin(self._checkpoint, manifest["step"] if manifest else 0), last_logged_step(self.run_dir)
-            self._run(system.start(model_dir=model_dir, origin=origin, log=self._log, note=self.console.info))
+            self._run(system.start(model_dir=model_dir, origin=origin, log=self._log, note=self.console.info), stoppable=True)
             self._logged = self.steps_done
         with self.console.phase("connecting weights" + (" and checking them" if self.config.weight_sync.self_check else "")):
-            self._log_measurements(self._run(system.open_weights()))
+            self.console.weights_arrive(self._run(system.open_weights(), stoppable=True))
         tracking.join()
         if self._tracking_error is not None:
             raise self._tracking_error
@@ -136,8 +136,7 @@ class Trainer:
         for path in checkpoint.set_aside(self.run_dir, manifest["step"] if manifest else 0):
             self.console.info(f"a checkpoint of a later step is set aside, because this run goes its own way: {path}")
         if manifest:
-            for line in compare(manifest.get("config", {}), self.config).lines():
-                self.console.info(line)
+            self.console.info(*compare(manifest.get("config", {}), self.config).lines())
         if self.steps_done:
             self.console.info(f"resumed {self._checkpoint if manifest else 'the journal'} at step {self.steps_done} of {self.total_steps}")
 
@@ -150,7 +149,10 @@ class Trainer:
         started = time.perf_counter()
         while self.steps_done < last and not self._stop_requested.is_set():
             before = self.steps_done
-            metrics = self._run(system.step())
+            try:
+                metrics = self._run(system.step())
+            except StopRequested:  # it was waiting for groups
+                break
             self._saver.check()
             if (advice := self._advice.observe(metrics)) is not None:
                 self.console.info(f"note: {advice}")
@@ -165,14 +167,18 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Held-out accuracy of the newest weights: greedy and, if configured, sampled at the training temperature.
 
-        Empty when the task has no held-out problems.
+        Empty when the task has no held-out problems, or somebody asks the run to end meanwhile.
         """
         self.start()
         if not self._held_out:
             self.console.info("no evaluation: the task has no held-out problems (set task.eval)")
             return {}
         with self.console.phase(f"evaluating on {self._held_out} held-out problems"):
-            result, samples = self._run(self._running().evaluate(self._held_out))
+            self._run(self._running().settle())  # a publication is not cut short
+            try:
+                result, samples = self._run(self._running().evaluate(self._held_out), stoppable=True)
+            except StopRequested:
+                return {}
         self.evaluations.append((self.steps_done, result))
         self._log(self.steps_done, result)
         if self._tracker is not None and samples:
@@ -219,8 +225,7 @@ class Trainer:
             raise SetupError(f"a replay writes its own metrics: set run.dir to another directory than {source}")
         self.check()
         course = plan_rerun(source, after=after, until=self.total_steps)
-        for line in differences(self.config, source / "config.yaml"):
-            self.console.info(f"other than recorded: {line}")
+        self.console.info(*[f"other than recorded: {line}" for line in differences(self.config, source / "config.yaml")])
         self.console.info(f"steps {course.first} to {course.last}, " + (f"from {course.checkpoint}" if course.checkpoint else "from the initial model"))
         (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier replay: they are compared with each other
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
@@ -236,11 +241,18 @@ class Trainer:
         return self._run(rerun.run(
             model_dir=model_dir, checkpoint=None if course.checkpoint is None else str(course.checkpoint / "learner"),
             first=course.first, last=course.last, log=self._log,
-        ))
+        ), stoppable=True)
 
     def request_stop(self) -> None:
-        """Ask `train` to return after the current learner step (safe in a signal handler)."""
+        """Ask `start` or `train` to end: not in the middle of a learner step (safe in a signal handler)."""
         self._stop_requested.set()
+        if self._system is not None:
+            self._system.request_stop()
+
+    def abandon(self) -> None:
+        """Remove what would outlive this process if it ended now (for the last act of a signal handler)."""
+        if self._system is not None:
+            self._system.abandon()
 
     def stop(self, status: str = "FINISHED") -> None:
         """Stop every process of the run and close tracking. Safe to call twice, and after an error."""
@@ -300,13 +312,8 @@ class Trainer:
 
     # ---- inside ----
 
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+    def _run(self, work: Coroutine[Any, Any, Any], *, stoppable: bool = False) -> Any:
+        return self._stop_requested.result(asyncio.run_coroutine_threadsafe(work, self._loop), stoppable=stoppable)
 
     def _running(self) -> System:
         if self._system is None:
@@ -371,7 +378,7 @@ class Trainer:
         from async_grpo.warm_start import WarmStartError, ensure_warm_start
 
         try:
-            return ensure_warm_start(self.config, progress=self.console.info, timeout_s=WARM_START_TIMEOUT_S)
+            return ensure_warm_start(self.config, progress=self._stop_requested.watching(self.console.info), timeout_s=WARM_START_TIMEOUT_S)
         except WarmStartError as error:
             raise SetupError(str(error)) from error
 
@@ -390,10 +397,3 @@ class Trainer:
             self._tracker.log(step, metrics)
         if "time/step" in metrics:
             self.console.step(step, self._shown_steps or self.total_steps, metrics)
-
-    def _log_measurements(self, measured: dict[str, float]) -> None:
-        if measured:
-            self.console.info(
-                "weights arrive: after a test publication the engines' log-probs differ from the learner's by at most "
-                f"{measured['weights/self_check_error']:.1e} (the test moved them by {measured['weights/self_check_moved']:.2f})"
-            )

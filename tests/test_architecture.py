@@ -14,7 +14,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 LAYERS = {
     0: "config groups wire errors leftovers durable",
-    1: "algo",
+    1: "algo stopping",
     2: "replay tasks batching weights outbox",
     3: "engine learner checkpoint provenance tracking tracking_mlflow console report warm_start warm_start_model",
     4: "advice preflight rerun_plan saving rollout_actor loop planning",
@@ -36,6 +36,7 @@ LIBRARIES = {
     "config": "pydantic yaml",
     "errors": "",
     "leftovers": "",
+    "stopping": "",
     "durable": "",
     "groups": "numpy",
     "wire": "msgpack numpy",

@@ -13,7 +13,6 @@ import os
 import secrets
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray._private import state as ray_state
+from ray._private import utils as ray_utils
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -191,11 +191,14 @@ class Session:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the caller's SIGTERM handler, if there is one: Ray installs its own, which would end the run without saving it."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(handler) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+    """Keep the caller's SIGTERM handler, if there is one: Ray's own would end the run without saving it, in the middle of `ray.init` too."""
+    install = ray_utils.set_sigterm_handler
+    if callable(signal.getsignal(signal.SIGTERM)):
+        ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = install
 
 
 @ray.remote

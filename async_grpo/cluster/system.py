@@ -30,6 +30,7 @@ from async_grpo.config.schema import Config
 from async_grpo.durable import FileSum, StorageFailure, Written
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.learner.drafts import remove_drafts
+from async_grpo.leftovers import remove_abandoned
 from async_grpo.loop import Loop
 from async_grpo.planning import shaping
 from async_grpo.replay.recovery import JournalSettings
@@ -252,6 +253,15 @@ class System:
         if failures:
             raise failures[0]
 
+    def request_stop(self) -> None:
+        """Wait for no more groups. Safe in a signal handler."""
+        if self.loop is not None:
+            self.loop.stopping = True
+
+    def abandon(self) -> None:
+        """What must not outlive a driver that ends at once; its processes go with it."""
+        remove_segments(self._key, fallback_directory(self._config))
+
     def disconnect(self) -> None:
         """Leave Ray, or end the cluster that was started here."""
         if self._session is not None:
@@ -263,6 +273,7 @@ class System:
         """Files in memory, of ranks that could not remove them themselves."""
         remove_segments(self._key, fallback_directory(self._config))
         remove_drafts(self._key)
+        remove_abandoned("engine")  # what engines left that were killed, not closed
 
     @property
     def run_epoch(self) -> int:

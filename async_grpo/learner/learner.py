@@ -42,8 +42,11 @@ class NonFinite(RuntimeError):
     exit_code = 6
 
     def __init__(self, what: str, group_ids: Sequence[int]) -> None:
-        super().__init__(f"the {what} is not finite; groups {list(group_ids)}")
+        super().__init__(what, list(group_ids))  # from which the driver's copy is made
         self.group_ids = list(group_ids)
+
+    def __str__(self) -> str:
+        return f"the {self.args[0]} is not finite; groups {self.group_ids}"
 
 
 @dataclass(frozen=True, slots=True)
