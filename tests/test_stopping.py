@@ -53,21 +53,24 @@ def test_an_error_of_the_work_is_raised_and_a_stop_asked_meanwhile_ends_the_wait
 
 
 CHILD = """
-import sys, time, types
+import os, sys, time
 from async_grpo.stopping import Signals
 
-class Trainer:
-    def request_stop(self): print("requested", flush=True)
-    def abandon(self): print("abandoned", flush=True)
+def say(text):  # whole lines, whichever thread says them
+    os.write(1, f"{text}\\n".encode())
 
-with Signals(lambda text: print(text, flush=True)) as signals:
+class Trainer:
+    def request_stop(self): say("requested")
+    def abandon(self): say("abandoned")
+
+with Signals(say) as signals:
     if sys.argv[1] == "early":
-        print("ready", flush=True)
+        say("ready")
         while not signals.requested:
             time.sleep(0.01)
     signals.attach(Trainer())
     if sys.argv[1] == "late":
-        print("ready", flush=True)
+        say("ready")
     time.sleep(60)
 """
 
