@@ -164,6 +164,12 @@ def test_settings_of_another_version_are_noted_and_count_as_unchanged() -> None:
     assert len(everything) == 1 and "seed, run.name" in everything[0] and " more" in everything[0]
 
 
+def test_another_number_of_ranks_is_refused_where_the_parameters_are_sliced() -> None:
+    for stage, refuses in ((1, False), (2, False), (3, True)):
+        now = config(learner={"ranks": 2, "zero_stage": stage})
+        assert bool(compare(saved_with(now, "learner.ranks"), now).refusal(Path("c"))) is refuses
+
+
 def test_several_fixed_keys_are_one_message() -> None:
     now = config(seed=9, learner={"zero_stage": 2})
     changes = compare(config().model_dump(mode="json"), now)

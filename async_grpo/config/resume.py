@@ -17,10 +17,11 @@ from typing import Any, get_args
 
 from async_grpo.config.describe import settings
 from async_grpo.config.schema import Config
-from async_grpo.config.section import Mark, Section
+from async_grpo.config.section import Mark, Section, fixed
 
 _LENGTH = frozenset({"run.total_steps", "run.epochs"})
 """They reach the weights only through a learning rate with a schedule."""
+_SLICED = fixed("with `learner.zero_stage` 3 every rank reads the slices that a rank of the same number wrote")
 _NEVER = frozenset({"run.dir"})
 _ABSENT = object()
 _SHOWN = 5
@@ -104,6 +105,8 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
         if known[name].section and there is not None and here is not None:
             continue  # its keys are compared
         trains = mark.trains and not (name in _LENGTH and config.learner.schedule == "constant")
+        if name == "learner.ranks" and config.learner.zero_stage == 3:
+            mark = _SLICED
         changes.all.append(Change(name, there, here, mark, trains))
     changes.unknown.extend(_unknown(saved, ()))
     return changes
