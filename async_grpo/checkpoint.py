@@ -46,13 +46,17 @@ def path_for(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
+def draft_for(run_dir: Path, step: int) -> Path:
+    """Temporary directory of the checkpoint after `step` learner steps; nothing is created."""
+    return path_for(run_dir, step).with_suffix(_TEMPORARY)
+
+
 def begin(run_dir: Path, step: int) -> Path:
     """Create and return the empty temporary directory (with `learner/` and `hf/`) to write the checkpoint of `step` into.
 
     What an interrupted attempt at the same step left there is removed.
     """
-    final = path_for(run_dir, step)
-    directory = final.with_name(final.name + _TEMPORARY)
+    directory = draft_for(run_dir, step)
     if directory.exists():
         shutil.rmtree(directory)
     for part in ("learner", "hf"):
@@ -60,9 +64,9 @@ def begin(run_dir: Path, step: int) -> Path:
     return directory
 
 
-def discard(directory: Path) -> None:
-    """Remove a directory that `begin` returned and that will not be finished, as far as the disk allows."""
-    shutil.rmtree(directory, ignore_errors=True)
+def discard(run_dir: Path, step: int) -> None:
+    """Remove what was begun for this step and will not be finished, as far as the disk allows."""
+    shutil.rmtree(draft_for(run_dir, step), ignore_errors=True)
 
 
 def commit(directory: Path, manifest: dict[str, Any], written: Mapping[str, FileSum] | None = None) -> Path:

@@ -110,12 +110,11 @@ class Saver:
 
     async def _write(self, parts: Parts, step: int, facts: dict[str, Any], *, forget: bool, started: float) -> None:
         """What training waits for."""
-        directory = checkpoint.path_for(self._run_dir, step)
         try:
             directory = await asyncio.to_thread(checkpoint.begin, self._run_dir, step)
             snapshot, written = await parts.save(directory)
         except (OSError, StorageFailure) as error:
-            await self._failed(step, error, directory)
+            await self._failed(step, error)
             return
         facts = {"step": step, "policy_version": step, "updates": written.updates} | self._facts | facts
         draft = _Draft(step, directory, facts, snapshot, written, started, time.perf_counter() - started)
@@ -127,7 +126,7 @@ class Saver:
             sums = await parts.finish_save(draft.directory)
             await asyncio.to_thread(self._commit, draft, sums)
         except (OSError, StorageFailure, checkpoint.CheckpointError, RunError) as error:  # ranks that died are the next step's affair
-            await self._failed(draft.step, error, draft.directory, stall_s=draft.stall_s)
+            await self._failed(draft.step, error, stall_s=draft.stall_s)
             return
         self.saved_at, self._in_a_row = draft.step, 0
         self._report(draft, seconds=time.perf_counter() - draft.started)
@@ -163,12 +162,12 @@ class Saver:
             f"checkpoint of step {draft.step}: {nbytes / 2**20:,.1f} MiB in {seconds:.1f} s, training waited {draft.stall_s:.1f} s{why}"
         )
 
-    async def _failed(self, step: int, error: Exception, directory: Path, *, stall_s: float = 0.0) -> None:
+    async def _failed(self, step: int, error: Exception, *, stall_s: float = 0.0) -> None:
         """Say it, and leave nothing of it."""
         self._failures += 1
         self._in_a_row += 1
         self._last_failure = durable.reason(error) if isinstance(error, OSError) else str(error)
-        await asyncio.to_thread(checkpoint.discard, directory)
+        await asyncio.to_thread(checkpoint.discard, self._run_dir, step)
         self._log(step, {"time/checkpoint_stall_s": stall_s, "checkpoint/failures": self._failures})
         self._console.error(
             f"the checkpoint of step {step} could not be written: {self._last_failure}; {await asyncio.to_thread(self._best)} "

@@ -218,6 +218,18 @@ async def test_a_full_disk_costs_checkpoints_until_there_were_too_many(small_dis
     checkpoint.verify(checkpoint.latest(run_dir))
 
 
+async def test_a_complete_checkpoint_of_the_same_step_survives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = await save(make_saver(tmp_path, Said()), OneRank(BytesLearner()), 4)
+
+    def full(run_dir: Path, step: int) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "begin", full)
+    with pytest.raises(FaultBudgetSpent, match="step 4 could not be written: No space left on device; the last good checkpoint is of step 4"):
+        await save(make_saver(tmp_path, Said()), OneRank(BytesLearner()), 4)
+    checkpoint.verify(path)
+
+
 async def test_who_waits_for_a_checkpoint_learns_that_it_is_not_there(small_disk: SmallDisk) -> None:
     small_disk.fill()
     with pytest.raises(FaultBudgetSpent, match="the checkpoint of step 1 could not be written: .*No space left.*there is no checkpoint yet"):

@@ -9,6 +9,7 @@ Invariant: afterwards every float32 weight and moment has the value that it had,
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def load_optimizer(engine: Any, directory: Path, *, saved_ranks: int) -> None:
             vectors = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == 1}
             own = optimizer.optimizer.state[flat] if state else {}
             for key, value in state.items():
-                own.setdefault(key, torch.zeros_like(flat) if key in vectors else value)
+                if key not in own:
+                    own[key] = torch.zeros_like(flat) if key in vectors else copy.deepcopy(value)  # nothing keeps the file open
             pairs = [(flat.data, saved["single_partition_of_fp32_groups"][group]), *((own[key], vectors[key]) for key in vectors)]
             for name, theirs in saved["param_slice_mappings"][group].items():
                 begin = seen[group].get(name, 0)
