@@ -296,29 +296,43 @@ LONG = ["run.total_steps=100000", "evaluation.before=false", "tracking.mlflow=fa
 @pytest.mark.slow
 @pytest.mark.parametrize(("moment", "name"), [("starting engines", "stopped-early"), ("tok/s", "stopped")])
 def test_a_stopped_job_saves_within_its_grace_period(cluster, package, moment, name):
+    """While it starts, there is nothing to save."""
     before = segments()
     job = cluster.start(*entrypoint("job.yaml", *LONG, f"run.name={name}"), working_dir=package, RAY_JOB_STOP_WAIT_TIME_S="120")
     job.wait_until(lambda: moment in job.log(), 120, f"`{moment}` in the log")
     cluster.ray("job", "stop", "--address", cluster.dashboard, job.name, seconds=120)
     ended = job.follow(60)
     assert "was stopped" in ended.said and not unreadable(ended)
-    assert "SIGTERM" in ended.log and "stopped early, resumable" in ended.lines, ended.log
-    [saved] = (cluster.home / "runs" / name / "checkpoints").iterdir()
-    assert (saved / "manifest.json").is_file()
+    assert "SIGTERM" in ended.log and "`ray job stop` gives this run 120 s to save before it is killed" in ended.lines, ended.log
+    assert ended.lines[-1] == f"exit code 0: {EXIT_MEANING[0]}"
+    if moment == "tok/s":
+        assert "stopped early, resumable" in ended.lines
+        [saved] = (cluster.home / "runs" / name / "checkpoints").iterdir()
+        assert (saved / "manifest.json").is_file()
+    else:
+        assert run.STOPPED_EARLY in ended.lines
     assert segments() <= before
 
 
 @pytest.mark.slow
-def test_a_job_stopped_without_grace_period_leaves_no_process(cluster, package):
-    """Its weights in shared memory stay until the next run on that machine."""
+def test_a_job_stopped_without_grace_period_leaves_no_process_and_loses_only_time(cluster, package):
+    """Its weights in shared memory stay until the next run on that machine; the same submission continues."""
     before = segments()
-    job = cluster.start(*entrypoint("job.yaml", *LONG, "run.name=killed"), working_dir=package, RAY_JOB_STOP_WAIT_TIME_S="0")
-    job.wait_until(lambda: "tok/s" in job.log(), 120, "the first learner step")
+    job = cluster.start(*entrypoint("job.yaml", *LONG, "run.name=killed", "checkpoint.every_steps=2"), working_dir=package, RAY_JOB_STOP_WAIT_TIME_S="0")
+    job.wait_until(lambda: "step      2/" in job.log() or "checkpoint of step 2" in job.log(), 180, "a checkpoint")
+    assert "gives this run 0 s to save" in job.log() and "RAY_JOB_STOP_WAIT_TIME_S to 600" in job.log()
     assert len(marked(JOB, job.mark)) >= 4
     cluster.ray("job", "stop", "--address", cluster.dashboard, job.name, seconds=60)
     job.follow(60)
     remove_abandoned_segments()
     assert segments() <= before
+
+    kept = max(int(path.name.removeprefix("step_")) for path in (cluster.home / "runs" / "killed" / "checkpoints").glob("step_*"))
+    again = cluster.submit(
+        *entrypoint("job.yaml", *LONG, "run.name=killed", "checkpoint.every_steps=2", f"run.total_steps={kept + 200}"), working_dir=package, seconds=240
+    )
+    assert again.code == 0, again.log
+    assert int(re.search(r"resumed .* at step (\d+) of", again.log)[1]) >= kept
 
 
 def test_an_error_in_a_remote_process_is_explained_without_its_colours(capsys):
