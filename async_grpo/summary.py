@@ -42,6 +42,8 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
         rows.append(("restarts", f"{system.actors.restarts} rollout actors replaced"))
     if system.queue_restarts:
         rows.append(("queue restarts", f"{system.queue_restarts}; the replay queue's process went on from its journal"))
+    if system.gang.restarts:
+        rows.append(("learner restarts", f"{system.gang.restarts}; its ranks repeated the recorded steps after a checkpoint"))
     rows.append(("checkpoint", f"{checkpoint} (Hugging Face format in hf/)"))
     if trainer.tracker is not None and trainer.tracker.summary is not None:
         rows.append(("MLflow", trainer.tracker.summary))

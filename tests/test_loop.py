@@ -368,7 +368,8 @@ def fake_trainer(settings: Config, *, steps: int = 4, total: int = 4, lags: floa
         measurements=lambda: {"weights/probes": 3.0, "weights/drift": 2e-6},
     )
     return SimpleNamespace(
-        system=SimpleNamespace(loop=loop, coordinator=coordinator, actors=SimpleNamespace(restarts=0), queue_restarts=0), config=settings,
+        system=SimpleNamespace(loop=loop, coordinator=coordinator, actors=SimpleNamespace(restarts=0), gang=SimpleNamespace(restarts=0), queue_restarts=0),
+        config=settings,
         rl_seconds=4.0, steps_done=steps, total_steps=total, tracker=None, run_dir=Path("/runs/r"),
         evaluations=[(0, {"eval/accuracy_greedy": 0.25, "eval/problems": 8.0}), (4, {"eval/accuracy_greedy": 0.5, "eval/problems": 8.0})],
     )
