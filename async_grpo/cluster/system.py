@@ -174,7 +174,7 @@ class System:
         )
         self.loop = Loop(
             config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
-            total_steps=self._total_steps, steps_done=origin.step, log=lambda step, metrics: log(step, self._with_faults(metrics, note)),
+            total_steps=self._total_steps, steps_done=origin.step, log=lambda step, metrics: log(step, self._with_faults(metrics)),
         )
         self.gang = Gang(
             config, learner=self.learner, loop=self.loop, coordinator=self.coordinator, queue=self.queue, origin=origin,
@@ -196,7 +196,7 @@ class System:
         if not self._producing:
             self._producing = True
             self.actors.begin(self.coordinator.join, self.coordinator.between_publications)
-        return await self.gang.surviving(self.loop.step)
+        return self._with_faults(await self.gang.surviving(self.loop.step))
 
     async def settle(self) -> None:
         """Wait until the newest weights are live."""
@@ -338,11 +338,11 @@ class System:
         if (report := await self.queue.opened(timeout_s=config.watchdog.start_timeout_s)) is not None:
             note(f"replay queue: {report}")
 
-    def _with_faults(self, metrics: dict[str, float], note: Callable[[str], None]) -> dict[str, float]:
+    def _with_faults(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of a step with what the actors count; a queue that had to be started again is said once."""
         if (restarts := int(metrics.get("replay/restarts", 0))) > self.queue_restarts:
             budget = self._config.cluster.restart_budget
-            note(f"the replay queue's process died; it was started again from its journal (restart {restarts} of at most {budget})")
+            self._note(f"the replay queue's process died; it was started again from its journal (restart {restarts} of at most {budget})")
             self.queue_restarts = restarts
         return metrics | self.actors.measurements() | {"cluster/learner_restarts": float(self.gang.restarts)}
 
