@@ -1,4 +1,4 @@
-"""Which code, tokenizer, data and ranks a checkpoint comes from, and whether a run may go on from it.
+"""Which code, tokenizer and data a checkpoint comes from, and whether a run may go on from it.
 
 Runs in: the driver. Hides git and the files that a tokenizer has.
 """
@@ -12,7 +12,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config.schema import Learner
 from async_grpo.errors import SetupError
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -55,22 +54,16 @@ def copy_tokenizer(model_dir: str, target: Path, *, trust_remote_code: bool) -> 
         _load(model_dir, trust_remote_code).save_pretrained(target)
 
 
-def check_origin(manifest: dict[str, Any], learner: Learner, *, data: str, tokenizer: str) -> str | None:
-    """What to tell the user about going on from a checkpoint with these settings and fingerprints, or None.
+def check_origin(manifest: dict[str, Any], *, data: str, tokenizer: str) -> str | None:
+    """What to tell the user about going on from a checkpoint with these fingerprints of data and tokenizer, or None.
 
-    Raises SetupError for another tokenizer, since everything that the model has learnt would be about other text, and for ranks that cannot
-    read the optimizer's files.
+    Raises SetupError for another tokenizer: everything that the model has learnt would be about other text.
     """
     step = manifest["step"]
     if manifest.get("tokenizer_fingerprint", tokenizer) != tokenizer:
         raise SetupError(
             f"the tokenizer of the model differs from the one that the checkpoint of step {step} was trained with, so its token ids mean other "
             "text; give the model the tokenizer back, or start anew with another run.dir"
-        )
-    if learner.zero_stage == 3 and (ranks := manifest.get("ranks", learner.ranks)) != learner.ranks:
-        raise SetupError(
-            f"`learner.ranks` is {learner.ranks}, and the checkpoint of step {step} was written by {ranks} ranks with ZeRO stage 3, whose files only "
-            f"{ranks} ranks can read; set learner.ranks={ranks}"
         )
     if manifest.get("data_fingerprint", data) != data:
         return f"warning: the training data are not those of the checkpoint of step {step}: group ids pose other problems than before it"

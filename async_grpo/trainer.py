@@ -321,10 +321,10 @@ class Trainer:
         return self._system
 
     def _make_saver(self, model_dir: str, manifest: dict[str, Any] | None) -> Saver:
-        """What saves this run. Raises SetupError if the checkpoint that it continues is of another tokenizer, or of ranks that cannot be continued."""
+        """What saves this run. Raises SetupError if the checkpoint that it continues is of another tokenizer."""
         config, trust = self.config, self.config.model.trust_remote_code
         tokenizer = tokenizer_fingerprint(model_dir, trust_remote_code=trust)
-        if manifest is not None and (note := check_origin(manifest, config.learner, data=self._fingerprint, tokenizer=tokenizer)) is not None:
+        if manifest is not None and (note := check_origin(manifest, data=self._fingerprint, tokenizer=tokenizer)) is not None:
             self.console.info(note)
         facts = {
             "total_steps": self.total_steps, "ranks": config.learner.ranks, "config": config.model_dump(mode="json"), "code": code_version(),
