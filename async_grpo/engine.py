@@ -111,6 +111,11 @@ class Engine:
         """Policy version of the weights it serves; -1 before the first publication and during the self-check."""
         return parse_label(self.serving).step if is_version(self.serving) else -1
 
+    @property
+    def paused(self) -> bool:
+        """A publication is under way, or has left weights that may be a mixture."""
+        return not self._steady.is_set()
+
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         """`sampling.n` responses to one prompt, prompt tokens not included. Cancelling the call aborts the request."""
         from vllm import SamplingParams

@@ -75,6 +75,8 @@ class Loop:
         self.go_back(steps_done, row_state)
         self.stopping = False
         """Whether to give up waiting for groups."""
+        self.phase = "between two learner steps"
+        """What a step is doing, for messages."""
         self.tokens = 0
         self.lag_sum = self.lag_max = 0.0
         self.durations: list[float] = []
@@ -107,7 +109,9 @@ class Loop:
     async def step(self) -> dict[str, float]:
         """One learner step; its metrics."""
         step, started = self.steps_done + 1, time.perf_counter()
+        self.phase = f"waiting for the groups of learner step {step}"
         batch = await self._take(step)
+        self.phase = f"training learner step {step}"
         taken = time.perf_counter()
         sums, metrics = await self._guard(self._train(batch))
         trained = time.perf_counter()
@@ -115,10 +119,12 @@ class Loop:
         published = 0.0
         if step % self._config.weight_sync.every_steps == 0:
             published = await self._publish(step)
+        self.phase = f"collecting the metrics of learner step {step}"
         wall = time.perf_counter() - started
         metrics |= sums.means() | await self._guard(self._queue.metrics()) | self._publisher.measurements()
         metrics |= self._times(wall=wall, wait=taken - started, train=trained - taken, publish=published, metrics=metrics)
         self._log(step, metrics)
+        self.phase = "between two learner steps"
         return metrics
 
     def row_state(self) -> dict[str, Any]:
@@ -132,6 +138,7 @@ class Loop:
         await self._guard(self._publisher.settle())
 
     async def _publish(self, version: int) -> float:
+        self.phase = f"publishing version {version}"
         waited = await self._guard(self._publisher.publish(version))
         self._published = version
         return waited

@@ -61,6 +61,7 @@ class RolloutActor:
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._outbox: list[tuple[GroupTicket, bytes]] = []
         self._changed = asyncio.Event()
+        self._stages: dict[tuple[int, int], tuple[str, float, float]] = {}  # of each group: stage, since when, and since when it is here
         self._draining, self._ended = False, asyncio.Event()
         self._produced_at = 0.0
         self._counts: Counter[str] = Counter()
@@ -119,6 +120,7 @@ class RolloutActor:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
             self._groups.clear()
+            self._stages.clear()
             self._outbox.clear()
             self._ended.set()
 
@@ -202,6 +204,19 @@ class RolloutActor:
         await self._engine.check()
         return {name: float(value) for name, value in self._counts.items()} | {"in_flight": float(len(self._groups))}
 
+    async def status(self) -> dict[str, Any]:
+        """What it serves, what is in flight with stage and ages in seconds (oldest first), and who verifies, for post-mortems."""
+        now, started = time.monotonic(), "_engine" in vars(self)
+        stages = sorted((begun, key, stage, since) for key, (stage, since, begun) in self._stages.items() if key in self._groups)
+        return {
+            "serving": self._engine.serving if started else "it is starting", "paused": started and self._engine.paused, "draining": self._draining, "counts": dict(self._counts),
+            "in_flight": [
+                {"group_id": key[0], "attempt": key[1], "stage": stage, "stage_s": now - since, "age_s": now - begun}
+                for begun, key, stage, since in stages
+            ],
+            "verifying": self._verifiers.busy() if started else [],
+        }
+
     async def close(self) -> None:
         """Stop the engine and the verifiers."""
         await self._verifiers.close()
@@ -211,6 +226,7 @@ class RolloutActor:
         key = (ticket.group_id, ticket.attempt)
         if key not in self._groups:
             self._groups[key] = asyncio.create_task(self._produce(ticket))
+            self._at(ticket, "queued")
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         try:
@@ -230,7 +246,7 @@ class RolloutActor:
             await self._fail(ticket, f"timeout: no result within rollout.group_timeout_s = {timeout_s:g} s")
         except VerifierError as error:
             if self._config.task.verifier.on_error == "fail":
-                raise VerifierFailed(f"group {ticket.group_id} could not be scored ({error}) and task.verifier.on_error is fail") from error
+                raise VerifierFailed(f"a verifier of {self.actor_id}: group {ticket.group_id} could not be scored ({error}) and task.verifier.on_error is fail") from error
             await self._fail(ticket, f"verifier: {error}")
         except (EngineError, WireError, PromptTooLong) as error:
             await self._engine.check()  # a dead engine ends the run of this actor instead of failing group after group
@@ -238,6 +254,7 @@ class RolloutActor:
         else:
             self._produced_at = time.monotonic()
             self._outbox.append((ticket, frame))
+            self._at(ticket, "put")
             self._changed.set()
             self._outbox_event.set()
 
@@ -246,8 +263,10 @@ class RolloutActor:
         problem = self._task.train(problem_index(config.seed, self._task.fingerprint, ticket.group_id, len(self._task)))
         prompt_ids = self._encode(problem)
         seed = _hash63(config.seed, ticket.group_id) if config.seeded else None
+        self._at(ticket, "generating")
         completions = await self._generate(prompt_ids, seed=seed)
         done = time.time()
+        self._at(ticket, "verifying")
         scores = await self._score(problem, completions)
         size = config.rollout.group_size
         self._counts["groups"] += 1
@@ -311,13 +330,22 @@ class RolloutActor:
                 self._counts[f"put_{verdict.status}"] += 1
             del self._outbox[: len(batch)]
             for ticket, _ in batch:
-                self._groups.pop((ticket.group_id, ticket.attempt), None)
-            self._changed.set()
+                self._leave(ticket)
 
     async def _fail(self, ticket: GroupTicket, reason: str) -> None:
         self._counts["failed"] += 1
+        self._at(ticket, "fail")
         await self._queue.fail(self.actor_id, [ticket], reason)
-        self._groups.pop((ticket.group_id, ticket.attempt), None)
+        self._leave(ticket)
+
+    def _at(self, ticket: GroupTicket, stage: str) -> None:
+        key, now = (ticket.group_id, ticket.attempt), time.monotonic()
+        self._stages[key] = stage, now, self._stages[key][2] if key in self._stages else now
+
+    def _leave(self, ticket: GroupTicket) -> None:
+        key = (ticket.group_id, ticket.attempt)
+        self._groups.pop(key, None)
+        self._stages.pop(key, None)
         self._changed.set()
 
     def _sampling(self, *, n: int, temperature: float, seed: int | None) -> Sampling:

@@ -55,11 +55,19 @@ def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> i
 
 
 def _train(trainer, console: Console) -> None:
-    from async_grpo.summary import summarise
+    from async_grpo.cluster.watchdog import watched
 
     if (line := grace_period()) is not None:
         console.info(line)
     trainer.start()
+    limit = trainer.config.watchdog.step_timeout_s
+    with watched(trainer.event_loop, seconds=limit, stuck=lambda: _stuck(trainer, console, limit)):
+        _train_on(trainer, console)
+
+
+def _train_on(trainer, console: Console) -> None:
+    from async_grpo.summary import summarise
+
     if trainer.config.evaluation.before and trainer.steps_done == 0 and not trainer.stop_requested:
         trainer.evaluate()
     try:
@@ -107,8 +115,34 @@ def _guarded(trainer, console: Console, work: Callable[[], None]) -> int:
         _keep_group_ids(trainer, console, error, message)
     finally:
         if not done:
+            _post_mortem(trainer, console, code, message)
             _stop_after_error(trainer, console, message)
     return _end(console, code, message)
+
+
+def _post_mortem(trainer, console: Console, code: int, message: str) -> None:
+    """Write down what the run's processes were doing, before they are taken down."""
+    from async_grpo.cluster.post_mortem import REASONS, Scene, write
+
+    if code not in REASONS or not message:
+        return
+    try:
+        scene = trainer.system.scene()
+    except RunError:  # it did not come so far
+        scene = Scene()
+    report = write(trainer.run_dir, scene, code=code, meaning=EXIT_MEANING[code], message=message)
+    console.error(report.where)
+    if report.path is not None:
+        console.info(f"post-mortem: {report.path}")
+
+
+def _stuck(trainer, console: Console, limit_s: float) -> None:
+    """The event loop of the driver does not turn, so nothing can be taken down in an orderly way: with the driver, Ray ends its processes."""
+    message = f"the driver's own event loop has not turned for watchdog.step_timeout_s = {limit_s:g} s; the stacks of the driver say where it is"
+    _post_mortem(trainer, console, Stalled.exit_code, message)
+    _end(console, Stalled.exit_code, message)
+    sys.stdout.flush()
+    os._exit(Stalled.exit_code)
 
 
 def _stop_after_error(trainer, console: Console, first: str) -> None:

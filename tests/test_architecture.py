@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 LAYERS = {
-    0: "config groups wire errors leftovers durable",
+    0: "config groups wire errors leftovers durable stacks",
     1: "algo stopping",
     2: "replay tasks batching weights outbox",
     3: "engine learner checkpoint provenance tracking tracking_mlflow console report warm_start warm_start_model",
@@ -38,6 +38,7 @@ LIBRARIES = {
     "leftovers": "",
     "stopping": "",
     "durable": "",
+    "stacks": "",
     "groups": "numpy",
     "wire": "msgpack numpy",
     "algo": "torch",

@@ -28,6 +28,7 @@ from async_grpo.cluster.back_off import back_off_s
 from async_grpo.cluster.evaluation import evaluate
 from async_grpo.cluster.placement import Placement, PlacementError, Slot, describe
 from async_grpo.cluster.places import Place, Places
+from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.remote_engine import RemoteEngine
@@ -40,6 +41,7 @@ PROBE_INTERVAL_S = 5.0
 SURVEY_INTERVAL_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 60.0
+EXAMINED = 8
 
 
 class QueueSide(Protocol):
@@ -62,7 +64,7 @@ class ActorManager:
         self._config, self._device, self._queue, self._client = config, placement.device, queue, client
         self._model_dir, self._backend, self._on_fatal, self._note = model_dir, backend, on_fatal, note
         self._places = Places(config, session=session, placement=placement, options=options)
-        self._relays = relays
+        self._relays, self._session = relays, session
         self._alive: list[RemoteEngine] = []
         self._processes: dict[str, RemoteEngine] = {}
         self._counters: dict[str, dict[str, float]] = {}
@@ -72,6 +74,8 @@ class ActorManager:
         self._stopping = False
         self.faults = self.restarts = 0
         self.deaths: list[str] = []
+        self.examined: dict[str, dict[str, Any]] = {}
+        """What the processes of the last actors that were dropped showed before they were killed."""
 
     async def start(self) -> None:
         """Start one actor per place and wait until all of them have loaded their engine."""
@@ -136,6 +140,10 @@ class ActorManager:
         """Engines that hold or may be given tickets."""
         return tuple(self._alive)
 
+    def processes(self) -> Sequence[RemoteEngine]:
+        """All that were started and not ended, those that do not serve yet too."""
+        return tuple(self._processes.values())
+
     def measurements(self) -> dict[str, float]:
         """Actors that are alive, and what all of them, the dead ones too, have told of errors when they were last probed."""
         told = self._counters.values()
@@ -153,10 +161,12 @@ class ActorManager:
             return
         self._alive.remove(engine)
         await self._client.forfeit(actor_id)
-        self._kill(engine)
         place = self._places.get(engine.slot)
-        if place is not None and not place.leaving:
-            place.filling = self._spawn(self._replace(place, _fault(engine, error)))
+        seen = await examine(self._session, place and place.slot.node_id, self._config.run.dir, actor_id, error)
+        self.examined = dict([*self.examined.items(), (actor_id, seen)][-EXAMINED:])
+        self._kill(engine)
+        if place is not None and not place.leaving and not self._stopping:
+            place.filling = self._spawn(self._replace(place, _fault(engine, error) + findings_of(seen)))
 
     async def evaluate(
         self, ready: Callable[[], Sequence[RemoteEngine]], *, total: int, greedy: bool, samples: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import ray
 from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import SAVING, TRANSFER, LearnerProcess
+from async_grpo.cluster.watchdog import Calls
 from async_grpo.config.schema import Config
 from async_grpo.durable import FileSum, StorageFailure, Written
 from async_grpo.errors import LearnerLost, RunError
@@ -45,6 +46,8 @@ class LearnerGroup:
         self._handles: list[Any] = []
         self._address = ""
         self._serves = asyncio.Event()
+        self.calls = Calls()
+        """What the ranks are asked, for post-mortems."""
         self.state: dict[str, Any] | None = None
         """What the checkpoint held that the learner resumed from."""
 
@@ -169,7 +172,8 @@ class LearnerGroup:
         ]
         what = f"the learner's {' '.join([method, *[arg for arg in arguments[0] if isinstance(arg, str)][:1]])}"
         try:
-            return await self._within(asyncio.gather(*calls), deadline, what)
+            with self.calls.under_way(what, calls) as late:
+                return await self._within(asyncio.gather(*calls), deadline, what, late)
         except ray.exceptions.RayTaskError:
             # A rank that dies breaks the connections of the others, and their complaint may come first.
             if len(calls) > 1 and (death := await _death(calls)) is not None:
@@ -177,11 +181,11 @@ class LearnerGroup:
             raise
 
     @staticmethod
-    async def _within(work: Any, seconds: float, what: str) -> Any:
+    async def _within(work: Any, seconds: float, what: str, late: Callable[[], str] = lambda: "rank 0") -> Any:
         try:
             return await asyncio.wait_for(work, seconds)
         except TimeoutError as error:
-            raise LearnerLost(f"{what} did not finish within {seconds:g} s", silent=True) from error
+            raise LearnerLost(f"{what} did not finish within {seconds:g} s; waiting for {late()}", silent=True) from error
         except ray.exceptions.RayActorError as error:
             raise _lost(what, error) from error
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from async_grpo import stacks
 from async_grpo.config.schema import Config
 from async_grpo.durable import FileSum, StorageFailure, Written, reason
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
@@ -67,6 +68,7 @@ class RolloutProcess(RolloutActor):
 
     def __init__(self, config: Config, *, actor_id: str, queue: Any, model_dir: str, device: str, cores: Sequence[int]) -> None:
         die_with_parent()
+        stacks.register(actor_id, stacks.home(config.run.dir))
         handle = QueueHandle(queue, patience_s=config.watchdog.step_timeout_s)
         super().__init__(config, actor_id=actor_id, queue=handle, model_dir=model_dir, device=device, cores=cores)
 
@@ -88,6 +90,7 @@ class LearnerProcess:
             for thread in os.listdir("/proc/self/task"):  # Ray has started those that will run the calls
                 os.sched_setaffinity(int(thread), cores)
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
+        stacks.register(f"learner-{rank}", stacks.home(config.run.dir))
         self._config, self._rank, self._queue = config, rank, queue
 
     def address(self) -> tuple[str, int]:

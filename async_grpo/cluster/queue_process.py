@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo import stacks
 from async_grpo.leftovers import die_with_parent
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.recorded import RecordedQueue
@@ -28,9 +29,12 @@ class QueueProcess(ReplayQueue):
     """The replay queue as an actor: frames arrive as one array. Ray builds it again when it dies, and it goes on from its journal."""
 
     def __init__(
-        self, settings: QueueSettings, journal: JournalSettings | None = None, snapshot: dict[str, Any] | None = None
+        self, settings: QueueSettings, journal: JournalSettings | None = None, snapshot: dict[str, Any] | None = None,
+        run_dir: str | None = None,
     ) -> None:
         die_with_parent()
+        if run_dir is not None:
+            stacks.register("queue", stacks.home(run_dir))
         try:
             vars(self).update(vars(open_queue(settings, journal, snapshot=snapshot)))
             self._opened_with, self._discards = (settings, journal), 0
@@ -70,6 +74,11 @@ class QueueProcess(ReplayQueue):
     async def pid(self) -> int:
         """Process id, for tests and post-mortems."""
         return os.getpid()
+
+    async def in_flight(self) -> dict[str, list[tuple[int, int, float]]]:
+        """(group_id, attempt, seconds since it was issued) at each actor, for post-mortems."""
+        ledger, now = self._ledger, self._clock()
+        return {name: [(one.group_id, one.attempt, now - one.issued_at) for one in ledger.held_by(name)] for name in ledger.held}
 
     async def next_batch(self, step: int) -> Batch | None:
         """`get_batch`, asked again here for a moment instead of by one remote call after the other."""

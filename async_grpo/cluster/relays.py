@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from async_grpo import stacks
 from async_grpo.leftovers import die_with_parent
 from async_grpo.weights.base import Announcement
 from async_grpo.weights.shared_memory import SegmentCopy, read_segment
@@ -33,8 +34,9 @@ KEPT = 1
 class RelayProcess:
     """One node's relay."""
 
-    def __init__(self, *, key: str, fallback: str) -> None:
+    def __init__(self, *, key: str, fallback: str, role: str) -> None:
         die_with_parent()
+        stacks.register(role, stacks.home(Path(fallback).parent))
         self._copy = SegmentCopy(key=key, fallback=Path(fallback))
 
     def read(self, path: str, sequence: int, nbytes: int) -> np.ndarray:
@@ -58,7 +60,7 @@ class Relays:
     """Relay processes by node, started when the first engine of a node asks. `home`: the node of learner rank 0."""
 
     def __init__(self, *, home: str, key: str, fallback: Path, where: Callable[[str], dict[str, Any]], note: Callable[[str], None]) -> None:
-        """where(node_id): Ray options of a process on that node that needs no reserved resources."""
+        """where(node_id): Ray options of a process on that node that needs no reserved resources. fallback: a directory in the run's."""
         self._home, self._key, self._fallback, self._where, self._note = home, key, fallback, where, note
         self._relays: dict[str, Any] = {}
         self._paths: dict[tuple[str, str, int], asyncio.Task[str]] = {}
@@ -105,7 +107,7 @@ class Relays:
     def _relay(self, node_id: str) -> Any:
         if node_id not in self._relays:
             actor = ray.remote(RelayProcess).options(max_restarts=-1, max_task_retries=RETRIES, **self._where(node_id))
-            self._relays[node_id] = actor.remote(key=self._key, fallback=str(self._fallback))
+            self._relays[node_id] = actor.remote(key=self._key, fallback=str(self._fallback), role=f"relay-{node_id[:8]}")
         return self._relays[node_id]
 
 

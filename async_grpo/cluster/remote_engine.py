@@ -24,6 +24,8 @@ class RemoteEngine:
     tensor_parallel_size: int
     handle: Any
     localize: Callable[[Announcement], Awaitable[Announcement]]
+    acknowledged: str = ""
+    """Label of the last weights that it took."""
 
     async def connect(self, payload: dict[str, Any]) -> Receipt:
         return await self.handle.connect.remote(payload)
@@ -33,7 +35,9 @@ class RemoteEngine:
             local = await self.localize(announcement)
         except ray.exceptions.RayError as error:  # the relay's fault: the engine is well and takes the publication when it is repeated
             return Receipt("", "torn", f"the bytes did not reach its node: {str(error).strip().splitlines()[-1]}")
-        return await self.handle.receive.remote(local)
+        receipt = await self.handle.receive.remote(local)
+        self.acknowledged = receipt.serving if not receipt.failure else self.acknowledged
+        return receipt
 
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
         return await self.handle.score.remote(sequences)

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from async_grpo import stacks
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS
 from async_grpo.cluster.queue_process import RecordedProcess
@@ -102,6 +103,7 @@ class Rerun:
         """Leave Ray, or end the cluster that was started here."""
         if self._session is not None:
             self._session.close()
+        stacks.end(stacks.home(self._config.run.dir))
         remove_segments(self._key, fallback_directory(self._config))
 
 

@@ -16,15 +16,18 @@ from typing import Any
 
 import ray
 
+from async_grpo import stacks
 from async_grpo.algo.filters import FilterRule
 from async_grpo.cluster.actor_manager import ActorManager
 from async_grpo.cluster.gang import Gang, Origin
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
+from async_grpo.cluster.post_mortem import Scene
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, queue_died
 from async_grpo.cluster.queue_process import QueueProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.session import Session
+from async_grpo.cluster.watchdog import whole_step
 from async_grpo.config.resume import training_digest
 from async_grpo.config.schema import Config
 from async_grpo.durable import FileSum, StorageFailure, Written
@@ -117,10 +120,11 @@ class System:
     ) -> None:
         """`weights` of the reward components; `problems` and `fingerprint` of the training data; `key` of this start's segments."""
         self._config, self._total_steps, self._weights, self._key = config, total_steps, weights, key
-        self._problems, self._fingerprint = problems, fingerprint
+        self._problems, self._fingerprint, self._directory = problems, fingerprint, stacks.home(config.run.dir)
         self._session: Session | None = None
         self.actors: ActorManager | None = None
         self.learner: LearnerGroup | None = None
+        self._queue_handle: Any = None
         self.loop: Loop | None = None
         self.coordinator: Coordinator | None = None
         self.gang: Gang | None = None
@@ -132,6 +136,8 @@ class System:
 
     def connect(self) -> None:
         """Join or start Ray; from the main thread, since Ray installs signal handlers."""
+        stacks.end(self._directory)  # of a start that was killed
+        stacks.register("driver", self._directory)
         actors = self._config.cluster.rollout_actors
         processes = self._config.learner.ranks + (actors.max or actors.min) + SPARE_PROCESSES
         self._session = Session.open(processes=processes)
@@ -196,7 +202,11 @@ class System:
         if not self._producing:
             self._producing = True
             self.actors.begin(self.coordinator.join, self.coordinator.between_publications)
-        return self._with_faults(await self.gang.surviving(self.loop.step))
+        return self._with_faults(await self.gang.surviving(self._step))
+
+    async def _step(self) -> dict[str, float]:
+        seconds, loop = self._config.watchdog.step_timeout_s, self.loop
+        return await whole_step(loop.step(), seconds=seconds, number=loop.steps_done + 1, phase=lambda: loop.phase)
 
     async def settle(self) -> None:
         """Wait until the newest weights are live."""
@@ -267,6 +277,7 @@ class System:
         if self._session is not None:
             self._session.close()
             self._session = None
+        stacks.end(self._directory)
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
@@ -274,6 +285,10 @@ class System:
         remove_segments(self._key, fallback_directory(self._config))
         remove_drafts(self._key)
         remove_abandoned("engine")  # what engines left that were killed, not closed
+
+    def scene(self) -> Scene:
+        """The parts of the run, as far as they were started, for a post-mortem."""
+        return Scene(session=self._session, queue=self._queue_handle, actors=self.actors, learner=self.learner, loop=self.loop)
 
     @property
     def run_epoch(self) -> int:
@@ -333,7 +348,7 @@ class System:
         ) if config.replay.journal.enable else None
         repairs = {"max_restarts": config.cluster.restart_budget, "max_task_retries": -1} if journal is not None else {}
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **repairs, **self._session.on_this_node())
-        self._queue_handle = queue.remote(self._queue_settings(origin.step), journal, origin.snapshot())
+        self._queue_handle = queue.remote(self._queue_settings(origin.step), journal, origin.snapshot(), config.run.dir)
         self.queue = QueueClient(self._queue_handle)
         if (report := await self.queue.opened(timeout_s=config.watchdog.start_timeout_s)) is not None:
             note(f"replay queue: {report}")

@@ -13,9 +13,11 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from typing import Any
 
+from async_grpo import stacks
 from async_grpo.config import schema
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Score, check_score
@@ -99,6 +101,11 @@ class VerifierPool:
         self.errors.update(outcome.reason for outcome in outcomes if isinstance(outcome, VerifierError))
         return [outcome for outcome in outcomes if outcome is not None]
 
+    def busy(self) -> list[tuple[int, float]]:
+        """(process id, seconds since its last answer) of every child that owes one."""
+        asked = [(child.pid, child.asked) for child in self._children if child is not None and child.asked is not None]
+        return [(pid, time.monotonic() - since) for pid, since in asked]
+
     async def close(self) -> None:
         """Kill all children; what is still being scored ends in VerifierError("closed"). Idempotent."""
         self._closed = True
@@ -144,6 +151,7 @@ class VerifierPool:
         try:
             await child.send_batch(bodies, self._timeout)
             while len(done) < len(bodies):
+                child.asked = time.monotonic()
                 done.append(_outcome(await child.receive(self._timeout), child.components))
                 if isinstance(done[-1], VerifierError) and done[-1].reason == "memory":
                     await self._discard(slot)
@@ -151,6 +159,7 @@ class VerifierPool:
         except VerifierError as error:
             await self._discard(slot)
             done.append(error)
+        child.asked = None
         return done
 
     async def _child(self, slot: int) -> _Child:
@@ -179,6 +188,9 @@ class _Child:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self.pid = process.pid
+        self.asked: float | None = None
+        """Since when it owes an answer."""
         self.components: list[str] = []
         """The reward components of its task."""
         self._expected: int | None = None
@@ -293,4 +305,4 @@ def _environment() -> dict[str, str]:
     """A clean environment in which the child can import what this process can."""
     kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
     path = [os.path.abspath(entry) for entry in sys.path]
-    return {**kept, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}
+    return {**kept, **stacks.environment(), **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}

@@ -13,6 +13,7 @@ import resource
 import sys
 from typing import Any, BinaryIO
 
+from async_grpo import stacks
 from async_grpo.leftovers import die_with_parent
 from async_grpo.tasks import pipe
 
@@ -23,6 +24,7 @@ def main() -> None:
     """Serve until the parent closes the pipe."""
     die_with_parent(int(sys.argv[1]))  # end of file on the pipe ends it only when it is idle
     requests, replies = _take_protocol()
+    stacks.register_child("verifier")
     setup = _receive(requests)
     if setup is None:
         return

@@ -1,7 +1,7 @@
 """The engine workers' half of every transport, on top of vLLM's weight-transfer engines.
 
 Runs in: vLLM EngineCore and worker processes. vLLM imports this module there because `WorkerExtension` is named as its
-`worker_extension_cls`; importing it registers the engines. The front end makes one call per publication:
+`worker_extension_cls`; importing it registers the engines, and the process for post-mortems. The front end makes one call per publication:
 
     take_publication -> start_weight_update -> update_weights (verify, then load) -> finish_weight_update -> what happened, as plain values
 
@@ -30,6 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from async_grpo import stacks
 from async_grpo.leftovers import die_with
 from async_grpo.weights.base import WORKER_ENGINES, TornTransfer, TransferMismatch
 from async_grpo.weights.guard import GuardedGroup, within
@@ -255,4 +256,5 @@ def _register(engines: dict[str, type[WeightTransferEngine]]) -> None:
             WeightTransferEngineFactory.register_engine(WORKER_ENGINES[backend], engine)
 
 
+stacks.register_child("engine")
 _register({"shared_memory": SharedMemoryEngine, "ipc": IpcEngine, "nccl": NcclEngine})

