@@ -7,12 +7,15 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from async_grpo import run, stacks
 from async_grpo.cluster import post_mortem
@@ -22,7 +25,7 @@ from async_grpo.errors import Stalled
 from async_grpo.trainer import Trainer
 from tests.models import write_model
 
-STEP_S, VERIFIER_S, LATE_S = 6.0, 8.0, 10.0
+STEP_S, VERIFIER_S, LATE_S, CLEAN_UP_S = 6.0, 8.0, 10.0, 30.0
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -141,3 +144,68 @@ def test_nothing_is_left_of_it(story: dict[str, Any]) -> None:
     pids = [pid for role, pid in story["processes"].items() if role != "driver"]
     wait_until(lambda: not alive(pids), 30, f"the end of {story['processes']}")
     assert not (story["home"] / "run" / "stacks").exists()
+
+
+# ---- the command, with other culprits ----
+
+
+def command(home: Path, log: Path, **changes: Any) -> subprocess.Popen:
+    path = home / "config.yaml"
+    path.write_text(yaml.safe_dump(settings(home, **changes)))
+    with open(log, "w") as out:
+        return subprocess.Popen([sys.executable, "-m", "async_grpo.run", str(path)], stdout=out, stderr=subprocess.STDOUT)
+
+
+def stopped(home: Path, role: str, *, exit_s: float, **changes: Any) -> tuple[int, int, str]:
+    """Run the command and stop this process after the first steps: exit code, the process's id, and the log."""
+    log = home / "log.txt"
+    process = command(home, log, **changes)
+    try:
+        wait_until(lambda: "tok/s" in log.read_text() or process.poll() is not None, 200, "the first learner step")
+        pids = {one.role: one.pid for one in stacks.registered(stacks.home(home / "run"))}
+        os.kill(pids[role], signal.SIGSTOP)
+        code = process.wait(timeout=exit_s)
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+    wait_until(lambda: not alive([pid for one, pid in pids.items() if one != "driver"]), 30, f"the end of {pids}")
+    return code, pids[role], log.read_text()
+
+
+@pytest.mark.slow
+def test_a_stalled_publication_names_the_engine(tmp_path: Path) -> None:
+    """The engine is stopped while there is always a batch, so that the publication is the first to notice."""
+    changes = {
+        "weight_sync": {"deadlines": {"pause_s": 3, "resume_s": 3, "acknowledge_s": 8}}, "watchdog": {"step_timeout_s": 60}, "replay": {"max_staleness": 4},
+    }
+    code, pid, log = stopped(tmp_path, "actor-0.0+engine", exit_s=8 + LATE_S + CLEAN_UP_S, **changes)
+    facts, summary, _ = bundle(tmp_path / "run")
+    text = " ".join(log.split())
+    assert code == 4 and f"engine of actor-0.0 (pid {pid}) is stopped (by SIGSTOP)" in facts["where"], summary
+    assert "exit code 4" in log.splitlines()[-1] and f"(pid {pid}) is stopped" in text
+    [seen] = facts["dropped"].values()
+    assert [one["trouble"] for one in seen["processes"] if one["pid"] == pid] == ["is stopped (by SIGSTOP)"]
+
+
+@pytest.mark.slow
+def test_a_stopped_learner_rank_is_named(tmp_path: Path) -> None:
+    code, pid, log = stopped(tmp_path, "learner-0", exit_s=STEP_S + LATE_S + CLEAN_UP_S)
+    facts, _, _ = bundle(tmp_path / "run")
+    assert code in (4, 5) and f"learner-0 (pid {pid}) is stopped (by SIGSTOP)" in facts["where"]
+    assert f"exit code {code}" in log.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_verifier_that_may_not_fail_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    changes = {"task": settings(tmp_path)["task"] | {"verifier": {"timeout_s": 2, "on_error": "fail"}}, "watchdog": {"step_timeout_s": 120}}
+    log = tmp_path / "log.txt"
+    process = command(tmp_path, log, **changes)
+    try:
+        wait_until(lambda: "tok/s" in log.read_text() or process.poll() is not None, 200, "the first learner step")
+        (tmp_path / "verifier").write_text("hang")
+        code = process.wait(timeout=4 * 2 + LATE_S + CLEAN_UP_S)  # a group has four responses
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+    facts, _, _ = bundle(tmp_path / "run")
+    assert code == 4 and "a verifier of actor-0.0: group" in facts["error"] and "timeout" in facts["error"]

@@ -74,9 +74,11 @@ def _oldest(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]
             who = next((process["name"] for process in processes if process["role"] == f"{actor_id}{PART}engine" and process["alive"]), f"the engine of {actor_id}")
             doing = "is paused for new weights" if status["paused"] else f"has been generating group {oldest['group_id']}"
         elif oldest["stage"] == "verifying":
-            pid, since = max(status["verifying"], key=lambda busy: busy[1], default=(None, since))
-            who = f"verifier of {actor_id} (pid {pid})" if pid and since > SLOW_S else f"the verifiers of {actor_id}"
-            doing = "has been at one response" if pid and since > SLOW_S else f"have been scoring group {oldest['group_id']}"
+            pid, busy = max(status["verifying"], key=lambda one: one[1], default=(0, 0.0))
+            if busy > SLOW_S:
+                who, doing, since = f"verifier of {actor_id} (pid {pid})", "has been at one response", busy
+            else:
+                who, doing = f"the verifiers of {actor_id}", f"have been scoring group {oldest['group_id']}"
         else:
             doing = f"has had group {oldest['group_id']} in stage {oldest['stage']}"
         found.append((since, f"{who} {doing} for {since:.0f} s"))
