@@ -61,7 +61,7 @@ def _train(trainer, console: Console) -> None:
         console.info(line)
     trainer.start()
     limit = trainer.config.watchdog.step_timeout_s
-    with watched(trainer.event_loop, seconds=limit, stuck=lambda: _stuck(trainer, console, limit)):
+    with watched(trainer.system.event_loop, seconds=limit, stuck=lambda: _stuck(trainer, console, limit)):
         _train_on(trainer, console)
 
 

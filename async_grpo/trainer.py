@@ -301,11 +301,6 @@ class Trainer:
         return self._running()
 
     @property
-    def event_loop(self) -> asyncio.AbstractEventLoop:
-        """Where everything of the run that waits is at home; in a thread of its own."""
-        return self._loop
-
-    @property
     def rl_seconds(self) -> float:
         """Wall time spent in `train`."""
         return self._rl_seconds

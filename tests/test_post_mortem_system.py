@@ -51,7 +51,7 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> An
 
 
 def ask(trainer: Trainer, work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, trainer.event_loop).result(timeout=30)
+    return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(timeout=30)
 
 
 async def _health(trainer: Trainer) -> dict[str, float]:

@@ -146,7 +146,7 @@ class System:
         self, *, model_dir: str, origin: Origin, log: Callable[[int, dict[str, float]], None], note: Callable[[str], None],
     ) -> None:
         """Start all processes, load model and checkpoint, and bring the learner to the step that the queue is at."""
-        self._note = note
+        self._note, self.event_loop = note, asyncio.get_running_loop()
         remove_segments(self._key, fallback_directory(self._config))  # in the run's own directory those of a start that was killed
         assert self._session is not None, "connect() comes first"
         config, session = self._config, self._session
