@@ -82,6 +82,8 @@ def register(role: str, directory: str | Path) -> None:
     """Let this process write its stacks into a file in `directory` when it is asked; its children find the directory in the environment."""
     global _file
     path = Path(directory) / f"{role}@{socket.gethostname()}@{os.getpid()}"
+    for ended in [process for process in registered(directory, role=role) if process.role == role and not is_alive(process)]:
+        ended.path.unlink(missing_ok=True)  # this one takes its place
     logs = [target for descriptor in (1, 2) if os.path.isfile(target := _target(descriptor))]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,11 +124,11 @@ def end(directory: str | Path) -> None:
 
 
 def registered(directory: str | Path, *, role: str = "") -> list[Process]:
-    """Processes of this host, of all roles or of this one and its parts, those that have ended too."""
+    """Processes of this host, of all roles or of this one (`learner`: all ranks) and its parts, those that have ended too."""
     found = []
     for path in Path(directory).glob("*@*@*"):
         name, host, pid = path.name.split("@")
-        if host != socket.gethostname() or (role and name != role and not name.startswith(f"{role}{PART}")):
+        if host != socket.gethostname() or (role and name != role and not name.startswith((f"{role}{PART}", f"{role}-"))):
             continue
         with contextlib.suppress(OSError, ValueError):  # cut off, or removed by the end of the run
             head = json.loads(path.read_text(encoding="utf-8", errors="replace").partition("\n")[0])
@@ -155,6 +157,11 @@ def look(directory: str | Path, *, role: str = "", seconds: float = ANSWER_S) ->
         if one in asked and not one.text:
             one.trouble = _trouble(one.process) or "does not write its stacks when it is asked"
     return looks
+
+
+def is_alive(process: Process) -> bool:
+    """Whether it runs, or could if it was not stopped."""
+    return _trouble(process, "ZX") == ""
 
 
 def where(text: str) -> list[str]:

@@ -121,6 +121,14 @@ def test_children_are_parts_of_their_parent_and_the_end_removes_all(spawn, tmp_p
     assert not directory.exists() and stacks.environment() == {} and not stacks._has_handler(os.getpid())
 
 
+def test_who_takes_the_place_of_a_dead_process_removes_its_file(spawn, tmp_path: Path) -> None:
+    dead, alive = spawn("actor-0.0+verifier", STUCK["lock"]), spawn("actor-0.0+verifier", STUCK["lock"])
+    dead.kill()
+    wait_until(lambda: stacks.status(dead.pid)["State"][0] == "Z", 20, "its end")
+    new = spawn("actor-0.0+verifier", STUCK["lock"])
+    assert {process.pid for process in stacks.registered(tmp_path / "stacks", role="actor")} == {alive.pid, new.pid}
+
+
 def test_where_a_thread_is() -> None:
     text = (
         'Thread 0x1 (most recent call first):\n  File "/x/threading.py", line 5 in wait\n  File "/x/threading.py", line 6 in run\n\n'
@@ -271,9 +279,20 @@ def test_a_loop_that_does_not_turn_is_noticed_and_one_that_does_is_left_alone() 
     loop.close()
 
 
+async def test_late_ranks_are_named_as_long_as_their_call_is_under_way_and_when_it_was_given_up() -> None:
+    calls, answers = watchdog.Calls(), [asyncio.get_running_loop().create_future() for _ in range(3)]
+    answers[1].set_result(None)
+    with pytest.raises(TimeoutError), calls.under_way("update", answers) as late:
+        assert late() == "rank 0, rank 2" and [one["waits_for"] for one in calls.status()] == ["rank 0, rank 2"]
+        await asyncio.wait_for(asyncio.gather(*answers), 0.01)
+    assert [(one["call"], one["waits_for"]) for one in calls.status()] == [("update", "rank 0, rank 2")]
+    with calls.under_way("end", answers[1:2]) as late:
+        assert late() == ""
+
+
 async def test_a_step_without_an_end_is_ended_and_says_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "STEP_GRACE_S", 0.05)
-    with pytest.raises(Stalled, match=r"learner step 4 did not finish within watchdog.step_timeout_s = 0.05 s; it was publishing version 3"):
+    with pytest.raises(Stalled, match=r"learner step 4 took more than 2 x watchdog.step_timeout_s = 0.05 s; it was publishing version 3"):
         await watchdog.whole_step(asyncio.sleep(1000), seconds=0.05, number=4, phase=lambda: "publishing version 3")
 
     async def fails() -> None:

@@ -64,7 +64,7 @@ class ActorManager:
         self._config, self._device, self._queue, self._client = config, placement.device, queue, client
         self._model_dir, self._backend, self._on_fatal, self._note = model_dir, backend, on_fatal, note
         self._places = Places(config, session=session, placement=placement, options=options)
-        self._relays, self._session = relays, session
+        self._relays = relays
         self._alive: list[RemoteEngine] = []
         self._processes: dict[str, RemoteEngine] = {}
         self._counters: dict[str, dict[str, float]] = {}
@@ -162,7 +162,7 @@ class ActorManager:
         self._alive.remove(engine)
         await self._client.forfeit(actor_id)
         place = self._places.get(engine.slot)
-        seen = await examine(self._session, place and place.slot.node_id, self._config.run.dir, actor_id, error)
+        seen = await examine(self._config.run.dir, actor_id, error, node_id=place and place.slot.node_id)
         self.examined = dict([*self.examined.items(), (actor_id, seen)][-EXAMINED:])
         self._kill(engine)
         if place is not None and not place.leaving and not self._stopping:

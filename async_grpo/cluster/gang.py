@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 from async_grpo import checkpoint
 from async_grpo.cluster.back_off import back_off_s
 from async_grpo.cluster.learner_group import LearnerGroup
+from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.loop import Loop
@@ -89,10 +90,11 @@ class Gang:
         reached = self._loop.steps_done
         while True:
             await self._may_restart(error)
+            seen = findings_of(await examine(self._config.run.dir, "learner", error))
             self._learner.kill()
             origin = await asyncio.to_thread(self._newest, reached)
             self._note(
-                f"{error}; the learner starts again from {origin.path or 'the initial model'} (restart {self.restarts} of at most "
+                f"{error}{seen}; the learner starts again from {origin.path or 'the initial model'} (restart {self.restarts} of at most "
                 f"{self._config.cluster.restart_budget}), the rollout actors go on meanwhile"
             )
             await asyncio.sleep(back_off_s(self.restarts))

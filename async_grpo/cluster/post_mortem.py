@@ -74,12 +74,12 @@ def write(run_dir: str | Path, scene: Scene, *, code: int, meaning: str, message
         return Report(f"{facts['where']} (the post-mortem could not be written: {error})", None)
 
 
-async def examine(session: Session, node_id: str | None, run_dir: str, actor_id: str, error: BaseException) -> dict[str, Any]:
-    """What the processes of an actor show that is about to be killed for an error; {} when there is nothing left to look at."""
+async def examine(run_dir: str, role: str, error: BaseException, *, node_id: str | None = None) -> dict[str, Any]:
+    """What processes of this role show that are about to be killed for an error; {} when there is nothing left to look at. No node: the driver's."""
     if isinstance(error, ray.exceptions.RayActorError):
         return {}
     here = node_id is None or node_id == ray.get_runtime_context().get_node_id()
-    work = asyncio.to_thread(evidence.gather, run_dir, role=actor_id) if here else asyncio.wrap_future(_there(node_id, run_dir, actor_id).future())
+    work = asyncio.to_thread(evidence.gather, run_dir, role=role) if here else asyncio.wrap_future(_there(node_id, run_dir, role).future())
     try:
         return await asyncio.wait_for(work, EXAMINE_S)
     except (TimeoutError, OSError, ray.exceptions.RayError) as failure:
@@ -87,7 +87,7 @@ async def examine(session: Session, node_id: str | None, run_dir: str, actor_id:
 
 
 def findings_of(seen: dict[str, Any]) -> str:
-    """What was found at an actor, to be appended to a sentence about it; "" for nothing."""
+    """What was found at them, to be appended to a sentence about it; "" for nothing."""
     troubled = [f"{process['name']} {process['trouble']}" for process in seen.get("processes", []) if process["trouble"]]
     return "".join(f"; {trouble}" for trouble in troubled)
 

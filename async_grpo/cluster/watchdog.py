@@ -12,12 +12,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import ray
-
 from async_grpo.errors import Stalled
 
-STEP_GRACE_S = 5.0
-"""A learner step gets this much longer than its deadline, since the waits inside it can say more about who is late."""
+STEP_DEADLINES, STEP_GRACE_S = 2, 5.0
+"""A learner step as a whole gets this many times its deadline and so much longer: a call of the learner that hangs has one of its own, which may begin
+late in the step, and after which the learner is brought back."""
 _BEATS = 20
 
 
@@ -25,16 +24,16 @@ class Calls:
     """Calls to several numbered processes at once (ranks), as long as they are under way."""
 
     def __init__(self) -> None:
-        self._under_way: list[tuple[str, float, Sequence[Any]]] = []
-        self._given_up: list[tuple[str, float, Sequence[Any]]] = []
+        self._under_way: list[tuple[str, float, Sequence[asyncio.Future[Any]]]] = []
+        self._given_up = self._under_way[:]
 
     @contextmanager
-    def under_way(self, what: str, references: Sequence[Any]) -> Iterator[Callable[[], str]]:
+    def under_way(self, what: str, calls: Sequence[asyncio.Future[Any]]) -> Iterator[Callable[[], str]]:
         """Inside the block these calls, one per process in order, are under way; gives a function that names those that are not done."""
-        entry = (what, time.monotonic(), references)
+        entry = (what, time.monotonic(), calls)
         self._under_way.append(entry)
         try:
-            yield lambda: _ranks(references)
+            yield lambda: _ranks(calls)
         except BaseException:
             self._given_up = [entry]
             raise
@@ -43,24 +42,24 @@ class Calls:
 
     def status(self) -> list[dict[str, Any]]:
         """What is asked, for how many seconds, and who has not answered; what was given up last, too."""
-        calls = [(what, since, _ranks(references)) for what, since, references in [*self._under_way, *self._given_up]]
-        return [{"call": what, "seconds": time.monotonic() - since, "waits_for": late} for what, since, late in calls if late]
+        asked = [(what, since, _ranks(calls)) for what, since, calls in [*self._under_way, *self._given_up]]
+        return [{"call": what, "seconds": time.monotonic() - since, "waits_for": late} for what, since, late in asked if late]
 
 
-def _ranks(references: Sequence[Any]) -> str:
-    _, late = ray.wait(list(references), num_returns=len(references), timeout=0)
-    return ", ".join(f"rank {rank}" for rank, reference in enumerate(references) if reference in late)
+def _ranks(calls: Sequence[asyncio.Future[Any]]) -> str:
+    """Those that have not answered; whoever gave up waiting has cancelled their calls."""
+    return ", ".join(f"rank {rank}" for rank, call in enumerate(calls) if call.cancelled() or not call.done())
 
 
 async def whole_step(work: Awaitable[Any], *, seconds: float, number: int, phase: Callable[[], str]) -> Any:
-    """The result of a learner step. Raises Stalled some seconds after its deadline, for a wait inside it that has none of its own."""
+    """The result of a learner step. Raises Stalled for a wait inside it that has no deadline of its own. seconds: `watchdog.step_timeout_s`."""
     try:
-        async with asyncio.timeout(seconds + STEP_GRACE_S) as deadline:
+        async with asyncio.timeout(STEP_DEADLINES * seconds + STEP_GRACE_S) as deadline:
             return await work
     except TimeoutError as error:
         if not deadline.expired():
             raise
-        raise Stalled(f"learner step {number} did not finish within watchdog.step_timeout_s = {seconds:g} s; it was {phase()}") from error
+        raise Stalled(f"learner step {number} took more than {STEP_DEADLINES} x watchdog.step_timeout_s = {seconds:g} s; it was {phase()}") from error
 
 
 @contextmanager
