@@ -165,6 +165,7 @@ class ActorManager:
         seen = await examine(self._config.run.dir, actor_id, error, node_id=place and place.slot.node_id)
         self.examined = dict([*self.examined.items(), (actor_id, seen)][-EXAMINED:])
         self._kill(engine)
+        place = self._places.get(engine.slot)  # which may be gone meanwhile
         if place is not None and not place.leaving and not self._stopping:
             place.filling = self._spawn(self._replace(place, _fault(engine, error) + findings_of(seen)))
 
