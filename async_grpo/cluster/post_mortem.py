@@ -154,8 +154,7 @@ def _queue(handle: Any) -> dict[str, Any]:
 
 
 def _other_nodes(session: Session, run_dir: str) -> list[dict[str, Any]]:
-    own = ray.get_runtime_context().get_node_id()
-    calls = {_there(node.node_id, run_dir): node.address for node in session.nodes() if node.node_id != own}
+    calls = {_there(node.node_id, run_dir): node.address for node in session.nodes()[1:]}  # the first is the driver's
     done, late = ray.wait(list(calls), num_returns=len(calls), timeout=LIMIT_S - 2) if calls else ([], [])
     gone = [{"host": calls[call], "processes": [], "note": f"no answer within {LIMIT_S - 2:g} s"} for call in late]
     return [ray.get(call) for call in done] + gone
