@@ -181,11 +181,13 @@ def test_nothing_outlives_a_killed_driver_and_the_next_start_removes_its_files(c
     """The engine is stopped first: the kernel ends it all the same. The next one is asked to end while it starts."""
     mark, log = uuid.uuid4().hex, home / "third.txt"
     process = start(config, f"run.dir={home / 'killed'}", mark=mark, log=log)
-    wait_until(lambda: "tok/s" in log.read_text(), 180, "the first learner step", log)
-    [engine] = [pid for pid in marked(mark) if "EngineCore" in command_of(pid)]
-    os.kill(engine, signal.SIGSTOP)
-    tree = {f"{leftovers.owner().partition('.')[0]}.{pid}" for pid in marked(mark)}
-    process.kill()
+    try:
+        wait_until(lambda: "tok/s" in log.read_text(), 180, "the first learner step", log)
+        [engine] = [pid for pid in marked(mark) if "EngineCore" in command_of(pid)]
+        os.kill(engine, signal.SIGSTOP)
+        tree = {f"{leftovers.owner().partition('.')[0]}.{pid}" for pid in marked(mark)}
+    finally:
+        process.kill()
     process.wait(timeout=10)
     wait_until(lambda: not marked(mark), 30, "the end of all processes", log)
     files = left_by(tree)
