@@ -26,7 +26,7 @@ from async_grpo.trainer import Trainer
 from tests.models import write_model
 
 STEP_S, VERIFIER_S, LATE_S, CLEAN_UP_S = 6.0, 8.0, 10.0, 30.0
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 def settings(home: Path, **changes: Any) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def stopped(home: Path, role: str, *, exit_s: float, **changes: Any) -> tuple[in
     log = home / "log.txt"
     process = command(home, log, **changes)
     try:
-        wait_until(lambda: "tok/s" in log.read_text() or process.poll() is not None, 200, "the first learner step")
+        wait_until(lambda: "tok/s" in log.read_text() or process.poll() is not None, 400, "the first learner step")
         pids = {one.role: one.pid for one in stacks.registered(stacks.home(home / "run"))}
         os.kill(pids[role], signal.SIGSTOP)
         code = process.wait(timeout=exit_s)
@@ -201,7 +201,7 @@ def test_a_verifier_that_may_not_fail_ends_the_run_with_its_name(tmp_path: Path)
     log = tmp_path / "log.txt"
     process = command(tmp_path, log, **changes)
     try:
-        wait_until(lambda: "tok/s" in log.read_text() or process.poll() is not None, 200, "the first learner step")
+        wait_until(lambda: "tok/s" in log.read_text() or process.poll() is not None, 400, "the first learner step")
         (tmp_path / "verifier").write_text("hang")
         code = process.wait(timeout=4 * 2 + LATE_S + CLEAN_UP_S)  # a group has four responses
     finally:
