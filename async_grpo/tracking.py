@@ -220,6 +220,8 @@ class _Sender:
             self._outbox.conclude(status)
             if self._failure is None:
                 self._thread.join(FINISH_TIMEOUT_S)
+            if self._thread.is_alive() and not self._last_error:
+                self._last_error = f"no answer within {FINISH_TIMEOUT_S:.0f} s"
             complete = self._outbox.is_open and all(map(self._outbox.is_complete, self._outbox.entries))
             self._closed = True
             self._outbox.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -249,12 +251,19 @@ assert not [name for name in sys.modules if name.split(".")[0] == "mlflow"]
 # ---- servers ------------------------------------------------------------------------------------------------------------------------
 
 
+def _lasting_port() -> int:
+    """A free port that the system gives to nobody meanwhile: the server takes it seconds later, and again after its restart."""
+    for port in random.sample(range(10_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
 class Server:
     """`mlflow server` on a port of its own, which can be killed and started again."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self._port = probe.getsockname()[1]
+        self._port = _lasting_port()
         self.uri, self._folder, self._process = f"http://127.0.0.1:{self._port}", folder, None
 
     def start(self) -> None:
@@ -307,9 +316,11 @@ def server(starting: Server) -> Server:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the seconds that a call may take: few where nobody answers, many where a busy machine does."""
     monkeypatch.setattr(tracking, "_LAST_RETRY_S", 1.0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
+    return lambda seconds: monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(seconds))
 
 
 @pytest.fixture
@@ -319,7 +330,7 @@ def nobody() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_server_that_goes_away_gets_everything_when_it_is_back(server: Server, tmp_path: Path, impatient: None) -> None:
+def test_a_server_that_goes_away_gets_everything_when_it_is_back(server: Server, tmp_path: Path, patience: Callable[[int], None]) -> None:
     notes: list[str] = []
     tracker = _tracker(tmp_path, uri=server.uri, notes=notes)
     tracker.start()
@@ -345,14 +356,17 @@ def test_a_server_that_goes_away_gets_everything_when_it_is_back(server: Server,
 
 
 def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
-    server: Server, tmp_path: Path, impatient: None, capsys: pytest.CaptureFixture[str]
+    server: Server, tmp_path: Path, patience: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from mlflow import MlflowClient
+
     notes: list[str] = []
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     tracker = _tracker(tmp_path, uri=server.uri, notes=notes)
     tracker.start()
     tracker.log(1, {"score": 0.1})
-    _until(lambda: tracker.unsent == 0, "the first row is sent")
+    _until(lambda: MlflowClient(server.uri).list_artifacts(tracker.run_id), "everything is sent so far, config.yaml last")
+    patience(1)
     server.stop_answering()
     try:
         tracker.log(2, {"score": 0.2})
@@ -366,6 +380,7 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
         assert "2 rows are left" in capsys.readouterr().err
     finally:
         server.answer_again()
+        patience(60)
     before = (tmp_path / STATE).read_text()
     assert report.main(["--sync", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == ["2 rows sent", f"MLflow run {tracker.run_id} at {server.uri} is complete: FAILED"]
@@ -374,12 +389,12 @@ def test_what_is_left_at_the_end_is_said_and_sent_by_sync_once(
     (tmp_path / STATE).write_text(before)  # as if nothing had been acknowledged
     assert report.main(["--sync", str(tmp_path)]) == 0
     assert _history(server.uri, tracker.run_id) == history
-    from mlflow import MlflowClient
-
     assert {artifact.path for artifact in MlflowClient(server.uri).list_artifacts(tracker.run_id)} == {"config.yaml", "samples.json"}
 
 
-def test_an_unreachable_server_is_an_error_at_the_start_unless_offline_is_ok(server: Server, tmp_path: Path, nobody: str, impatient: None) -> None:
+def test_an_unreachable_server_is_an_error_at_the_start_unless_offline_is_ok(
+    server: Server, tmp_path: Path, nobody: str, patience: Callable[[int], None]
+) -> None:
     (tmp_path / "refused").mkdir()
     tracker = _tracker(tmp_path / "refused", uri="nonsense://user:secret@server")
     with pytest.raises(TrackingError, match=r"nonsense://\*\*\*@server cannot be used .*tracking.offline_ok=true") as caught:
@@ -390,6 +405,7 @@ def test_an_unreachable_server_is_an_error_at_the_start_unless_offline_is_ok(ser
     assert len(_rows(tmp_path / "refused")) == 1
 
     notes: list[str] = []
+    patience(1)
     offline = _tracker(tmp_path, uri=nobody, notes=notes, offline_ok=True)
     offline.start()
     assert offline.run_id is None
@@ -397,6 +413,7 @@ def test_an_unreachable_server_is_an_error_at_the_start_unless_offline_is_ok(ser
     assert "not reached yet" in offline.summary
     offline.finish("KILLED")
     assert "training goes on" in notes[0] and "1 rows of metrics.jsonl are not sent" in notes[-1]
+    patience(60)
     resumed = _tracker(tmp_path, uri=server.uri, resumed=True)  # from a checkpoint that knows no MLflow run
     resumed.start()
     resumed.log(2, {"score": 0.2})
@@ -404,7 +421,8 @@ def test_an_unreachable_server_is_an_error_at_the_start_unless_offline_is_ok(ser
     assert [point[:2] for point in _history(server.uri, resumed.run_id)] == [(1, 0.1), (2, 0.2)]
 
 
-def test_a_run_that_began_offline_is_created_by_sync(server: Server, tmp_path: Path, nobody: str, impatient: None) -> None:
+def test_a_run_that_began_offline_is_created_by_sync(server: Server, tmp_path: Path, nobody: str, patience: Callable[[int], None]) -> None:
+    patience(1)
     offline = _tracker(tmp_path, uri=nobody, offline_ok=True)
     offline.start()
     offline.log(1, {"score": 0.1})
@@ -416,6 +434,7 @@ def test_a_run_that_began_offline_is_created_by_sync(server: Server, tmp_path: P
         report.sync(tmp_path)
     entered.finish("FAILED")
     offline.finish("FINISHED")
+    patience(60)
     state = json.loads((tmp_path / STATE).read_text())
     (tmp_path / STATE).write_text(json.dumps([{**entry, "uri": server.uri} for entry in state]))
     assert [line.split(":")[-1].strip() for line in report.sync(tmp_path)] == ["1 rows sent", "FINISHED"]
