@@ -6,6 +6,7 @@ removed whose owner lives, or may live where it cannot be seen: containers may s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -44,6 +45,26 @@ def die_with(ancestor: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="async_grpo-ancestor", daemon=True).start()
+
+
+def kill_descendants() -> None:
+    """Kill every process that this one started, or that those started."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit():
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it has just ended
+    found, unseen = [], [os.getpid()]
+    while unseen:
+        parent = unseen.pop()
+        children = [pid for pid, its in parents.items() if its == parent]
+        found += children
+        unseen += children
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):  # with its parent
+            os.kill(pid, signal.SIGKILL)
 
 
 def owner() -> str:

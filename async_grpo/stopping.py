@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, Self
 
 from async_grpo.errors import StopRequested
+from async_grpo.leftovers import kill_descendants
 
 POLL_S = 0.2
 SHORT_GRACE_S = 60.0
@@ -91,6 +92,7 @@ class Signals:
         name = signal.Signals(number).name
         if self.requested:
             os.write(1, f"\nerror: exit code {128 + number}: a second signal ({name}) ended the run at once\n".encode())
+            kill_descendants()  # the kernel would end most of them; Ray's agents take minutes to notice
             if self._trainer is not None:
                 self._trainer.abandon()
             os._exit(128 + number)

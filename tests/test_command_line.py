@@ -143,12 +143,12 @@ def test_a_missing_file_is_exit_2(tmp_path, capsys):
     assert "none.yaml" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_sigterm_saves_and_the_same_command_continues_until_the_budget_is_spent(config, home):
     mark, log = uuid.uuid4().hex, home / "first.txt"
     process = start(config, mark=mark, log=log)
     try:
-        wait_until(lambda: "step " in log.read_text() and "tok/s" in log.read_text(), 120, "the first learner step", log)
+        wait_until(lambda: "step " in log.read_text() and "tok/s" in log.read_text(), 240, "the first learner step", log)
         found = listeners(marked(mark))
         assert len(found) >= 5 and not [entry for entry in found if not is_loopback(entry[0])], found
         process.send_signal(signal.SIGTERM)
@@ -162,7 +162,7 @@ def test_sigterm_saves_and_the_same_command_continues_until_the_budget_is_spent(
     mark, log = uuid.uuid4().hex, home / "second.txt"
     process = start(config, mark=mark, log=log)
     try:
-        wait_until(lambda: "tok/s" in log.read_text(), 120, "the first learner step", log)
+        wait_until(lambda: "tok/s" in log.read_text(), 240, "the first learner step", log)
         assert f"resumed {saved}" in log.read_text()
         [engine] = [pid for pid in marked(mark) if "VLLM::EngineCore" in command_of(pid) or "EngineCore" in command_of(pid)]
         os.kill(engine, signal.SIGKILL)
@@ -176,20 +176,21 @@ def test_sigterm_saves_and_the_same_command_continues_until_the_budget_is_spent(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_nothing_outlives_a_killed_driver_and_the_next_start_removes_its_files(config, home):
     """The engine is stopped first: the kernel ends it all the same. The next one is asked to end while it starts."""
     mark, log = uuid.uuid4().hex, home / "third.txt"
     process = start(config, f"run.dir={home / 'killed'}", mark=mark, log=log)
     try:
-        wait_until(lambda: "tok/s" in log.read_text(), 180, "the first learner step", log)
+        wait_until(lambda: "tok/s" in log.read_text(), 240, "the first learner step", log)
         [engine] = [pid for pid in marked(mark) if "EngineCore" in command_of(pid)]
         os.kill(engine, signal.SIGSTOP)
         tree = {f"{leftovers.owner().partition('.')[0]}.{pid}" for pid in marked(mark)}
     finally:
         process.kill()
     process.wait(timeout=10)
-    wait_until(lambda: not marked(mark), 30, "the end of all processes", log)
+    wait_until(lambda: not [pid for pid in marked(mark) if "Agent" not in command_of(pid)], 30, "the end of all processes of ours", log)
+    wait_until(lambda: not marked(mark), 240, "the end of Ray's own two agents, which look for their parent now and then", log)
     files = left_by(tree)
     assert files, "a killed run leaves its segments: nothing can be said about who removes them"
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ class Session:
         """Join the cluster of RAY_ADDRESS (set inside a Ray job), otherwise start one on loopback with room for `processes`."""
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        os.environ.setdefault("RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S", "1")  # Ray's agents notice late that all others are gone
         joined = bool(os.environ.get("RAY_ADDRESS"))
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         with _own_sigterm():
@@ -192,13 +194,15 @@ class Session:
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
     """Keep the caller's SIGTERM handler, if there is one: Ray's own would end the run without saving it, in the middle of `ray.init` too."""
-    install = ray_utils.set_sigterm_handler
-    if callable(signal.getsignal(signal.SIGTERM)):
+    install, handler = ray_utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    if callable(handler):
         ray_utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
         ray_utils.set_sigterm_handler = install
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # in front of the one of Ray's C++ part, which prints a stack
 
 
 @ray.remote
