@@ -48,7 +48,15 @@ def die_with(ancestor: int) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill every process that this one started, or that those started."""
+    """Kill every process that this one started, or that those started; first all are stopped, so that none starts another meanwhile."""
+    known: list[int] = []
+    while new := [pid for pid in _descendants() if pid not in known]:
+        _signal(new, signal.SIGSTOP)
+        known += new
+    _signal(known, signal.SIGKILL)
+
+
+def _descendants() -> list[int]:
     parents = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -62,9 +70,13 @@ def kill_descendants() -> None:
         children = [pid for pid, its in parents.items() if its == parent]
         found += children
         unseen += children
-    for pid in found:
-        with contextlib.suppress(ProcessLookupError):  # with its parent
-            os.kill(pid, signal.SIGKILL)
+    return found
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)
 
 
 def owner() -> str:

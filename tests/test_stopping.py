@@ -70,7 +70,7 @@ with Signals(say) as signals:
         while not signals.requested:
             time.sleep(0.01)
     signals.attach(Trainer())
-    started = subprocess.Popen(["sh", "-c", "echo $$; sleep 600 & wait"])
+    started = subprocess.Popen(["sh", "-c", "echo $$; sleep 600 > /dev/null & wait"])
     if sys.argv[1] == "late":
         say("ready")
     time.sleep(60)
