@@ -37,6 +37,16 @@ def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[st
     return None
 
 
+def check_metric_and_journal(config: Config, components: list[str]) -> None:
+    """Names in the settings that only the task knows, and the place of the journal. components: of the task's rewards. Raises SetupError."""
+    filters, known = config.replay.filter_groups, ["score", "acc", "seq_reward", *components]
+    if filters.enable and filters.metric not in known:
+        raise SetupError(f"`replay.filter_groups.metric` is {filters.metric!r}; for task {config.task.name} it is one of {', '.join(known)}.")
+    journal = Path(config.run.dir) / "journal"
+    if journal.exists() and not journal.is_dir():
+        raise SetupError(f"{journal} is no directory, and the replay queue keeps its journal there: move it away")
+
+
 def _known(config: Config, task: Task) -> str | None:
     """Directory or hub name of the model, a warm-started one only if it is in the cache."""
     if config.model.path is None:

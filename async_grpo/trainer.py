@@ -27,8 +27,9 @@ from async_grpo.config.resume import compare
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError, StopRequested
-from async_grpo.preflight import look
+from async_grpo.preflight import check_metric_and_journal, look
 from async_grpo.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
+from async_grpo.replay.journal import segments
 from async_grpo.rerun_plan import differences, plan_rerun
 from async_grpo.saving import Saver
 from async_grpo.stopping import Stop
@@ -76,11 +77,9 @@ class Trainer:
             problems = self._problems = len(task)
             self._fingerprint = task.fingerprint
             self._held_out = len(task.evaluation(self.config.evaluation.max_samples))
-            self._check_filter_metric()
+            check_metric_and_journal(self.config, list(self._task_weights))
             if self._model_notes is None:  # once: a trainer is checked more than once
                 self._model_notes = look(self.config, task)
-            if (self.run_dir / "journal").exists() and not (self.run_dir / "journal").is_dir():
-                raise SetupError(f"{self.run_dir / 'journal'} is no directory, and the replay queue keeps its journal there: move it away")
         except (TaskError, ValueError) as error:
             raise SetupError(str(error)) from error
         run, batch = self.config.run, self.config.rollout.rollout_batch_size
@@ -118,14 +117,15 @@ class Trainer:
             self._thread.start()
             system.connect()
         self._tracker = Tracker(
-            self.config, run_dir=self.run_dir, resume_run_id=manifest and manifest["mlflow_run_id"], resumed=manifest is not None,
+            self.config, run_dir=self.run_dir, resume_run_id=manifest and manifest["mlflow_run_id"], resumed=manifest is not None or self._has_past(),
             note=self.console.info,
         )
         tracking = threading.Thread(target=self._start_tracking, name="async_grpo-tracking", daemon=True)
         tracking.start()
         with self.console.phase("starting engines and learner"):
             origin, self._logged = Origin(self._checkpoint, manifest["step"] if manifest else 0), last_logged_step(self.run_dir)
-            self._run(system.start(model_dir=model_dir, origin=origin, log=self._log, note=self.console.info), stoppable=True)
+            starting = system.start(model_dir=model_dir, origin=origin, log=self._log, note=self.console.info, idle=self._saver.wait)
+            self._run(starting, stoppable=True)
             self._logged = self.steps_done
         with self.console.phase("connecting weights" + (" and checking them" if self.config.weight_sync.self_check else "")):
             self.console.weights_arrive(self._run(system.open_weights(), stoppable=True))
@@ -348,12 +348,9 @@ class Trainer:
         facts = {"run_epoch": system.run_epoch, "mlflow_run_id": self._tracker.run_id if self._tracker else None}
         return self._run(self._saver.save(system, step=step, facts=facts, forget=forget, wait=wait))
 
-    def _check_filter_metric(self) -> None:
-        filters, known = self.config.replay.filter_groups, ["score", "acc", "seq_reward", *self._task_weights]
-        if filters.enable and filters.metric not in known:
-            raise SetupError(
-                f"`replay.filter_groups.metric` is {filters.metric!r}; for task {self.config.task.name} it is one of {', '.join(known)}."
-            )
+    def _has_past(self) -> bool:
+        """Whether the journal may bring the run to where it was, without a checkpoint too."""
+        return self.config.checkpoint.resume != "never" and bool(segments(self.run_dir / "journal"))
 
     def _find_checkpoint(self) -> Path | None:
         resume = self.config.checkpoint.resume

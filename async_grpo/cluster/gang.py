@@ -63,11 +63,12 @@ class Gang:
 
     def __init__(
         self, config: Config, *, learner: LearnerGroup, loop: Loop, coordinator: Coordinator, queue: QueueSide, origin: Origin,
-        nodes_serve: Callable[[], Awaitable[bool]], note: Callable[[str], None],
+        nodes_serve: Callable[[], Awaitable[bool]], idle: Callable[[], Awaitable[None]], note: Callable[[str], None],
     ) -> None:
-        """origin: where this start of the run began. nodes_serve: whether those of all ranks are there. note: what the user should read."""
+        """origin: where this start of the run began. nodes_serve: whether those of all ranks are there. idle: returns when no checkpoint is
+        being written. note: what the user should read."""
         self._config, self._learner, self._loop, self._coordinator, self._queue = config, learner, loop, coordinator, queue
-        self._origin, self._nodes_serve, self._note = origin, nodes_serve, note
+        self._origin, self._nodes_serve, self._idle, self._note = origin, nodes_serve, idle, note
         self._died_at: int | None = None
         self.run_epoch = 0
         self.restarts = 0
@@ -92,6 +93,7 @@ class Gang:
             await self._may_restart(error)
             seen = findings_of(await examine(self._config.run.dir, "learner", error))
             self._learner.kill()
+            await self._idle()  # without its ranks the one under way is complete, or fails at once
             origin = await asyncio.to_thread(self._newest, reached)
             self._note(
                 f"{error}{seen}; the learner starts again from {origin.path or 'the initial model'} (restart {self.restarts} of at most "

@@ -144,8 +144,12 @@ class System:
 
     async def start(
         self, *, model_dir: str, origin: Origin, log: Callable[[int, dict[str, float]], None], note: Callable[[str], None],
+        idle: Callable[[], Awaitable[None]],
     ) -> None:
-        """Start all processes, load model and checkpoint, and bring the learner to the step that the queue is at."""
+        """Start all processes, load model and checkpoint, and bring the learner to the step that the queue is at.
+
+        idle: returns when no checkpoint is being written.
+        """
         self._note, self.event_loop = note, asyncio.get_running_loop()
         remove_segments(self._key, fallback_directory(self._config))  # in the run's own directory those of a start that was killed
         assert self._session is not None, "connect() comes first"
@@ -184,7 +188,7 @@ class System:
         )
         self.gang = Gang(
             config, learner=self.learner, loop=self.loop, coordinator=self.coordinator, queue=self.queue, origin=origin,
-            nodes_serve=partial(self._nodes_serve, {slot.node_id for slot in placement.learners}), note=note,
+            nodes_serve=partial(self._nodes_serve, {slot.node_id for slot in placement.learners}), idle=idle, note=note,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.actors.start())
