@@ -156,6 +156,7 @@ def look(directory: str | Path, *, role: str = "", seconds: float = ANSWER_S) ->
         one.where = where(one.text)
         if one in asked and not one.text:
             one.trouble = _trouble(one.process) or "does not write its stacks when it is asked"
+            one.alive = one.trouble != "has ended"  # meanwhile
     return looks
 
 

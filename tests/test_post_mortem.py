@@ -220,7 +220,8 @@ def test_a_rank_outside_the_collective_is_the_late_one() -> None:
     assert found == ["the learner's call update has been waiting for learner-1 (pid 4), in _fetch (cluster/processes.py:9), inside get (ray/worker.py:1) for 40 s"]
     change(given, "learner-1", where=["update (learner/learner.py:8), inside all_reduce (distributed/distributed_c10d.py:7)"])
     assert "learner-0 (pid 3)" in findings.conclude(given)[1][0] and "learner-1 (pid 4)" in findings.conclude(given)[1][0]
-    assert findings.conclude(given | {"exit_code": 4})[1] == [], "after an error of one rank the others wait for it"
+    where, found = findings.conclude(given | {"exit_code": 4, "error": "a rank died"})
+    assert found == [] and where.endswith("; a rank died"), "after an error of one rank the others wait for it"
 
 
 # ---- the bundle ----

@@ -3,7 +3,7 @@
 Runs in: the driver. Pure functions of plain values, so every rule is tested on invented facts. Strongest first: a process that is stopped, one that
 is gone, one that does not answer; then whoever the run waits for: the learner's late ranks, or the oldest group in flight and what it waits for.
 
-Invariant: nobody is blamed for waiting for somebody else: a rollout actor that waits for its engine or its verifier is not the culprit.
+Of a run that did not stall, the error says who, where no process is in trouble. Invariant: nobody is blamed for waiting for somebody else: a rollout actor that waits for its engine or its verifier is not the culprit.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ _DISTRIBUTED = ("distributed_c10d.py", "comm/comm.py", "comm/torch.py")
 def conclude(facts: dict[str, Any]) -> tuple[str, list[str]]:
     """The line that says where the run is and who is to blame, if that is known; and all that was found, the most telling first."""
     processes = [process for node in facts["nodes"] for process in node["processes"]]
-    found = [*_troubled(processes, facts), *_silent(facts), *_late_ranks(facts, processes), *_oldest(facts, processes), *_dropped(facts)]
-    blame = f"; {found[0]}" if found else "; nobody stands out: see the stacks"
-    return f"it was {facts['phase']}{blame}", found
+    found = [*_troubled(processes, facts), *_silent(facts)]
+    if facts["exit_code"] == STALLED:  # otherwise nobody need be late
+        found += [*_late_ranks(facts, processes), *_oldest(facts, processes)]
+    found += _dropped(facts)
+    nobody = "nobody stands out: see the stacks" if facts["exit_code"] == STALLED else facts["error"]
+    return f"it was {facts['phase']}; {found[0] if found else nobody}", found
 
 
 def _troubled(processes: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
@@ -52,7 +55,7 @@ def _silent(facts: dict[str, Any]) -> list[str]:
 def _late_ranks(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]:
     """Calls of the learner under way. Where only one late rank is outside a collective, the others wait for it."""
     found = []
-    for call in facts["learner"] if facts["exit_code"] == STALLED else []:  # after an error of one rank, the others wait for it
+    for call in facts["learner"]:
         late = [process for process in processes if process["alive"] and process["role"].replace("learner-", "rank ") in call["waits_for"].split(", ")]
         busy = [process for process in late if process["where"] and not any(name in line for line in process["where"] for name in _DISTRIBUTED)]
         who = busy if len(busy) == 1 and len(late) > 1 else late
