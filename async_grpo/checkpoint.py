@@ -7,6 +7,7 @@ layout and the order of writes:
         learner/        the learner's own files (weights, optimizer, RNG states)
         hf/             the model as any Hugging Face tool reads it
         queue.json      the replay queue's ledger at that moment, and the segment of its journal that starts with it
+        partial.msgpack the beginnings of responses that were being generated, with `checkpoint.partial_rollouts`
         manifest.json   what the caller wants to remember, and every file with its size and sha256, summed by who wrote it
 
 Invariants: a checkpoint is written under a temporary name and renamed last, after the manifest and every file are on the disk, so a

@@ -47,7 +47,7 @@ class EngineError(RuntimeError):
 class Completion:
     """One response: token_ids [L] int32, logprobs [L] float32 (processed: temperature included), labels by span of tokens.
 
-    first_token: when the request's first token came, in Unix seconds.
+    finish_reason: "" while it goes on. first_token: when the request's first token came, in Unix seconds.
     """
 
     token_ids: np.ndarray
@@ -116,8 +116,11 @@ class Engine:
         """A publication is under way, or has left weights that may be a mixture."""
         return not self._steady.is_set()
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """`sampling.n` responses to one prompt, prompt tokens not included. Cancelling the call aborts the request."""
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = "") -> list[Completion]:
+        """`sampling.n` responses to one prompt, prompt tokens not included. Cancelling the call aborts the request.
+
+        name: for `so_far`; no two requests have the same.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -131,12 +134,33 @@ class Engine:
         # The salt keeps prefix caches of different versions apart.
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": self.serving}
         final = None
-        async for output in self._llm.generate(prompt, params, f"r{self._requests}"):
+        async for output in self._llm.generate(prompt, params, name or f"r{self._requests}"):
             final = output
         if final is None or len(final.outputs) != sampling.n:
             raise EngineError(f"the engine returned {0 if final is None else len(final.outputs)} of {sampling.n} responses")
         first_token = final.metrics.arrival_time + final.metrics.first_token_latency
         return [_completion(output, first_token) for output in sorted(final.outputs, key=lambda output: output.index)]
+
+    def so_far(self, name: str) -> dict[int, Completion]:
+        """What there is of the responses of a `generate` that runs, by index. Costs nothing until it is asked for; generation goes on.
+
+        vLLM streams to whoever pays for every token, so this looks at what it has gathered for the final answer.
+        """
+        processor, found = self._llm.output_processor, {}
+        for request_id in processor.external_req_ids.get(name, ()):
+            state = processor.request_states[request_id]
+            if state.parent_req is not None:
+                found |= {one.index: _completion(one, 0.0) for one in state.parent_req.output_aggregator if one is not None}
+            tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
+            if len(tokens) != len(logprobs):
+                raise EngineError(f"a response of {len(tokens)} tokens has {len(logprobs)} log-probs; it is not kept")
+            starts = state.weight_version_starts
+            ends = [start for _, start in starts[1:]] + [len(tokens)]
+            labels = [(label, start, end) for (label, start), end in zip(starts, ends, strict=True)] if starts else []
+            found[state.request_index] = Completion(
+                token_ids=np.asarray(tokens, np.int32), logprobs=np.asarray(logprobs, np.float32), labels=labels, finish_reason="", first_token=0.0,
+            )
+        return found
 
     async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[str], np.ndarray]]:
         """Log-probs [L] at temperature 1 of each response in (prompt, response) pairs, and the labels under which they were computed."""

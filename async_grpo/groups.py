@@ -19,7 +19,8 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupTicket:
-    """Permission to produce one group. `policy_version` is the live version at the time of issue, in this `run_epoch`.
+    """Permission to produce one group. `policy_version` is the live version at the time of issue (of the first one, for a
+    group that a resumed run continues), in this `run_epoch`.
 
     A run that discards learner steps writes their version numbers a second time, with other weights: it raises its epoch by one.
     """

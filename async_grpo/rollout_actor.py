@@ -18,6 +18,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,8 @@ import numpy as np
 from async_grpo.config.schema import Config
 from async_grpo.engine import Completion, Engine, EngineError, Sampling, stop_tokens
 from async_grpo.errors import SetupError, VerifierFailed
+from async_grpo.partials import Growing, PartialError, PartialFile, encode
+from async_grpo.replay.continued import Beginning
 from async_grpo.replay.queue import Verdict
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.chat import prompt_ids
@@ -53,8 +56,13 @@ class PromptTooLong(ValueError):
 class RolloutActor:
     """Generates groups for the tickets it acquires, until the queue closes."""
 
-    def __init__(self, config: Config, *, actor_id: str, queue: QueueClient, model_dir: str, device: str, cores: Sequence[int]) -> None:
+    def __init__(
+        self, config: Config, *, actor_id: str, queue: QueueClient, model_dir: str, device: str, cores: Sequence[int], partials: str | None = None
+    ) -> None:
+        """partials: file with beginnings of responses, for the tickets that continue them."""
         self.actor_id = actor_id
+        self._partials = None if partials is None else PartialFile.at(Path(partials))
+        self._growing: dict[tuple[int, int], Growing] = {}
         self._config, self._queue, self._model_dir, self._device = config, queue, model_dir, device
         self._cores = set(cores)
         self._baselines = int(config.algorithm.adv_estimator == "remax")  # greedy responses per group
@@ -121,6 +129,7 @@ class RolloutActor:
             await asyncio.gather(*pending, return_exceptions=True)
             self._groups.clear()
             self._stages.clear()
+            self._growing.clear()
             self._outbox.clear()
             self._ended.set()
 
@@ -217,6 +226,15 @@ class RolloutActor:
             "verifying": self._verifiers.busy() if started else [],
         }
 
+    async def partials(self) -> list[tuple[Beginning, bytes]]:
+        """The beginnings of all groups that are under way, while they go on; of one that the queue has got meanwhile, perhaps too."""
+        found = []
+        for growing in list(self._growing.values()):
+            if (one := encode(growing, max_bytes=self._config.wire.max_frame_bytes)) is not None:
+                found.append(one)
+            await asyncio.sleep(0)  # other calls must not wait for all of them
+        return found
+
     async def close(self) -> None:
         """Stop the engine and the verifiers."""
         await self._verifiers.close()
@@ -264,7 +282,7 @@ class RolloutActor:
         prompt_ids = self._encode(problem)
         seed = _hash63(config.seed, ticket.group_id) if config.seeded else None
         self._at(ticket, "generating")
-        completions = await self._generate(prompt_ids, seed=seed)
+        completions = await self._generate(ticket, prompt_ids, seed=seed)
         done = time.time()
         self._at(ticket, "verifying")
         scores = await self._score(problem, completions)
@@ -290,18 +308,26 @@ class RolloutActor:
             },
         )
 
-    async def _generate(self, prompt_ids: list[int], *, seed: int | None) -> list[Completion]:
-        """`group_size` samples, then the greedy responses, all generated at the same time."""
+    async def _generate(self, ticket: GroupTicket, prompt_ids: list[int], *, seed: int | None) -> list[Completion]:
+        """`group_size` samples, then the greedy responses, all generated at the same time; from their beginnings where the ticket continues them."""
         rollout = self._config.rollout
         wanted = [self._sampling(n=rollout.group_size, temperature=rollout.temperature, seed=seed)]
         wanted += [self._sampling(n=1, temperature=0.0, seed=None)] * self._baselines
-        requests = [asyncio.ensure_future(self._engine.generate(prompt_ids, sampling)) for sampling in wanted]
+        growing = Growing(self._engine, ticket, prompt_ids, wanted, known=self._known(ticket, prompt_ids, wanted))
+        self._growing[ticket.group_id, ticket.attempt] = growing
+        return await growing.finish()
+
+    def _known(self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling]) -> list[Completion]:
+        """The beginnings of the responses that this ticket stands for, if it continues them."""
+        if self._partials is None:
+            return []
         try:
-            answers = await asyncio.gather(*requests)
-        finally:
-            for request in requests:  # when one failed, the other must not go on for nobody
-                request.cancel()
-        return [completion for answer in answers for completion in answer]
+            known = self._partials.take(ticket, prompt_ids, wanted)
+        except (PartialError, OSError):  # as good as none; the file was whole when the run began
+            self._counts["continued_unreadable"] += 1
+            return []
+        self._counts["continued_tokens"] += sum(len(one.token_ids) for one in known)
+        return known
 
     async def _score(self, problem: Problem, completions: list[Completion]) -> list[Score]:
         results = await self._verifiers.score_many([(self._text(completion), problem.reference) for completion in completions])
@@ -346,6 +372,7 @@ class RolloutActor:
         key = (ticket.group_id, ticket.attempt)
         self._groups.pop(key, None)
         self._stages.pop(key, None)
+        self._growing.pop(key, None)
         self._changed.set()
 
     def _sampling(self, *, n: int, temperature: float, seed: int | None) -> Sampling:

@@ -17,7 +17,7 @@ LAYERS = {
     1: "algo stopping",
     2: "replay tasks batching weights outbox",
     3: "engine learner checkpoint provenance tracking tracking_mlflow console report warm_start warm_start_model",
-    4: "advice preflight rerun_plan saving rollout_actor loop planning",
+    4: "advice preflight rerun_plan saving rollout_actor partials loop planning",
     5: "cluster",
     6: "run status trainer summary replay.__main__",
 }
@@ -25,7 +25,7 @@ LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split(
 
 BESIDE = {
     ("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary"), ("tracking", "tracking_mlflow"),
-    ("report", "tracking_mlflow"),
+    ("report", "tracking_mlflow"), ("rollout_actor", "partials"),
 }
 """Modules of one layer that are one part in two files."""
 
@@ -76,6 +76,7 @@ LIBRARIES = {
     "rerun_plan": "",
     "saving": "",
     "rollout_actor": "numpy transformers",  # the tokenizer
+    "partials": "msgpack numpy",
     "loop": "",
     "planning": "torch",
     "cluster": "ray numpy",

@@ -57,7 +57,7 @@ class Parts:
         self.scored: list[int] = []
         self.running = self.most_running = self.cancelled = 0
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, name: str = "") -> list[Completion]:
         self.asked.append((prompt_ids, sampling))
         if self.engine is not None and not (self.only_greedy_fails and sampling.temperature > 0):
             raise self.engine

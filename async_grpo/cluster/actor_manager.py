@@ -60,7 +60,10 @@ class ActorManager:
     def __init__(
         self, config: Config, *, session: Session, placement: Placement, options: list[dict[str, Any]], queue: Any, client: QueueSide,
         relays: Relays, model_dir: str, backend: str, on_fatal: Callable[[BaseException], None], note: Callable[[str], None],
+        partials: str | None = None,
     ) -> None:
+        """partials: what the actors continue from (`UnderWay.path`)."""
+        self._partials = partials
         self._config, self._device, self._queue, self._client = config, placement.device, queue, client
         self._model_dir, self._backend, self._on_fatal, self._note = model_dir, backend, on_fatal, note
         self._places = Places(config, session=session, placement=placement, options=options)
@@ -152,6 +155,7 @@ class ActorManager:
             "cluster/rollout_actors": float(len(self._alive)), "cluster/faults": float(self.faults), "cluster/restarts": float(self.restarts),
             **{f"rollout/{name}": sum((counters.get(name, 0.0) for counters in told), 0.0) for name in ("verifier_errors", *sorted(kinds))},
             "rollout/attempts_failed": sum((counters.get("failed", 0.0) for counters in told), 0.0),
+            "rollout/continued_tokens": sum((counters.get("continued_tokens", 0.0) for counters in told), 0.0),
         }
 
     async def drop(self, actor_id: str, error: BaseException) -> None:
@@ -199,7 +203,7 @@ class ActorManager:
         actor = ray.remote(RolloutProcess).options(max_concurrency=MAX_CALLS, **place.option)
         handle = actor.remote(
             self._config, actor_id=actor_id, queue=self._queue, model_dir=self._model_dir, device=self._device,
-            cores=place.slot.cores,
+            cores=place.slot.cores, partials=self._partials,
         )
         size, node_id = self._config.cluster.engine.tensor_parallel_size, place.slot.node_id
         place.engine = RemoteEngine(actor_id, place.index, size, handle, lambda announcement: self._relays.local(announcement, node_id))

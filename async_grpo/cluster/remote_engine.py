@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from async_grpo.replay.continued import Beginning
 from async_grpo.weights.base import Announcement, Receipt, TokenSequence
 
 
@@ -41,6 +42,9 @@ class RemoteEngine:
 
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
         return await self.handle.score.remote(sequences)
+
+    async def partials(self) -> list[tuple[Beginning, bytes]]:
+        return await self.handle.partials.remote()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
         return await self.handle.probe_sequences.remote()

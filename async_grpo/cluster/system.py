@@ -27,6 +27,7 @@ from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, queue_died
 from async_grpo.cluster.queue_process import QueueProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.session import Session
+from async_grpo.cluster.under_way import UnderWay
 from async_grpo.cluster.watchdog import whole_step
 from async_grpo.config.resume import training_digest
 from async_grpo.config.schema import Config
@@ -165,13 +166,14 @@ class System:
         backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
         self._refuse_short_acknowledgement(backend)
         learner_options, engine_options = await self._reserve(placement)
+        self._under_way = UnderWay(config, origin.path, note)
         await self._start_queue(origin, note)
         self._relays = Relays(
             home=placement.learners[0].node_id, key=self._key, fallback=fallback_directory(config), where=session.on_node, note=note
         )
         self.actors = ActorManager(
             config, session=session, placement=placement, options=engine_options, queue=self._queue_handle, client=self.queue,
-            relays=self._relays, model_dir=model_dir, backend=backend, on_fatal=self._fail, note=note,
+            relays=self._relays, model_dir=model_dir, backend=backend, on_fatal=self._fail, note=note, partials=self._under_way.path,
         )
         self.learner = LearnerGroup(
             config, placement=placement, options=learner_options, queue=self._queue_handle, model_dir=model_dir, backend=backend,
@@ -242,11 +244,14 @@ class System:
     async def _save(self, directory: Path) -> tuple[dict[str, Any], Written]:
         await self.loop.finish()
         snapshot = await self.queue.snapshot()
+        self._under_way.begin(self.actors.alive(), snapshot)
         return snapshot, await self.learner.write_checkpoint(str(directory), {"step": self.steps_done, "rows": self.loop.row_state()})
 
     async def finish_save(self, directory: Path) -> dict[str, FileSum]:
         """Bring what `save` wrote into its directory, while steps go on; all files in it. Raises StorageFailure."""
-        return await self.learner.finish_checkpoint(str(directory))
+        sums = await self.learner.finish_checkpoint(str(directory))
+        await self._under_way.write(directory)
+        return sums
 
     async def forget(self, *, segment: int, step: int) -> None:
         """Let the journal drop what is only in segments before this one, which begins with the checkpoint of `step`."""
@@ -352,7 +357,7 @@ class System:
         ) if config.replay.journal.enable else None
         repairs = {"max_restarts": config.cluster.restart_budget, "max_task_retries": -1} if journal is not None else {}
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **repairs, **self._session.on_this_node())
-        self._queue_handle = queue.remote(self._queue_settings(origin.step), journal, origin.snapshot(), config.run.dir)
+        self._queue_handle = queue.remote(self._queue_settings(origin.step), journal, self._under_way.snapshot(origin.snapshot()), config.run.dir)
         self.queue = QueueClient(self._queue_handle)
         if (report := await self.queue.opened(timeout_s=config.watchdog.start_timeout_s)) is not None:
             note(f"replay queue: {report}")
@@ -363,7 +368,7 @@ class System:
             budget = self._config.cluster.restart_budget
             self._note(f"the replay queue's process died; it was started again from its journal (restart {restarts} of at most {budget})")
             self.queue_restarts = restarts
-        return metrics | self.actors.measurements() | {"cluster/learner_restarts": float(self.gang.restarts)}
+        return metrics | self.actors.measurements() | self._under_way.measurements() | {"cluster/learner_restarts": float(self.gang.restarts)}
 
     def _identity(self) -> str:
         """Digest of everything that a completed group depends on, the weights after the start apart."""

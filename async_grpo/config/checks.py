@@ -48,7 +48,7 @@ class RuleError(ValueError):
 
 def check(config: Config) -> None:
     """Raise RuleError with a sentence for every rule that `config` breaks."""
-    sentences = [sentence for rules in (_sizes, _run, _trained, _batches, _staleness, check_algorithm, _learner, _cluster) for sentence in rules(config)]
+    sentences = [sentence for rules in (_sizes, _run, _trained, _batches, _staleness, _partial, check_algorithm, _learner, _cluster) for sentence in rules(config)]
     if sentences:
         raise RuleError(sentences)
 
@@ -132,6 +132,21 @@ def _staleness(config: Config) -> Iterator[str]:
         yield (
             "`replay.order: ready` lets groups leave as they are completed, so one that takes longer than the others may become older than "
             f"`replay.max_staleness` = {bound} by any number of steps: use `replay.on_stale: mask` or `expire` with it, or order oldest or fifo."
+        )
+
+
+def _partial(config: Config) -> Iterator[str]:
+    if not config.checkpoint.partial_rollouts:
+        return
+    if config.seeded:
+        yield (
+            f"`checkpoint.partial_rollouts` is true and `rollout.seeded` is {config.rollout.seeded} (`replay.max_staleness` is "
+            f"{config.replay.max_staleness}): a seeded response that is continued would be another one than its seed makes; set one of them to false or off."
+        )
+    if not config.replay.journal.enable:
+        yield (
+            "`checkpoint.partial_rollouts` is true and `replay.journal.enable` is false: only the journal tells which responses were still under "
+            "way when the run ended; enable it, or set the other to false."
         )
 
 

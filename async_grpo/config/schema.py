@@ -199,6 +199,8 @@ class Checkpoint(Section):
     """`auto` continues from the newest complete checkpoint of the run directory, `never` starts anew, a path names a checkpoint."""
     on_lost_steps: Literal["replay", "discard"] = "replay"
     """Learner steps after the checkpoint that the journal recorded: train the same batches again, or take them back and train others."""
+    partial_rollouts: bool = False
+    """Keep the beginnings of responses that are being generated, and let a resumed run continue them; off, their prompts are issued again."""
 
 
 class Tracking(Section):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from async_grpo.replay.continued import Continued
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.retirement import Retirement
 from async_grpo.replay.rules import QueueSettings, fair_share
@@ -28,13 +29,13 @@ class _Poll:
 class Admission:
     """Divides the free slots of a ledger among the actors that ask."""
 
-    def __init__(self, settings: QueueSettings, ledger: Ledger, retirement: Retirement) -> None:
-        self._settings, self._ledger, self._retirement = settings, ledger, retirement
+    def __init__(self, settings: QueueSettings, ledger: Ledger, retirement: Retirement, continued: Continued) -> None:
+        self._settings, self._ledger, self._retirement, self._continued = settings, ledger, retirement, continued
         self._polls: dict[str, _Poll] = {}
 
     def grant(self, actor_id: str, want: int, *, now: float) -> int:
         """Tickets for this actor, which asked for `want`: all free slots go, one by one, to the asking actor with the fewest in flight."""
-        free = self.free_again() + self._free_new()
+        free = free_again(self._settings, self._ledger) + self._free_new()
         if want <= 0 or free <= 0:  # the common answer, so it must not look at every actor
             self._polls[actor_id] = _Poll(now, want)
             return 0
@@ -50,17 +51,29 @@ class Admission:
         """This actor reserves nothing any more."""
         self._polls.pop(actor_id, None)
 
-    def free_again(self) -> int:
-        """Waiting groups that may be issued again now; all of them, unless a resumed run has more than B."""
-        waiting = len(self._ledger.slots[State.WAITING])
-        return max(min(waiting, self._settings.capacity - self._ledger.under_way, self._trainable() + waiting), 0)
+    def again(self) -> list[tuple[int, int]]:
+        """(group id, version of its ticket) of all waiting groups that may be issued again now: first those that continue.
+
+        They are all that wait, unless a resumed run has more than B.
+        """
+        live, waiting = self._ledger.live, self._ledger.slots[State.WAITING]
+        known = {group_id: self._continued.version(entry) for group_id, entry in waiting.items()}
+        order = sorted(known, key=lambda group_id: (known[group_id] is None, group_id))
+        free = free_again(self._settings, self._ledger)
+        return [(group_id, live if known[group_id] is None else known[group_id]) for group_id in order[:free]]
 
     def _free_new(self) -> int:
         if self._retirement.exhausted:
             return 0
-        return max(min(self._settings.capacity - len(self._ledger.entries), self._trainable()), 0)
+        return max(min(self._settings.capacity - len(self._ledger.entries), _trainable(self._settings, self._ledger)), 0)
 
-    def _trainable(self) -> int:
-        """Groups that the run can train beyond those that hold a slot."""
-        settings, ledger = self._settings, self._ledger
-        return settings.total_groups - ledger.steps * settings.rollout_batch_size - ledger.untrained
+
+def free_again(settings: QueueSettings, ledger: Ledger) -> int:
+    """How many waiting groups may be issued again now."""
+    waiting = len(ledger.slots[State.WAITING])
+    return max(min(waiting, settings.capacity - ledger.under_way, _trainable(settings, ledger) + waiting), 0)
+
+
+def _trainable(settings: QueueSettings, ledger: Ledger) -> int:
+    """Groups that the run can train beyond those that hold a slot."""
+    return settings.total_groups - ledger.steps * settings.rollout_batch_size - ledger.untrained

@@ -53,7 +53,7 @@ class Departure:
         if self._settings.order == "fifo":
             return min([*slots[State.WAITING], *slots[State.IN_FLIGHT]], default=chosen[-1].group_id + 1) > chosen[-1].group_id
         staying = [entry.policy_version for entry in (*ready, *slots[State.IN_FLIGHT].values())]
-        staying += [self._ledger.live] * self._admission.free_again()
+        staying += [version for _, version in self._admission.again()]
         return can_leave(
             staying, step=step, max_staleness=self._settings.max_staleness, batch_size=self._settings.rollout_batch_size
         )

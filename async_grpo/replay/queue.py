@@ -35,6 +35,7 @@ import numpy as np
 
 from async_grpo.replay import events
 from async_grpo.replay.admission import Admission
+from async_grpo.replay.continued import Continued
 from async_grpo.replay.departure import Departure
 from async_grpo.replay.journal import JOURNAL_FORMAT, Writer
 from async_grpo.replay.ledger import Entry, Ledger, State
@@ -80,7 +81,7 @@ class ReplayQueue:
 
     def __init__(
         self, settings: QueueSettings, *, clock: Callable[[], float] = time.monotonic, ledger: Ledger | None = None,
-        journal: Writer | None = None, facts: dict[str, Any] | None = None, report: object = None,
+        journal: Writer | None = None, facts: dict[str, Any] | None = None, report: object = None, continued: Continued | None = None,
     ) -> None:
         """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what a resumed queue took over, as text."""
         self.settings = settings
@@ -90,7 +91,7 @@ class ReplayQueue:
             first_group_id=settings.next_group_id, steps=settings.trained_steps, max_attempts=settings.max_attempts
         )
         self._retirement = Retirement(settings, self._ledger.retired)
-        self._admission = Admission(settings, self._ledger, self._retirement)
+        self._admission = Admission(settings, self._ledger, self._retirement, continued or Continued())
         self._pressure = Pressure()
         self._departure = Departure(settings, self._ledger, self._admission, self.record)
         self._batch: Batch | None = None
@@ -291,15 +292,15 @@ class ReplayQueue:
     # ---- tickets ----
 
     def _issue(self, actor_id: str, count: int) -> list[GroupTicket]:
-        """`count` tickets of the live version: groups that wait for another attempt first, then new ids.
+        """`count` tickets, of the live version unless a group continues: groups that wait first, then new ids.
 
         Fewer only if `MAX_SKIPS` ids of retired problems lie before the new ones.
         """
         ledger = self._ledger
-        again = sorted(ledger.slots[State.WAITING])[: min(count, self._admission.free_again())]
-        for group_id in again:
-            self.record(events.Issue(group_id, ledger.entries[group_id].attempt + 1, actor_id, ledger.live))
-        given, end = again, ledger.next_group_id + count + MAX_SKIPS
+        again = self._admission.again()[:count]
+        for group_id, version in again:
+            self.record(events.Issue(group_id, ledger.entries[group_id].attempt + 1, actor_id, version))
+        given, end = [group_id for group_id, _ in again], ledger.next_group_id + count + MAX_SKIPS
         while len(given) < count and ledger.next_group_id < end:
             first = group_id = ledger.next_group_id
             while group_id < end and self._retirement.skips(group_id):

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from async_grpo.replay.admission import free_again
+from async_grpo.replay.continued import Beginning, Continued, choose, told
 from async_grpo.replay.events import Drop
 from async_grpo.replay.journal import JOURNAL_FORMAT, Fsync, JournalDamage, JournalError, Segment, Writer, segments
 from async_grpo.replay.ledger import Ledger, State
@@ -57,7 +59,7 @@ def open_queue(
 ) -> ReplayQueue:
     """The queue of a run: a new one, one that goes on after its process died, or one that resumes for `settings.trained_steps`.
 
-    snapshot: what the checkpoint kept (`ReplayQueue.snapshot`), None at the start of a run. `queue.report` says what was taken over.
+    snapshot: what the checkpoint kept (`ReplayQueue.snapshot`, and the `beginnings` of responses), None at the start of a run. `queue.report` says what was taken over.
     Raises JournalError for a journal that cannot be read, ValueError for a snapshot that does not belong to the learner's step.
     """
     if snapshot is not None:
@@ -71,7 +73,10 @@ def open_queue(
     except OSError as error:
         raise JournalError(f"the journal's directory {directory} cannot be made: {error.strerror or error}") from error
     own = _own_segment(directory, journal.start)
-    return _resume(settings, journal, snapshot, clock=clock) if own is None else _go_on(settings, journal, own, clock=clock)
+    beginnings = [Beginning(*one) for one in (snapshot or {}).get("beginnings", ())]
+    if own is None:
+        return _resume(settings, journal, snapshot, beginnings, clock=clock)
+    return _go_on(settings, journal, own, beginnings if own.snapshot["start"] == journal.start else [], clock=clock)
 
 
 def _own_segment(directory: Path, start: str) -> Segment | None:
@@ -94,7 +99,9 @@ def _own_segment(directory: Path, start: str) -> Segment | None:
     return None
 
 
-def _go_on(settings: QueueSettings, journal: JournalSettings, last: Segment, *, clock: Callable[[], float]) -> ReplayQueue:
+def _go_on(
+    settings: QueueSettings, journal: JournalSettings, last: Segment, beginnings: list[Beginning], *, clock: Callable[[], float]
+) -> ReplayQueue:
     """The queue's process died: everything is as it was."""
     ledger = Ledger.from_snapshot(last.snapshot["ledger"])
     for record in last.records():
@@ -109,20 +116,23 @@ def _go_on(settings: QueueSettings, journal: JournalSettings, last: Segment, *, 
             unreadable.append(entry)
     ledger.totals["restarts"] += 1
     writer = _writer(journal, number=last.number, last=last, clock=clock)
-    queue = _opened(settings, ledger, writer, {name: value for name, value in last.snapshot.items() if name != "ledger"}, clock=clock)
+    facts = {name: value for name, value in last.snapshot.items() if name != "ledger"}
+    queue = _opened(settings, ledger, writer, facts, beginnings, clock=clock)
     for entry in unreadable:
         queue.record(Drop(entry.group_id, entry.attempt))
     return queue
 
 
 def _resume(
-    settings: QueueSettings, journal: JournalSettings, snapshot: dict[str, Any] | None, *, clock: Callable[[], float]
+    settings: QueueSettings, journal: JournalSettings, snapshot: dict[str, Any] | None, beginnings: list[Beginning], *,
+    clock: Callable[[], float],
 ) -> ReplayQueue:
     """Another start of the run. Without a journal that fits, outstanding groups are generated again."""
     directory = Path(journal.directory)
     numbers = segments(directory)
     past, note = (None, "") if journal.fresh or not numbers else find_past(directory, snapshot, settings, journal.identity)
     ledger = report = None
+    continued: list[Beginning] = []
     facts = snapshot_facts(journal.identity, journal.training, start=journal.start, from_step=settings.trained_steps)
     if past is not None:
         facts |= {"journal": past.snapshot["journal"], "epoch": past.snapshot["epoch"] + 1}
@@ -132,6 +142,9 @@ def _resume(
             ledger, report = forward(past, settings, results)
         else:
             ledger, report = rewind(past, settings, results=results, why=why)
+        if beginnings and results is not None:
+            continued, useless = choose(beginnings, ledger, end=past.ledger, settings=settings, free=free_again(settings, ledger))
+            report.continued = told(continued, useless)
     elif snapshot is not None:
         facts["epoch"] = snapshot["epoch"] + 1
         ledger, report = rewind(Past(snapshot), settings, why=note)
@@ -141,7 +154,7 @@ def _resume(
     writer = _writer(journal, number=max(numbers, default=0), last=None if past is None else past.last, clock=clock)
     if journal.fresh:
         writer.remove(set(numbers))
-    queue = _opened(settings, ledger, writer, facts, clock=clock)
+    queue = _opened(settings, ledger, writer, facts, continued, clock=clock)
     queue.report = report
     return queue
 
@@ -170,7 +183,8 @@ def _writer(journal: JournalSettings, *, number: int, last: Segment | None, cloc
 
 
 def _opened(
-    settings: QueueSettings, ledger: Ledger | None, writer: Writer, facts: dict[str, Any], *, clock: Callable[[], float]
+    settings: QueueSettings, ledger: Ledger | None, writer: Writer, facts: dict[str, Any], continued: list[Beginning], *,
+    clock: Callable[[], float],
 ) -> ReplayQueue:
     if ledger is not None:
         ready = list(ledger.slots[State.READY].values())
@@ -178,7 +192,7 @@ def _opened(
             entry.ready_at = clock() - 1e-6 * (len(ready) - place)  # the order of completion outlives the process, the times do not
         for entry in ledger.slots[State.IN_FLIGHT].values():
             entry.issued_at = clock()
-    queue = ReplayQueue(settings, ledger=ledger, journal=writer, facts=facts, clock=clock)
+    queue = ReplayQueue(settings, ledger=ledger, journal=writer, facts=facts, clock=clock, continued=Continued(continued))
     queue.begin_segment()
     return queue
 

@@ -36,6 +36,8 @@ class Report:
     why: str = ""
     """Why lost steps are not rolled forward."""
     note: str = ""
+    continued: str = ""
+    """What became of responses that were under way."""
 
     def waits(self, reason: str) -> None:
         """Count a group that waits."""
@@ -48,7 +50,7 @@ class Report:
             text += f"; {_steps(self.rolled)} after the checkpoint (step {self.from_step}) rolled forward from the recorded batches"
         if self.lost_steps:
             text += f"; {_steps(self.lost_steps)} after the checkpoint (step {self.from_step}) discarded and trained anew: {self.why}"
-        return text + (f"; {self.note}" if self.note else "")
+        return text + "".join(f"; {part}" for part in (self.continued, self.note) if part)
 
 
 def _steps(count: int) -> str:
