@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,6 +147,16 @@ def encode(growing: Growing, *, max_bytes: int) -> tuple[Beginning, bytes] | Non
     return Beginning(ticket.group_id, ticket.attempt, ticket.policy_version, newest, open_ones, tokens), packed
 
 
+async def encode_all(groups: Sequence[Growing], *, max_bytes: int) -> list[tuple[Beginning, bytes]]:
+    """`encode` of those that have something to tell."""
+    found = []
+    for growing in groups:
+        if (one := encode(growing, max_bytes=max_bytes)) is not None:
+            found.append(one)
+        await asyncio.sleep(0)  # other calls must not wait for all of them
+    return found
+
+
 def write_file(directory: Path, groups: Sequence[tuple[Beginning, bytes]]) -> None:
     """Write the file of a checkpoint; no file where there is nothing."""
     if groups:
@@ -185,8 +196,17 @@ class PartialFile:
         self._file.seek(offset)
         return self._file.read(length)
 
-    def take(self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling]) -> list[Completion]:
-        """The beginnings of the responses that this ticket stands for, at most once; empty where they do not fit it. Raises PartialError."""
+    def take(self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling], counts: Counter[str]) -> list[Completion]:
+        """The beginnings of the responses that this ticket stands for, at most once; empty where they do not fit it, or cannot be read."""
+        try:
+            known = self._take(ticket, prompt_ids, wanted)
+        except (PartialError, OSError):  # as good as none; the file was whole when the run began
+            counts["continued_unreadable"] += 1
+            return []
+        counts["continued_tokens"] += sum(len(one.token_ids) for one in known)
+        return known
+
+    def _take(self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling]) -> list[Completion]:
         known = self._places.get(ticket.group_id)
         if known is None or (known[0].attempt, known[0].version) != (ticket.attempt, ticket.policy_version):
             return []

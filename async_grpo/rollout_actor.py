@@ -26,7 +26,7 @@ import numpy as np
 from async_grpo.config.schema import Config
 from async_grpo.engine import Completion, Engine, EngineError, Sampling, stop_tokens
 from async_grpo.errors import SetupError, VerifierFailed
-from async_grpo.partials import Growing, PartialError, PartialFile, encode
+from async_grpo.partials import Growing, PartialFile, encode_all
 from async_grpo.replay.continued import Beginning
 from async_grpo.replay.queue import Verdict
 from async_grpo.tasks.base import Problem, Score
@@ -228,12 +228,7 @@ class RolloutActor:
 
     async def partials(self) -> list[tuple[Beginning, bytes]]:
         """The beginnings of all groups that are under way, while they go on; of one that the queue has got meanwhile, perhaps too."""
-        found = []
-        for growing in list(self._growing.values()):
-            if (one := encode(growing, max_bytes=self._config.wire.max_frame_bytes)) is not None:
-                found.append(one)
-            await asyncio.sleep(0)  # other calls must not wait for all of them
-        return found
+        return await encode_all(list(self._growing.values()), max_bytes=self._config.wire.max_frame_bytes)
 
     async def close(self) -> None:
         """Stop the engine and the verifiers."""
@@ -313,21 +308,10 @@ class RolloutActor:
         rollout = self._config.rollout
         wanted = [self._sampling(n=rollout.group_size, temperature=rollout.temperature, seed=seed)]
         wanted += [self._sampling(n=1, temperature=0.0, seed=None)] * self._baselines
-        growing = Growing(self._engine, ticket, prompt_ids, wanted, known=self._known(ticket, prompt_ids, wanted))
+        known = [] if self._partials is None else self._partials.take(ticket, prompt_ids, wanted, self._counts)
+        growing = Growing(self._engine, ticket, prompt_ids, wanted, known=known)
         self._growing[ticket.group_id, ticket.attempt] = growing
         return await growing.finish()
-
-    def _known(self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling]) -> list[Completion]:
-        """The beginnings of the responses that this ticket stands for, if it continues them."""
-        if self._partials is None:
-            return []
-        try:
-            known = self._partials.take(ticket, prompt_ids, wanted)
-        except (PartialError, OSError):  # as good as none; the file was whole when the run began
-            self._counts["continued_unreadable"] += 1
-            return []
-        self._counts["continued_tokens"] += sum(len(one.token_ids) for one in known)
-        return known
 
     async def _score(self, problem: Problem, completions: list[Completion]) -> list[Score]:
         results = await self._verifiers.score_many([(self._text(completion), problem.reference) for completion in completions])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,8 @@ def test_a_file_gives_back_what_was_written_once(tmp_path: Path) -> None:
     file = PartialFile.at(file_of(tmp_path))
     assert file.beginnings == [Beginning(7, 2, 1, 1, 1, 3), Beginning(0, 1, 0, 1, 2, 9)]
     (tmp_path / FILE).unlink()
-    assert all(map(same, file.take(TICKET, PROMPT, WANTED), KNOWN)), "its checkpoint was pruned"
-    assert file.take(TICKET, PROMPT, WANTED) == [], "an attempt is continued once"
+    assert all(map(same, file.take(TICKET, PROMPT, WANTED, Counter()), KNOWN)), "its checkpoint was pruned"
+    assert file.take(TICKET, PROMPT, WANTED, Counter()) == [], "an attempt is continued once"
     file.close()
 
 
@@ -138,7 +139,7 @@ def test_a_file_gives_back_what_was_written_once(tmp_path: Path) -> None:
     (TICKET, [0, 1], WANTED), (TICKET, PROMPT, WANTED[:1]), (TICKET, PROMPT, [Sampling(n=3, max_tokens=4, temperature=1.0)]),
 ])
 def test_what_does_not_fit_the_ticket_is_not_continued(tmp_path: Path, ticket: GroupTicket, prompt: list[int], wanted: list[Sampling]) -> None:
-    assert PartialFile(file_of(tmp_path)).take(ticket, prompt, wanted) == []
+    assert PartialFile(file_of(tmp_path)).take(ticket, prompt, wanted, Counter()) == []
 
 
 def test_a_file_that_is_not_one_is_refused(tmp_path: Path) -> None:
@@ -164,11 +165,10 @@ def test_a_response_that_breaks_the_format_is_refused(tmp_path: Path, change: di
     wanted, row = [Sampling(n=1, max_tokens=8, temperature=1.0)], Beginning(0, 1, 0, 1, 1, 3)
     for one, fits in ((plain, True), (plain | change, False)):
         write_file(tmp_path, [(row, msgpack.packb({"prompt": np.asarray(PROMPT, np.int32).tobytes(), "responses": [one]}))])
-        if fits:
-            assert PartialFile(tmp_path / FILE).take(TICKET, PROMPT, wanted)[0].token_ids.tolist() == [0, 1, 2]
-        else:
-            with pytest.raises(PartialError):
-                PartialFile(tmp_path / FILE).take(TICKET, PROMPT, wanted)
+        counts = Counter()
+        taken = PartialFile(tmp_path / FILE).take(TICKET, PROMPT, wanted, counts)
+        assert [response.token_ids.tolist() for response in taken] == ([[0, 1, 2]] if fits else [])
+        assert counts == ({"continued_tokens": 3} if fits else {"continued_unreadable": 1})
 
 
 # -- the rollout actor ------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_mo
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert growing.so_far() == [], "a request that was aborted tells of nothing"
-            known = PartialFile(tmp_path / FILE).take(TICKET, prompt, wanted)
+            known = PartialFile(tmp_path / FILE).take(TICKET, prompt, wanted, Counter())
             await engine._set_label("v0.4")
             short = [Sampling(n=one.n, max_tokens=max(len(start.token_ids) for start in known) + 40, temperature=one.temperature) for one in wanted]
             again = Growing(engine, TICKET, prompt, short, known=known)

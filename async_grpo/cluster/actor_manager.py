@@ -63,8 +63,7 @@ class ActorManager:
         partials: str | None = None,
     ) -> None:
         """partials: what the actors continue from (`UnderWay.path`)."""
-        self._partials = partials
-        self._config, self._device, self._queue, self._client = config, placement.device, queue, client
+        self._config, self._device, self._queue, self._client, self._partials = config, placement.device, queue, client, partials
         self._model_dir, self._backend, self._on_fatal, self._note = model_dir, backend, on_fatal, note
         self._places = Places(config, session=session, placement=placement, options=options)
         self._relays = relays
@@ -148,14 +147,13 @@ class ActorManager:
         return tuple(self._processes.values())
 
     def measurements(self) -> dict[str, float]:
-        """Actors that are alive, and what all of them, the dead ones too, have told of errors when they were last probed."""
+        """Actors that are alive, and what all of them, the dead ones too, have told when they were last probed."""
         told = self._counters.values()
-        kinds = {name for counters in told for name in counters if name.startswith("verifier_errors_")}
+        kinds = {"continued_tokens", *(name for counters in told for name in counters if name.startswith("verifier_errors_"))}
         return {
             "cluster/rollout_actors": float(len(self._alive)), "cluster/faults": float(self.faults), "cluster/restarts": float(self.restarts),
             **{f"rollout/{name}": sum((counters.get(name, 0.0) for counters in told), 0.0) for name in ("verifier_errors", *sorted(kinds))},
             "rollout/attempts_failed": sum((counters.get("failed", 0.0) for counters in told), 0.0),
-            "rollout/continued_tokens": sum((counters.get("continued_tokens", 0.0) for counters in told), 0.0),
         }
 
     async def drop(self, actor_id: str, error: BaseException) -> None:
