@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 
+from async_grpo import checkpoint
 from async_grpo.cluster import under_way
 from async_grpo.cluster.under_way import UnderWay
 from async_grpo.config.load import ConfigError
@@ -257,10 +258,9 @@ def config(**sections: dict[str, Any]) -> Config:
 
 async def test_a_checkpoint_gets_the_tickets_that_were_out_and_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_way, "PATIENCE_S", 0.1)
-    old, new, said = tmp_path / "old", tmp_path / "new", []
-    old.mkdir()
+    new, said = tmp_path / "new", []
     new.mkdir()
-    file_of(old)
+    old = sealed(tmp_path)
     parts = UnderWay(config(), old, said.append)
     assert parts.path == str(old / FILE) and parts.snapshot({"a": 1})["beginnings"][1].group_id == 0
     ours, other = Beginning(3, 1, 0, 1, 2, 9), Beginning(4, 1, 0, 1, 2, 9)
@@ -278,9 +278,25 @@ async def test_a_checkpoint_gets_the_tickets_that_were_out_and_those_that_wait(t
     assert parts.measurements() == {"cluster/partial_silent": 2.0} and "b did not tell" in said[0] + said[1], said
 
 
+def sealed(run_dir: Path, *, content: bytes | None = None) -> Path:
+    """A checkpoint with beginnings in it, or with this instead."""
+    directory = checkpoint.begin(run_dir, 1)
+    path = file_of(directory)
+    if content is not None:
+        path.write_bytes(content)
+    return checkpoint.commit(directory, {})
+
+
+def test_a_file_that_the_checkpoint_does_not_know_or_that_is_of_another_format_is_left_alone(tmp_path: Path) -> None:
+    said: list[str] = []
+    origin = checkpoint.commit(checkpoint.begin(tmp_path, 1), {})
+    file_of(origin)
+    assert UnderWay(config(), origin, said.append).path is None and not said
+    assert UnderWay(config(), sealed(tmp_path, content=b"other"), said.append).path is None and "generated from their beginning" in said[0]
+
+
 async def test_without_the_setting_nobody_is_asked(tmp_path: Path) -> None:
-    file_of(tmp_path)
-    parts = UnderWay(config(checkpoint={"partial_rollouts": False}), tmp_path, print)
+    parts = UnderWay(config(checkpoint={"partial_rollouts": False}), sealed(tmp_path), print)
     parts.begin([Told("a", RuntimeError("asked"))], {})
     await parts.write(tmp_path / "nowhere")
     assert parts.path is None and parts.snapshot({"a": 1}) == {"a": 1} and parts.measurements() == {}

@@ -70,6 +70,17 @@ async def test_a_group_goes_on_as_it_was_and_the_learner_waits_for_it(tmp_path: 
     assert [group.min_version for group in (await queue.get_batch(3)).groups] == [0, 2]
 
 
+async def test_what_waits_to_go_on_is_waited_for_and_goes_first(tmp_path: Path) -> None:
+    queue, journal, old, new = await story(tmp_path)
+    await queue.put("a", [frame_of(ticket) for ticket in await queue.acquire("a", 2, [], 2)])
+    resumed = again(journal, await saved(queue, beginning_of(old)))
+    assert await resumed.get_batch(3) is None, "two groups are ready, but one that nobody has taken yet is due"
+    await resumed.put("b", [frame_of(ticket) for ticket in await resumed.acquire("b", 2, [], 1)])
+    assert old.group_id in [group.group_id for group in (await resumed.get_batch(3)).groups]
+    resumed = again(journal, await saved(queue, beginning_of(new)), start="third")
+    assert old.group_id < new.group_id and await resumed.acquire("c", 2, [], 1) == [new]
+
+
 async def test_what_continues_survives_more_deaths_before_and_after_it_was_issued(tmp_path: Path) -> None:
     queue, journal, old, new = await story(tmp_path)
     snapshot = await saved(queue, beginning_of(old), beginning_of(new))

@@ -15,9 +15,10 @@ from typing import Any
 
 import ray
 
+from async_grpo import checkpoint
 from async_grpo.cluster.remote_engine import RemoteEngine
 from async_grpo.config.schema import Config
-from async_grpo.partials import FILE, PartialFile, write_file
+from async_grpo.partials import FILE, PartialError, PartialFile, write_file
 from async_grpo.replay.continued import Beginning
 from async_grpo.replay.ledger import State
 
@@ -31,7 +32,7 @@ class UnderWay:
     def __init__(self, config: Config, origin: Path | None, note: Callable[[str], None]) -> None:
         """origin: the checkpoint that the run continues, its sums verified."""
         self._on, self._note = config.checkpoint.partial_rollouts, note
-        self._restored = PartialFile.at(origin / FILE) if self._on and origin is not None else None
+        self._restored = self._read(origin) if self._on and origin is not None else None
         self._gathering: asyncio.Task[Groups] | None = None
         self.silent = 0
         self.path = None if self._restored is None else str(origin / FILE)
@@ -57,6 +58,15 @@ class UnderWay:
     def measurements(self) -> dict[str, float]:
         """Actors that did not answer, since the start."""
         return {"cluster/partial_silent": float(self.silent)} if self._on else {}
+
+    def _read(self, origin: Path) -> PartialFile | None:
+        if FILE not in checkpoint.read(origin)["files"]:
+            return None
+        try:
+            return PartialFile.at(origin / FILE)
+        except PartialError as error:
+            self._note(f"responses that were under way are generated from their beginning: {error}")
+            return None
 
     async def _gather(self, engines: Sequence[RemoteEngine], snapshot: dict[str, Any]) -> Groups:
         rows = [tuple(row[:5]) for row in snapshot["ledger"]["groups"]]  # id, attempt, version, state, actor
