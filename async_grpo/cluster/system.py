@@ -25,6 +25,7 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.post_mortem import Scene
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, queue_died
 from async_grpo.cluster.queue_process import QueueProcess
+from async_grpo.cluster.refusals import refuse
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.session import Session
 from async_grpo.cluster.under_way import UnderWay
@@ -32,7 +33,7 @@ from async_grpo.cluster.watchdog import whole_step
 from async_grpo.config.resume import training_digest
 from async_grpo.config.schema import Config
 from async_grpo.durable import FileSum, StorageFailure, Written
-from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
+from async_grpo.errors import FaultBudgetSpent, Stalled
 from async_grpo.learner.drafts import remove_drafts
 from async_grpo.leftovers import remove_abandoned
 from async_grpo.loop import Loop
@@ -41,7 +42,6 @@ from async_grpo.replay.recovery import JournalSettings
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
-from async_grpo.weights.delivery import UNDER_WAY
 from async_grpo.weights.sender import fallback_directory, resolve_backend
 from async_grpo.weights.shared_memory import remove_segments
 from async_grpo.wire import Batch
@@ -158,13 +158,11 @@ class System:
         self.model_dir = model_dir
         placement = await session.wait_for_room(config)
         self.device = placement.device
-        self._refuse_bfloat16_without_zero(placement.device)
-        self._refuse_seeds_that_cannot_pause(placement.device)
         used = {slot.node_id for slot in (*placement.learners, *placement.engines)}
         if len(session.nodes()) > 1:
             await session.check_shared_storage(config.run.dir, used, timeout_s=config.cluster.resources_timeout_s)
         backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
-        self._refuse_short_acknowledgement(backend)
+        refuse(config, device=placement.device, backend=backend)
         learner_options, engine_options = await self._reserve(placement)
         self._under_way = UnderWay(config, origin.path, note)
         await self._start_queue(origin, note)
@@ -308,31 +306,6 @@ class System:
     def steps_done(self) -> int:
         """Learner steps contained in the weights."""
         return self.loop.steps_done
-
-    def _refuse_bfloat16_without_zero(self, device: str) -> None:
-        dtype = self._config.model.dtype
-        if self._config.learner.zero_stage == 0 and (dtype == "bfloat16" or (dtype == "auto" and device == "cuda")):
-            raise SetupError(
-                "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be added up in bfloat16; use stage 1, 2 or 3, or "
-                "model.dtype=float32."
-            )
-
-    def _refuse_short_acknowledgement(self, backend: str) -> None:
-        deadlines = self._config.weight_sync.deadlines
-        least = deadlines.pause_s + UNDER_WAY * deadlines.bucket_s + deadlines.resume_s
-        if backend == "nccl" and deadlines.acknowledge_s <= least:
-            raise SetupError(
-                f"`weight_sync.deadlines.acknowledge_s` is {deadlines.acknowledge_s:g}, and engines that are cut off notice it only after up to "
-                f"{least:g} s (pause_s + {UNDER_WAY} x bucket_s + resume_s): they would be taken for the culprit; raise it, or lower those."
-            )
-
-    def _refuse_seeds_that_cannot_pause(self, device: str) -> None:
-        config = self._config
-        if device == "cpu" and config.seeded and config.replay.max_staleness > 0 and config.weight_sync.kv_cache == "recompute":
-            raise SetupError(
-                "`rollout.seeded` is on: on CPU, vLLM dies when a seeded response is preempted by a publication; use rollout.seeded=off, "
-                "weight_sync.kv_cache=keep, or replay.max_staleness=0."
-            )
 
     async def _reserve(self, placement: Placement) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Ray options of every learner rank and engine; colocated, rank i and engine i share one bundle."""
