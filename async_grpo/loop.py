@@ -35,6 +35,7 @@ from async_grpo.planning import RowMath
 from async_grpo.wire import Batch
 
 POLL_S = 0.005
+BETWEEN = "between two learner steps"
 
 
 class QueueSide(Protocol):
@@ -75,8 +76,10 @@ class Loop:
         self.go_back(steps_done, row_state)
         self.stopping = False
         """Whether to give up waiting for groups."""
-        self.phase = "between two learner steps"
+        self.phase = BETWEEN
         """What a step is doing, for messages."""
+        self.latest: dict[str, float] = {}
+        """Metrics of the last step."""
         self.tokens = 0
         self.lag_sum = self.lag_max = 0.0
         self.durations: list[float] = []
@@ -93,18 +96,24 @@ class Loop:
         self.steps_done = self._published = steps_done
         self._row_math = RowMath(self._config, self._weights, row_state)
 
-    async def repeat(self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]) -> list[int]:
-        """Train the recorded steps up to `until` again; the versions whose weights have another digest than the `recorded` one."""
-        different = []
+    async def repeat(
+        self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]
+    ) -> tuple[int, list[int]]:
+        """Train the recorded steps up to `until` again; how many versions have a `recorded` digest, and those whose weights have another one."""
+        compared, different = 0, []
         while self.steps_done < until:
+            self.phase = f"repeating learner step {self.steps_done + 1}"
             batch = await self._take(self.steps_done + 1, stoppable=False)
             sums, metrics = await self._guard(self._train(batch))
             self.steps_done = self._published = batch.step
-            self._log(batch.step, metrics | sums.means() | {"train/repeated": 1.0})
-            expected = recorded.get(batch.step)
-            if expected and await self._guard(digest(batch.step)) != expected:
-                different.append(batch.step)
-        return different
+            self.latest = metrics | sums.means() | {"train/repeated": 1.0}
+            self._log(batch.step, self.latest)
+            if expected := recorded.get(batch.step):
+                found = await self._guard(digest(batch.step))
+                compared += found != ""
+                different += [batch.step] * (found not in ("", expected))
+        self.phase = BETWEEN
+        return compared, different
 
     async def step(self) -> dict[str, float]:
         """One learner step; its metrics."""
@@ -124,7 +133,7 @@ class Loop:
         metrics |= sums.means() | await self._guard(self._queue.metrics()) | self._publisher.measurements()
         metrics |= self._times(wall=wall, wait=taken - started, train=trained - taken, publish=published, metrics=metrics)
         self._log(step, metrics)
-        self.phase = "between two learner steps"
+        self.phase, self.latest = BETWEEN, metrics
         return metrics
 
     def row_state(self) -> dict[str, Any]:
@@ -136,6 +145,7 @@ class Loop:
         if self._published < self.steps_done:
             await self._publish(self.steps_done)
         await self._guard(self._publisher.settle())
+        self.phase = BETWEEN
 
     async def _publish(self, version: int) -> float:
         self.phase = f"publishing version {version}"

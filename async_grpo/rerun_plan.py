@@ -5,13 +5,12 @@ Runs in: the driver. Hides what of a run directory has been kept: segments of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo import checkpoint
-from async_grpo.config import yaml12
-from async_grpo.config.resume import compare
+from async_grpo.config.resume import compare, read_settings
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.replay.history import read_history
@@ -54,8 +53,4 @@ def plan_rerun(source: Path, *, after: int | None, until: int) -> Course:
 
 def differences(config: Config, recorded: Path) -> Iterator[str]:
     """`key: value there -> value here` of every setting that matters to a learner alone; nothing where the other file cannot be read."""
-    try:
-        other = yaml12.read(recorded.read_text(encoding="utf-8"))[0]
-    except (OSError, ValueError):
-        return
-    yield from (str(change) for change in compare(other if isinstance(other, Mapping) else {}, config).all if change.trains)
+    yield from (str(change) for change in compare(read_settings(recorded), config).all if change.trains)

@@ -116,8 +116,10 @@ def _guarded(trainer, console: Console, work: Callable[[], None]) -> int:
         _keep_group_ids(trainer, console, error, message)
     finally:
         if not done:
-            _post_mortem(trainer, console, code, message)
-            _stop_after_error(trainer, console, message)
+            try:
+                _post_mortem(trainer, console, code, message)
+            finally:
+                _stop_after_error(trainer, console, message)
     return _end(console, code, message)
 
 
@@ -141,6 +143,7 @@ def _stuck(trainer, console: Console, limit_s: float) -> None:
     """The event loop of the driver does not turn, so nothing can be taken down in an orderly way: with the driver, Ray ends its processes."""
     message = f"the driver's own event loop has not turned for watchdog.step_timeout_s = {limit_s:g} s; the stacks of the driver say where it is"
     _post_mortem(trainer, console, Stalled.exit_code, message)
+    trainer.abandon()
     _end(console, Stalled.exit_code, message)
     sys.stdout.flush()
     os._exit(Stalled.exit_code)
@@ -198,7 +201,11 @@ def _keep_group_ids(trainer, console: Console, error: BaseException, message: st
     ids = sorted({group_id for one in _innermost(error) for group_id in getattr(one, "group_ids", ())})
     if ids:
         path = trainer.run_dir / "non_finite.json"
-        path.write_text(json.dumps({"step": trainer.steps_done + 1, "group_ids": ids, "reason": message}), encoding="utf-8")
+        try:
+            path.write_text(json.dumps({"step": trainer.step_under_way, "group_ids": ids, "reason": message}), encoding="utf-8")
+        except OSError as failure:
+            console.error(f"the ids of their groups could not be written to {path} ({failure.strerror}): {ids}")
+            return
         console.info(f"their ids are in {path}; look at one with: python -m async_grpo.replay {trainer.run_dir} --group ID --text")
 
 

@@ -23,14 +23,14 @@ from async_grpo.cluster.gang import Origin
 from async_grpo.cluster.rerun import Comparison, Rerun
 from async_grpo.cluster.system import System
 from async_grpo.config.load import dump, preflight_files, resolve
-from async_grpo.config.resume import compare
+from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.preflight import check_metric_and_journal, look
 from async_grpo.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
-from async_grpo.replay.journal import segments
 from async_grpo.rerun_plan import differences, plan_rerun
+from async_grpo.resuming import changes, find_checkpoint, has_past, verified
 from async_grpo.saving import Saver
 from async_grpo.stopping import Stop
 from async_grpo.tasks.base import TaskError, task_weights
@@ -59,6 +59,7 @@ class Trainer:
         self._started = False
         self._tracker: Tracker | None = None
         self._checkpoint: Path | None = None
+        self._changes = Changes()
         self._stop_requested = Stop()
         self._advice = StalenessAdvice(self.config)
         self._saver: Saver | None = None
@@ -86,7 +87,8 @@ class Trainer:
         self.total_steps = run.total_steps if run.total_steps is not None else (run.epochs or 0) * problems // batch
         if self.total_steps < 1:
             raise SetupError(f"{run.epochs} epochs of {problems} problems are less than one batch of {batch} groups; raise run.epochs")
-        self._checkpoint = self._find_checkpoint()
+        self._checkpoint = find_checkpoint(self.config, total_steps=self.total_steps)
+        self._changes = changes(self.config, self._checkpoint)
 
     def start(self) -> None:
         """Start the run's processes, verify the weight transport, and continue from a checkpoint if there is one."""
@@ -96,10 +98,7 @@ class Trainer:
             raise RunError("the start failed; call stop, and build a new trainer")
         self.check()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        try:
-            manifest = checkpoint.verify(self._checkpoint) if self._checkpoint is not None else None
-        except checkpoint.CheckpointError as error:
-            raise SetupError(str(error)) from error
+        manifest = verified(self._checkpoint)
         self.console.info(
             f"staleness bound: {self.config.replay.max_staleness} learner steps, {self.config.max_lag_updates} optimizer updates; at most "
             f"{self.config.max_outstanding} groups under way"
@@ -117,14 +116,14 @@ class Trainer:
             self._thread.start()
             system.connect()
         self._tracker = Tracker(
-            self.config, run_dir=self.run_dir, resume_run_id=manifest and manifest["mlflow_run_id"], resumed=manifest is not None or self._has_past(),
+            self.config, run_dir=self.run_dir, resume_run_id=manifest and manifest["mlflow_run_id"], resumed=manifest is not None or has_past(self.config),
             note=self.console.info,
         )
         tracking = threading.Thread(target=self._start_tracking, name="async_grpo-tracking", daemon=True)
         tracking.start()
         with self.console.phase("starting engines and learner"):
             origin, self._logged = Origin(self._checkpoint, manifest["step"] if manifest else 0), last_logged_step(self.run_dir)
-            starting = system.start(model_dir=model_dir, origin=origin, log=self._log, note=self.console.info, idle=self._saver.wait)
+            starting = system.start(model_dir=model_dir, origin=origin, log=self._log, note=self.console.info, idle=self._saver.wait, took_back=self._took_back)
             self._run(starting, stoppable=True)
             self._logged = self.steps_done
         with self.console.phase("connecting weights" + (" and checking them" if self.config.weight_sync.self_check else "")):
@@ -135,8 +134,7 @@ class Trainer:
         self._started = True
         for path in checkpoint.set_aside(self.run_dir, manifest["step"] if manifest else 0):
             self.console.info(f"a checkpoint of a later step is set aside, because this run goes its own way: {path}")
-        if manifest:
-            self.console.info(*compare(manifest.get("config", {}), self.config).lines())
+        self.console.info(*self._changes.lines())
         if self.steps_done:
             self.console.info(f"resumed {self._checkpoint if manifest else 'the journal'} at step {self.steps_done} of {self.total_steps}")
 
@@ -145,8 +143,18 @@ class Trainer:
         self.start()
         system, metrics = self._running(), {}
         last = self.total_steps if steps is None else min(self.total_steps, self.steps_done + steps)
-        evaluation, saving = self.config.evaluation.every_steps, self.config.checkpoint.every_steps
         started = time.perf_counter()
+        while True:
+            metrics = self._train(last) or metrics
+            self._run(system.settle())
+            if self.steps_done >= last or self._stop_requested.is_set():  # a learner that died while it settled may be at an earlier step
+                break
+        self._rl_seconds += time.perf_counter() - started
+        return metrics
+
+    def _train(self, last: int) -> dict[str, float]:
+        system, metrics = self._running(), {}
+        evaluation, saving = self.config.evaluation.every_steps, self.config.checkpoint.every_steps
         while self.steps_done < last and not self._stop_requested.is_set():
             before = self.steps_done
             try:
@@ -154,14 +162,12 @@ class Trainer:
             except StopRequested:  # it was waiting for groups
                 break
             self._saver.check()
-            if (advice := self._advice.observe(metrics)) is not None:
+            if "time/step" in metrics and (advice := self._advice.observe(metrics)) is not None:
                 self.console.info(f"note: {advice}")
             if saving and self.steps_done // saving > before // saving and self.steps_done < self.total_steps:
                 self._save(keep_groups=False, wait=False)
             if evaluation and self.steps_done // evaluation > before // evaluation and self.steps_done < self.total_steps:
                 self.evaluate()
-        self._run(system.settle())
-        self._rl_seconds += time.perf_counter() - started
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -263,7 +269,7 @@ class Trainer:
                 try:
                     self._finish_saving(failed=status == "FAILED")
                 finally:
-                    self._run(system.stop())
+                    self._run(system.stop(orderly=status != "FAILED"))
         finally:
             if system is not None:
                 system.disconnect()
@@ -284,6 +290,12 @@ class Trainer:
     def steps_done(self) -> int:
         """Learner steps contained in the weights."""
         return self._running().steps_done
+
+    @property
+    def step_under_way(self) -> int | None:
+        """The learner step that is being trained, or comes next; None while nothing runs."""
+        running = self._system or self._rerun
+        return None if running is None or running.loop is None else running.loop.steps_done + 1
 
     @property
     def stop_requested(self) -> bool:
@@ -335,6 +347,11 @@ class Trainer:
             add_files=lambda directory: copy_tokenizer(model_dir, directory / "hf", trust_remote_code=trust),
         )
 
+    def _took_back(self, step: int) -> None:
+        """The steps after this one are discarded: what was saved and logged of them is of another history."""
+        checkpoint.set_aside(self.run_dir, step)
+        self._saver.saved_at, self._logged = None, step
+
     def _finish_saving(self, *, failed: bool) -> None:
         """Let a checkpoint that is under way be completed; after a failure it gets a short while only."""
         if self._saver is not None:
@@ -347,26 +364,6 @@ class Trainer:
         forget = step < self.total_steps and not self.stop_requested and not keep_groups
         facts = {"run_epoch": system.run_epoch, "mlflow_run_id": self._tracker.run_id if self._tracker else None}
         return self._run(self._saver.save(system, step=step, facts=facts, forget=forget, wait=wait))
-
-    def _has_past(self) -> bool:
-        """Whether the journal may bring the run to where it was, without a checkpoint too."""
-        return self.config.checkpoint.resume != "never" and bool(segments(self.run_dir / "journal"))
-
-    def _find_checkpoint(self) -> Path | None:
-        resume = self.config.checkpoint.resume
-        if resume == "never":
-            return None
-        found = checkpoint.latest(self.run_dir) if resume == "auto" else Path(resume).expanduser()
-        if found is not None:
-            try:
-                manifest = checkpoint.read(found)
-            except checkpoint.CheckpointError as error:
-                raise SetupError(str(error)) from error
-            if manifest["step"] > self.total_steps:
-                raise SetupError(f"{found} is of step {manifest['step']}, the run ends at step {self.total_steps}; raise run.total_steps")
-            if refusal := compare(manifest.get("config", {}), self.config).refusal(found):
-                raise SetupError(refusal)
-        return found
 
     def _model_dir(self) -> str:
         if self.config.model.warm_start is None:

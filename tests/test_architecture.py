@@ -17,7 +17,7 @@ LAYERS = {
     1: "algo stopping",
     2: "replay tasks batching weights outbox",
     3: "engine learner checkpoint provenance tracking tracking_mlflow console report warm_start warm_start_model",
-    4: "advice preflight rerun_plan saving rollout_actor partials loop planning",
+    4: "advice preflight rerun_plan resuming saving rollout_actor partials loop planning",
     5: "cluster",
     6: "run status trainer summary replay.__main__",
 }
@@ -74,6 +74,7 @@ LIBRARIES = {
     "advice": "",
     "preflight": "transformers",  # the tokenizer
     "rerun_plan": "",
+    "resuming": "",
     "saving": "",
     "rollout_actor": "numpy transformers",  # the tokenizer
     "partials": "msgpack numpy",

@@ -113,7 +113,7 @@ def test_the_gang_comes_back_bit_for_bit_and_the_actors_stay(story):
 def test_two_deaths_at_one_step_discard_what_came_after_the_checkpoint(story):
     assert story["epoch"] == 1
     assert "1 learner step after the checkpoint (step 3) discarded" in story["discarded"], story["discarded"]
-    assert "the learner died twice at one step" in story["discarded"], story["discarded"]
+    assert "the learner died twice in step 5" in story["discarded"], story["discarded"]
 
 
 def test_a_new_start_repeats_what_the_checkpoint_does_not_have(story):

@@ -295,7 +295,7 @@ async def test_late_ranks_are_named_as_long_as_their_call_is_under_way_and_when_
 
 async def test_a_step_without_an_end_is_ended_and_says_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "STEP_GRACE_S", 0.05)
-    with pytest.raises(Stalled, match=r"learner step 4 took more than 2 x watchdog.step_timeout_s = 0.05 s; it was publishing version 3"):
+    with pytest.raises(Stalled, match=r"learner step 4 took more than 2 times watchdog.step_timeout_s \(0.05 s\); it was publishing version 3"):
         await watchdog.whole_step(asyncio.sleep(1000), seconds=0.05, number=4, phase=lambda: "publishing version 3")
 
     async def fails() -> None:

@@ -137,12 +137,23 @@ async def test_tokens_as_old_as_the_restored_step_are_no_reason_to_refuse(tmp_pa
 async def test_after_two_ends_at_one_step_it_is_discarded(tmp_path: Path) -> None:
     snapshot, journal, _ = await interrupted(tmp_path)
     second = await again(journal, snapshot)
-    assert second._ledger.steps == 5
+    assert second._ledger.steps == 5 and (await second.get_batch(3)).step == 3
     third = await again(journal, snapshot, start="third")
     assert (third._ledger.steps, third._ledger.run_epoch) == (2, 1) and "ended twice at learner step 5" in str(third.report)
     await trained(third, 3, 4)
     fourth = await again(journal, snapshot, start="fourth")
     assert (fourth._ledger.steps, fourth._ledger.training_step, fourth._ledger.run_epoch) == (3, 4, 1), "this end was at another step"
+
+
+@pytest.mark.parametrize("end", ["before its learner began", "in order"])
+async def test_a_start_that_did_not_fail_at_the_step_is_no_second_end(tmp_path: Path, end: str) -> None:
+    snapshot, journal, _ = await interrupted(tmp_path)
+    second = await again(journal, snapshot)
+    if end == "in order":
+        await second.get_batch(3)
+        await second.close()
+    third = await again(journal, snapshot, start="third")
+    assert (third._ledger.steps, third._ledger.run_epoch) == (5, 0), third.report
 
 
 async def test_a_start_that_came_further_is_rolled_forward_again(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ queue, rollout actors and engines stay as they are:
 
     rank dies or says nothing -> kill all -> newest checkpoint -> repeat the recorded steps after it -> connect the engines -> go on
 
-The same, without the engines, brings a run that starts again to where it was. Two deaths at one step and the steps after the checkpoint
-are discarded: the queue takes their batches back and the run epoch is raised.
+The same, without the engines, brings a run that starts again to where it was. After two deaths in the training of one step, or where the
+journal cannot repeat a step, the steps after the checkpoint are discarded: the queue takes their batches back and the run epoch is raised.
 
 Invariants: the learner makes no step of its own before it is where the queue is; every death counts against `cluster.restart_budget`,
 apart from those of rollout actors; nothing but a whole checkpoint is loaded.
@@ -38,7 +38,8 @@ class QueueSide(Protocol):
     """The queue as the gang sees it."""
 
     async def digests(self) -> dict[int, str]: ...
-    async def discard(self, *, step: int, snapshot: dict[str, Any] | None) -> tuple[str, int]: ...
+    async def obstacle(self, *, after: int, until: int) -> str: ...
+    async def discard(self, *, step: int, snapshot: dict[str, Any] | None, why: str) -> tuple[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,13 @@ class Gang:
 
     def __init__(
         self, config: Config, *, learner: LearnerGroup, loop: Loop, coordinator: Coordinator, queue: QueueSide, origin: Origin,
-        nodes_serve: Callable[[], Awaitable[bool]], idle: Callable[[], Awaitable[None]], note: Callable[[str], None],
+        nodes_serve: Callable[[], Awaitable[bool]], idle: Callable[[], Awaitable[None]],
+        took_back: Callable[[int], None], note: Callable[[str], None],
     ) -> None:
         """origin: where this start of the run began. nodes_serve: whether those of all ranks are there. idle: returns when no checkpoint is
-        being written. note: what the user should read."""
+        being written. took_back(step): what came after this step is discarded. note: what the user should read."""
         self._config, self._learner, self._loop, self._coordinator, self._queue = config, learner, loop, coordinator, queue
-        self._origin, self._nodes_serve, self._idle, self._note = origin, nodes_serve, idle, note
+        self._origin, self._nodes_serve, self._idle, self._took_back, self._note = origin, nodes_serve, idle, took_back, note
         self._died_at: int | None = None
         self.run_epoch = 0
         self.restarts = 0
@@ -79,16 +81,21 @@ class Gang:
         await self._learner.start(self._origin.learner)
         await self._repeat(self._origin, until)
 
-    async def surviving(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """The result of `work`, done again after the learner died in it and was brought back. Raises FaultBudgetSpent or Stalled."""
+    async def surviving(self, work: Callable[[], Awaitable[Result]], *, blame: bool = False) -> Result:
+        """The result of `work`, done again after the learner died in it and was brought back. Raises FaultBudgetSpent or Stalled.
+
+        blame: the work trains a step, so that two deaths in it at the same step speak against its batch.
+        """
+        before = self._loop.steps_done
         while True:
             try:
                 return await work()
             except (LearnerLost, TransferStuck) as error:
-                await self._bring_back(error)
+                in_training = blame and self._loop.steps_done == before and isinstance(error, LearnerLost)
+                await self._bring_back(error, blame=in_training)
 
-    async def _bring_back(self, error: LearnerLost | TransferStuck) -> None:
-        reached = self._loop.steps_done
+    async def _bring_back(self, error: LearnerLost | TransferStuck, *, blame: bool) -> None:
+        reached, self._loop.phase = self._loop.steps_done, "bringing the learner back"
         while True:
             await self._may_restart(error)
             seen = findings_of(await examine(self._config.run.dir, "learner", error))
@@ -102,11 +109,13 @@ class Gang:
             await asyncio.sleep(back_off_s(self.restarts))
             try:
                 async with self._coordinator.without_learner():
-                    if self._died_at == reached:
-                        reached = await self._discard(origin)
-                    self._died_at = reached
+                    if why := await self._reason_to_discard(origin, reached, blame=blame):
+                        reached = await self._discard(origin, reached, why)
+                    blame = False  # a death at the start says nothing of a batch
                     await self._learner.start(origin.learner)
+                    blame = True
                     await self._repeat(origin, reached)
+                    blame = False
                     await self._coordinator.relink(reached, run_epoch=self.run_epoch)
                 return
             except (LearnerLost, TransferStuck) as another:
@@ -127,19 +136,29 @@ class Gang:
     def _newest(self, reached: int) -> Origin:
         """The newest checkpoint of this run that is not ahead of its learner, its contents checked; else where the run began."""
         run_dir = Path(self._config.run.dir)
-        for step in reversed([step for step in checkpoint.steps(run_dir) if step <= reached]):
+        for step in reversed([step for step in checkpoint.steps(run_dir) if self._origin.step < step <= reached]):
             path = checkpoint.path_for(run_dir, step)
             try:
                 checkpoint.verify(path)
-            except checkpoint.CheckpointError as error:
+            except (checkpoint.CheckpointError, OSError) as error:
                 self._note(f"{error}; an older checkpoint is taken")
             else:
                 return Origin(path, step)
         return self._origin
 
-    async def _discard(self, origin: Origin) -> int:
-        """The learner died twice at one step: the steps after the checkpoint are taken back. The step to go on from."""
-        report, self.run_epoch = await self._queue.discard(step=origin.step, snapshot=origin.snapshot())
+    async def _reason_to_discard(self, origin: Origin, reached: int, *, blame: bool) -> str:
+        if blame and self._died_at == reached:
+            return f"the learner died twice in step {reached + 1}"
+        if blame:
+            self._died_at = reached
+        return await self._queue.obstacle(after=origin.step, until=reached)
+
+    async def _discard(self, origin: Origin, reached: int, why: str) -> int:
+        """The steps after the checkpoint are taken back. The step to go on from."""
+        if reached == self._loop.total_steps:  # no actor works any more
+            raise FaultBudgetSpent(f"the learner died at the end of the run, and {why}; start the same command again")
+        report, self.run_epoch = await self._queue.discard(step=origin.step, snapshot=origin.snapshot(), why=why)
+        self._took_back(origin.step)
         self._note(f"replay queue: {report}")
         return origin.step
 
@@ -149,10 +168,9 @@ class Gang:
             return
         recorded = await self._queue.digests()
         await self._learner.connect([])
-        different = await self._loop.repeat(until, recorded=recorded, digest=self._digest)
-        compared = sum(origin.step < version <= until for version in recorded)
+        compared, different = await self._loop.repeat(until, recorded=recorded, digest=self._digest)
         self._note(f"learner steps {origin.step + 1} to {until} are trained again from their recorded batches; " + (
-            f"the weights are the same bits at {compared - len(different)} of {compared} recorded versions"
+            f"the weights are the same bits at {compared - len(different)} of {compared} recorded versions" if compared else "no digests to compare with"
         ))
         if different:
             self._note(
@@ -161,5 +179,5 @@ class Gang:
             )
 
     async def _digest(self, version: int) -> str:
-        staged = await self._learner.stage(Version(self.run_epoch, version).label, verify=False, sequences=[])
+        staged = await self._learner.stage(Version(self.run_epoch, version).label, verify=True, sequences=[])
         return staged.announcement.digest

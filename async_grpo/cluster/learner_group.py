@@ -72,8 +72,8 @@ class LearnerGroup:
             ray.kill(handle)
 
     async def back(self) -> None:
-        """Wait until ranks that were killed have been started again. Raises LearnerLost when they are not in time."""
-        await self._within(self._serves.wait(), self._config.watchdog.start_timeout_s, "starting the learner again")
+        """Wait until ranks that died have been started again, or the run has ended for that."""
+        await self._serves.wait()
 
     async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
         """Start a learner step: every rank fetches its rows. Token KL summed over each row, if it is part of the reward."""
@@ -177,17 +177,24 @@ class LearnerGroup:
         except ray.exceptions.RayTaskError:
             # A rank that dies breaks the connections of the others, and their complaint may come first.
             if len(calls) > 1 and (death := await _death(calls)) is not None:
-                raise _lost(what, death) from death
+                raise self._lost(what, death) from death
             raise
 
-    @staticmethod
-    async def _within(work: Any, seconds: float, what: str, late: Callable[[], str] = lambda: "rank 0") -> Any:
+    async def _within(self, work: Any, seconds: float, what: str, late: Callable[[], str] = lambda: "rank 0") -> Any:
         try:
             return await asyncio.wait_for(work, seconds)
+        except ray.exceptions.RayTaskError:  # one that carries a TimeoutError is one itself
+            raise
         except TimeoutError as error:
+            self._serves.clear()
             raise LearnerLost(f"{what} did not finish within {seconds:g} s; waiting for {late()}", silent=True) from error
         except ray.exceptions.RayActorError as error:
-            raise _lost(what, error) from error
+            raise self._lost(what, error) from error
+
+    def _lost(self, what: str, error: BaseException) -> LearnerLost:
+        self._serves.clear()
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return LearnerLost(f"a learner rank died during {what}: {lines[0] if lines else type(error).__name__}")
 
 
 def _unless_failed(answers: list[Any]) -> list[Any]:
@@ -195,11 +202,6 @@ def _unless_failed(answers: list[Any]) -> list[Any]:
     if texts := {answer: None for answer in answers if isinstance(answer, str)}:
         raise StorageFailure("; ".join(texts))
     return answers
-
-
-def _lost(what: str, error: BaseException) -> LearnerLost:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return LearnerLost(f"a learner rank died during {what}: {lines[0] if lines else type(error).__name__}")
 
 
 async def _death(calls: Sequence[asyncio.Future[Any]]) -> BaseException | None:

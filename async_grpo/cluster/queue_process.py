@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from async_grpo import stacks
+from async_grpo.errors import SetupError
 from async_grpo.leftovers import die_with_parent
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.recorded import RecordedQueue
@@ -57,18 +58,29 @@ class QueueProcess(ReplayQueue):
         ledger = self._ledger
         return {"steps": ledger.steps, "training": ledger.training_step or 0, "run_epoch": ledger.run_epoch}
 
-    async def discard(self, step: int, snapshot: dict[str, Any] | None) -> tuple[str, int]:
-        """Take back the learner steps after `step`, to which `snapshot` belongs; what became of the groups, and the run epoch.
+    async def obstacle(self, after: int, until: int) -> str:
+        """Why the trained steps after `after`, up to `until`, cannot be trained again, or ""."""
+        try:
+            for step in range(after + 1, until + 1):
+                await self.get_batch(step)
+        except SetupError as error:
+            return str(error)
+        return ""
+
+    async def discard(self, step: int, snapshot: dict[str, Any] | None, why: str) -> tuple[str, int]:
+        """Take back the learner steps after `step`, to which `snapshot` belongs; what became of the groups, and the run epoch, which is raised.
 
         Tickets that are out are lost with it; their actors live on and are refused.
         """
         settings, journal = self._opened_with
         await self._commit()
-        discards = self._discards + 1
-        reason = "the learner died twice at one step"
-        journal = replace(journal, start=f"{journal.start}.{discards}", lost_steps="discard", reason=reason, fresh=False)
+        discards, run_epoch = self._discards + 1, self._ledger.run_epoch
+        journal = replace(journal, start=f"{journal.start}.{discards}", lost_steps="discard", reason=why, fresh=False)
         vars(self).update(vars(open_queue(replace(settings, trained_steps=step), journal, snapshot=snapshot)))
         self._discards = discards
+        if self._ledger.run_epoch <= run_epoch:  # a checkpoint of another run, which knows nothing of this one's epochs
+            self._ledger.run_epoch, self._ledger.epoch_step = run_epoch + 1, step
+            self.begin_segment()
         return str(self.report), self._ledger.run_epoch
 
     async def pid(self) -> int:

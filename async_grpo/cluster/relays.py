@@ -43,9 +43,9 @@ class RelayProcess:
         """The bytes of the learner's segment, on its node."""
         return read_segment(Path(path), sequence, nbytes)
 
-    def write(self, sequence: int, data: np.ndarray) -> tuple[str, str]:
+    def write(self, source: tuple[str, int], data: np.ndarray) -> tuple[str, str]:
         """Copy them into this node's segment: its path, and what the user should know."""
-        return str(self._copy.write(sequence, data)), self._copy.note
+        return str(self._copy.write(source, data)), self._copy.note
 
     def pid(self) -> int:
         """Process id, for tests and post-mortems."""
@@ -64,7 +64,7 @@ class Relays:
         self._home, self._key, self._fallback, self._where, self._note = home, key, fallback, where, note
         self._relays: dict[str, Any] = {}
         self._paths: dict[tuple[str, str, int], asyncio.Task[str]] = {}
-        self._newest: tuple[int, Any] = (0, None)
+        self._newest: tuple[tuple[str, int] | None, Any] = (None, None)
         self._noted: set[str] = set()
 
     async def local(self, announcement: Announcement, node_id: str) -> Announcement:
@@ -81,7 +81,7 @@ class Relays:
             path = await asyncio.shield(self._paths[key])
         except BaseException:
             self._paths.pop(key, None)  # whoever asks next tries again
-            self._newest = (0, None)
+            self._newest = (None, None)
             raise
         return replace(announcement, payload=payload | {"path": path})
 
@@ -95,10 +95,10 @@ class Relays:
 
     async def _fetch(self, announcement: Announcement, node_id: str) -> str:
         payload = announcement.payload
-        if self._newest[0] != payload["sequence"]:  # read once, however many nodes there are
-            read = self._relay(self._home).read.remote(payload["path"], payload["sequence"], announcement.nbytes)
-            self._newest = payload["sequence"], read
-        path, note = await self._relay(node_id).write.remote(payload["sequence"], self._newest[1])
+        write = (payload["path"], payload["sequence"])  # a learner that was started again counts from the beginning, in files of its own
+        if self._newest[0] != write:  # read once, however many nodes there are
+            self._newest = write, self._relay(self._home).read.remote(*write, announcement.nbytes)
+        path, note = await self._relay(node_id).write.remote(write, self._newest[1])
         if note and node_id not in self._noted:
             self._noted.add(node_id)
             self._note(f"node {node_id[:8]}: {note}")

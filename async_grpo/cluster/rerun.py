@@ -66,6 +66,7 @@ class Rerun:
         self._config, self._source, self._total_steps, self._weights, self._key = config, source, total_steps, weights, key
         self._session: Session | None = None
         self._learner: LearnerGroup | None = None
+        self.loop: Loop | None = None
 
     def connect(self) -> None:
         """Join or start Ray; from the main thread."""
@@ -86,7 +87,7 @@ class Rerun:
         await self._learner.start(checkpoint)
         await self._learner.connect([])
         digests = _Digests(self._learner, await asyncio.wait_for(queue.digests.remote(), CALL_TIMEOUT_S))
-        loop = Loop(
+        loop = self.loop = Loop(
             config, queue=_Client(queue), learner=self._learner, publisher=digests, weights=self._weights, total_steps=last,
             steps_done=first - 1, log=log, row_state=None if self._learner.state is None else self._learner.state["rows"],
         )
@@ -94,7 +95,7 @@ class Rerun:
             await loop.step()
         return digests.comparison
 
-    async def stop(self) -> None:
+    async def stop(self, *, orderly: bool = True) -> None:
         """Stop the learner."""
         if self._learner is not None:
             await self._learner.stop()

@@ -23,7 +23,8 @@ from async_grpo.cluster.gang import Gang, Origin
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.post_mortem import Scene
-from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS, queue_died
+from async_grpo.cluster.processes import MAX_CALLS
+from async_grpo.cluster.queue_client import QueueClient
 from async_grpo.cluster.queue_process import QueueProcess
 from async_grpo.cluster.refusals import refuse
 from async_grpo.cluster.relays import Relays
@@ -33,7 +34,7 @@ from async_grpo.cluster.watchdog import whole_step
 from async_grpo.config.resume import training_digest
 from async_grpo.config.schema import Config
 from async_grpo.durable import FileSum, StorageFailure, Written
-from async_grpo.errors import FaultBudgetSpent, Stalled
+from async_grpo.errors import FaultBudgetSpent, LearnerLost
 from async_grpo.learner.drafts import remove_drafts
 from async_grpo.leftovers import remove_abandoned
 from async_grpo.loop import Loop
@@ -44,73 +45,8 @@ from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.sender import fallback_directory, resolve_backend
 from async_grpo.weights.shared_memory import remove_segments
-from async_grpo.wire import Batch
 
 SPARE_PROCESSES = 1
-REOPEN_TIMEOUT_S = 600.0
-"""Longest time the queue may take to read its journal again."""
-
-
-class QueueClient:
-    """The queue as the loop sees it."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    async def get_batch(self, step: int) -> Batch | None:
-        return await self._call(self._handle.next_batch.remote(step))
-
-    async def metrics(self) -> dict[str, float]:
-        return await self._call(self._handle.metrics.remote())
-
-    async def live(self, version: int, digest: str) -> None:
-        await self._call(self._handle.live.remote(version, digest))
-
-    async def counts(self) -> dict[str, int]:
-        return await self._call(self._handle.counts.remote())
-
-    async def digests(self) -> dict[int, str]:
-        return await self._call(self._handle.digests.remote())
-
-    async def progress(self) -> dict[str, int]:
-        return await self._call(self._handle.progress.remote())
-
-    async def discard(self, *, step: int, snapshot: dict[str, Any] | None) -> tuple[str, int]:
-        return await self._call(self._handle.discard.remote(step, snapshot), timeout_s=REOPEN_TIMEOUT_S)
-
-    async def history(self, group_ids: list[int]) -> dict[int, dict[str, Any]]:
-        return await self._call(self._handle.history.remote(group_ids))
-
-    async def held(self) -> dict[str, list[tuple[int, int]]]:
-        return await self._call(self._handle.held.remote())
-
-    async def opened(self, *, timeout_s: float) -> str | None:
-        """Wait until the queue has read its journal; what it took over, in words."""
-        return await self._call(self._handle.opened.remote(), timeout_s=timeout_s)
-
-    async def forfeit(self, actor_id: str) -> None:
-        await self._call(self._handle.forfeit.remote(actor_id))
-
-    async def is_over(self) -> bool:
-        return await self._call(self._handle.is_over.remote())
-
-    async def snapshot(self) -> dict[str, Any]:
-        return await self._call(self._handle.snapshot.remote())
-
-    async def forget(self, *, segment: int, step: int) -> None:
-        await self._call(self._handle.forget.remote(segment=segment, step=step))
-
-    async def close(self) -> None:
-        await self._call(self._handle.close.remote())
-
-    @staticmethod
-    async def _call(reference: Awaitable[Any], *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        try:
-            return await asyncio.wait_for(reference, timeout_s)
-        except TimeoutError as error:
-            raise Stalled(f"the replay queue did not answer within {timeout_s:g} s") from error
-        except ray.exceptions.RayActorError as error:
-            raise queue_died(error) from error
 
 
 class System:
@@ -146,10 +82,11 @@ class System:
     async def start(
         self, *, model_dir: str, origin: Origin, log: Callable[[int, dict[str, float]], None], note: Callable[[str], None],
         idle: Callable[[], Awaitable[None]],
+        took_back: Callable[[int], None],
     ) -> None:
         """Start all processes, load model and checkpoint, and bring the learner to the step that the queue is at.
 
-        idle: returns when no checkpoint is being written.
+        idle: returns when no checkpoint is being written. took_back(step): the steps after this one are discarded.
         """
         self._note, self.event_loop = note, asyncio.get_running_loop()
         remove_segments(self._key, fallback_directory(self._config))  # in the run's own directory those of a start that was killed
@@ -188,7 +125,7 @@ class System:
         )
         self.gang = Gang(
             config, learner=self.learner, loop=self.loop, coordinator=self.coordinator, queue=self.queue, origin=origin,
-            nodes_serve=partial(self._nodes_serve, {slot.node_id for slot in placement.learners}), idle=idle, note=note,
+            nodes_serve=partial(self._nodes_serve, {slot.node_id for slot in placement.learners}), idle=idle, took_back=took_back, note=note,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.actors.start())
@@ -206,10 +143,12 @@ class System:
         if not self._producing:
             self._producing = True
             self.actors.begin(self.coordinator.join, self.coordinator.between_publications)
-        return self._with_faults(await self.gang.surviving(self._step))
+        return self._with_faults(await self.gang.surviving(partial(self._step, self.steps_done), blame=True))
 
-    async def _step(self) -> dict[str, float]:
+    async def _step(self, before: int) -> dict[str, float]:
         seconds, loop = self._config.watchdog.step_timeout_s, self.loop
+        if loop.steps_done > before:
+            return loop.latest  # the learner died after this step, and has repeated it
         return await whole_step(loop.step(), seconds=seconds, number=loop.steps_done + 1, phase=lambda: loop.phase)
 
     async def settle(self) -> None:
@@ -219,7 +158,7 @@ class System:
     async def evaluate(self, total: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Held-out metrics of the live weights on `total` problems (no publication is under way meanwhile), and a few samples."""
         await self.settle()
-        settings, out = self._config.evaluation, {}
+        settings, out, self.loop.phase = self._config.evaluation, {}, "evaluating"
         engines = self.coordinator.serving
         greedy, samples = await self.actors.evaluate(engines, total=total, greedy=True, samples=self._config.tracking.sample_rows)
         out |= {"eval/problems": greedy["problems"], "eval/errors": greedy["errors"]}
@@ -241,6 +180,7 @@ class System:
 
     async def _save(self, directory: Path) -> tuple[dict[str, Any], Written]:
         await self.loop.finish()
+        self.loop.phase = f"writing the checkpoint of step {self.steps_done}"
         snapshot = await self.queue.snapshot()
         self._under_way.begin(self.actors.alive(), snapshot)
         return snapshot, await self.learner.write_checkpoint(str(directory), {"step": self.steps_done, "rows": self.loop.row_state()})
@@ -255,9 +195,9 @@ class System:
         """Let the journal drop what is only in segments before this one, which begins with the checkpoint of `step`."""
         await self.queue.forget(segment=segment, step=step)
 
-    async def stop(self) -> None:
-        """Close the queue, stop actors and learner. Every part is stopped whatever happens to the others."""
-        results = await asyncio.gather(*([self.queue.close()] if self.loop is not None else []), return_exceptions=True)
+    async def stop(self, *, orderly: bool = True) -> None:
+        """Close the queue, stop actors and learner. Every part is stopped whatever happens to the others. orderly: nothing went wrong."""
+        results = await asyncio.gather(*([self.queue.close(orderly=orderly)] if self.loop is not None else []), return_exceptions=True)
         if self.coordinator is not None:
             await self.coordinator.close()
         parts = [part for part in (self.actors, self.learner) if part is not None]
@@ -277,7 +217,7 @@ class System:
 
     def abandon(self) -> None:
         """What must not outlive a driver that ends at once; its processes go with it."""
-        remove_segments(self._key, fallback_directory(self._config))
+        self._remove_leftovers()
 
     def disconnect(self) -> None:
         """Leave Ray, or end the cluster that was started here."""
@@ -354,7 +294,9 @@ class System:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def _fail(self, error: BaseException) -> None:
-        if self.loop is not None:
+        if isinstance(error, LearnerLost):
+            self.coordinator.learner_lost(error)  # no end, but the learner's way back
+        elif self.loop is not None:
             self.loop.fail(error)
 
     def _queue_settings(self, steps_done: int) -> QueueSettings:

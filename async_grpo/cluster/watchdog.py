@@ -59,7 +59,7 @@ async def whole_step(work: Awaitable[Any], *, seconds: float, number: int, phase
     except TimeoutError as error:
         if not deadline.expired():
             raise
-        raise Stalled(f"learner step {number} took more than {STEP_DEADLINES} x watchdog.step_timeout_s = {seconds:g} s; it was {phase()}") from error
+        raise Stalled(f"learner step {number} took more than {STEP_DEADLINES} times watchdog.step_timeout_s ({seconds:g} s); it was {phase()}") from error
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class Saving:
         self._count += 1
         own = drafts.draft_in_memory(self._key, self._count) if in_memory else Path(directory) / f"draft_{self._learner.rank:02d}"
         draft = self._draft = own
+        _remove(draft)  # of a learner that died while it wrote this checkpoint
         try:
             writes = Writes()
             writes.do(lambda: (draft / "learner").mkdir(mode=0o700, parents=True))

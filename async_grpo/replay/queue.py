@@ -57,7 +57,7 @@ SLICE_BYTES, SLICE_FRAMES = 2**22, 32
 def snapshot_facts(identity: str = "", training: str = "", *, start: str = "", from_step: int = 0) -> dict[str, Any]:
     """What stands beside the ledger in a snapshot of a new run; `recovery.JournalSettings` says what identity, training and start are.
 
-    epoch: number of the start. rolled_to: the step to which this start rolled forward, if it did.
+    epoch: number of the start. rolled_to: the step to which this start rolled forward, once its learner has begun with it; an orderly end forgets it.
     """
     facts = {"format": JOURNAL_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity, "training": training}
     return {**facts, "epoch": 0, "from_step": from_step, "rolled_to": None}
@@ -83,13 +83,13 @@ class ReplayQueue:
         self, settings: QueueSettings, *, clock: Callable[[], float] = time.monotonic, ledger: Ledger | None = None,
         journal: Writer | None = None, facts: dict[str, Any] | None = None, report: object = None, continued: Continued | None = None,
     ) -> None:
-        """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what a resumed queue took over, as text."""
-        self.settings = settings
-        self.report = report
+        """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what a resumed queue took over, as text.
+
+        `rolls_to`: the step to which the run rolls forward, until the learner asks for the first one.
+        """
+        self.settings, self.report, self.rolls_to = settings, report, None
         self._clock, self._journal, self._facts = clock, journal, facts or snapshot_facts()
-        self._ledger = ledger or Ledger(
-            first_group_id=settings.next_group_id, steps=settings.trained_steps, max_attempts=settings.max_attempts
-        )
+        self._ledger = ledger or Ledger(first_group_id=settings.next_group_id, steps=settings.trained_steps, max_attempts=settings.max_attempts)
         self._retirement = Retirement(settings, self._ledger.retired)
         self._admission = Admission(settings, self._ledger, self._retirement, continued or Continued())
         self._pressure = Pressure()
@@ -161,6 +161,9 @@ class ReplayQueue:
         retired, StalenessError when a token breaks the bound, ValueError for a step out of turn.
         """
         ledger, now = self._ledger, self._clock()
+        if self.rolls_to is not None and step <= self.rolls_to:
+            self._facts["rolled_to"], self.rolls_to = self.rolls_to, None
+            self.begin_segment()
         if step == ledger.training_step or self._batch is not None and step == self._batch.step:
             await self._commit()  # the call that took it may not have come to that
             return self._current_batch()
@@ -206,8 +209,11 @@ class ReplayQueue:
         self.record(events.Live(version, digest))
         await self._commit()
 
-    async def close(self) -> None:
-        """The run is over: groups that no step took are unused, and actors are told to stop."""
+    async def close(self, *, orderly: bool = True) -> None:
+        """The run is over: groups that no step took are unused, and actors are told to stop. orderly: it did not end at an error."""
+        if orderly and self._facts["rolled_to"] is not None:
+            self._facts["rolled_to"] = None
+            self.begin_segment()
         if not self._ledger.over:
             self.record(events.Close())
             await self._commit()

@@ -131,14 +131,14 @@ def _resume(
     directory = Path(journal.directory)
     numbers = segments(directory)
     past, note = (None, "") if journal.fresh or not numbers else find_past(directory, snapshot, settings, journal.identity)
-    ledger = report = None
+    ledger = report = rolls_to = None
     continued: list[Beginning] = []
     facts = snapshot_facts(journal.identity, journal.training, start=journal.start, from_step=settings.trained_steps)
     if past is not None:
         facts |= {"journal": past.snapshot["journal"], "epoch": past.snapshot["epoch"] + 1}
         results = Results(directory) if past.snapshot["identity"] == journal.identity else None
         if not (why := _why_not_forward(past, settings, journal, results)):
-            facts["rolled_to"] = past.ledger.newest_version
+            rolls_to = past.ledger.newest_version
             ledger, report = forward(past, settings, results)
         else:
             ledger, report = rewind(past, settings, results=results, why=why)
@@ -155,7 +155,7 @@ def _resume(
     if journal.fresh:
         writer.remove(set(numbers))
     queue = _opened(settings, ledger, writer, facts, continued, clock=clock)
-    queue.report = report
+    queue.report, queue.rolls_to = report, rolls_to
     return queue
 
 

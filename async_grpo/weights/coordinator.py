@@ -73,6 +73,7 @@ class Coordinator:
         self._pushes, self._run_epoch, self._note = backend == "nccl", run_epoch, note
         self._lock, self._joining = asyncio.Lock(), asyncio.Lock()
         self._newest: Announcement | None = None
+        self._lost: LearnerLost | None = None
         self._running: asyncio.Task[None] | None = None
         self._connected: set[str] = set()
         self._group: set[str] = set()
@@ -156,7 +157,8 @@ class Coordinator:
         while True:
             try:
                 await self._join(engine, admit)
-            except LearnerLost:  # not the newcomer's fault: it waits for the learner that takes the place of this one
+            except LearnerLost as error:  # not the newcomer's fault: it waits for the learner that takes the place of this one
+                self.learner_lost(error)
                 await self._learner.back()
             else:
                 return
@@ -182,6 +184,7 @@ class Coordinator:
             self._running = None
         async with self._joining, self._lock:
             yield
+            self._lost = None
 
     async def relink(self, version: int, *, run_epoch: int) -> None:
         """Inside `without_learner`: connect every engine to a learner that was started again, and make its `version` live."""
@@ -191,12 +194,18 @@ class Coordinator:
         await self._deliver(staged.announcement)
         await self._live(version, self._newest.digest)
 
+    def learner_lost(self, error: LearnerLost) -> None:
+        """Somebody met a dead learner: `refresh` raises it, for a loop that waits for groups asks nothing else of the learner."""
+        self._lost = error
+
     async def refresh(self, version: int) -> None:
         """Between learner steps: raise what a publication or a probe has found; with NCCL, bring newcomers in.
 
         That forms a new group and sends the current weights, which are `version`, to all of it: newcomers serve what is live, or nothing.
         """
         self._probes.raise_findings()
+        if self._lost is not None:
+            raise self._lost
         if self._running is not None and self._running.done():
             await self.wait()
         if self._pushes and self._members() - self._group:

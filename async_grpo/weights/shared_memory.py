@@ -65,7 +65,7 @@ def remove_segments(key: str, fallback: Path) -> None:
 
 
 def remove_abandoned_segments() -> None:
-    """Remove segments whose owner, named in the file name, no longer lives: what a killed run left behind."""
+    """Remove segments in memory whose owner, named in the file name, no longer lives: what a killed run, or learner, left behind."""
     for path in SEGMENT_DIR.glob("async_grpo-*-weights-?"):
         if is_gone(path.name.split("-")[-3]):
             path.unlink(missing_ok=True)
@@ -197,17 +197,17 @@ class SegmentCopy:
     def __init__(self, *, key: str, fallback: Path) -> None:
         self._key, self._fallback = key, fallback
         self._segments: Segments | None = None
-        self._newest: tuple[int, Path] | None = None
+        self._newest: tuple[tuple[str, int], Path] | None = None
         self.note = ""
 
-    def write(self, sequence: int, data: np.ndarray) -> Path:
-        """Copy `data` [nbytes] uint8, the learner's write with this number, into a local segment; once per number."""
-        if self._newest is None or self._newest[0] != sequence:
+    def write(self, source: tuple[str, int], data: np.ndarray) -> Path:
+        """Copy `data` [nbytes] uint8, the write with this number in the learner's file of this path, into a local segment; once each."""
+        if self._newest is None or self._newest[0] != source:
             if self._segments is None:
                 directory, self.note = choose_directory(len(data), self._fallback)
                 self._segments = Segments(directory, self._key, len(data))
-            np.copyto(self._segments.begin(sequence).numpy(), data)
-            self._newest = sequence, self._segments.commit()
+            np.copyto(self._segments.begin(source[1]).numpy(), data)
+            self._newest = source, self._segments.commit()
         return self._newest[1]
 
     def close(self) -> None:
