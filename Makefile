@@ -1,12 +1,17 @@
 # Everything runs in .venv, which `install` makes and keeps up to date (well below a second when nothing changed).
 #   PYTHON=python3.12   the Python to build .venv from     SET=cpu|gpu   the package set (default: gpu where there is an NVIDIA GPU)
 #   ARGS="..."          passed on to the run or to pytest
+#   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/chaos.md)
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint clean
+.PHONY: help install quickstart test test-all chaos lint clean
 
 PYTHON ?= python3
 SET ?= auto
 ARGS ?=
+N ?= 11
+SEED ?= 1
+START ?= 0
+CHAOS_FILE ?= runs/chaos.jsonl
 IN_VENV := . .venv/bin/activate &&
 # An engine imports some 10,000 modules: without cached bytecode every start of every process would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -27,6 +32,9 @@ test: install  ## run the tests, without the slow ones
 
 test-all: install  ## run all tests
 	@$(IN_VENV) python -m pytest -m "(slow or not slow) $(NO_GPU_TESTS)" $(ARGS)
+
+chaos: install  ## kill, stop and starve a small run, N times; START=... goes on there
+	@$(IN_VENV) python -m tests.chaos --count $(N) --seed $(SEED) --start $(START) --out $(CHAOS_FILE)
 
 lint: install  ## check the style
 	@$(IN_VENV) ruff check .

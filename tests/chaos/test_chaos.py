@@ -1,0 +1,77 @@
+"""Each fault once, in a run as its users start it: nothing that was completed is lost, nothing is trained twice, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.chaos import account, case
+from tests.chaos.__main__ import kinds_of, one_part, table
+from tests.chaos.faults import KINDS, SHORT, Chaos, end
+from tests.chaos.harness import Run
+
+VOLLEYS = (
+    ("kill rollout actor", "kill verifier", "hang verifier", "kill queue"), ("stop engine", "kill learner rank"),
+    ("kill EngineCore", "stop learner rank"), ("kill driver",),
+)
+"""Faults of one volley strike one after the other, while the run still recovers from those before."""
+
+pytestmark = pytest.mark.timeout(2400)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    home, seed = tmp_path_factory.mktemp("chaos"), int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(10**6)))
+    run = Run(home, case.settings(home, ranks=1))
+    chaos = Chaos(run, batch=case.R, actors=case.ACTORS, seed=seed)
+    print(f"CHAOS_SEED={seed}")
+    try:
+        chaos.start()
+        for volley in VOLLEYS:
+            blows = []
+            for kind in volley:
+                run.note_belongings()
+                blows.append(chaos.strike(kind))
+            for blow in blows:
+                chaos.recover(blow)
+        run.note_belongings()
+        end(run)
+        print(*(f"{blow.kind}: {blow.seconds:.1f} s" for blow in chaos.blows), sep="\n")
+        yield {"run": run, "blows": chaos.blows, "counts": account.check(run, batch=case.R)}
+    finally:
+        run.close()
+
+
+def test_every_fault_struck_a_run_at_work_and_it_recovered(story):
+    assert sorted(blow.kind for blow in story["blows"]) == sorted(SHORT)
+    for blow in story["blows"]:
+        assert len(blow.moment.ready) >= case.R and blow.moment.at_gate and blow.seconds is not None, blow
+
+
+def test_nothing_completed_was_lost_and_nothing_trained_twice(story):
+    counts = story["counts"]
+    assert counts["trained"] == case.R * counts["steps"] and counts["acknowledged"] >= counts["trained"] - case.R, counts
+
+
+def test_a_killed_driver_continues_in_its_recorded_steps(story):
+    text = story["run"].text()
+    assert "resumed " in text and "the weights are the same bits at" in text, text
+    same, _, compared = text.partition("the weights are the same bits at ")[2].split()[:3]
+    assert same == compared and int(same) > 0
+
+
+def test_nothing_is_left(story):
+    assert story["run"].leftovers() == []
+
+
+@pytest.mark.slow
+def test_a_part_of_the_long_version(tmp_path):
+    """All kinds, the full disk and MLflow too, one after the other, with two learner ranks; `make chaos` goes through many such parts."""
+    out, seed = tmp_path / "chaos.jsonl", random.SystemRandom().randrange(10**6)
+    assert one_part(kinds_of(1, seed), first=len(KINDS), seed=seed, out=out), out.read_text()
+    rows = table(out).splitlines()
+    assert f"| all | {len(KINDS)} | {len(KINDS)} | | |" in rows and len(rows) == len(KINDS) + 5, rows
