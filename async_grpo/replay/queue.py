@@ -84,19 +84,17 @@ class ReplayQueue:
         journal: Writer | None = None, facts: dict[str, Any] | None = None, report: object = None, continued: Continued | None = None,
     ) -> None:
         """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what a resumed queue took over, as text.
-
-        `rolls_to`: the step to which the run rolls forward, until the learner asks for the first one.
-        """
-        self.settings, self.report, self.rolls_to = settings, report, None
-        self._clock, self._journal, self._facts = clock, journal, facts or snapshot_facts()
+        `rolls_to` is the step to which the run rolls forward, until the learner asks for the first one."""
+        self.settings, self.report, self.rolls_to, self._clock = settings, report, None, clock
+        self._journal, self._facts = journal, facts or snapshot_facts()
         self._ledger = ledger or Ledger(first_group_id=settings.next_group_id, steps=settings.trained_steps, max_attempts=settings.max_attempts)
         self._retirement = Retirement(settings, self._ledger.retired)
         self._admission = Admission(settings, self._ledger, self._retirement, continued or Continued())
         self._pressure = Pressure()
         self._departure = Departure(settings, self._ledger, self._admission, self.record)
         self._batch: Batch | None = None
-        self._recorded: RecordedQueue | None = None
         self._last_batch: dict[str, float] = {}
+        self._recorded: RecordedQueue | None = None
 
     # ---- rollout actors ----
 
@@ -347,8 +345,8 @@ class ReplayQueue:
         entry = ledger.entries.get(meta.group_id)
         if entry is None or entry.state != State.IN_FLIGHT or (entry.actor_id, entry.attempt) != (actor_id, meta.attempt):
             return self._answer_again(meta)
-        settings, newest = self.settings, ledger.newest_version
-        problem = problem_of(meta, ledger.ticket(entry), newest_version=newest, group_size=settings.group_size, baseline=settings.baseline)
+        settings, rule = self.settings, {"group_size": self.settings.group_size, "baseline": self.settings.baseline}
+        problem = problem_of(meta, ledger.ticket(entry), newest_version=ledger.newest_version, **rule)
         if problem is not None:
             return self._refuse(actor_id, ticket, problem)
         try:
