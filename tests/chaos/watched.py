@@ -81,10 +81,10 @@ class WatchedRollout(processes.RolloutProcess):
         self._record.write("actor", self.actor_id)
         self._queue = WatchedQueue(self._queue, self._record)
 
-    async def _generate(self, prompt_ids: list[int], *, seed: int | None) -> Any:
+    async def _generate(self, *arguments: Any, **named: Any) -> Any:
         self._record.write("begin")
         try:
-            return await super()._generate(prompt_ids, seed=seed)
+            return await super()._generate(*arguments, **named)
         finally:
             self._record.write("end")
 
