@@ -254,9 +254,11 @@ class RolloutActor:
                 frame = encode_group(await self._group(ticket), max_bytes=self._config.wire.max_frame_bytes)
         except TimeoutError:
             timeout_s = self._config.rollout.group_timeout_s
-            if time.monotonic() - self._produced_at > timeout_s:  # not one slow group but an engine that hangs: this actor is replaced
+            stage = self._stages[ticket.group_id, ticket.attempt][0]
+            # Not one slow group but an engine that hangs: this actor is replaced.
+            if stage != "verifying" and time.monotonic() - self._produced_at > timeout_s:
                 raise EngineError(f"no group came out of the engine for rollout.group_timeout_s = {timeout_s:g} s") from None
-            await self._fail(ticket, f"timeout: no result within rollout.group_timeout_s = {timeout_s:g} s")
+            await self._fail(ticket, f"timeout: no result within rollout.group_timeout_s = {timeout_s:g} s, it was {stage}")
         except VerifierError as error:
             if self._config.task.verifier.on_error == "fail":
                 raise VerifierFailed(f"a verifier of {self.actor_id}: group {ticket.group_id} could not be scored ({error}) and task.verifier.on_error is fail") from error

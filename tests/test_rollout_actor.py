@@ -167,6 +167,13 @@ def test_an_engine_that_hangs_ends_the_actor() -> None:
         run(parts, group_timeout_s=0.2)
 
 
+def test_a_verifier_that_takes_too_long_costs_groups_and_not_the_engine() -> None:
+    parts = Parts()
+    parts.score_many = lambda pairs: asyncio.sleep(60)
+    run(parts, group_timeout_s=0.2)
+    assert parts.failed == dict.fromkeys((0, 1), "timeout: no result within rollout.group_timeout_s = 0.2 s, it was verifying")
+
+
 def test_what_a_verifier_error_does_is_configured() -> None:
     broken = VerifierError("crash", "out of order")
     dropped, zeros = Parts(verifier=broken), Parts(verifier=broken)
