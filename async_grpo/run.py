@@ -142,11 +142,13 @@ def _post_mortem(trainer, console: Console, code: int, message: str) -> None:
 def _stuck(trainer, console: Console, limit_s: float) -> None:
     """The event loop of the driver does not turn, so nothing can be taken down in an orderly way: with the driver, Ray ends its processes."""
     message = f"the driver's own event loop has not turned for watchdog.step_timeout_s = {limit_s:g} s; the stacks of the driver say where it is"
-    _post_mortem(trainer, console, Stalled.exit_code, message)
-    trainer.abandon()
-    _end(console, Stalled.exit_code, message)
-    sys.stdout.flush()
-    os._exit(Stalled.exit_code)
+    try:
+        _post_mortem(trainer, console, Stalled.exit_code, message)
+        trainer.abandon()
+    finally:  # whatever goes wrong there
+        _end(console, Stalled.exit_code, message)
+        sys.stdout.flush()
+        os._exit(Stalled.exit_code)
 
 
 def _stop_after_error(trainer, console: Console, first: str) -> None:

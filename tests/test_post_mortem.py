@@ -315,7 +315,7 @@ def test_a_driver_whose_loop_is_stuck_exits_5_with_its_stacks(tmp_path: Path) ->
         "def blocks_the_loop():\n    time.sleep(1000)\n"
         "def train():\n    loop.call_soon_threadsafe(blocks_the_loop)\n    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()\n"
         "off = SimpleNamespace(step_timeout_s=0.5)\n"
-        "trainer = SimpleNamespace(run_dir=home, start=lambda: None, train=train, stop_requested=False, steps_done=0,\n"
+        "trainer = SimpleNamespace(run_dir=home, start=lambda: None, train=train, stop_requested=False, steps_done=0, abandon=lambda: None,\n"
         "    system=SimpleNamespace(scene=Scene, event_loop=loop), config=SimpleNamespace(watchdog=off, evaluation=SimpleNamespace(before=False)))\n"
         "run._guarded(trainer, Console(), lambda: run._train(trainer, Console()))\n"
     )
