@@ -122,7 +122,7 @@ class Ending:
     """A trainer whose run ends with an error."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.steps_done, self.stopped = run_dir, 11, []
+        self.run_dir, self.step_under_way, self.stopped = run_dir, 12, []
 
     @property
     def system(self) -> None:
