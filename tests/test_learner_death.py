@@ -25,7 +25,7 @@ from tests.models import write_model
 STEPS, R, K = 6, 4, 1
 REPEATED = re.compile(r"learner steps (\d+) to (\d+) are trained again from their recorded batches; the weights are the same bits at (\d+) of (\d+)")
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 
 def settings(home: Path, model: str) -> Config:

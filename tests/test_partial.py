@@ -317,6 +317,7 @@ def test_settings_that_cannot_continue_responses_are_refused(sections: dict[str,
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.slow
 def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

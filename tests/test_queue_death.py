@@ -27,7 +27,7 @@ from tests.models import write_model
 
 STEPS, R, K, KILLS = 14, 6, 2, 3
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]
 
 
 def settings(home: Path, model: str) -> Config:

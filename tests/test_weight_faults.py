@@ -292,7 +292,10 @@ class Run:
         save_file(self.owner.model.state_dict(), directory / "model.safetensors")
         self.members = [Handle(self, f"a{index}", child=f"a{index}" in children) for index in range(engines)]
         self.process = Learner(self, self.owner, overlap=overlap)
-        group = LearnerGroup(self.config, [Remote(self.process)], address="127.0.0.1")
+        group = LearnerGroup(
+            self.config, placement=SimpleNamespace(device="cpu", learners=()), options=[], queue=None, model_dir="m", backend="nccl", key="", total_updates=9
+        )
+        group._handles, group._address = [Remote(self.process)], "127.0.0.1"  # as if it had been started
         self.notes: list[str] = []
         self.coordinator = Coordinator(
             self.config, learner=group, engines=self, backend="nccl", live=self.live, exact=True, note=self.notes.append

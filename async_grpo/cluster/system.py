@@ -257,6 +257,13 @@ class System:
         engines = [await session.reserve([slot], timeout_s=timeout_s) for slot in placement.engines]
         return learners, [option for [option] in engines]
 
+    def _lost_steps(self) -> dict[str, str]:
+        """What becomes of learner steps after the checkpoint. Whoever names one wants to go on from there, not to be brought to the end."""
+        settings = self._config.checkpoint
+        if settings.resume not in ("auto", "never"):
+            return {"lost_steps": "discard", "reason": "checkpoint.resume names the checkpoint to go on from"}
+        return {"lost_steps": settings.on_lost_steps}
+
     async def _nodes_serve(self, node_ids: set[str]) -> bool:
         timeout_s = self._config.cluster.resources_timeout_s
         return all(await asyncio.gather(*[self._session.node_serves(node_id, timeout_s=timeout_s) for node_id in node_ids]))
@@ -266,7 +273,7 @@ class System:
         config = self._config
         journal = JournalSettings(
             directory=str(Path(config.run.dir) / "journal"), start=self._key, identity=self._identity(), fsync=config.replay.journal.fsync,
-            fresh=config.checkpoint.resume == "never", training=training_digest(config), lost_steps=config.checkpoint.on_lost_steps,
+            fresh=config.checkpoint.resume == "never", training=training_digest(config), **self._lost_steps(),
         ) if config.replay.journal.enable else None
         repairs = {"max_restarts": config.cluster.restart_budget, "max_task_retries": -1} if journal is not None else {}
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **repairs, **self._session.on_this_node())

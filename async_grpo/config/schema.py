@@ -196,9 +196,10 @@ class Checkpoint(Section):
     max_failures: Positive = 3
     """Checkpoints in a row that may fail, for want of space for instance, before the run ends with exit code 4. The last one must succeed."""
     resume: str = "auto"
-    """`auto` continues from the newest complete checkpoint of the run directory, `never` starts anew, a path names a checkpoint."""
+    """`auto` continues from the newest complete checkpoint of the run directory, `never` starts anew, a path names a checkpoint to go back to."""
     on_lost_steps: Literal["replay", "discard"] = "replay"
-    """Learner steps after the checkpoint that the journal recorded: train the same batches again, or take them back and train others."""
+    """Learner steps after the checkpoint that the journal recorded: train the same batches again, or take them back and train others. After
+    a checkpoint that `resume` names by its path they are always taken back."""
     partial_rollouts: bool = False
     """Keep the beginnings of responses that are being generated, and let a resumed run continue them; off, their prompts are issued again."""
 
