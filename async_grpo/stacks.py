@@ -5,7 +5,8 @@ small file, `<run dir>/stacks/<role>@<host>@<pid>`; on SIGUSR2 a handler in C ap
 leave that signal free in their workers.
 
 Invariants: only a process that has the handler is signalled (to any other the signal would be deadly); a process that does not answer is
-described by what the kernel says of it; a process id that meanwhile belongs to somebody else is taken for one that has ended.
+described by what the kernel says of it; a process id that meanwhile belongs to somebody else is taken for one that has ended. The handler
+looks at threads while they run, which in rare cases ends the process: only those are signalled that end anyway, and never the asking one.
 """
 
 from __future__ import annotations
@@ -185,6 +186,10 @@ def _short(frame: tuple[str, str, str]) -> str:
 def _ask(one: Look) -> bool:
     """Signal a process if it can answer; what keeps it from that is noted."""
     process = one.process
+    if _file is not None and _file.name == str(process.path):
+        # The handler in C looks at the other threads while they run, which can crash a living process. Here nobody else holds the interpreter.
+        faulthandler.dump_traceback(_file, all_threads=True)
+        return True
     one.trouble = _trouble(process, "TtZX")
     one.alive = one.trouble != "has ended"
     if not one.alive:
