@@ -32,6 +32,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgpack
 
+from async_grpo.durable import settle_folder
 from async_grpo.errors import RunError
 from async_grpo.replay.events import Event, to_wire
 from async_grpo.replay.ledger import Place
@@ -118,7 +119,7 @@ class Writer:
             self._flush_now()
             if not self.directory.is_dir():
                 self.directory.mkdir(parents=True)
-                _sync_directory(self.directory.parent)
+                settle_folder(self.directory.parent)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._broken(error) from error
@@ -134,7 +135,7 @@ class Writer:
             self._flush_now()
             os.rename(temporary, path)
             if self._fsync != "never":
-                _sync_directory(self.directory)
+                settle_folder(self.directory)
         except OSError as error:
             raise self._broken(error) from error
 
@@ -322,11 +323,3 @@ def _mapped(path: Path) -> Any:
 
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
