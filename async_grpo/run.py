@@ -218,6 +218,7 @@ def _end(console: Console, code: int, message: str) -> int:
         console.error(f"exit code {code}: {EXIT_MEANING.get(code, EXIT_MEANING[1])}")
     else:
         console.info(f"exit code 0: {EXIT_MEANING[0]}")
+    console.end(code, message)
     return code
 
 

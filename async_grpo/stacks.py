@@ -89,7 +89,7 @@ def register(role: str, directory: str | Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives: a signal handler cannot open it
-        file.write(json.dumps({"begun": _begun(os.getpid()), "logs": list(dict.fromkeys(logs))}) + "\n")
+        file.write(json.dumps({"begun": begun(os.getpid()), "logs": list(dict.fromkeys(logs))}) + "\n")
         file.flush()
     except OSError as error:  # a full disk must not keep an actor from being replaced
         print(f"{role}: no stacks will be written if this run gets stuck: {error}", file=sys.stderr)
@@ -207,7 +207,7 @@ def _ask(one: Look) -> bool:
 
 def _trouble(process: Process, states: str = "TtZXD") -> str:
     """Which of these states the process is in, in words; "" for another. Everybody waits inside the kernel (D) now and then."""
-    state = status(process.pid).get("State", "X")[0] if _begun(process.pid) == process.begun else "X"
+    state = status(process.pid).get("State", "X")[0] if begun(process.pid) == process.begun else "X"
     return STATES[state] if state in states else ""
 
 
@@ -224,7 +224,7 @@ def status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def _begun(pid: int) -> int:
+def begun(pid: int) -> int:
     """When a process began, in ticks since the machine's start: with its id, this names it for good. 0 when there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -91,6 +91,8 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.requested:
+            if os.isatty(1):
+                os.write(1, b"\x1b[?25h")  # the cursor, which the panel hides
             os.write(1, f"\nerror: exit code {128 + number}: a second signal ({name}) ended the run at once\n".encode())
             kill_descendants()  # the kernel would end most of them; Ray's agents take minutes to notice
             if self._trainer is not None:

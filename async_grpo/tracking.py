@@ -48,6 +48,7 @@ class Tracker:
         self._lock = threading.Lock()
         self._note = note
         self._finished = False
+        self._start_error: Exception | None = None
         self._full = False
         self._late = 0
         self._metrics, self._samples = _Lines(run_dir / METRICS), _Lines(run_dir / SAMPLES)
@@ -68,6 +69,18 @@ class Tracker:
         """
         if self._sender is not None:
             self._sender.start()
+
+    def begin(self) -> None:
+        """The same in a thread of its own; `ready` waits for it."""
+        self._starting = threading.Thread(target=self._start, name="async_grpo-tracking", daemon=True)
+        self._starting.start()
+
+    def ready(self) -> list[str]:
+        """Wait for what `begin` began, and raise what it raised; lines that say where to look at the run."""
+        self._starting.join()
+        if self._start_error is not None:
+            raise self._start_error
+        return [f"MLflow: {self._sender.where()}"] if self._sender is not None else []
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a learner step: at once in `metrics.jsonl`, later in MLflow. Non-finite values are kept as null
@@ -132,6 +145,12 @@ class Tracker:
             self._sender.finish(status)
         self._metrics.close()
         self._samples.close()
+
+    def _start(self) -> None:
+        try:
+            self.start()
+        except Exception as error:  # noqa: BLE001 - raised again by `ready`, where somebody can act on it
+            self._start_error = error
 
     def _append(self, file: _Lines, rows: list[dict[str, Any]]) -> bool:
         with self._lock:
@@ -236,9 +255,12 @@ class _Sender:
 
     def summary(self) -> str:
         """Where the MLflow run is, and what is not in it yet."""
+        return self.where() + (f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else "")
+
+    def where(self) -> str:
+        """Where the MLflow run is, and how to look at it."""
         where = f" at {without_password(self.uri)}" if self.uri.startswith("http") else f"; look at it with: mlflow ui --backend-store-uri {self.uri}"
-        text = f"run {self.run_id}{where}" if self.run_id else f"not reached yet{where}"
-        return text + (f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else "")
+        return f"run {self.run_id}{where}" if self.run_id else f"not reached yet{where}"
 
     def _run(self) -> None:
         delay, failed = _FIRST_RETRY_S, False

@@ -32,6 +32,7 @@ from async_grpo.provenance import check_origin, code_version, copy_tokenizer, to
 from async_grpo.rerun_plan import differences, plan_rerun
 from async_grpo.resuming import changes, find_checkpoint, has_past, verified
 from async_grpo.saving import Saver
+from async_grpo.status_file import StatusFile
 from async_grpo.stopping import Stop
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import load_task
@@ -53,7 +54,6 @@ class Trainer:
         self._held_out = self._problems = self.total_steps = self._shown_steps = self._logged = 0
         self._fingerprint = ""
         self._model_notes: list[str] | None = None
-        self._tracking_error: BaseException | None = None
         self._system: System | None = None
         self._rerun: Rerun | None = None
         self._started = False
@@ -98,6 +98,7 @@ class Trainer:
             raise RunError("the start failed; call stop, and build a new trainer")
         self.check()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        self.console.attach(StatusFile(self.run_dir, self.console.begin_run(), run=self.config.run.name))
         manifest = verified(self._checkpoint)
         self.console.info(
             f"staleness bound: {self.config.replay.max_staleness} learner steps, {self.config.max_lag_updates} optimizer updates; at most "
@@ -119,8 +120,7 @@ class Trainer:
             self.config, run_dir=self.run_dir, resume_run_id=manifest and manifest["mlflow_run_id"], resumed=manifest is not None or has_past(self.config),
             note=self.console.info,
         )
-        tracking = threading.Thread(target=self._start_tracking, name="async_grpo-tracking", daemon=True)
-        tracking.start()
+        self._tracker.begin()
         with self.console.phase("starting engines and learner"):
             origin, self._logged = Origin(self._checkpoint, manifest["step"] if manifest else 0), last_logged_step(self.run_dir)
             starting = system.start(model_dir=model_dir, origin=origin, log=self._log, note=self.console.info, idle=self._saver.wait, took_back=self._took_back)
@@ -128,9 +128,8 @@ class Trainer:
             self._logged = self.steps_done
         with self.console.phase("connecting weights" + (" and checking them" if self.config.weight_sync.self_check else "")):
             self.console.weights_arrive(self._run(system.open_weights(), stoppable=True))
-        tracking.join()
-        if self._tracking_error is not None:
-            raise self._tracking_error
+        system.coordinator.announce = self.console.published
+        self.console.info(*self._tracker.ready())
         self._started = True
         for path in checkpoint.set_aside(self.run_dir, manifest["step"] if manifest else 0):
             self.console.info(f"a checkpoint of a later step is set aside, because this run goes its own way: {path}")
@@ -279,6 +278,7 @@ class Trainer:
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(timeout=10)
+            self.console.stopped(status)
 
     def __enter__(self) -> Self:
         return self
@@ -376,12 +376,6 @@ class Trainer:
         except WarmStartError as error:
             raise SetupError(str(error)) from error
 
-    def _start_tracking(self) -> None:
-        try:
-            self._tracker.start()
-        except Exception as error:  # noqa: BLE001 - raised again in the main thread, where somebody can act on it
-            self._tracking_error = error
-
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if "train/repeated" in metrics and step <= self._logged:
             return  # a step that is trained again was logged the first time, if its log came that far
@@ -389,5 +383,4 @@ class Trainer:
             self._logged = max(step, self._logged)
         if self._tracker is not None:
             self._tracker.log(step, metrics)
-        if "time/step" in metrics:
-            self.console.step(step, self._shown_steps or self.total_steps, metrics)
+        self.console.logged(step, self._shown_steps or self.total_steps, metrics)

@@ -16,7 +16,8 @@ LAYERS = {
     0: "config groups wire errors leftovers durable stacks",
     1: "algo stopping",
     2: "replay tasks batching weights outbox",
-    3: "engine learner checkpoint provenance tracking tracking_mlflow console report warm_start warm_start_model",
+    3: "engine learner checkpoint provenance tracking tracking_mlflow console report warm_start warm_start_model "
+       "progress timeline status_file panel",
     4: "advice preflight rerun_plan resuming saving rollout_actor partials loop planning",
     5: "cluster",
     6: "run status trainer summary replay.__main__",
@@ -25,7 +26,7 @@ LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split(
 
 BESIDE = {
     ("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary"), ("tracking", "tracking_mlflow"),
-    ("report", "tracking_mlflow"), ("rollout_actor", "partials"),
+    ("report", "tracking_mlflow"), ("rollout_actor", "partials"), ("status_file", "progress"), ("status_file", "timeline"), ("console", "progress"), ("console", "panel"),
 }
 """Modules of one layer that are one part in two files."""
 
@@ -68,6 +69,10 @@ LIBRARIES = {
     "tracking": "",
     "tracking_mlflow": "mlflow",
     "console": "rich",
+    "panel": "rich",
+    "progress": "",
+    "timeline": "",
+    "status_file": "",
     "report": "matplotlib",
     "warm_start": "torch",
     "warm_start_model": "torch tokenizers transformers safetensors",

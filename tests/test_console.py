@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
 
 import pytest
 
@@ -17,14 +27,9 @@ class Clock:
         return self.now
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 METRICS = {
     "rollout/score": 0.5, "rollout/accuracy": 0.37, "train/lag_mean": 0.81, "train/lag_max": 1.0, "rollout/response_length": 4.21,
-    "train/tokens_per_s": 412.4, "time/learner_idle": 0.12, "train/grad_norm": float("nan"), "other": 3.0,
+    "train/tokens_per_s": 412.4, "time/learner_idle": 0.12, "time/step": 0.1, "train/grad_norm": float("nan"), "other": 3.0,
 }  # fmt: skip
 
 
@@ -40,7 +45,7 @@ def test_plain_step_lines_are_rare_and_complete() -> None:
     stream, clock = io.StringIO(), Clock()
     console = Console(stream, clock=clock)
     for step in range(1, 101):
-        console.step(step, 100, METRICS)
+        console.logged(step, 100, METRICS)
         clock.now += 0.125
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/100", "17/100", "33/100", "49/100", "65/100", "81/100", "97/100", "100/100"]
@@ -79,16 +84,90 @@ def test_phases_report_seconds_and_failures() -> None:
     ]  # fmt: skip
 
 
-def test_a_terminal_gets_one_refreshed_status_line() -> None:
-    stream, clock = Terminal(), Clock()
-    console = Console(stream, clock=clock)
-    for step in range(1, 31):
-        console.step(step, 30, METRICS)
-        clock.now += 0.125
-    text = stream.getvalue()
-    shown = [step for step in range(1, 31) if f"step {step:>2}/30" in text]
-    assert shown == [1, 9, 17, 25, 30]
-    # Until the last step nothing scrolls: every line before it is erased again.
-    assert text.count("\x1b[2K") >= 3
-    assert text.endswith("idle 12%\n")
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+def test_evaluations_and_checkpoints_print_no_step_line() -> None:
+    stream = io.StringIO()
+    console = Console(stream, clock=Clock())
+    console.logged(5, 10, {"eval/accuracy_greedy": 0.5})
+    console.logged(5, 10, {"checkpoint/mib": 3.0})
+    assert stream.getvalue() == "" and console.progress.facts()["evaluations"] == [[5, 0.5]]
+
+
+SCRIPT = """
+import sys, time
+from async_grpo.console import Console
+console = Console()
+with console.phase("starting engines"):
+    time.sleep(0.2)
+metrics = {"time/step": 0.1, "time/wait": 0.02, "rollout/response_tokens": 50.0, "rollout/score": 0.5, "train/lag_mean": 0.8, "train/lag_max": 1.0,
+    "replay/ready": 7.0, "replay/capacity": 64.0, "replay/live_version": 3.0, "cluster/rollout_actors": 2.0, "train/tokens_per_s": 500.0,
+    "time/learner_idle": 0.2}
+console.verdict(kind="engines", text="learner idle 41 %: " + "add rollout actors " * 12)
+for step in range(1, 31):
+    console.logged(step, 30, metrics | {"rollout/score": step / 30, "replay/live_version": step})
+    if step == 10:
+        console.info("a rollout actor \x1b[31mdied\x07")
+    print("resize", file=sys.stderr, flush=True) if step == 15 else None
+    time.sleep(float(sys.argv[1]))
+console.summary("finished", [("accuracy", "37 % -> 91 %")])
+console.end(0, "")
+"""
+
+
+def in_terminal(columns: int, rows: int, *, resized: tuple[int, int] | None = None) -> str:
+    """What a run writes to a pseudo-terminal of this size, which may change its size in the middle."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "0.05"], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while ready := select.select([ours, process.stderr], [], [], 60)[0]:
+            if process.stderr in ready and os.read(process.stderr.fileno(), 4096).startswith(b"resize") and resized:
+                fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", resized[1], resized[0], 0, 0))
+            if ours in ready:
+                written += os.read(ours, 65536)
+    except OSError as error:  # EIO: the other side is closed
+        assert error.errno == errno.EIO
+    finally:
+        process.kill()
+        os.close(ours)
+        assert process.wait(timeout=20) in (0, -9)
+    return written.decode()
+
+
+def frames(text: str) -> list[list[str]]:
+    """Lines as they were written between two erasures of a line, without escape sequences."""
+    return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).replace("\r", "").split("\n") for frame in text.split("\x1b[2K")]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(140, 40), (60, 24), (24, 5)])
+def test_a_terminal_gets_a_panel_that_fits(columns: int, rows: int) -> None:
+    text = in_terminal(columns, rows)
+    shown = frames(text)
+    assert any("step" in line and "elapsed" in line for frame in shown for line in frame if columns > 30) or columns <= 30
+    assert max(len(line) for frame in shown for line in frame if "31mdied" not in line and "score" not in line and " ... " not in line) <= columns
+    assert max(len(frame) for frame in shown) <= rows + 8, "a few lines are printed above the panel"
+    assert "\\x1b[31mdied\\x07" in text and "\x1b[31m" not in text and "\x07" not in text
+    if rows > 8:
+        assert all(word in text for word in ("reward", "tokens/s", "lag mean 0.80", "actors up 2", "version 3", "verdict", "learner idle 41 %"))
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is back"
+    assert "finished" in frames(text)[-1][-1] or "finished" in text[text.rindex("\x1b[?25h") :], "the table comes after the panel"
+
+
+def test_a_terminal_may_change_its_size() -> None:
+    text = in_terminal(120, 30, resized=(30, 6))
+    assert "Traceback" not in text and "step 30/30" in text
+    after = frames(text[text.index("step 15/30") if "step 15/30" in text else len(text) // 2 :])[3:-4]
+    assert after, "nothing was drawn after the change"
+
+
+def test_a_pipe_gets_lines_without_control_characters() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, "0"], capture_output=True, text=True, timeout=60, check=True)
+    assert all(character.isprintable() or character == "\n" for character in done.stdout)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["starting engines ...", lines[1]] and lines[1].startswith("starting engines ... 0.")
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/30", "30/30"]
+    assert lines[-2:] == ["finished", "  accuracy   37 % -> 91 %"]

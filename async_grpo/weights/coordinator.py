@@ -81,6 +81,8 @@ class Coordinator:
         self._probes = Probes(config, tolerance)
         self._check = SelfCheck(config, learner=learner, tolerance=tolerance, backend=backend, deliver=self._deliver_to)
         self.times = PublicationTimes()
+        self.announce: Callable[[int, float], None] = lambda version, seconds: None
+        """Called with every version of the run that has become live, and the seconds since it was staged."""
 
     async def start(self, version: int) -> dict[str, float]:
         """Connect every engine, check load path and sampler, and make `version` live. Returns the check's measurements."""
@@ -233,7 +235,8 @@ class Coordinator:
         finally:
             self._lock.release()
         await self._live(version, announcement.digest)
-        self.times.wall += time.perf_counter() - started
+        self.times.wall += (seconds := time.perf_counter() - started)
+        self.announce(version, seconds)
         self.times.count += 1
         self._probes.start(self.serving(), all_of_them=verify)
 

@@ -1,0 +1,165 @@
+"""The panel of a run: what `progress` knows, as lines for a terminal of any size.
+
+Runs in: the driver and the status command. Hides layout. Invariants: what is not known has no place, so there is no empty frame; no line is
+longer than the terminal is wide, and there are no more lines than it has; no text from a run can move the cursor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+WIDEST = 110
+"""Columns: longer lines are hard to read, and none of them breaks when a wide terminal becomes narrower."""
+BAR_CELLS, CURVE_CELLS = 20, 40
+COMPACT_ROWS = 8
+"""A terminal with fewer rows gets a single line."""
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def visible(text: str) -> str:
+    """The text with control characters as escapes; newlines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def sparkline(values: Sequence[float], cells: int) -> str:
+    """The values as bars of eighths, lowest to highest, at most `cells` of them: neighbours are averaged. Equal values are a low line."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values or cells < 1:
+        return ""
+    count = min(cells, len(values))
+    edges = [round(index * len(values) / count) for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """1:05, 12:05, 3:12:05."""
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def rate(value: float) -> str:
+    """1234 -> 1.2k."""
+    return f"{value / 1e6:.1f}M" if value >= 1e6 else f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def panel(facts: Mapping[str, Any], *, width: int, height: int, now: float, title: str = "") -> Table | Text:
+    """The whole panel for a terminal of `width` columns and `height` rows, or one line where it is too low."""
+    width = max(1, min(width, WIDEST))
+    if height < COMPACT_ROWS:
+        return _fit(Text(_headline(facts, now, bar=0)), width)
+    narrow = width < 60
+    lines = [_fit(Text(_headline(facts, now, bar=0 if narrow else BAR_CELLS), style="bold"), width)]
+    for label, text, style in _rows(facts, now, cells=max(4, min(CURVE_CELLS, (width - 24) // 2))):
+        line = Text(f"{label:9} ", style="dim").append_text(Text(visible(text), style=style))
+        lines += _folded(line, width) if label in ("verdict", "note") else [_fit(line, width)]
+    grid = Table.grid()
+    grid.add_column(no_wrap=True)
+    if title:
+        grid.add_row(_fit(Text(visible(title), style="dim"), width))
+    for line in lines[: height - 1 - bool(title)]:
+        grid.add_row(line)
+    return grid
+
+
+def _headline(facts: Mapping[str, Any], now: float, *, bar: int) -> str:
+    step, total, phase = facts["step"], facts["total"], facts["phase"]
+    parts = []
+    if total:
+        parts.append(f"step {step}/{total}")
+        if bar:
+            done = round(bar * min(1.0, step / total))
+            parts.append("━" * done + "─" * (bar - done))
+    if step and phase == "training":
+        if (eta := facts.get("eta_s")) is not None:
+            parts.append(f"ETA {duration(eta)}" if step < total else "done")
+    else:
+        parts.append(f"{visible(phase)} {duration(now - facts['phase_since'])}")
+    parts.append(f"elapsed {duration(now - facts['started'])}")
+    return "  ".join(parts)
+
+
+def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple[str, str, str]]:
+    """(label, text, style) of the lines for which something is known."""
+    metrics, evaluations = facts["metrics"], facts["evaluations"]
+    curves = []
+    if facts["reward"]:
+        last = metrics.get("rollout/score", facts["reward"][-1])
+        curves.append(f"{sparkline(facts['reward'], cells)} {last:.2f}")
+    if evaluations:
+        step, accuracy = evaluations[-1]
+        curves.append(f"eval {sparkline([value for _, value in evaluations], cells // 2)} {accuracy:.1%} at step {step}")
+    if curves:
+        yield "reward" if facts["reward"] else "", "   ".join(curves), "green"
+    for label, parts in (("tokens/s", _speed(metrics)), ("queue", _queue(metrics)), ("idle", _idle(metrics)), ("weights", _weights(facts, now))):
+        if parts:
+            yield label, "   ".join(parts), ""
+    if facts["verdict"]:
+        yield "verdict", facts["verdict"]["text"], "" if facts["verdict"]["kind"] == "balanced" else "yellow"
+
+
+def _named(metrics: Mapping[str, float], *columns: tuple[str, str, Any]) -> list[str]:
+    return [text.format(show(metrics[key])) for key, text, show in columns if key in metrics]
+
+
+def _speed(metrics: Mapping[str, float]) -> list[str]:
+    return _named(
+        metrics, ("tokens_generated_per_s", "{} generated", rate), ("tokens_trained_per_s", "{} trained", rate),
+        ("rollout/response_length", "length {}", "{:.1f}".format), ("rollout/truncated", "cut off {}", "{:.0%}".format),
+    )
+
+
+def _queue(metrics: Mapping[str, float]) -> list[str]:
+    return _named(
+        metrics, ("replay/ready", "{} ready", "{:.0f}".format), ("replay/in_flight", "{} in flight", "{:.0f}".format),
+        ("replay/capacity", "of {} groups", "{:.0f}".format), ("train/lag_mean", "lag mean {}", "{:.2f}".format),
+        ("train/lag_max", "max {}", "{:.0f}".format),
+    )
+
+
+def _idle(metrics: Mapping[str, float]) -> list[str]:
+    return _named(
+        metrics, ("learner_idle", "learner {}", "{:.0%}".format), ("engine_idle", "engines {}", "{:.0%}".format),
+        ("cluster/rollout_actors", "actors up {}", "{:.0f}".format),
+    ) + [
+        f"{metrics[key]:.0f} {what}" for key, what in (
+            ("cluster/restarts", "actors restarted"), ("cluster/learner_restarts", "learner restarts"), ("replay/restarts", "queue restarts"),
+        ) if metrics.get(key)
+    ]
+
+
+def _weights(facts: Mapping[str, Any], now: float) -> list[str]:
+    metrics = facts["metrics"]
+    parts = _named(metrics, ("replay/live_version", "version {} live", "{:.0f}".format))
+    if parts and facts["published_at"] is not None:
+        parts = [f"{parts[0]} for {max(0.0, now - facts['published_at']):.0f} s"]
+    return parts + _named(
+        metrics, ("weights/until_live_s", "{} s to publish", "{:.2f}".format), ("seconds_per_step", "{} s per step", "{:.2f}".format),
+    )
+
+
+def _fit(line: Text, width: int) -> Text:
+    """One line of at most `width` columns."""
+    line.no_wrap, line.overflow = True, "ellipsis"
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _folded(line: Text, width: int) -> list[Text]:
+    """The line in as many lines as it takes, continued under its text."""
+    from rich.console import Console
+
+    indent = 10 if width > 40 else 0
+    parts = line[indent:].wrap(Console(width=width), max(1, width - indent)) if indent else line.wrap(Console(width=width), width)
+    if not indent:
+        return list(parts)
+    return [(line[:indent] if index == 0 else Text(" " * indent)).append_text(part) for index, part in enumerate(parts)]

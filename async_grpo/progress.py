@@ -1,0 +1,190 @@
+"""How a run is doing, in a few numbers: what the panel, `status.json` and the status command show.
+
+Runs in: the driver. Hides how rates and shares are computed from what a learner step logs, and how long histories are kept short.
+
+Invariants: memory does not grow with the run; a number that no metric gives is absent, so that nobody sees an invented 0; shares and rates are
+over the last `WINDOW_S` seconds of wall time, waiting included. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+WINDOW_S = 30.0
+CURVE_POINTS = 120
+EVALUATIONS = 120
+NOTES = 5
+
+SHOWN = (
+    "rollout/score", "rollout/accuracy", "rollout/response_length", "rollout/truncated", "train/lag_mean", "train/lag_max", "train/entropy",
+    "train/grad_norm", "train/tokens_per_s", "train/ess", "time/learner_idle", "replay/ready", "replay/training", "replay/in_flight",
+    "replay/waiting", "replay/outstanding", "replay/capacity", "replay/live_version", "weights/publications", "weights/until_live_s",
+    "weights/engine_paused_s", "cluster/rollout_actors", "cluster/restarts", "cluster/learner_restarts", "replay/restarts", "goodput/share",
+)
+"""Metrics of the last learner step that are kept."""
+LEARNER_TIMES, ENGINE_TIMES = "time/learner/", "time/engine/"
+BUSY = ("working", "evaluating")
+"""Causes of an engine's time that are not idle."""
+
+
+class Curve:
+    """A series of any length as at most CURVE_POINTS means over equally many values."""
+
+    def __init__(self) -> None:
+        self.stride = 1
+        self.points: list[float] = []
+        self._sum, self._count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        """The next value."""
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count == self.stride:
+            self.points.append(self._sum / self._count)
+            self._sum, self._count = 0.0, 0
+        if len(self.points) > CURVE_POINTS:
+            self.points = [(first + second) / 2 for first, second in zip(self.points[::2], self.points[1::2], strict=False)]
+            self._sum, self._count, self.stride = 0.0, 0, 2 * self.stride
+
+    def values(self) -> list[float]:
+        """The means so far, oldest first; the last one may be of fewer values."""
+        return self.points + ([self._sum / self._count] if self._count else [])
+
+
+class Progress:
+    """One run. `clock` gives Unix seconds."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self.started = clock()
+        self._phases: list[tuple[str, float]] = []
+        self._phase_before: tuple[str, float] = ("starting", self.started)
+        self._step, self._total, self._first_step = 0, 0, 0
+        self._step_at: float | None = None
+        self._metrics: dict[str, float] = {}
+        self._reward, self._evaluations = Curve(), deque[tuple[int, float]](maxlen=EVALUATIONS)
+        self._rows: deque[tuple[float, int, dict[str, float]]] = deque()
+        self._verdict: dict[str, str] | None = None
+        self._notes: deque[str] = deque(maxlen=NOTES)
+        self._published: float | None = None
+        self._version = -1.0
+        self._end: dict[str, Any] = {}
+
+    # ---- what happens ----
+
+    def enter(self, text: str) -> None:
+        """A phase of the start or the end begins; phases may be inside each other."""
+        with self._lock:
+            self._phases.append((text, self._clock()))
+
+    def leave(self, text: str) -> float:
+        """It is over; when it began."""
+        with self._lock:
+            index = max(index for index, (name, _) in enumerate(self._phases) if name == text)
+            began = self._phases.pop(index)[1]
+            self._phase_before = (self._phase_before[0], self._clock())
+            return began
+
+    def note(self, text: str) -> None:
+        """What the user was told."""
+        with self._lock:
+            self._notes.append(text)
+
+    def say(self, *, kind: str, text: str) -> None:
+        """Who is the bottleneck."""
+        with self._lock:
+            self._verdict = {"kind": kind, "text": text}
+
+    def logged(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """What was logged of a learner step or of an evaluation."""
+        now = self._clock()
+        with self._lock:
+            self._total = total
+            if math.isfinite(accuracy := metrics.get("eval/accuracy_greedy", math.nan)):
+                self._evaluations.append((step, accuracy))
+            if "time/step" in metrics:
+                self._logged_step(now, step, metrics)
+
+    def end(self, code: int, message: str) -> None:
+        """The run is over."""
+        with self._lock:
+            self._end = {"exit_code": code, "message": message, "ended": self._clock()}
+
+    def _logged_step(self, now: float, step: int, metrics: Mapping[str, float]) -> None:
+        if self._step_at is None:
+            self._first_step, self._phase_before = step - 1, ("training", now)
+            self._rows.append((now - metrics["time/step"], step - 1, {}))
+        self._step, self._step_at = step, now
+        self._metrics = {name: value for name in SHOWN if math.isfinite(value := metrics.get(name, math.nan))}
+        if "rollout/score" in self._metrics:
+            self._reward.add(self._metrics["rollout/score"])
+        if (version := metrics.get("replay/live_version", self._version)) != self._version:
+            self._version, self._published = version, now
+        kept = {
+            name: value for name, value in metrics.items()
+            if name in ("goodput/generated", "goodput/trained", "rollout/response_tokens", "time/wait", "time/step")
+            or name.startswith((LEARNER_TIMES, ENGINE_TIMES))
+        }
+        self._rows.append((now, step, kept))
+        while len(self._rows) > 2 and self._rows[1][0] < now - WINDOW_S:
+            self._rows.popleft()
+
+    # ---- what is known ----
+
+    @property
+    def ended(self) -> bool:
+        """Whether `end` was called."""
+        return bool(self._end)
+
+    def facts(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        with self._lock:
+            text, since = self._phases[-1] if self._phases else self._phase_before
+            facts = {
+                "started": self.started, "phase": text, "phase_since": since, "step": self._step, "total": self._total,
+                "step_at": self._step_at, "metrics": self._metrics | self._rates(), "reward": self._reward.values(),
+                "evaluations": [list(point) for point in self._evaluations], "published_at": self._published,
+                "verdict": self._verdict, "notes": list(self._notes),
+            }
+            if (seconds := facts["metrics"].get("seconds_per_step")) is not None:
+                facts["eta_s"] = max(0, self._total - self._step) * seconds
+            return facts | self._end
+
+    def _rates(self) -> dict[str, float]:
+        """Per second of wall time, and shares, since the oldest row that is kept."""
+        if len(self._rows) < 2 or self._rows[-1][0] <= self._rows[0][0]:
+            return {}
+        (begin, first_step, _), (end, last_step, last) = self._rows[0], self._rows[-1]
+        seconds, since = end - begin, list(self._rows)[1:]
+        counted, _, first = next((row for row in self._rows if row[2]), self._rows[-1])  # one without facts marks the beginning
+        rates = {}
+        if "rollout/response_tokens" in last:
+            rates["tokens_trained_per_s"] = sum(row.get("rollout/response_tokens", 0.0) for _, _, row in since) / seconds
+        if last_step > first_step:
+            rates["seconds_per_step"] = seconds / (last_step - first_step)
+        for name, key in (("goodput/generated", "tokens_generated_per_s"), ("goodput/trained", "tokens_trained_per_s")):
+            if name in first and name in last and end > counted:
+                rates[key] = max(0.0, last[name] - first[name]) / (end - counted)
+        steps, waited = (sum(row.get(name, 0.0) for _, _, row in since) for name in ("time/step", "time/wait"))
+        if steps > 0 and "time/wait" in last:
+            rates["learner_idle"] = waited / steps
+        learner, engine = (_shares(first, last, prefix) for prefix in (LEARNER_TIMES, ENGINE_TIMES))
+        if learner:
+            rates["learner_idle"] = learner.get("starved", 0.0)
+        if engine:
+            rates["engine_idle"] = max(0.0, 1 - sum(engine.get(cause, 0.0) for cause in BUSY))
+        return rates
+
+
+def _shares(first: Mapping[str, float], last: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Share of each cause in the time between two rows of cumulative seconds; empty where they have none."""
+    spent = {
+        name.removeprefix(prefix): max(0.0, value - first.get(name, 0.0)) for name, value in last.items()
+        if name.startswith(prefix) and name.count("/") == prefix.count("/")
+    }
+    whole = sum(spent.values())
+    return {cause: seconds / whole for cause, seconds in spent.items()} if whole > 0 else {}
