@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rich.table import Table
+from rich.console import Console, Group
 from rich.text import Text
 
 WIDEST = 110
@@ -52,7 +52,7 @@ def rate(value: float) -> str:
     return f"{value / 1e6:.1f}M" if value >= 1e6 else f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
 
 
-def panel(facts: Mapping[str, Any], *, width: int, height: int, now: float, title: str = "") -> Table | Text:
+def panel(facts: Mapping[str, Any], *, width: int, height: int, now: float, title: str = "") -> Group | Text:
     """The whole panel for a terminal of `width` columns and `height` rows, or one line where it is too low."""
     width = max(1, min(width, WIDEST))
     if height < COMPACT_ROWS:
@@ -62,13 +62,9 @@ def panel(facts: Mapping[str, Any], *, width: int, height: int, now: float, titl
     for label, text, style in _rows(facts, now, cells=max(4, min(CURVE_CELLS, (width - 24) // 2))):
         line = Text(f"{label:9} ", style="dim").append_text(Text(visible(text), style=style))
         lines += _folded(line, width) if label in ("verdict", "note") else [_fit(line, width)]
-    grid = Table.grid()
-    grid.add_column(no_wrap=True)
     if title:
-        grid.add_row(_fit(Text(visible(title), style="dim"), width))
-    for line in lines[: height - 1 - bool(title)]:
-        grid.add_row(line)
-    return grid
+        lines.insert(0, _fit(Text(visible(title), style="dim"), width))
+    return Group(*lines[: height - 1])
 
 
 def _headline(facts: Mapping[str, Any], now: float, *, bar: int) -> str:

@@ -62,7 +62,7 @@ def test_what_nobody_measured_is_absent() -> None:
     assert "rollout/score" not in facts["metrics"] and not {"engine_idle", "tokens_generated_per_s"} & set(facts["metrics"])
     json.dumps(facts, allow_nan=False)
     drawn = panel(facts, width=80, height=24, now=time.time())
-    assert drawn.row_count == 2, "the headline and the seconds per step"
+    assert len(drawn.renderables) == 2, "the headline and the seconds per step"
 
 
 def test_a_curve_keeps_few_points_and_its_mean() -> None:
