@@ -152,8 +152,6 @@ def _fit(line: Text, width: int) -> Text:
 
 def _folded(line: Text, width: int) -> list[Text]:
     """The line in as many lines as it takes, continued under its text."""
-    from rich.console import Console
-
     indent = 10 if width > 40 else 0
     parts = line[indent:].wrap(Console(width=width), max(1, width - indent)) if indent else line.wrap(Console(width=width), width)
     if not indent:
