@@ -69,9 +69,11 @@ class Loop:
     def __init__(
         self, config: Config, *, queue: QueueSide, learner: LearnerSide, publisher: Publisher, weights: dict[str, float],
         total_steps: int, steps_done: int, log: Callable[[int, dict[str, float]], None], row_state: dict[str, Any] | None = None,
+        taken: Callable[[Batch], None] | None = None,
     ) -> None:
+        """taken(batch): told of every batch before it is trained."""
         self._config, self._queue, self._learner, self._publisher = config, queue, learner, publisher
-        self._weights, self.total_steps, self._log = weights, total_steps, log
+        self._weights, self.total_steps, self._log, self._taken = weights, total_steps, log, taken
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.go_back(steps_done, row_state)
         self.stopping = False
@@ -120,6 +122,8 @@ class Loop:
         step, started = self.steps_done + 1, time.perf_counter()
         self.phase = f"waiting for the groups of learner step {step}"
         batch = await self._take(step)
+        if self._taken is not None:
+            self._taken(batch)
         self.phase = f"training learner step {step}"
         taken = time.perf_counter()
         sums, metrics = await self._guard(self._train(batch))
@@ -141,11 +145,16 @@ class Loop:
         return self._row_math.state()
 
     async def finish(self) -> None:
-        """Publish the newest weights if the last step was not one of `weight_sync.every_steps`, and wait until they are live."""
-        if self._published < self.steps_done:
-            await self._publish(self.steps_done)
+        """Publish the newest weights, and wait until they are live."""
+        await self.publish_newest()
         await self._guard(self._publisher.settle())
         self.phase = BETWEEN
+
+    async def publish_newest(self) -> None:
+        """Publish the weights of now if the last step was not one of `weight_sync.every_steps`."""
+        if self._published < self.steps_done:
+            await self._publish(self.steps_done)
+            self.phase = BETWEEN
 
     async def _publish(self, version: int) -> float:
         self.phase = f"publishing version {version}"

@@ -39,7 +39,7 @@ def tokenizer_fingerprint(model_dir: str, *, trust_remote_code: bool) -> str:
         if not files[0].is_file():
             files = sorted(path for path in source.iterdir() if path.name.startswith(_VOCABULARY))
         return _digest(files, source)
-    vocabulary = _load(model_dir, trust_remote_code).get_vocab()
+    vocabulary = load_tokenizer(model_dir, trust_remote_code=trust_remote_code).get_vocab()
     return hashlib.sha256(repr(sorted(vocabulary.items(), key=lambda item: item[1])).encode()).hexdigest()
 
 
@@ -51,7 +51,7 @@ def copy_tokenizer(model_dir: str, target: Path, *, trust_remote_code: bool) -> 
             if file.name.startswith(_TOKENIZER):
                 shutil.copy2(file, target / file.name)
     else:
-        _load(model_dir, trust_remote_code).save_pretrained(target)
+        load_tokenizer(model_dir, trust_remote_code=trust_remote_code).save_pretrained(target)
 
 
 def check_origin(manifest: dict[str, Any], *, data: str, tokenizer: str) -> str | None:
@@ -89,7 +89,8 @@ def _digest(files: list[Path], root: Path) -> str:
     return digest.hexdigest()
 
 
-def _load(name: str, trust_remote_code: bool) -> Any:
+def load_tokenizer(model_dir: str, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of a model, in a directory or on the hub."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from async_grpo.accuracy import Outcome
+from async_grpo.answering import Answering, PromptTooLong
 from async_grpo.config.schema import Config
 from async_grpo.engine import Completion, Engine, EngineError, Sampling, stop_tokens
 from async_grpo.errors import SetupError, VerifierFailed
@@ -49,10 +51,6 @@ class QueueClient(Protocol):
     async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str) -> None: ...
 
 
-class PromptTooLong(ValueError):
-    """A prompt has more tokens than `rollout.prompt_length`."""
-
-
 class RolloutActor:
     """Generates groups for the tickets it acquires, until the queue closes."""
 
@@ -71,6 +69,7 @@ class RolloutActor:
         self._changed = asyncio.Event()
         self._stages: dict[tuple[int, int], tuple[str, float, float]] = {}  # of each group: stage, since when, and since when it is here
         self._draining, self._ended = False, asyncio.Event()
+        self._resting, self._rested = False, asyncio.Event()
         self._produced_at = 0.0
         self._counts: Counter[str] = Counter()
 
@@ -96,6 +95,10 @@ class RolloutActor:
             stop_token_ids=stop_tokens(self._model_dir, self._tokenizer.eos_token_id), seed=_hash31(config.seed, self.actor_id),
         )
         await starting
+        self._answering = Answering(
+            config, engine=self._engine, task=self._task, verifiers=self._verifiers, encode=self._encode, text=self._text,
+            cpu=everywhere - self._cores or everywhere,
+        )
         os.sched_setaffinity(0, everywhere)  # requests are prepared and answers read wherever a core is free
 
     async def run(self) -> None:
@@ -108,7 +111,9 @@ class RolloutActor:
             while True:
                 if self._draining and not self._groups:
                     return
-                want = 0 if self._draining else max(0, capacity - len(self._groups))
+                if self._resting and not self._groups:
+                    self._rested.set()
+                want = 0 if self._draining or self._resting else max(0, capacity - len(self._groups))
                 if want or time.monotonic() - polled > HEARTBEAT_S:
                     polled = time.monotonic()
                     tickets = await self._queue.acquire(self.actor_id, self._engine.serving_version, list(self._groups), want)
@@ -132,6 +137,7 @@ class RolloutActor:
             self._growing.clear()
             self._outbox.clear()
             self._ended.set()
+            self._rested.set()
 
     async def drain(self) -> None:
         """Take no more tickets, and wait until the queue has all groups that this actor holds. `run` returns."""
@@ -154,42 +160,23 @@ class RolloutActor:
         """Log-probs of these responses under the weights that are served, with the labels of those."""
         return await self._engine.score(sequences)
 
-    async def evaluate(self, *, indices: Sequence[int], total: int, greedy: bool, samples: int) -> tuple[dict[str, float], list[dict]]:
-        """Score one response to each of these held-out problems (of the first `total`): sums over problems, and some of them as text.
+    async def evaluate(
+        self, *, indices: Sequence[int], total: int, label: str, alone: bool, samples: int
+    ) -> tuple[list[Outcome], list[dict[str, Any]]]:
+        """Outcomes of these held-out problems from the weights `label`, and some responses as text (`Answering.answer`)."""
+        return await self._answering.answer(indices=indices, total=total, label=label, alone=alone, samples=samples)
 
-        A prompt that is too long, or a response that cannot be scored, is an error and counts as wrong.
-        """
-        problems = self._task.evaluation(total)
-        slots = asyncio.Semaphore(2 * self._config.cluster.engine.max_num_seqs)
-        sampling = self._sampling(n=1, temperature=0.0 if greedy else self._config.rollout.temperature, seed=None)
+    async def rest(self) -> None:
+        """Take no more tickets until `go_on`, and wait until the queue has all groups that this actor holds; `run` does not return."""
+        self._resting = True
+        self._changed.set()
+        await self._rested.wait()
 
-        async def one(problem: Problem) -> tuple[str, int, PromptTooLong | None]:
-            try:
-                prompt = self._encode(problem)
-            except PromptTooLong as error:
-                return "", 0, error
-            async with slots:
-                [completion] = await self._engine.generate(prompt, sampling)
-            return self._text(completion), len(completion.token_ids), None
-
-        answers = await asyncio.gather(*[one(problems[index]) for index in indices])
-        given = [(text, problems[index].reference) for index, (text, _, refused) in zip(indices, answers, strict=True) if refused is None]
-        scored = iter(await self._verifiers.score_many(given))
-        results = [next(scored) if refused is None else refused for _, _, refused in answers]
-        scores = [score for score in results if isinstance(score, Score)]
-        sums = {
-            "problems": float(len(results)), "tokens": float(sum(length for _, length, _ in answers)),
-            "correct": float(sum(score.verdict is not None and score.verdict >= 1.0 for score in scores)),
-            "judged": float(sum(score.verdict is not None for score in scores)), "errors": float(len(results) - len(scores)),
-        }
-        shown = list(zip(indices, answers, results, strict=True))[:samples]
-        return sums, [
-            {
-                "prompt": problems[index].prompt, "response": text, "tokens": length,
-                **({"rewards": result.rewards, "verdict": result.verdict} if isinstance(result, Score) else {"error": str(result)}),
-            }
-            for index, (text, length, _), result in shown
-        ]
+    async def go_on(self) -> None:
+        """Take tickets again."""
+        self._resting, self._produced_at = False, time.monotonic()
+        self._rested.clear()
+        self._changed.set()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
         """A few greedy responses as (prompt, response, log-probs), for the comparison with the learner."""
@@ -232,6 +219,7 @@ class RolloutActor:
 
     async def close(self) -> None:
         """Stop the engine and the verifiers."""
+        await self._answering.close()
         await self._verifiers.close()
         self._engine.close()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from async_grpo.accuracy import powers_of_two
+
 if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
 
@@ -68,8 +70,12 @@ def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
         return []
     (first, before), (last, after) = trainer.evaluations[0], trainer.evaluations[-1]
     rows = []
-    for key, label in (("eval/accuracy_greedy", "held-out accuracy, greedy"), ("eval/accuracy_sampled", "held-out accuracy, sampled")):
+    n, other = trainer.config.evaluation.n, trainer.config.evaluation.task
+    keys = [("eval/accuracy_greedy", "held-out accuracy, greedy"), ("eval/pass_at_1", "held-out accuracy, sampled")]
+    keys += [(f"eval/pass_at_{k}", f"held-out pass@{k}") for k in list(powers_of_two(n))[1:][-1:]]
+    for key, label in keys:
         if key in after:
             text = f"{after[key]:.1%} after step {last}"
             rows.append((label, text if last == first else f"{before[key]:.1%} -> {text}"))
-    return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, none of them in training")]
+    whose = "none of them in training" if other is None else f"of task {other.name}"
+    return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, {whose}")]

@@ -35,7 +35,7 @@ from async_grpo.saving import Saver
 from async_grpo.status_file import StatusFile
 from async_grpo.stopping import Stop
 from async_grpo.tasks.base import TaskError, task_weights
-from async_grpo.tasks.registry import load_task
+from async_grpo.tasks.registry import held_out, load_task
 from async_grpo.tracking import Tracker, last_logged_step
 
 WARM_START_TIMEOUT_S = 1800.0
@@ -76,8 +76,7 @@ class Trainer:
             task = load_task(self.config.task, self.config.seed)
             self._task_weights = task_weights(self.config.task, task)
             problems = self._problems = len(task)
-            self._fingerprint = task.fingerprint
-            self._held_out = len(task.evaluation(self.config.evaluation.max_samples))
+            self._fingerprint, self._held_out = task.fingerprint, held_out(self.config, task)
             check_metric_and_journal(self.config, list(self._task_weights))
             if self._model_notes is None:  # once: a trainer is checked more than once
                 self._model_notes = look(self.config, task)
@@ -123,7 +122,10 @@ class Trainer:
         self._tracker.begin()
         with self.console.phase("starting engines and learner"):
             origin, self._logged = Origin(self._checkpoint, manifest["step"] if manifest else 0), last_logged_step(self.run_dir)
-            starting = system.start(model_dir=model_dir, origin=origin, log=self._log, note=self.console.info, idle=self._saver.wait, took_back=self._took_back)
+            starting = system.start(
+                model_dir=model_dir, origin=origin, log=self._log, note=self.console.info, idle=self._saver.wait, took_back=self._took_back,
+                show=self._tracker.log_samples,
+            )
             self._run(starting, stoppable=True)
             self._logged = self.steps_done
         with self.console.phase("connecting weights" + (" and checking them" if self.config.weight_sync.self_check else "")):
@@ -165,12 +167,12 @@ class Trainer:
                 self.console.info(f"note: {advice}")
             if saving and self.steps_done // saving > before // saving and self.steps_done < self.total_steps:
                 self._save(keep_groups=False, wait=False)
-            if evaluation and self.steps_done // evaluation > before // evaluation and self.steps_done < self.total_steps:
-                self.evaluate()
+            if evaluation and self._held_out and self.steps_done // evaluation > before // evaluation and self.steps_done < self.total_steps:
+                self._run(system.evaluate_beside(self._held_out, self._evaluated))
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the newest weights: greedy and, if configured, sampled at the training temperature.
+        """Held-out accuracy of the newest weights, and pass@k of `evaluation.n` samples; the learner waits for it.
 
         Empty when the task has no held-out problems, or somebody asks the run to end meanwhile.
         """
@@ -184,10 +186,7 @@ class Trainer:
                 result, samples = self._run(self._running().evaluate(self._held_out), stoppable=True)
             except StopRequested:
                 return {}
-        self.evaluations.append((self.steps_done, result))
-        self._log(self.steps_done, result)
-        if self._tracker is not None and samples:
-            self._tracker.log_samples([{"step": self.steps_done, **sample} for sample in samples])
+        self._evaluated(self.steps_done, result, samples)
         return result
 
     def add_rollout_actor(self) -> str:
@@ -261,8 +260,7 @@ class Trainer:
 
     def stop(self, status: str = "FINISHED") -> None:
         """Stop every process of the run and close tracking. Safe to call twice, and after an error."""
-        system, self._system, self._started = self._system or self._rerun, None, False
-        self._rerun = None
+        system, self._system, self._rerun, self._started = self._system or self._rerun, None, None, False
         try:
             if system is not None and self._thread.is_alive():
                 try:
@@ -375,6 +373,13 @@ class Trainer:
             return ensure_warm_start(self.config, progress=self._stop_requested.watching(self.console.info), timeout_s=WARM_START_TIMEOUT_S)
         except WarmStartError as error:
             raise SetupError(str(error)) from error
+
+    def _evaluated(self, step: int, result: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        """Keep the result of one evaluation, which may be of an earlier step than the last one that was logged."""
+        self.evaluations.append((step, result))
+        self._log(step, result)
+        if self._tracker is not None:
+            self._tracker.log_samples([{"step": step, "source": "evaluation", **sample} for sample in samples])
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if "train/repeated" in metrics and step <= self._logged:

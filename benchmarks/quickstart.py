@@ -60,7 +60,7 @@ def run_seed(seed: int, *, config: str, cold: bool, overrides: list[str], keep: 
     rl_seconds = sum(line["time/step"] for line in steps)
     return {
         "seed": seed, "before_greedy": before["eval/accuracy_greedy"], "after_greedy": after["eval/accuracy_greedy"],
-        "before_sampled": before["eval/accuracy_sampled"], "after_sampled": after["eval/accuracy_sampled"],
+        "before_sampled": before["eval/pass_at_1"], "after_sampled": after["eval/pass_at_1"],
         "rl_s": rl_seconds, "steps": len(steps), "first_step_s": steps[0]["time"] - started, "total_s": time.time() - started,
         "lag_max": max(line["train/lag_max"] for line in steps),
         "publishing": sum(line["time/publish"] for line in steps) / rl_seconds,

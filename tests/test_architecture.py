@@ -14,11 +14,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 LAYERS = {
     0: "config groups wire errors leftovers durable stacks",
-    1: "algo stopping",
+    1: "accuracy algo stopping",
     2: "replay tasks batching weights outbox",
     3: "engine learner checkpoint provenance tracking tracking_mlflow console report warm_start warm_start_model "
        "progress timeline status_file panel",
-    4: "advice preflight rerun_plan resuming saving rollout_actor partials loop planning",
+    4: "advice preflight rerun_plan resuming saving rollout_actor answering partials loop planning",
     5: "cluster",
     6: "run status trainer summary replay.__main__",
 }
@@ -26,7 +26,8 @@ LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split(
 
 BESIDE = {
     ("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary"), ("tracking", "tracking_mlflow"),
-    ("report", "tracking_mlflow"), ("rollout_actor", "partials"), ("status_file", "progress"), ("status_file", "timeline"), ("console", "progress"), ("console", "panel"),
+    ("report", "tracking_mlflow"), ("rollout_actor", "partials"), ("rollout_actor", "answering"),
+    ("status_file", "progress"), ("status_file", "timeline"), ("console", "progress"), ("console", "panel"),
 }
 """Modules of one layer that are one part in two files."""
 
@@ -42,6 +43,7 @@ LIBRARIES = {
     "stacks": "",
     "groups": "numpy",
     "wire": "msgpack numpy",
+    "accuracy": "",
     "algo": "torch",
     "algo.filters": "",  # plain numbers: the queue uses them
     "algo.rewards": "",
@@ -55,6 +57,7 @@ LIBRARIES = {
     "weights.sender": "torch",
     "weights.coordinator": "",
     "weights.delivery": "numpy",
+    "weights.lending": "",
     "weights.self_check": "numpy",
     "weights.probes": "numpy",
     "weights.verification": "numpy",
@@ -81,11 +84,13 @@ LIBRARIES = {
     "rerun_plan": "",
     "resuming": "",
     "saving": "",
+    "answering": "",
     "rollout_actor": "numpy transformers",  # the tokenizer
     "partials": "msgpack numpy",
     "loop": "",
     "planning": "torch",
     "cluster": "ray numpy",
+    "cluster.samples": "ray numpy tokenizers",
     "cluster.placement": "",  # tested without a cluster
     "trainer": "",
     "run": "",

@@ -19,7 +19,7 @@ from async_grpo.config.section import Section
 from async_grpo.errors import SetupError
 from async_grpo.trainer import Trainer
 
-SECTIONS = ("model.warm_start", "model.lora")
+SECTIONS = ("model.warm_start", "model.lora", "evaluation.task")
 FIXED = {
     "seed", "model.path", "model.dtype", "model.warm_start", "model.lora", "model.freeze", "task.name", "learner.zero_stage",
     *(name for name in marks() if name.startswith(("model.warm_start.", "model.lora.")) and name != "model.warm_start.cache_dir"),
@@ -33,6 +33,7 @@ WARNED = {
     *(name for name in marks() if name.startswith("algorithm.")),
     *(name for name in marks() if name.startswith("learner.") and name != "learner.gradient_checkpointing" and name not in FIXED),
     "weight_sync.every_steps", "weight_sync.kv_cache", "cluster.device",
+    *(name for name in marks() if name.startswith("evaluation.task")),
 }
 TRAINS = FIXED | {
     "run.total_steps", "run.epochs", "model.reference", "model.reference_refresh_steps", "model.lm_head_fp32", "task.rewards", "cluster.device",
@@ -50,6 +51,8 @@ def with_sections(name: str) -> Config:
     """A configuration in which the key `name` exists."""
     if name.startswith("model.warm_start."):
         return config(model={"warm_start": {}})
+    if name.startswith("evaluation.task."):
+        return config(evaluation={"task": {}})
     return config(model={"path": "m", "lora": {}}) if name.startswith("model.lora.") else config(learner={"schedule": "cosine"})
 
 
@@ -130,7 +133,10 @@ def test_the_length_of_a_run_matters_to_a_learner_with_a_schedule_only() -> None
 def test_the_digest_says_the_same_as_the_comparison(name: str) -> None:
     now = with_sections(name)
     if name in SECTIONS:
-        then = {"model.lora": config(model={"path": "m", "lora": {}}), "model.warm_start": config(model={"warm_start": {}})}[name]
+        then = {
+            "model.lora": config(model={"path": "m", "lora": {}}), "model.warm_start": config(model={"warm_start": {}}),
+            "evaluation.task": config(learner={"schedule": "cosine"}, evaluation={"task": {}}),
+        }[name]
     else:
         then = now.model_copy(deep=True)  # a value that no file could hold is one too
         *path, last = name.split(".")

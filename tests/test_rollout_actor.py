@@ -185,11 +185,38 @@ def test_what_a_verifier_error_does_is_configured() -> None:
         run(Parts(verifier=broken), on_error="fail")
 
 
-def test_a_held_out_prompt_that_is_too_long_counts_as_an_error() -> None:
-    sums, shown = asyncio.run(actor_of(Parts()).evaluate(indices=[0, 1, 2], total=3, greedy=True, samples=5))
-    assert sums == {"problems": 3, "tokens": 6, "correct": 2, "judged": 2, "errors": 1}
-    assert ["error" in row for row in shown] == [False, True, False]
-    assert "17 tokens" in shown[1]["error"]
+def test_a_resting_actor_hands_in_what_it_holds_and_goes_on_when_told() -> None:
+    parts, wanted = Parts(), []
+    parts.tickets = [GroupTicket(number, 1, 0) for number in range(300)]
+    acquire = parts.acquire
+
+    async def answer(actor_id: str, version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket]:
+        wanted.append(want)
+        return await acquire(actor_id, version, holding, want) or []
+
+    parts.acquire = answer
+
+    async def rested() -> tuple[int, int]:
+        actor = actor_of(parts)
+        running = asyncio.create_task(actor.run())
+        while not actor._groups:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(actor.rest(), 10)
+        handed_in, left = len(parts.frames), len(parts.tickets)
+        assert not running.done() and handed_in + left == 300 and left, "it holds nothing, and its run goes on"
+        del wanted[:]
+        await actor._wait_for_change(0.6)  # a heartbeat
+        assert set(wanted) <= {0}
+        await actor.go_on()
+        while len(parts.frames) < 300:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(actor.rest(), 10)  # once more, and the end of its run lets whoever waits go on
+        await asyncio.wait_for(actor.drain(), 10)
+        await asyncio.wait_for(actor.rest(), 1)
+        return handed_in, len(parts.frames)
+
+    handed_in, all_of_them = asyncio.run(asyncio.wait_for(rested(), 30))
+    assert 0 < handed_in < all_of_them == 300
 
 
 def test_an_actor_that_drains_hands_in_what_it_holds_and_takes_no_more() -> None:

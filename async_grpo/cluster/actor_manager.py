@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import ray
 
 from async_grpo.cluster.back_off import back_off_s
-from async_grpo.cluster.evaluation import evaluate
 from async_grpo.cluster.placement import Placement, PlacementError, Slot, describe
 from async_grpo.cluster.places import Place, Places
 from async_grpo.cluster.post_mortem import examine, findings_of
@@ -171,12 +170,11 @@ class ActorManager:
         if place is not None and not place.leaving and not self._stopping:
             place.filling = self._spawn(self._replace(place, _fault(engine, error) + findings_of(seen)))
 
-    async def evaluate(
-        self, ready: Callable[[], Sequence[RemoteEngine]], *, total: int, greedy: bool, samples: int
-    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Held-out accuracy over `total` problems, shared out over the `ready()` engines; and about `samples` of them as text."""
-        timeout_s = self._config.evaluation.timeout_s
-        return await evaluate(ready, self._died, timeout_s=timeout_s, total=total, greedy=greedy, samples=samples)
+    async def died(self, engine: RemoteEngine, error: BaseException) -> None:
+        """`drop` it. Raises FaultBudgetSpent before training has begun, when none is replaced."""
+        if self._join is None:
+            raise FaultBudgetSpent(f"a rollout actor died before training began: {error}") from error
+        await self.drop(engine.actor_id, error)
 
     async def stop(self) -> None:
         """Stop all actors and their engines; one that does not answer within its deadline is killed."""
@@ -190,11 +188,6 @@ class ActorManager:
         for engine in list(self._processes.values()):  # those that are still starting too
             self._kill(engine)
         self._alive = []
-
-    async def _died(self, engine: RemoteEngine, error: BaseException) -> None:
-        if self._join is None:
-            raise FaultBudgetSpent(f"a rollout actor died before training began: {error}") from error
-        await self.drop(engine.actor_id, error)
 
     def _create(self, place: Place) -> RemoteEngine:
         actor_id = place.next_id()

@@ -1,73 +1,213 @@
-"""Held-out problems, shared out over the rollout actors.
+"""Held-out problems, answered by the run's engines.
 
-Runs in: the driver. Hides that engines may die meanwhile: what one leaves undone is shared out again, until the deadline.
+Runs in: the driver. Hides who answers, and that engines may die meanwhile.
+
+    before, after training   all engines share the problems, for nothing else is under way; what a dead one leaves undone is shared out again
+    beside training          one engine leaves the set (`Coordinator.pinned`): rest -> what it holds is finished -> answer -> go on -> join.
+                             Where no other would be left, the engine generates training groups too, and the next publication waits
+
+Invariants: a result belongs to one version, which every response carries, and is logged under its step; at most one evaluation is beside
+training, and one that is due meanwhile is left out and counted; one that dies with its engine begins again with the version of then, one
+that takes longer than `evaluation.timeout_s` is given up; both are said. Learner steps wait for none of it but a held publication.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import ray
 
+from async_grpo.accuracy import Outcome, metrics
+from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, Stalled
+from async_grpo.weights.base import parse_label
+from async_grpo.weights.coordinator import Coordinator
+from async_grpo.weights.lending import Pin
 
 HEALTH_TIMEOUT_S = 10.0
-Part = tuple[dict[str, float], list[dict[str, Any]]]
+POLL_S = 0.1
+Rows = list[dict[str, Any]]
+Done = Callable[[int, dict[str, float], Rows], None]
 
 
 class Evaluator(Protocol):
-    """An engine that answers problems; `handle` is its Ray actor."""
+    """An engine that answers problems; `handle` is its Ray actor, `acknowledged` the label of its weights."""
 
+    actor_id: str
     handle: Any
+    acknowledged: str
 
 
-async def evaluate(
-    ready: Callable[[], Sequence[Evaluator]], died: Callable[[Any, BaseException], Awaitable[None]], *, timeout_s: float, total: int,
-    greedy: bool, samples: int,
-) -> Part:
-    """Sums over `total` problems and their accuracy, from the engines that `ready()` gives; and about `samples` answers as text.
+class Evaluations:
+    """All evaluations of one run."""
 
-    `died(engine, error)` is told of every engine that is gone. Raises Stalled after `timeout_s`.
-    """
-    left, results = list(range(total)), []
-    try:
-        async with asyncio.timeout(timeout_s):
-            while left:
-                left, done = await _share(ready(), died, left, total=total, greedy=greedy, samples=samples)
-                results += done
-    except TimeoutError as error:
-        raise Stalled(f"the evaluation took longer than evaluation.timeout_s = {timeout_s:g} s") from error
-    sums = {name: sum(result[name] for result, _ in results) for name in results[0][0]}
-    shown = [row for _, rows in results for row in rows]
-    if sums["judged"]:  # a task whose verifier gives no verdicts has no accuracy
-        sums["accuracy"] = sums["correct"] / sums["problems"]
-    return sums, shown
+    def __init__(
+        self, config: Config, *, coordinator: Coordinator, died: Callable[[Evaluator, BaseException], Awaitable[None]], run_epoch: Callable[[], int],
+        note: Callable[[str], None], fail: Callable[[BaseException], None],
+    ) -> None:
+        """died(engine, error): one is gone. note: what the user should read. fail: told what ends the run."""
+        self._config, self._coordinator, self._died, self._run_epoch = config, coordinator, died, run_epoch
+        self._note, self._fail = note, fail
+        self._beside: asyncio.Task[None] | None = None
+        self._skipped = 0
 
+    async def everywhere(self, total: int) -> tuple[dict[str, float], Rows]:
+        """Metrics of the live weights on `total` problems, and some responses as text; no publication may be under way.
 
-async def _share(
-    engines: Sequence[Evaluator], died: Callable[[Any, BaseException], Awaitable[None]], problems: list[int], *, total: int, greedy: bool,
-    samples: int,
-) -> tuple[list[int], list[Part]]:
-    """The problems that dead engines left undone, and the answers of the others."""
-    if not engines:
-        raise FaultBudgetSpent("no rollout actor is alive to evaluate with")
-    parts = [problems[index :: len(engines)] for index in range(len(engines))]
-    calls = [
-        engine.handle.evaluate.remote(indices=part, total=total, greedy=greedy, samples=-(-samples // len(engines)))
-        for engine, part in zip(engines, parts, strict=True)
-    ]
-    left, done = [], []
-    for engine, part, answer in zip(engines, parts, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-        if isinstance(answer, ray.exceptions.RayActorError) or (isinstance(answer, ray.exceptions.RayTaskError) and not await _healthy(engine)):
-            await died(engine, answer)
-            left += part
-        elif isinstance(answer, BaseException):
-            raise answer
+        Raises Stalled after `evaluation.timeout_s`, FaultBudgetSpent when no engine is left.
+        """
+        await self.finish()
+        started, left, outcomes, rows = time.perf_counter(), list(range(total)), [], []
+        try:
+            async with asyncio.timeout(self._config.evaluation.timeout_s) as deadline:
+                while left:
+                    left, answered, shown = await self._share(self._coordinator.serving(), left, total=total, alone=True)
+                    outcomes += answered
+                    rows += shown
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise Stalled(f"the evaluation took longer than evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s") from error
+        seconds = time.perf_counter() - started
+        return self._metrics(outcomes, seconds=seconds, waited=seconds), rows[: self._config.tracking.sample_rows]
+
+    async def begin(self, total: int, done: Done) -> None:
+        """Evaluate the newest version beside training: `done(step, metrics, responses)` is called when it is. Returns at once."""
+        if self._beside is not None and not self._beside.done():
+            self._skipped += 1
+            self._note(
+                "an evaluation is left out, because the one before is still under way: raise evaluation.every_steps, or lower "
+                "evaluation.max_samples or evaluation.n"
+            )
+            return
+        self._beside = asyncio.create_task(self._evaluate_beside(total, done))
+        self._beside.add_done_callback(self._ended)
+        await asyncio.sleep(0)  # now it has asked for the version, before the next publication can
+
+    async def finish(self) -> None:
+        """Wait until none is under way."""
+        if self._beside is not None:
+            await asyncio.wait({self._beside})
+
+    def cancel(self) -> None:
+        """Give up the one that is under way, because the run ends."""
+        if self._beside is not None:
+            self._beside.cancel()
+
+    async def _evaluate_beside(self, total: int, done: Done) -> None:
+        started, deadline = time.perf_counter(), asyncio.get_running_loop().time() + self._config.evaluation.timeout_s
+        waited = 0.0
+        while True:
+            answers = None
+            async with self._coordinator.pinned() as pin:
+                try:
+                    async with asyncio.timeout_at(deadline) as limit:
+                        answers = await self._by(pin, total)
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                if pin.engine is not None:
+                    await self._send_on(pin.engine)
+                waited += pin.learner_waited_s
+            version = parse_label(pin.label)
+            if answers is not None and version.run_epoch == self._run_epoch():
+                outcomes, rows = answers
+                result = self._metrics(outcomes, seconds=time.perf_counter() - started, waited=waited)
+                self._note(_line(version.step, result, pin))
+                done(version.step, result, rows)
+                return
+            why = f"the learner went back before step {version.step}" if answers is not None else "its engine died"
+            if limit.expired() or not await self._somebody_serves(deadline):
+                self._note(f"the evaluation of step {version.step} took longer than evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s and is given up")
+                return
+            self._note(f"the evaluation of step {version.step} begins again with the weights of now: {why}")
+
+    async def _by(self, pin: Pin, total: int) -> tuple[list[Outcome], Rows] | None:
+        """The answers of the engines that keep the version; None when one of them died."""
+        if pin.engine is None:
+            engines = self._coordinator.serving()
         else:
-            done.append(answer)
-    return left, done
+            engines = [pin.engine]
+            if isinstance(error := await _settled(pin.engine.handle.rest.remote()), BaseException):
+                await self._died(pin.engine, error)
+                return None
+        if not engines:
+            return None
+        left, outcomes, rows = await self._share(engines, list(range(total)), total=total, alone=pin.engine is not None)
+        return None if left else (outcomes, rows)
+
+    async def _send_on(self, engine: Evaluator) -> None:
+        """Let an engine that was away take tickets again; it gets some when it serves the live version."""
+        try:
+            await asyncio.wait_for(engine.handle.go_on.remote(), HEALTH_TIMEOUT_S)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            await self._died(engine, error)
+
+    async def _somebody_serves(self, deadline: float) -> bool:
+        """Whether there is an engine, perhaps in the place of one that died, before the deadline."""
+        while not self._coordinator.serving():
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+
+    async def _share(
+        self, engines: Sequence[Evaluator], problems: list[int], *, total: int, alone: bool
+    ) -> tuple[list[int], list[Outcome], Rows]:
+        """The problems that dead engines left undone; outcomes and some responses of the others."""
+        if not engines:
+            raise FaultBudgetSpent("no rollout actor is alive to evaluate with")
+        samples = -(-self._config.tracking.sample_rows // len(engines))
+        parts = [problems[index :: len(engines)] for index in range(len(engines))]
+        calls = [
+            engine.handle.evaluate.remote(indices=part, total=total, label=engine.acknowledged, alone=alone, samples=samples)
+            for engine, part in zip(engines, parts, strict=True)
+        ]
+        left, outcomes, rows = [], [], []
+        try:
+            answers = await asyncio.gather(*[_settled(call) for call in calls])
+        except asyncio.CancelledError:
+            for call in calls:
+                ray.cancel(call)  # else the engine would go on answering
+            raise
+        for engine, part, answer in zip(engines, parts, answers, strict=True):
+            if isinstance(answer, ray.exceptions.RayActorError) or (isinstance(answer, ray.exceptions.RayTaskError) and not await _healthy(engine)):
+                await self._died(engine, answer)
+                left += part
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                outcomes += answer[0]
+                rows += answer[1]
+        return left, outcomes, rows
+
+    def _metrics(self, outcomes: list[Outcome], *, seconds: float, waited: float) -> dict[str, float]:
+        own = {"eval/seconds": seconds, "eval/learner_waited_s": waited, "eval/skipped": float(self._skipped)}
+        return metrics(outcomes, n=self._config.evaluation.n) | own
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(task.exception())
+
+
+def _line(step: int, result: dict[str, float], pin: Pin) -> str:
+    """One evaluation for a person."""
+    names = [name for name in result if name == "eval/accuracy_greedy" or name.startswith("eval/pass_at_") and name.count("/") == 1]
+    spoken = [f"{name.removeprefix('eval/').replace('_at_', '@').replace('accuracy_', '')} {result[name]:.1%}" for name in names]
+    found = ", ".join(spoken) or f"{result['eval/problems']:.0f} problems, no verdicts"
+    who = "on every engine, while publications waited" if pin.engine is None else f"on {pin.engine.actor_id}"
+    return f"evaluated step {step} {who}: {found} ({result['eval/seconds']:.1f} s; the learner waited {result['eval/learner_waited_s']:.1f} s)"
+
+
+async def _settled(call: Any) -> Any:
+    """What the call returns, or the error of Ray that it raises."""
+    try:
+        return await call
+    except ray.exceptions.RayError as error:
+        return error
 
 
 async def _healthy(engine: Evaluator) -> bool:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
+import numpy as np
 import ray
 
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, queue_died
@@ -27,6 +28,9 @@ class QueueClient:
 
     async def get_batch(self, step: int) -> Batch | None:
         return await self._call(self._handle.next_batch.remote(step))
+
+    async def payload(self, step: int, group_ids: list[int]) -> np.ndarray:
+        return await self._call(self._handle.payload.remote(step, group_ids))
 
     async def metrics(self) -> dict[str, float]:
         return await self._call(self._handle.metrics.remote())

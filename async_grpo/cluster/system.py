@@ -19,6 +19,7 @@ import ray
 from async_grpo import stacks
 from async_grpo.algo.filters import FilterRule
 from async_grpo.cluster.actor_manager import ActorManager
+from async_grpo.cluster.evaluation import Done, Evaluations, Rows
 from async_grpo.cluster.gang import Gang, Origin
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
@@ -28,6 +29,7 @@ from async_grpo.cluster.queue_client import QueueClient
 from async_grpo.cluster.queue_process import QueueProcess
 from async_grpo.cluster.refusals import refuse
 from async_grpo.cluster.relays import Relays
+from async_grpo.cluster.samples import TrainingSamples
 from async_grpo.cluster.session import Session
 from async_grpo.cluster.under_way import UnderWay
 from async_grpo.cluster.watchdog import whole_step
@@ -65,6 +67,8 @@ class System:
         self.loop: Loop | None = None
         self.coordinator: Coordinator | None = None
         self.gang: Gang | None = None
+        self.evaluations: Evaluations | None = None
+        self._samples: TrainingSamples | None = None
         self._relays: Relays | None = None
         self.device = ""
         self.model_dir = ""
@@ -82,11 +86,11 @@ class System:
     async def start(
         self, *, model_dir: str, origin: Origin, log: Callable[[int, dict[str, float]], None], note: Callable[[str], None],
         idle: Callable[[], Awaitable[None]],
-        took_back: Callable[[int], None],
+        took_back: Callable[[int], None], show: Callable[[list[dict[str, Any]]], None],
     ) -> None:
         """Start all processes, load model and checkpoint, and bring the learner to the step that the queue is at.
 
-        idle: returns when no checkpoint is being written. took_back(step): the steps after this one are discarded.
+        idle: returns when no checkpoint is being written. took_back(step): the steps after this one are discarded. show(rows): samples.
         """
         self._note, self.event_loop = note, asyncio.get_running_loop()
         remove_segments(self._key, fallback_directory(self._config))  # in the run's own directory those of a start that was killed
@@ -119,13 +123,20 @@ class System:
         self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live, exact=exact, note=note,
             run_epoch=progress["run_epoch"],
         )
+        self._samples = TrainingSamples(
+            config, queue=self.queue, model_dir=model_dir, total_steps=self._total_steps, weights=self._weights, show=show, note=note
+        )
         self.loop = Loop(
             config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
             total_steps=self._total_steps, steps_done=origin.step, log=lambda step, metrics: log(step, self._with_faults(metrics)),
+            taken=self._samples.take,
         )
         self.gang = Gang(
             config, learner=self.learner, loop=self.loop, coordinator=self.coordinator, queue=self.queue, origin=origin,
             nodes_serve=partial(self._nodes_serve, {slot.node_id for slot in placement.learners}), idle=idle, took_back=took_back, note=note,
+        )
+        self.evaluations = Evaluations(
+            config, coordinator=self.coordinator, died=self.actors.died, run_epoch=lambda: self.gang.run_epoch, note=note, fail=self._fail
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.actors.start())
@@ -155,20 +166,16 @@ class System:
         """Wait until the newest weights are live."""
         await self.gang.surviving(self.loop.finish)
 
-    async def evaluate(self, total: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Held-out metrics of the live weights on `total` problems (no publication is under way meanwhile), and a few samples."""
+    async def evaluate(self, total: int) -> tuple[dict[str, float], Rows]:
+        """Metrics of the newest weights on `total` held-out problems, and some responses; the learner waits."""
         await self.settle()
-        settings, out, self.loop.phase = self._config.evaluation, {}, "evaluating"
-        engines = self.coordinator.serving
-        greedy, samples = await self.actors.evaluate(engines, total=total, greedy=True, samples=self._config.tracking.sample_rows)
-        out |= {"eval/problems": greedy["problems"], "eval/errors": greedy["errors"]}
-        if "accuracy" in greedy:
-            out |= {"eval/accuracy_greedy": greedy["accuracy"]}
-        if settings.sampled:
-            sampled, _ = await self.actors.evaluate(engines, total=total, greedy=False, samples=0)
-            if "accuracy" in sampled:
-                out |= {"eval/accuracy_sampled": sampled["accuracy"]}
-        return out, samples
+        self.loop.phase = "evaluating"
+        return await self.evaluations.everywhere(total)
+
+    async def evaluate_beside(self, total: int, done: Done) -> None:
+        """Begin to evaluate the newest weights; `done(step, metrics, responses)` is called while training goes on."""
+        await self.gang.surviving(self.loop.publish_newest)
+        await self.evaluations.begin(total, done)
 
     async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
         """Write the learner's checkpoint and the exported model, for `finish_save`; the queue's snapshot. Raises StorageFailure."""
@@ -197,6 +204,10 @@ class System:
 
     async def stop(self, *, orderly: bool = True) -> None:
         """Close the queue, stop actors and learner. Every part is stopped whatever happens to the others. orderly: nothing went wrong."""
+        if self.evaluations is not None:
+            self.evaluations.cancel()
+        if orderly and self._samples is not None:
+            await self._samples.finish()
         results = await asyncio.gather(*([self.queue.close(orderly=orderly)] if self.loop is not None else []), return_exceptions=True)
         if self.coordinator is not None:
             await self.coordinator.close()
@@ -211,9 +222,11 @@ class System:
             raise failures[0]
 
     def request_stop(self) -> None:
-        """Wait for no more groups. Safe in a signal handler."""
+        """Wait for no more groups and for no evaluation. Safe in a signal handler."""
         if self.loop is not None:
             self.loop.stopping = True
+        if self.evaluations is not None:
+            self.event_loop.call_soon_threadsafe(self.evaluations.cancel)
 
     def abandon(self) -> None:
         """What must not outlive a driver that ends at once; its processes go with it."""

@@ -230,11 +230,14 @@ def resolve(
             f"`run.dir` is {_show(str(directory))}, inside the package that Ray deletes after the job.\n"
             "Give a directory outside it (run.dir=/path/that/stays), or a relative one with ASYNC_GRPO_HOME set."
         )
-    changes: dict[str, dict[str, str]] = {"run": {"dir": str(directory)}}
+    changes: dict[str, dict[str, Any]] = {"run": {"dir": str(directory)}}
     if not _throw_away(here):
         for section, names in (("model", ("path", "reference")), ("task", ("train", "eval"))):
             given = getattr(config, section).model_dump(include=set(names))
             changes[section] = {name: str(here / path) for name, path in given.items() if path and (here / path).exists()}
+        other = config.evaluation.task
+        if other is not None and other.eval is not None and (here / other.eval).exists():
+            changes["evaluation"] = {"task": other.model_copy(update={"eval": str(here / other.eval)})}
     return config.model_copy(update={
         section: getattr(config, section).model_copy(update=values) for section, values in changes.items()
     })
@@ -274,7 +277,8 @@ def preflight_files(config: Config) -> None:
     for key, model in (("model.path", config.model.path), ("model.reference", config.model.reference)):
         if model is not None:
             _check_model(key, model)
-    for key, data in (("task.train", config.task.train), ("task.eval", config.task.eval)):
+    other = config.evaluation.task
+    for key, data in (("task.train", config.task.train), ("task.eval", config.task.eval), ("evaluation.task.eval", other and other.eval)):
         if data is not None:
             _check_data(key, data)
     run_dir = Path(config.run.dir)

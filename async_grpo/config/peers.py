@@ -113,6 +113,8 @@ _NAMES: dict[str, str] = {
     "weight_sync.every_steps": "trigger_parameter_sync_step weight_sync_steps update_weights_interval weight_sync_interval",
     "evaluation.every_steps": "test_freq eval_steps eval_interval eval_freq val_period val_check_interval",
     "evaluation.before": "val_before_train val_at_start eval_before_train",
+    "evaluation.n": "sampled eval_n n_eval_samples val_n eval_num_samples n_samples_per_eval_prompt eval_n_samples_per_prompt",
+    "evaluation.temperature": "eval_temperature val_temperature",
     "evaluation.max_samples": "max_val_samples max_eval_samples num_eval_samples",
     "checkpoint.every_steps": "save_steps save_freq save_interval save_period ckpt_interval",
     "checkpoint.keep": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep keep_top_k max_ckpts_to_keep",

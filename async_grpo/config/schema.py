@@ -173,18 +173,31 @@ class Learner(Section):
     """Merged into the DeepSpeed configuration; keys that this project sets itself are refused."""
 
 
+class EvaluationTask(Section):
+    name: str = "arithmetic"
+    """Built-in task or a dotted path `package.module:Class`."""
+    eval: str | None = None
+    """Held-out data, same forms as `task.eval`."""
+    options: dict[str, Any] = Field({})
+    """The task's own settings, checked by the task."""
+
+
 class Evaluation(Section):
     on_resume = FREE
     every_steps: NonNegative = 0
-    """Learner steps between evaluations while training; 0 means only before and after."""
+    """Learner steps between evaluations, beside training; 0 means only before and after. One that is due while another is under way is left out."""
     before: bool = True
     """Evaluate before the first step (the 'before' of the summary)."""
+    task: Annotated[EvaluationTask | None, warn("what held-out accuracy means: it cannot be compared with that before")] = None
+    """Evaluate on the held-out problems of another task; null: on those of the task that is trained."""
     max_samples: Positive = 1000
     """Held-out problems per evaluation."""
-    sampled: bool = True
-    """Report one sampled response per problem at the training temperature, besides the greedy one."""
+    n: NonNegative = 1
+    """Sampled responses per problem besides the greedy one: pass@k for k = 1, 2, 4, ... up to n; 0: greedy only."""
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    """Temperature of the sampled responses; null: that of training, `rollout.temperature`."""
     timeout_s: Seconds = 600.0
-    """Longest time one evaluation may take."""
+    """Longest time one evaluation may take. One before or after training ends the run then, one beside it is given up with a note."""
 
 
 class Checkpoint(Section):
@@ -309,6 +322,16 @@ class Config(Section):
     def max_outstanding(self) -> int:
         """B = (K + 1) R: groups issued and not yet contained in live weights."""
         return (self.replay.max_staleness + 1) * self.rollout.rollout_batch_size
+
+    @property
+    def evaluated_task(self) -> Task:
+        """The task whose held-out problems are evaluated; verified like the one that is trained."""
+        other = self.evaluation.task
+        if other is None:
+            return self.task
+        return Task(
+            name=other.name, eval=other.eval, options=other.options, verifier=self.task.verifier, max_bad_fraction=self.task.max_bad_fraction
+        )
 
     @property
     def seeded(self) -> bool:

@@ -153,6 +153,8 @@ class RowTask(ABC):
         problems = self._load(self._settings.eval, "test")
         if not problems:
             raise TaskError(f"task.eval ({self._settings.eval}) has no problem; name held-out data, or leave task.eval out")
+        if self._settings.train is None:  # a task that is only evaluated
+            return problems
         seen = {_prompt_key(problem) for problem in self._train}
         kept = [problem for problem in problems if _prompt_key(problem) not in seen]
         if problems and not kept:

@@ -63,6 +63,19 @@ def create_task(settings: schema.Task, seed: int) -> Task:
     return task
 
 
+def held_out(config: schema.Config, task: Task) -> int:
+    """How many held-out problems an evaluation has: of `task`, which is trained, or of `evaluation.task`. Raises TaskError."""
+    if config.evaluation.task is None:
+        return len(task.evaluation(config.evaluation.max_samples))
+    try:
+        found = len(create_task(config.evaluated_task, config.seed).evaluation(config.evaluation.max_samples))
+    except TaskError as error:
+        raise TaskError(f"evaluation.task: {error}") from error
+    if not found:
+        raise TaskError(f"evaluation.task: task {config.evaluation.task.name} has no held-out problems (set evaluation.task.eval)")
+    return found
+
+
 def problem_index(seed: int, fingerprint: str, group_id: int, n: int) -> int:
     """Index in [0, n) of the problem that `group_id` poses: a fresh pseudo-random permutation of all problems per epoch.
 

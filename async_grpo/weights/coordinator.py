@@ -5,7 +5,7 @@ Runs in: the driver. Draws on two sides that it does not know from the inside:
     publish(version):   wait for the publication before -> learner.stage -> [ engines.receive || learner.send ] -> queue.live -> probes
                         |<------- the learner waits ------>|<--- with `overlap`, the next learner step runs here --->|
 
-    an engine:          connect -> load-path check (perturbed weights) -> the newest weights -> serving
+    an engine:          connect -> load-path check (perturbed weights) -> the newest weights -> serving -> `pinned`: away -> the newest weights -> serving
 
 Invariants: at most one publication is under way; a version is declared live only when every connected engine of the set serves it (one
 that is not connected serves nothing yet and holds no tickets); a publication completes on all of them or is repeated, without those that died
@@ -35,7 +35,8 @@ from async_grpo.weights.base import (
     TransferStuck,
     Version,
 )
-from async_grpo.weights.delivery import GRACE_S, EngineHandle, Outcome, everybody, grace
+from async_grpo.weights.delivery import GRACE_S, EngineHandle, Outcome, demand, everybody, grace, looked_at
+from async_grpo.weights.lending import EngineSet, Pin, Present
 from async_grpo.weights.probes import Probes, PublicationTimes
 from async_grpo.weights.self_check import LearnerSide as CheckedLearner
 from async_grpo.weights.self_check import SelfCheck
@@ -54,13 +55,6 @@ class LearnerSide(CheckedLearner, Protocol):
     async def back(self) -> None: ...
 
 
-class EngineSet(Protocol):
-    """The engines that are alive now; `drop` declares one dead."""
-
-    def alive(self) -> Sequence[EngineHandle]: ...
-    async def drop(self, actor_id: str, error: BaseException) -> None: ...
-
-
 class Coordinator:
     """Publishes the learner's weights to every engine."""
 
@@ -69,12 +63,13 @@ class Coordinator:
         exact: bool, note: Callable[[str], None], run_epoch: int = 0,
     ) -> None:
         """exact: learner and engines compute in float32. live(step, digest): tell the queue. note: what the user should read."""
-        self._config, self._learner, self._engines, self._backend, self._live = config, learner, engines, backend, live
+        self._config, self._learner, self._engines, self._backend, self._live = config, learner, Present(engines), backend, live
         self._pushes, self._run_epoch, self._note = backend == "nccl", run_epoch, note
         self._lock, self._joining = asyncio.Lock(), asyncio.Lock()
         self._newest: Announcement | None = None
         self._lost: LearnerLost | None = None
         self._running: asyncio.Task[None] | None = None
+        self._pin: Pin | None = None
         self._connected: set[str] = set()
         self._group: set[str] = set()
         tolerance = Tolerance(exact)
@@ -107,7 +102,10 @@ class Coordinator:
         started = time.perf_counter()
         await self.wait()
         self._probes.raise_findings()
+        if (pin := self._pin) is not None:
+            pin.publication_waits()
         await self._lock.acquire()  # `_finish` releases it
+        held = 0.0 if pin is None else pin.learner_waited_s
         try:
             await self._regroup()
             verify = self._probes.due(self.times.count)
@@ -121,10 +119,10 @@ class Coordinator:
             self._lock.release()
             raise
         self._running = asyncio.create_task(self._finish(staged.announcement, version, verify=verify))
-        self._running.add_done_callback(_looked_at)
+        self._running.add_done_callback(looked_at)
         if not self._config.weight_sync.overlap or staged.announcement.streamed:
             await self.wait()
-        waited = time.perf_counter() - started
+        waited = time.perf_counter() - started - held
         self.times.learner_waited += waited
         return waited
 
@@ -169,14 +167,54 @@ class Coordinator:
         async with self._joining:
             [payload] = await self._learner.connect([engine.tensor_parallel_size])
             seconds = self._config.weight_sync.deadlines.rendezvous_s
-            _demand(await self._ask([engine], lambda one: one.connect(payload), seconds=seconds, what="connecting"))
-            if self._config.weight_sync.self_check:
+            demand(await self._ask([engine], lambda one: one.connect(payload), seconds=seconds, what="connecting"))
+            if self._config.weight_sync.self_check and engine.actor_id not in self._check.passed:  # not one that was away
                 await self._check.load_path([engine])
             async with self._lock:
                 assert self._newest is not None, "start() comes first"
-                _demand(await self._receive([engine], self._newest))
+                demand(await self._receive([engine], self._newest))
                 self._connected.add(engine.actor_id)
                 admit()
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[Pin]:
+        """In the block the newest version of now is kept: by an engine that leaves the set and comes back like a newcomer, while publications
+        go on; where no other would be left, by all of them, and the next publication waits. Whoever asks first comes before it."""
+        async with self._lock:
+            serving, label = self.serving(), self._newest.label
+            if len(serving) < 2:
+                self._pin = Pin(label)
+                try:
+                    yield self._pin
+                finally:
+                    self._pin = None
+                return
+            pin = Pin(label, serving[-1])
+            self._engines.leave(pin.engine)
+            self._connected.discard(pin.engine.actor_id)
+        try:
+            yield pin
+        except asyncio.CancelledError:  # the run ends
+            raise
+        except BaseException:
+            await self._return(pin.engine)
+            raise
+        await self._return(pin.engine)
+
+    async def _return(self, engine: EngineHandle) -> None:
+        """Bring one that was away to the newest weights; one that cannot take them is dropped."""
+        if self._pushes or not self._engines.lives(engine):
+            async with self._lock:
+                self._engines.back(engine)
+                if engine.actor_id in self._group:  # there was no publication meanwhile, else the group would be another
+                    self._connected.add(engine.actor_id)
+            return
+        try:
+            await self.join(engine, lambda: self._engines.back(engine))
+        except RunError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever its process died of
+            await self._engines.drop(engine.actor_id, error)
 
     @asynccontextmanager
     async def without_learner(self) -> AsyncIterator[None]:
@@ -275,7 +313,7 @@ class Coordinator:
                 learner=self._learner.rendezvous(), seconds=deadlines.rendezvous_s + GRACE_S, what="the rendezvous", patient=True,
             )
             if strict:
-                _demand(outcome, Stalled)
+                demand(outcome, Stalled)
             await self._drop(outcome)
             engines = [engine for engine in engines if engine.actor_id not in outcome.lost]
             if outcome.complete or not (self._pushes and engines):
@@ -305,7 +343,7 @@ class Coordinator:
         for attempt in range(1, ATTEMPTS + 1 if engines else 1):
             outcome = await self._receive(engines, announcement, sent=sent and attempt == 1)
             if strict:
-                _demand(outcome, Stalled)
+                demand(outcome, Stalled)
             self.times.add(outcome)
             await self._drop(outcome)
             engines = [engine for engine in engines if engine.actor_id in outcome.failed]
@@ -336,7 +374,7 @@ class Coordinator:
         return await self._ask(engines, receive, learner=None if sent else self._learner.send(announcement), seconds=seconds, what=what)
 
     async def _deliver_to(self, engines: Sequence[EngineHandle], announcement: Announcement) -> None:
-        _demand(await self._receive(engines, announcement))
+        demand(await self._receive(engines, announcement))
 
     async def _ask(
         self, engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[Receipt]], *, seconds: float, what: str,
@@ -359,17 +397,3 @@ class Coordinator:
 
     def _label(self, version: int) -> str:
         return Version(self._run_epoch, version).label
-
-
-def _looked_at(task: asyncio.Task[None]) -> None:
-    """Whoever waits gets the error; when the run ends first, nobody does."""
-    if not task.cancelled():
-        task.exception()
-
-
-def _demand(outcome: Outcome, kind: type[Exception] = TornTransfer) -> None:
-    """Raise unless everybody did it: what an engine raised, or this kind with the reasons."""
-    for error in outcome.lost.values():
-        raise error
-    if not outcome.complete:
-        raise kind(outcome.reasons())

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_grpo.config.weight_sync import Deadlines
-from async_grpo.weights.base import Announcement, Receipt, TokenSequence
+from async_grpo.weights.base import Announcement, Receipt, TokenSequence, TornTransfer
 
 GRACE_S = 5.0
 UNDER_WAY = 2
@@ -107,3 +107,17 @@ def _note(outcome: Outcome, engine: EngineHandle | None, task: asyncio.Future[An
 def grace(deadlines: Deadlines) -> float:
     """How long the others of a torn transfer may take to notice it themselves."""
     return deadlines.pause_s + UNDER_WAY * deadlines.bucket_s + GRACE_S
+
+
+def demand(outcome: Outcome, kind: type[Exception] = TornTransfer) -> None:
+    """Raise unless everybody did it: what an engine raised, or this kind with the reasons."""
+    for error in outcome.lost.values():
+        raise error
+    if not outcome.complete:
+        raise kind(outcome.reasons())
+
+
+def looked_at(task: asyncio.Task[None]) -> None:
+    """Whoever waits gets the error; when the run ends first, nobody does."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,108 @@
+"""A few of the responses that are trained, as text, for the sample table.
+
+Runs in: the driver, beside the loop, which sees no tokens. Hides that the frames come from the queue, which has those of the step in
+training at hand, and that the tokenizer is loaded when the first are shown.
+
+Invariants: a run shows about `tracking.sample_rows` of them, from its first step to its last; training waits for none of it, and a step that
+cannot be shown is said and not shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+
+from async_grpo.config.schema import Config
+from async_grpo.errors import RunError
+from async_grpo.provenance import load_tokenizer
+from async_grpo.wire import Batch, Group, Rollout, WireError, decode_group, unpack_frames
+
+GROUPS = 2
+"""Groups of a step that are shown, each with its best and its worst response."""
+ROWS = 2 * GROUPS
+Decode = Callable[[Sequence[int]], str]
+
+
+class QueueSide(Protocol):
+    """The queue as far as samples need it."""
+
+    async def payload(self, step: int, group_ids: list[int]) -> np.ndarray: ...
+
+
+class TrainingSamples:
+    """Shows samples of the steps that are due. `show(rows)` gets them."""
+
+    def __init__(
+        self, config: Config, *, queue: QueueSide, model_dir: str, total_steps: int, weights: Mapping[str, float],
+        show: Callable[[list[dict[str, Any]]], None], note: Callable[[str], None],
+    ) -> None:
+        """weights: of the reward components."""
+        self._config, self._queue, self._model_dir, self._weights = config, queue, model_dir, weights
+        self._show, self._note = show, note
+        self._every = interval(total_steps, config.tracking.sample_rows)
+        self._decode: Decode | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def take(self, batch: Batch) -> None:
+        """A learner step begins with this batch. The queue is asked before it can hear of the next step."""
+        due = self._every and (batch.step == 1 or batch.step % self._every == 0)
+        if due and (self._task is None or self._task.done()):
+            size = len(batch.groups)
+            chosen = {batch.groups[(batch.step + part * size // GROUPS) % size].group_id for part in range(GROUPS)}
+            self._task = asyncio.create_task(self._fetch(batch.step, sorted(chosen)))
+
+    async def finish(self) -> None:
+        """Wait until what was taken is shown."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _fetch(self, step: int, group_ids: list[int]) -> None:
+        try:
+            groups = [decode_group(frame) for frame in unpack_frames(await self._queue.payload(step, group_ids))]
+            self._show(await asyncio.to_thread(self._rows, step, groups))
+        except (ray.exceptions.RayError, RunError, WireError, OSError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            self._note(f"no samples of the groups {', '.join(map(str, group_ids))} of step {step}: {reason}")
+
+    def _rows(self, step: int, groups: list[Group]) -> list[dict[str, Any]]:
+        if self._decode is None:
+            self._decode = _decoder(self._model_dir, trust_remote_code=self._config.model.trust_remote_code)
+        rows = [row for group in groups for row in self._of(group, step, self._decode)]
+        return rows[: self._config.tracking.sample_rows]
+
+    def _of(self, group: Group, step: int, decode: Decode) -> list[dict[str, Any]]:
+        ranked = sorted((row for row in group.rollouts if row.role == "train"), key=self._reward)
+        prompt = decode(group.prompt_ids.tolist())
+        return [
+            {
+                "step": step, "source": "training", "group_id": group.group_id, "prompt": prompt, "response": decode(row.response_ids.tolist()),
+                "tokens": len(row.response_ids), "rewards": row.rewards, "verdict": row.verdict, "finish_reason": row.finish_reason,
+                "lag": max((step - 1 - span.policy_version for span in row.versions), default=0),
+            }
+            for row in ([ranked[-1], ranked[0]] if len(ranked) > 1 else ranked)
+        ]
+
+    def _reward(self, row: Rollout) -> float:
+        return sum(weight * row.rewards.get(name, 0.0) for name, weight in self._weights.items())
+
+
+def interval(total_steps: int, rows: int) -> int:
+    """Steps from one sample to the next, so that a run shows at most about `rows`: 0 for never."""
+    return -(-total_steps // max(1, rows // ROWS - 1)) if rows else 0
+
+
+def _decoder(model_dir: str, *, trust_remote_code: bool) -> Decode:
+    """Token ids -> text without special tokens."""
+    file = Path(model_dir) / "tokenizer.json"
+    if file.is_file():
+        from tokenizers import Tokenizer  # what the other one wraps; it is there at once, and training does not feel it
+
+        light = Tokenizer.from_file(str(file))
+        return lambda ids: light.decode(list(ids), skip_special_tokens=True)
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True)

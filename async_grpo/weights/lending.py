@@ -1,0 +1,71 @@
+"""Engines that are away: out of the set for the time of an evaluation, so that publications pass them by.
+
+Runs in: the driver. Hides from the coordinator those that are away: it asks, waits for and counts the others only. They stay alive for whoever
+watches processes; what they hold of training groups they finish under the weights that they serve.
+
+Invariant: an engine that is away was given no ticket that another version has to be live for: its tickets are older than its leave, and what
+bounds staleness is the version of the ticket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from async_grpo.weights.delivery import EngineHandle
+
+
+class EngineSet(Protocol):
+    """The engines that are alive now; `drop` declares one dead."""
+
+    def alive(self) -> Sequence[EngineHandle]: ...
+    async def drop(self, actor_id: str, error: BaseException) -> None: ...
+
+
+class Present:
+    """An engine set without those that are away."""
+
+    def __init__(self, engines: EngineSet) -> None:
+        self._engines = engines
+        self._away: set[str] = set()
+
+    def alive(self) -> Sequence[EngineHandle]:
+        """Those that are alive and not away."""
+        return tuple(engine for engine in self._engines.alive() if engine.actor_id not in self._away)
+
+    async def drop(self, actor_id: str, error: BaseException) -> None:
+        """Declare one dead, away or not."""
+        self._away.discard(actor_id)
+        await self._engines.drop(actor_id, error)
+
+    def leave(self, engine: EngineHandle) -> None:
+        """It is away from now on."""
+        self._away.add(engine.actor_id)
+
+    def back(self, engine: EngineHandle) -> None:
+        """It is away no longer."""
+        self._away.discard(engine.actor_id)
+
+    def lives(self, engine: EngineHandle) -> bool:
+        """Whether it is alive, away or not."""
+        return any(other.actor_id == engine.actor_id for other in self._engines.alive())
+
+
+@dataclass(slots=True)
+class Pin:
+    """A version that is kept: `label`; by an `engine` that is away, or, None, by all that serve, for which the next publication waits."""
+
+    label: str
+    engine: EngineHandle | None = None
+    _asked: float | None = None
+
+    def publication_waits(self) -> None:
+        """The learner is ready to publish from now on."""
+        self._asked = time.perf_counter()
+
+    @property
+    def learner_waited_s(self) -> float:
+        """Seconds that a publication has waited for this pin so far."""
+        return 0.0 if self._asked is None else time.perf_counter() - self._asked
