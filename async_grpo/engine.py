@@ -301,14 +301,19 @@ def _set_environment(device: str) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def kv_cache_gb(config: Config, *, device: str, backend: str) -> float | None:
+    """KV cache per engine GPU or process in GiB; None where vLLM chooses."""
+    if config.cluster.engine.kv_cache_gb is not None:
+        return config.cluster.engine.kv_cache_gb
+    return CPU_KV_CACHE_GB if device == "cpu" else SHARED_GPU_KV_CACHE_GB if backend == "ipc" else None
+
+
 def _engine_arguments(config: Config, *, model_dir: str, device: str, backend: str, seed: int) -> dict[str, Any]:
     from vllm.config.weight_transfer import WeightTransferConfig
 
     settings, cpu = config.cluster.engine, device == "cpu"
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16"
-    kv_cache_gb = settings.kv_cache_gb
-    if kv_cache_gb is None:
-        kv_cache_gb = CPU_KV_CACHE_GB if cpu else SHARED_GPU_KV_CACHE_GB if backend == "ipc" else None
+    memory = kv_cache_gb(config, device=device, backend=backend)
     arguments: dict[str, Any] = {
         "model": model_dir, "dtype": dtype, "seed": seed, "max_model_len": config.rollout.prompt_length + config.rollout.response_length,
         "max_num_seqs": settings.max_num_seqs, "skip_tokenizer_init": True, "trust_remote_code": config.model.trust_remote_code,
@@ -316,7 +321,7 @@ def _engine_arguments(config: Config, *, model_dir: str, device: str, backend: s
         "tensor_parallel_size": settings.tensor_parallel_size, "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enforce_eager": cpu if settings.enforce_eager is None else settings.enforce_eager,
         "weight_transfer_config": WeightTransferConfig(backend=WORKER_ENGINES[backend]), "worker_extension_cls": "async_grpo.weights.worker.WorkerExtension",
-        "kv_cache_memory_bytes": None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+        "kv_cache_memory_bytes": None if memory is None else int(memory * 2**30),
     }
     if config.model.lm_head_fp32:
         arguments["hf_overrides"] = {"head_dtype": "float32"}

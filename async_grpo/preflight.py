@@ -30,7 +30,7 @@ _PLAIN_ROPE = (None, "default", "llama3", "mrope")
 
 def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[str] | None:
     """Lines worth telling about model and prompts, as `check_fit`; None while the model (`model_dir`) is still to be made."""
-    model = model_dir or _known(config, task)
+    model = model_dir or known_model(config, task)
     if model is not None:
         return list(check_fit(config, model, task))
     _check_positions(config, "a warm-started model", {"max_position_embeddings": WARM_START_POSITIONS})
@@ -47,8 +47,8 @@ def check_metric_and_journal(config: Config, components: list[str]) -> None:
         raise SetupError(f"{journal} is no directory, and the replay queue keeps its journal there: move it away")
 
 
-def _known(config: Config, task: Task) -> str | None:
-    """Directory or hub name of the model, a warm-started one only if it is in the cache."""
+def known_model(config: Config, task: Task) -> str | None:
+    """Directory or hub name of the model; None for a warm-started one that is not in the cache."""
     if config.model.path is None:
         made = cache_path(config, task)
         return str(made) if is_cached(made) else None

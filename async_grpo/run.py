@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m async_grpo.run", description="Asynchronous GRPO training from one YAML file.")
     parser.add_argument("config", help="YAML file, for example configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace those of the file")
+    parser.add_argument("--dry-run", action="store_true", help="print what the run would be and need, and start nothing")
     parser.add_argument("--replay", metavar="RUN_DIR", help="train the learner alone on the batches that this run recorded")
     parser.add_argument("--after", metavar="STEP", type=int, help="with --replay: begin at the run's checkpoint of this step")
     arguments = parser.parse_intermixed_args(argv)  # settings may follow --replay
@@ -43,13 +44,16 @@ def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> i
         if arguments.after is not None and arguments.replay is None:
             raise ConfigError("--after needs --replay RUN_DIR; a run continues from its newest checkpoint by itself, or from checkpoint.resume=PATH")
         trainer = config.build()
-        trainer.check()
+        if not arguments.dry_run:
+            trainer.check()
     except (ConfigError, RunError) as error:
         return _end(console, 2, str(error))
     signals.attach(trainer)
     if trainer.stop_requested:
         console.info(STOPPED_EARLY)
         return _end(console, 0, "")
+    if arguments.dry_run:
+        return _guarded(trainer, console, lambda: _dry_run(trainer, console))
     if arguments.replay is not None:
         return _guarded(trainer, console, lambda: _replay(trainer, console, arguments.replay, arguments.after))
     return _guarded(trainer, console, lambda: _train(trainer, console))
@@ -86,6 +90,12 @@ def _train_on(trainer, console: Console) -> None:
     rows = summarise(trainer, final)
     trainer.stop("KILLED" if trainer.stop_requested else "FINISHED")
     console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
+
+
+def _dry_run(trainer, console: Console) -> None:
+    from async_grpo.dry_run import dry_run
+
+    dry_run(trainer, console)
 
 
 def _replay(trainer, console: Console, source: str, after: int | None) -> None:

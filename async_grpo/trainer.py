@@ -53,7 +53,7 @@ class Trainer:
         self._task_weights: dict[str, float] = {}
         self._held_out = self._problems = self.total_steps = self._shown_steps = self._logged = 0
         self._fingerprint = ""
-        self._model_notes: list[str] | None = None
+        self.model_notes: list[str] | None = None
         self._system: System | None = None
         self._rerun: Rerun | None = None
         self._started = False
@@ -78,8 +78,8 @@ class Trainer:
             problems = self._problems = len(task)
             self._fingerprint, self._held_out = task.fingerprint, held_out(self.config, task)
             check_metric_and_journal(self.config, list(self._task_weights))
-            if self._model_notes is None:  # once: a trainer is checked more than once
-                self._model_notes = look(self.config, task)
+            if self.model_notes is None:  # once: a trainer is checked more than once
+                self.model_notes = look(self.config, task)
         except (TaskError, ValueError) as error:
             raise SetupError(str(error)) from error
         run, batch = self.config.run, self.config.rollout.rollout_batch_size
@@ -104,7 +104,7 @@ class Trainer:
             f"{self.config.max_outstanding} groups under way"
         )
         model_dir = self._model_dir()
-        notes = self._model_notes  # None: the model has just been made
+        notes = self.model_notes  # None: the model has just been made
         self.console.info(*(look(self.config, load_task(self.config.task, self.config.seed), model_dir=model_dir) if notes is None else notes))
         self._saver = self._make_saver(model_dir, manifest)
         with self.console.phase("starting Ray"):

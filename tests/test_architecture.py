@@ -18,14 +18,15 @@ LAYERS = {
     2: "replay tasks batching weights outbox",
     3: "engine learner checkpoint provenance tracking tracking_mlflow console report warm_start warm_start_model "
        "progress timeline status_file panel",
-    4: "advice preflight rerun_plan resuming saving rollout_actor answering partials loop planning",
+    4: "advice model_shape estimates preflight rerun_plan resuming saving rollout_actor answering partials loop planning",
     5: "cluster",
-    6: "run status trainer summary replay.__main__",
+    6: "run dry_run status trainer summary replay.__main__",
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split()}
 
 BESIDE = {
     ("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary"), ("tracking", "tracking_mlflow"),
+    ("run", "dry_run"), ("estimates", "model_shape"),
     ("report", "tracking_mlflow"), ("rollout_actor", "partials"), ("rollout_actor", "answering"),
     ("status_file", "progress"), ("status_file", "timeline"), ("console", "progress"), ("console", "panel"),
 }
@@ -94,6 +95,9 @@ LIBRARIES = {
     "cluster.placement": "",  # tested without a cluster
     "trainer": "",
     "run": "",
+    "dry_run": "",
+    "estimates": "",
+    "model_shape": "torch transformers",
     "status": "",
     "summary": "",
 }

@@ -40,7 +40,7 @@ def remove_abandoned_drafts() -> None:
 def room() -> tuple[str, int]:
     """The memory that ranks share, by a name, and how many bytes may be written there without driving the machine out of memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    free = min(free_bytes(SEGMENT_DIR), _available_bytes()) - KEEP_FREE
+    free = min(free_bytes(SEGMENT_DIR), available_bytes()) - KEEP_FREE
     return f"{boot}/{SEGMENT_DIR.stat().st_dev}", free
 
 
@@ -54,7 +54,7 @@ def fits(ranks: Iterable[tuple[str, int, int]]) -> bool:
     return all(needed[memory] <= free[memory] for memory in needed)
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that is free, or can be freed at once, on this machine and in this container."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
