@@ -61,8 +61,6 @@ class Answering:
         self._task = create_task(config.evaluated_task, config.seed) if self._own else task
         self._verifiers: Scorer | None = None if self._own else verifiers
         self._starting = asyncio.Lock()
-        self.tokens = 0
-        """Response tokens so far."""
 
     async def answer(
         self, *, indices: Sequence[int], total: int, label: str, alone: bool, samples: int
@@ -104,7 +102,6 @@ class Answering:
                 for n, temperature in wanted
             ])
         responses = [completion for answer in answers for completion in answer]
-        self.tokens += sum(len(completion.token_ids) for completion in responses)
         others = {other for completion in responses for other, _, _ in completion.labels} - {label}
         if others:
             raise EngineError(f"the evaluation of {label} got tokens that {', '.join(sorted(others))} has sampled")

@@ -18,6 +18,7 @@ from async_grpo.errors import SetupError
 from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.data import RowTask, quiet_hub
+from async_grpo.tasks.registry import create_task
 from async_grpo.warm_start import cache_path, is_cached
 
 SAMPLE = 256
@@ -72,6 +73,12 @@ def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
     if isinstance(rows, int):
         _check_vocabulary(model, tokenizer, rows, ends)
     yield from _check_prompts(config, model, task, tokenizer, rows)
+    if config.evaluation.task is not None:
+        try:
+            evaluated = config.model_copy(update={"task": config.evaluated_task})
+            _encoded(evaluated, model, tokenizer, create_task(evaluated.task, config.seed).evaluation(1)[0])
+        except SetupError as error:
+            raise SetupError(f"evaluation.task: {error}") from error
 
 
 def _architecture(model: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from async_grpo import preflight
+from async_grpo.config import schema
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.preflight import SAMPLE, check_fit
@@ -225,3 +226,10 @@ def test_a_trainer_looks_once_and_before_anything_starts(good: Path, tmp_path: P
     }))
     with pytest.raises(SetupError, match=f"{SAMPLE} of {SAMPLE} sampled prompts"):
         bad.check()
+
+
+def test_the_prompts_of_a_task_that_is_only_evaluated_are_looked_at(good: Path, tmp_path: Path) -> None:
+    chat = rows(tmp_path / "chat.jsonl", [[{"role": "user", "content": "1+1="}]])
+    wanted = config(good).model_copy(update={"evaluation": schema.Evaluation(task=schema.EvaluationTask(name="jsonl", eval=chat))})
+    with pytest.raises(SetupError, match=r"evaluation\.task: task jsonl asks in chat messages, .* has no chat template"):
+        list(check_fit(wanted, str(good), load_task(wanted.task, wanted.seed)))

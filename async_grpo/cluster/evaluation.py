@@ -3,7 +3,7 @@
 Runs in: the driver. Hides who answers, and that engines may die meanwhile.
 
     before, after training   all engines share the problems, for nothing else is under way; what a dead one leaves undone is shared out again
-    beside training          one engine leaves the set (`Coordinator.pinned`): rest -> what it holds is finished -> answer -> go on -> join.
+    beside training          one engine leaves the set (`Coordinator.pinned`): it takes no tickets, finishes what it holds and answers -> join.
                              Where no other would be left, the engine generates training groups too, and the next publication waits
 
 Invariants: a result belongs to one version, which every response carries, and is logged under its step; at most one evaluation is beside
@@ -127,17 +127,19 @@ class Evaluations:
 
     async def _by(self, pin: Pin, total: int) -> tuple[list[Outcome], Rows] | None:
         """The answers of the engines that keep the version; None when one of them died."""
+        problems = list(range(total))
         if pin.engine is None:
             engines = self._coordinator.serving()
-        else:
-            engines = [pin.engine]
-            if isinstance(error := await _settled(pin.engine.handle.rest.remote()), BaseException):
+            left, outcomes, rows = await self._share(engines, problems, total=total, alone=False) if engines else (problems, [], [])
+            return None if left else (outcomes, rows)
+        resting = asyncio.ensure_future(_settled(pin.engine.handle.rest.remote()))  # what it holds came before, so the answers do not delay it
+        try:
+            left, outcomes, rows = await self._share([pin.engine], problems, total=total, alone=True)
+            if isinstance(error := await resting, BaseException):
                 await self._died(pin.engine, error)
-                return None
-        if not engines:
-            return None
-        left, outcomes, rows = await self._share(engines, list(range(total)), total=total, alone=pin.engine is not None)
-        return None if left else (outcomes, rows)
+        finally:
+            resting.cancel()
+        return None if left or error is not None else (outcomes, rows)
 
     async def _send_on(self, engine: Evaluator) -> None:
         """Let an engine that was away take tickets again; it gets some when it serves the live version."""
