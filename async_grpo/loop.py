@@ -57,6 +57,7 @@ class LearnerSide(Protocol):
 class Publisher(Protocol):
     """The coordinator as the loop sees it."""
 
+    async def unpinned(self) -> None: ...
     async def publish(self, version: int) -> float: ...
     def measurements(self) -> dict[str, float]: ...
     async def refresh(self, version: int) -> None: ...
@@ -157,6 +158,8 @@ class Loop:
             self.phase = BETWEEN
 
     async def _publish(self, version: int) -> float:
+        self.phase = f"waiting for an evaluation before version {version} is published"
+        await self._guard(self._publisher.unpinned())
         self.phase = f"publishing version {version}"
         waited = await self._guard(self._publisher.publish(version))
         self._published = version

@@ -173,6 +173,7 @@ class Fakes:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.empty_answers, self.lags = empty_answers, lags
         self.training: asyncio.Event | None = None
+        self.pinned: asyncio.Event | None = None
         self.loop = Loop(
             settings, queue=self, learner=self, publisher=self, weights=WEIGHTS, total_steps=9, steps_done=steps_done,
             log=lambda step, metrics: self.logged.append((step, metrics)),
@@ -208,6 +209,10 @@ class Fakes:
         if not self.lags:
             return [{"sums": {}, "highs": {}, "lows": {}}]
         return [lags | {"highs": {"train/lag_max": 2.0}}, other | {"highs": {"train/lag_max": 1.0}}]
+
+    async def unpinned(self) -> None:
+        if self.pinned is not None:
+            await self.pinned.wait()
 
     async def publish(self, version: int) -> float:
         self.events.append(f"publish {version}")
@@ -246,6 +251,24 @@ def test_publishes_every_k_steps_and_the_rest_at_the_end() -> None:
         assert run.events[-2:] == ["publish 7", "wait"], "an evaluation after the last step must see its weights"
         await run.loop.finish()
         assert run.events[-2:] == ["wait", "wait"]
+
+    asyncio.run(scenario())
+
+
+def test_an_evaluation_that_holds_its_version_is_waited_for_and_not_counted_as_publishing() -> None:
+    async def scenario() -> None:
+        run = Fakes(config())
+        run.pinned = asyncio.Event()
+        step = asyncio.create_task(run.loop.step())
+        while "waiting for an evaluation" not in run.loop.phase:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
+        assert run.events[-1] == "end", "it is trained, and not published"
+        run.pinned.set()
+        metrics = await step
+        assert run.events[-1] == "publish 1" and metrics["time/publish"] == 0.5 and metrics["time/step"] > 0.02
+        await run.loop.publish_newest()
+        assert run.events[-1] == "publish 1", "there is nothing newer"
 
     asyncio.run(scenario())
 

@@ -24,6 +24,7 @@ class Run(Fixture):
 
 async def publish(run: Run, version: int) -> float:
     run.learner.weight = 1.0 + version
+    await run.coordinator.unpinned()  # as the loop does
     waited = await run.coordinator.publish(version)
     await run.coordinator.wait()
     return waited
@@ -83,12 +84,10 @@ def test_with_one_engine_the_next_publication_waits_and_the_wait_is_the_evaluati
         async with run.coordinator.pinned() as pin:
             assert pin.engine is None and run.coordinator.serving() == run.members
             assert pin.learner_waited_s == 0, "nobody waits yet"
-            publishing = asyncio.create_task(run.coordinator.publish(1))
+            publishing = asyncio.create_task(publish(run, 1))
             await until(lambda: pin.learner_waited_s > 0.05)
             assert run.events[-1] == "live 0" and run.members[0].label == "v0.0"
-        waited = await publishing
-        await run.coordinator.wait()
-        assert run.events[-1] == "live 1" and waited < 0.05
+        assert await publishing < 0.05 and run.events[-1] == "live 1"
         assert run.coordinator.measurements()["weights/learner_waited_s"] < 0.05
         async with run.coordinator.pinned() as pin:
             assert pin.label == "v0.1"

@@ -102,10 +102,7 @@ class Coordinator:
         started = time.perf_counter()
         await self.wait()
         self._probes.raise_findings()
-        if (pin := self._pin) is not None:
-            pin.publication_waits()
         await self._lock.acquire()  # `_finish` releases it
-        held = 0.0 if pin is None else pin.learner_waited_s
         try:
             await self._regroup()
             verify = self._probes.due(self.times.count)
@@ -122,9 +119,14 @@ class Coordinator:
         self._running.add_done_callback(looked_at)
         if not self._config.weight_sync.overlap or staged.announcement.streamed:
             await self.wait()
-        waited = time.perf_counter() - started - held
+        waited = time.perf_counter() - started
         self.times.learner_waited += waited
         return waited
+
+    async def unpinned(self) -> None:
+        """Wait for an evaluation that holds the newest version, if there is one: its cost, not that of the publication that comes next."""
+        if self._pin is not None:
+            await self._pin.over()
 
     def measurements(self) -> dict[str, float]:
         """Publications so far, and what one took; what the probes saw."""
@@ -183,11 +185,8 @@ class Coordinator:
         async with self._lock:
             serving, label = self.serving(), self._newest.label
             if len(serving) < 2:
-                self._pin = Pin(label)
-                try:
+                with Pin(label) as self._pin:
                     yield self._pin
-                finally:
-                    self._pin = None
                 return
             pin = Pin(label, serving[-1])
             self._engines.leave(pin.engine)

@@ -9,10 +9,10 @@ bounds staleness is the version of the ticket.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from async_grpo.weights.delivery import EngineHandle
 
@@ -53,19 +53,27 @@ class Present:
         return any(other.actor_id == engine.actor_id for other in self._engines.alive())
 
 
-@dataclass(slots=True)
 class Pin:
     """A version that is kept: `label`; by an `engine` that is away, or, None, by all that serve, for which the next publication waits."""
 
-    label: str
-    engine: EngineHandle | None = None
-    _asked: float | None = None
+    def __init__(self, label: str, engine: EngineHandle | None = None) -> None:
+        self.label, self.engine = label, engine
+        self._over = asyncio.Event()
+        self._asked: float | None = None
 
-    def publication_waits(self) -> None:
-        """The learner is ready to publish from now on."""
-        self._asked = time.perf_counter()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+
+    async def over(self) -> None:
+        """Wait for the end of the block, as the learner, which is ready to publish."""
+        if not self._over.is_set():
+            self._asked = time.perf_counter()
+            await self._over.wait()
 
     @property
     def learner_waited_s(self) -> float:
-        """Seconds that a publication has waited for this pin so far."""
+        """Seconds that the learner has waited for this pin so far."""
         return 0.0 if self._asked is None else time.perf_counter() - self._asked
