@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 Z = 1.959963984540054
 """Half of a 95 % interval in standard deviations."""
@@ -35,6 +36,7 @@ class Outcome:
     sampled_tokens: int
 
 
+@lru_cache(maxsize=2**14)  # problems share the few values that there are, and large binomials take a while
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The unbiased estimate from n samples of which c are right that one of k is right; 1 <= k <= n."""
     if not 0 <= c <= n or not 1 <= k <= n:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,22 @@ def test_mlflow_takes_the_names() -> None:
 
     for name in metrics([outcome(1)], n=2):
         _validate_metric_name(name)
+
+
+def test_the_summary_is_short() -> None:
+    from async_grpo.summary import _accuracy
+
+    def rows(**evaluation: Any) -> dict[str, str]:
+        n = evaluation.get("n", 1)
+        results = [(step, metrics([outcome(right, greedy=step > 0)] * 8, n=n)) for step, right in ((0, 0), (50, n))]
+        return dict(_accuracy(SimpleNamespace(config=config(**evaluation), evaluations=results)))
+
+    greedy, problems = ("held-out accuracy, greedy", "0.0% -> 100.0% after step 50"), ("held-out problems", "8, none of them in training")
+    sampled = ("held-out accuracy, sampled", "0.0% -> 100.0% after step 50")
+    assert list(rows().items()) == [greedy, sampled, problems]
+    assert list(rows(n=0).items()) == [greedy, problems]
+    assert list(rows(n=6)) == ["held-out accuracy, greedy", "held-out accuracy, sampled", "held-out pass@4", "held-out problems"]
+    assert rows(task={"name": "arithmetic"})["held-out problems"] == "8, of task arithmetic"
 
 
 # ---- answers ----
