@@ -225,7 +225,8 @@ class Console:
 
     def stopped(self, status: str) -> None:
         """The run was taken down and ended as FINISHED, FAILED or KILLED (somebody asked it to)."""
-        self.end(_EXIT_CODES[status], "")
+        if not self.progress.ended:
+            self.end(_EXIT_CODES[status], "")
 
     def end(self, code: int, message: str) -> None:
         """Remove the panel, and tell the record how the run ended; the last call counts."""

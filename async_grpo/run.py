@@ -88,7 +88,7 @@ def _train_on(trainer, console: Console) -> None:
     if not trainer.stop_requested:
         trainer.evaluate()
     rows = summarise(trainer, final)
-    trainer.stop("KILLED" if trainer.stop_requested else "FINISHED")
+    trainer.stop("KILLED" if trainer.stop_requested else "FINISHED", ending=(0, ""))
     console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
 
 
@@ -129,7 +129,7 @@ def _guarded(trainer, console: Console, work: Callable[[], None]) -> int:
             try:
                 _post_mortem(trainer, console, code, message)
             finally:
-                _stop_after_error(trainer, console, message)
+                _stop_after_error(trainer, console, code, message)
     return _end(console, code, message)
 
 
@@ -161,10 +161,10 @@ def _stuck(trainer, console: Console, limit_s: float) -> None:
         os._exit(Stalled.exit_code)
 
 
-def _stop_after_error(trainer, console: Console, first: str) -> None:
+def _stop_after_error(trainer, console: Console, code: int, first: str) -> None:
     """Take the run down; what goes wrong here is shown, but does not replace the `first` error, which ended the run."""
     try:
-        trainer.stop("FAILED")
+        trainer.stop("FAILED", ending=(code, first))
     except Exception as error:  # noqa: BLE001 - shown; the exit code is the first error's
         if (second := _coded(error)[1]) != first:
             console.error("and the clean-up was not complete: " + second.splitlines()[0])

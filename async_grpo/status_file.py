@@ -46,6 +46,7 @@ class StatusFile:
             "begun": stacks.begun(os.getpid()),
         }
         self._written, self._full = 0.0, False
+        self._ending: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._lock, self._closing = threading.Lock(), threading.Event()
         self.event("start", host=self._who["host"], pid=self._who["pid"])
@@ -61,7 +62,10 @@ class StatusFile:
         """Write the last state. A second call does nothing new."""
         self._closing.set()
         facts = self._progress.facts()
-        self.event("end", exit_code=facts.get("exit_code"), message=facts.get("message", ""))
+        ending = {"exit_code": facts.get("exit_code"), "message": facts.get("message", "")}
+        if ending != self._ending:
+            self._ending = ending
+            self.event("end", **ending)
         self._write(force=True)
 
     def _run(self) -> None:

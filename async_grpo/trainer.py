@@ -29,6 +29,7 @@ from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.preflight import check_metric_and_journal, look
 from async_grpo.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
+from async_grpo.reporting import report_on
 from async_grpo.rerun_plan import differences, plan_rerun
 from async_grpo.resuming import changes, find_checkpoint, has_past, verified
 from async_grpo.saving import Saver
@@ -258,8 +259,11 @@ class Trainer:
         if self._system is not None:
             self._system.abandon()
 
-    def stop(self, status: str = "FINISHED") -> None:
-        """Stop every process of the run and close tracking. Safe to call twice, and after an error."""
+    def stop(self, status: str = "FINISHED", *, ending: tuple[int, str] | None = None) -> None:
+        """Stop every process of the run and close tracking. Safe to call twice, and after an error.
+
+        ending: exit code and message, of which the report is to tell; without it no report is written.
+        """
         system, self._system, self._rerun, self._started = self._system or self._rerun, None, None, False
         try:
             if system is not None and self._thread.is_alive():
@@ -272,6 +276,9 @@ class Trainer:
                 system.disconnect()
             tracker, self._tracker = self._tracker, None
             if tracker is not None:
+                if ending is not None:
+                    self.console.end(*ending)
+                    report_on(self.config, self.console, tracker)
                 tracker.finish(status)
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)

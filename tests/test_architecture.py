@@ -16,18 +16,17 @@ LAYERS = {
     0: "config groups wire errors leftovers durable stacks",
     1: "accuracy algo stopping",
     2: "replay tasks batching weights outbox",
-    3: "engine learner checkpoint provenance tracking tracking_mlflow console report warm_start warm_start_model "
+    3: "engine learner checkpoint provenance tracking tracking_mlflow console warm_start warm_start_model "
        "progress timeline status_file panel",
-    4: "advice model_shape estimates preflight rerun_plan resuming saving rollout_actor answering partials loop planning",
+    4: "advice model_shape estimates preflight rerun_plan resuming saving rollout_actor answering partials loop planning reporting",
     5: "cluster",
-    6: "run dry_run status trainer summary replay.__main__",
+    6: "run dry_run status trainer summary replay.__main__ report",
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split()}
 
 BESIDE = {
     ("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary"), ("tracking", "tracking_mlflow"),
-    ("run", "dry_run"), ("estimates", "model_shape"),
-    ("report", "tracking_mlflow"), ("rollout_actor", "partials"), ("rollout_actor", "answering"),
+    ("run", "dry_run"), ("estimates", "model_shape"), ("rollout_actor", "partials"), ("rollout_actor", "answering"),
     ("status_file", "progress"), ("status_file", "timeline"), ("console", "progress"), ("console", "panel"),
 }
 """Modules of one layer that are one part in two files."""
@@ -81,6 +80,7 @@ LIBRARIES = {
     "warm_start": "torch",
     "warm_start_model": "torch tokenizers transformers safetensors",
     "advice": "",
+    "reporting": "",
     "preflight": "transformers",  # the tokenizer
     "rerun_plan": "",
     "resuming": "",

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo import report, tracking
+from async_grpo import tracking
 from async_grpo.config.schema import Config, Model, Run, Tracking
 from async_grpo.outbox import STATE, Outbox
+from async_grpo.report import __main__ as report
 from async_grpo.tracking import Tracker, TrackingError, flatten
 
 ROOT = Path(__file__).resolve().parents[1]

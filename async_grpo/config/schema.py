@@ -227,6 +227,8 @@ class Tracking(Section):
     """MLflow experiment."""
     offline_ok: bool = False
     """Begin although MLflow cannot be reached: its run is created when the server answers, or by `python -m async_grpo.report --sync`."""
+    report: bool = True
+    """Write the report (`report/report.html` of the run directory) when a run of the command line ends."""
     sample_rows: NonNegative = 100
     """Responses kept for the sample table."""
 

@@ -1,17 +1,13 @@
-"""After a run: `python -m async_grpo.report --sync RUN_DIR` sends MLflow what it did not get while the run was on.
+"""What MLflow did not get while the run was on.
 
-Runs in: a process of its own, on any machine that sees the run's directory and reaches MLflow. Exit code 2 with one sentence if that cannot
-be done. Invariant: whatever is there already is not there twice afterwards.
+Runs in: a process of its own, on any machine that sees the run's directory and reaches MLflow. Invariant: whatever is there already is not there
+twice afterwards.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from async_grpo.errors import RunError
 from async_grpo.outbox import METRICS, STATE, Outbox, TrackingError, one_line, without_password
 from async_grpo.tracking_mlflow import Delivery
 
@@ -35,21 +31,3 @@ def sync(run_dir: Path) -> list[str]:
         return [f"{outbox.rows_sent} rows sent", *lines, *refused]
     finally:
         outbox.close()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m async_grpo.report", description="What is left to do after a run.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory (run.dir)")
-    parser.add_argument("--sync", action="store_true", required=True, help="send MLflow what it did not get while the run was on")
-    arguments = parser.parse_args(argv)
-    try:
-        print("\n".join(sync(arguments.run_dir)))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,92 @@
+"""After a run, or while it goes on: `python -m async_grpo.report RUN_DIR` writes its report, with `--sync` what MLflow lacks is sent.
+
+Runs in: a process of its own, on any machine that sees the run's directory; the driver starts one at the end of a run. Exit code 2 with one sentence
+if it cannot be done. Invariant: `report/` of the run directory is all that is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from async_grpo.errors import RunError, SetupError
+from async_grpo.report.data import RunData, read_run
+from async_grpo.report.sync import sync
+from async_grpo.report.window import Window, read_window
+
+DIRECTORY, PAGE = "report", "report.html"
+
+
+def write(run_dir: Path, *, steps: tuple[int, int] | None) -> Path:
+    """Write the page and its pictures, and return the page's path. Raises SetupError."""
+    from async_grpo.report import drawing, plots
+    from async_grpo.report.gantt import gantt
+    from async_grpo.report.page import page
+    from async_grpo.report.words import PLOTS
+
+    data = read_run(run_dir)
+    window = read_window(data, steps=steps)
+    if steps is not None and window is None:
+        raise SetupError(f"no learner step from {steps[0]} to {steps[1]} was logged in {run_dir}")
+    draw: dict[str, Callable[[], plots.Figure | None]] = {
+        "learning": partial(plots.learning, data), "lag": partial(plots.lag_histogram, data), "length_by_lag": partial(plots.length_by_lag, data),
+        "clip_ess": partial(plots.clip_and_ess, data), "health": partial(plots.health, data), "goodput": partial(plots.goodput, data),
+        "timeline": partial(gantt, window),
+    }
+    out = run_dir / DIRECTORY
+    try:
+        out.mkdir(exist_ok=True)
+        for name, one in draw.items():
+            if not drawing.write_png(one, out / f"{name}.png"):
+                (out / f"{name}.png").unlink(missing_ok=True)  # of an earlier report
+        pictures = [(plot, drawing.as_svg(draw[plot.name], name=plot.name)) for plot in PLOTS]
+        config = run_dir / "config.yaml"
+        text = page(
+            data, title=_title(data), pictures=pictures, notes=partial(_notes, window),
+            config_text=config.read_text(encoding="utf-8") if config.is_file() else "",
+        )
+        temporary = out / f"{PAGE}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, out / PAGE)
+    except OSError as error:
+        raise SetupError(f"{out} cannot be written: {error.strerror}") from error
+    return out / PAGE
+
+
+def _title(data: RunData) -> str:
+    return str(data.status.get("run") or data.setting("run.name") or data.directory.resolve().name)
+
+
+def _notes(window: Window | None, name: str) -> Iterable[str]:
+    return window.notes if window is not None and name == "timeline" else []
+
+
+def _span(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    try:
+        return int(first), int(last or first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor a range of steps like 100-110") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m async_grpo.report", description="Write a run's report, or send MLflow what it lacks.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory (run.dir)")
+    parser.add_argument("--sync", action="store_true", help="send MLflow what it did not get while the run was on; writes no report")
+    parser.add_argument("--steps", metavar="A-B", type=_span, help="learner steps in the timeline (default: some in the middle of the run)")
+    arguments = parser.parse_args(argv)
+    try:
+        print("\n".join(sync(arguments.run_dir)) if arguments.sync else write(arguments.run_dir, steps=arguments.steps))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""What a run directory tells, as far as the report needs it.
+
+Runs in: the report's process; reads only. Hides files and their formats. Invariants: of steps that were taken back only the later rows count; memory is
+bounded whatever the length of the run (ROWS rows, thinned evenly); a file that is missing or cut off makes things absent, not wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config import yaml12
+from async_grpo.errors import SetupError
+from async_grpo.outbox import METRICS, SAMPLES
+from async_grpo.status_file import STATUS
+from async_grpo.timeline import read_timeline
+
+ROWS = 3000
+SAMPLE_BYTES = 8 << 20
+_KEPT = re.compile(
+    r"rollout/(score|response_length|truncated|accuracy)|train/(lag_mean|lag_max|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
+    r"|train/lag_[\d-]+/(token_share|row_length|pg_clipfrac|ess)|time/(step|wait|train|publish|learner_idle)|(goodput|time/learner|time/engine)/[a-z_]+"
+    r"|replay/(lag_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts|forfeited|capacity|in_flight)"
+    r"|cluster/(restarts|learner_restarts|rollout_actors|faults)|weights/(publications|repeated|dropped_engines|until_live_s)"
+)
+_STEP = re.compile(rb'\{"step": (\d+),')
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Metrics of one learner step, logged at `time` (Unix seconds)."""
+
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+@dataclass
+class RunData:
+    """One run, at the moment of reading."""
+
+    directory: Path
+    config: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    """Learner steps, thinned; the last one is always there."""
+    evaluations: list[Row] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def last(self) -> dict[str, float]:
+        """Metrics of the last learner step."""
+        return self.rows[-1].values if self.rows else {}
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps at which the metric is known, and its values."""
+        known = [(row.step, row.values[name]) for row in self.rows if name in row.values]
+        return [step for step, _ in known], [value for _, value in known]
+
+    def buckets(self, name: str) -> list[str]:
+        """Lag buckets that have this metric, by lag."""
+        found = {match[1] for row in self.rows for key in row.values if (match := re.fullmatch(rf"train/lag_([\d-]+)/{name}", key))}
+        return sorted(found, key=lambda bucket: int(bucket.partition("-")[0]))
+
+    def setting(self, path: str) -> Any:
+        """A value of the configuration by its dotted path; None where there is none."""
+        value: Any = self.config
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    def between(self, first: int, last: int) -> list[Row]:
+        """The rows of these learner steps, none left out."""
+        found: dict[int, Row] = {}
+        for line in _lines(self.directory / METRICS):
+            match = _STEP.match(line)
+            if match and first <= int(match[1]) <= last and (row := _row(line)) is not None and "time/step" in row.values:
+                found[row.step] = row
+        return [found[step] for step in sorted(found)]
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Everything that is there. Raises SetupError for what is no run directory."""
+    if not (run_dir / METRICS).is_file():
+        raise SetupError(f"{run_dir} has no {METRICS}: it is no run directory (run.dir), or nothing was logged yet")
+    data = RunData(run_dir, _config(run_dir / "config.yaml"))
+    stride = 1
+    newest: Row | None = None
+    for line in _lines(run_dir / METRICS):
+        row = _row(line)
+        if row is None:
+            continue
+        if any(name.startswith("eval/") for name in row.values):
+            data.evaluations = [earlier for earlier in data.evaluations if earlier.step < row.step] + [row]
+        if "time/step" not in row.values:
+            continue
+        if newest is not None and row.step <= newest.step:  # the steps from here on were taken back
+            data.rows = [earlier for earlier in data.rows if earlier.step < row.step]
+            data.evaluations = [earlier for earlier in data.evaluations if earlier.step < row.step]
+        newest = row
+        if row.step % stride == 0 or not data.rows:
+            data.rows.append(row)
+        if len(data.rows) > ROWS:
+            stride *= 2
+            data.rows = [kept for kept in data.rows if kept.step % stride == 0]
+    if newest is not None and (not data.rows or data.rows[-1] is not newest):
+        data.rows.append(newest)
+    data.samples = list(_samples(run_dir / SAMPLES))
+    data.events = list(read_timeline(run_dir))
+    data.status = _json(run_dir / STATUS)
+    return data
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        read = json.loads(line)
+        step, when = int(read.pop("step")), float(read.pop("time"))
+        return Row(step, when, {
+            name: float(value) for name, value in read.items() if value is not None and (name.startswith("eval/") or _KEPT.fullmatch(name))
+        })
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None  # cut off, or of another program
+
+
+def _samples(path: Path) -> Iterator[dict[str, Any]]:
+    """The first and the newest responses, a bounded part of the file from each end."""
+    if not path.is_file():
+        return
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        parts = [file.read(SAMPLE_BYTES)]
+        if size > SAMPLE_BYTES:
+            file.seek(max(SAMPLE_BYTES, size - SAMPLE_BYTES))
+            parts.append(file.read(SAMPLE_BYTES))
+    for line in b"\n".join(parts).split(b"\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from file
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml12.read(path.read_text(encoding="utf-8"))[0]
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

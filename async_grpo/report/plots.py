@@ -1,0 +1,222 @@
+"""The report's pictures of a run's course: learning, lag, lengths, clipping, tokens and time.
+
+Runs in: the report's process, never in the driver. Hides matplotlib. A function gives a Figure, or None where the run has nothing to show for it.
+Colours of text and frames come from the theme that is set around it (`drawing`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from async_grpo.report.data import RunData
+
+WIDTH = 9.6
+"""Inches of every figure."""
+LAGS = ("#3b82c4", "#2aa198", "#6a9a2d", "#c79a1b", "#d9722e", "#c9404f", "#9b4d9e", "#6b6fb5")
+"""By lag bucket, from 0 on."""
+BLUE, GREEN, ORANGE, RED, PURPLE, GREY = "#3b82c4", "#3f9b62", "#d9722e", "#c9404f", "#8a63b8", "#8b949e"
+FATES = {
+    "trained": GREEN, "masked": "#9cc46b", "rejected": PURPLE, "expired": ORANGE, "failed": RED, "refused": "#b56576", "unused": GREY, "held": "#b7bec6",
+    "baseline": BLUE, "probes": "#79aad9", "evaluated": "#2aa198", "regenerated": "#c79a1b", "lost": "#7d3c4a", "skipped": "#d0d5da",
+}
+CAUSES = {
+    "working": GREEN, "starved": ORANGE, "blocked": ORANGE, "publishing": BLUE, "paused": BLUE, "checkpointing": PURPLE, "verifying": "#c79a1b",
+    "evaluating": "#2aa198", "restarting": RED, "other": GREY, "wait": ORANGE, "train": GREEN, "publish": BLUE,
+}
+
+
+def learning(data: RunData) -> Figure | None:
+    """Reward per step, and held-out accuracy with its interval."""
+    steps, scores = data.series("rollout/score")
+    kept = [row for row in data.evaluations if "eval/accuracy_greedy" in row.values]
+    if not steps and not kept:
+        return None
+    figure, axes = _figure(2 if steps and kept else 1, share=bool(steps and kept))
+    if steps:
+        axes[0].plot(steps, scores, color=BLUE, alpha=0.25, linewidth=0.8)
+        axes[0].plot(steps, smooth(scores), color=BLUE, linewidth=1.8)
+        axes[0].set_ylabel("reward (trained groups)")
+    if kept:
+        _accuracy(axes[-1], data)
+    axes[-1].set_xlabel("learner step")
+    return figure
+
+
+def _accuracy(axis: Axes, data: RunData) -> None:
+    names = sorted({name for row in data.evaluations for name in row.values if name == "eval/accuracy_sampled" or _is_pass(name)}, key=_rank)
+    for colour, name in zip((GREEN, ORANGE, PURPLE, BLUE, RED, GREY), ["eval/accuracy_greedy", *names[:5]], strict=False):
+        known = [row for row in data.evaluations if name in row.values]
+        steps, values = [row.step for row in known], [row.values[name] for row in known]
+        axis.plot(steps, values, "o-", color=colour, markersize=4, linewidth=1.6, label=name.removeprefix("eval/").replace("accuracy_", ""))
+        ranged = [row for row in known if f"{name}/low" in row.values and f"{name}/high" in row.values]
+        if ranged:
+            axis.fill_between(
+                [row.step for row in ranged], [row.values[f"{name}/low"] for row in ranged], [row.values[f"{name}/high"] for row in ranged],
+                color=colour, alpha=0.15, linewidth=0,
+            )  # fmt: skip
+    axis.set_ylim(-0.03, 1.03)
+    axis.set_ylabel("held-out accuracy")
+    axis.legend(ncols=6, loc="lower right")
+
+
+def _is_pass(name: str) -> bool:
+    return name.startswith(("eval/pass@", "eval/pass_at_")) and not name.endswith(("/low", "/high"))
+
+
+def _rank(name: str) -> tuple[int, str]:
+    digits = "".join(filter(str.isdigit, name))
+    return int(digits or 0), name
+
+
+def lag_histogram(data: RunData) -> Figure | None:
+    """Share of the trained tokens by lag, over the steps."""
+    buckets = data.buckets("token_share")
+    rows = [row for row in data.rows if any(f"train/lag_{bucket}/token_share" in row.values for bucket in buckets)]
+    if not rows:
+        return None
+    figure, [axis] = _figure(1)
+    shares = [smooth([row.values.get(f"train/lag_{bucket}/token_share", 0.0) for row in rows]) for bucket in buckets]
+    steps = [row.step for row in rows]
+    if len(steps) == 1:
+        steps, shares = [steps[0], steps[0] + 1], [share * 2 for share in shares]
+    axis.stackplot(steps, shares, colors=[lag_colour(bucket) for bucket in buckets], labels=[f"lag {bucket}" for bucket in buckets], alpha=0.9)
+    axis.set_ylim(0, 1)
+    axis.set_xlim(steps[0], steps[-1])
+    axis.set_ylabel("share of trained tokens")
+    axis.set_xlabel("learner step")
+    _legend_above(axis)
+    return figure
+
+
+def length_by_lag(data: RunData) -> Figure | None:
+    """Mean response length by lag bucket."""
+    figure, [axis] = _figure(1)
+    if not _by_lag(axis, data, "row_length"):
+        return None
+    steps, lengths = data.series("rollout/response_length")
+    axis.plot(steps, smooth(lengths), color=GREY, linewidth=1.2, linestyle="--", label="all")
+    axis.set_ylabel("tokens per response")
+    axis.set_xlabel("learner step")
+    _legend_above(axis)
+    return figure
+
+
+def clip_and_ess(data: RunData) -> Figure | None:
+    """Share of clipped tokens, and effective sample size, by lag bucket."""
+    figure, axes = _figure(2, share=True)
+    clipped, sizes = _by_lag(axes[0], data, "pg_clipfrac"), _by_lag(axes[1], data, "ess")
+    if not clipped and not sizes:
+        return None
+    axes[0].set_ylabel("clipped tokens")
+    axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    axes[1].set_ylabel("effective sample size")
+    axes[1].set_xlabel("learner step")
+    _legend_above(axes[0])
+    return figure
+
+
+def health(data: RunData) -> Figure | None:
+    """Entropy, gradient norm and KL between updates."""
+    names = [(name, label) for name, label in (
+        ("train/entropy", "entropy (nats)"), ("train/grad_norm", "gradient norm"), ("train/approx_kl", "KL of the updates"),
+    ) if data.series(name)[0]]
+    if not names:
+        return None
+    figure = Figure(figsize=(WIDTH, 2.5), layout="constrained")
+    for axis, (name, label) in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        steps, values = data.series(name)
+        axis.plot(steps, values, color=PURPLE, alpha=0.25, linewidth=0.8)
+        axis.plot(steps, smooth(values), color=PURPLE, linewidth=1.6)
+        axis.set_title(label)
+        axis.set_xlabel("learner step")
+        axis.grid(visible=True)
+    return figure
+
+
+def goodput(data: RunData) -> Figure | None:
+    """What became of everything generated, and where the time of learner and engines went."""
+    unit, fates = tokens_by_fate(data)
+    bars = [(unit, fates, FATES)] if fates else []
+    bars += [(label, spent, CAUSES) for label, spent in times_by_cause(data) if sum(spent.values()) > 0]
+    if not bars:
+        return None
+    figure = Figure(figsize=(WIDTH, 0.3 + 0.72 * len(bars)), layout="constrained")
+    for axis, (label, parts, colours) in zip(figure.subplots(len(bars), 1, squeeze=False)[:, 0], bars, strict=True):
+        _bar(axis, label, parts, colours)
+    return figure
+
+
+def tokens_by_fate(data: RunData) -> tuple[str, dict[str, float]]:
+    """Response tokens by what became of them, or groups where tokens were not counted; the unit first."""
+    tokens = {fate: data.last[f"goodput/{fate}"] for fate in FATES if data.last.get(f"goodput/{fate}")}
+    if tokens:
+        return "tokens", tokens
+    return "groups", {fate: data.last[f"replay/{fate}"] for fate in FATES if data.last.get(f"replay/{fate}")}
+
+
+def times_by_cause(data: RunData) -> list[tuple[str, dict[str, float]]]:
+    """(who, cause -> seconds) of learner and engines."""
+    found = []
+    for who in ("learner", "engine"):
+        spent = {name.rpartition("/")[2]: value for name, value in data.last.items() if name.startswith(f"time/{who}/")}
+        if not spent and who == "learner":  # sums over the rows that are kept
+            spent = {cause: sum(row.values.get(f"time/{cause}", 0.0) for row in data.rows) for cause in ("train", "wait", "publish")}
+        found.append((f"{who} time", dict(sorted(spent.items(), key=lambda item: list(CAUSES).index(item[0]) if item[0] in CAUSES else 99))))
+    return found
+
+
+def _bar(axis: Axes, label: str, parts: dict[str, float], colours: dict[str, str]) -> None:
+    whole, left = sum(parts.values()), 0.0
+    for name, value in parts.items():
+        share = value / whole
+        axis.barh(0, share, left=left, color=colours.get(name, GREY), label=f"{name} {share:.1%}", height=0.8)
+        left += share
+    axis.set_xlim(0, 1)
+    axis.set_yticks([0], [label])
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    for side in axis.spines.values():
+        side.set_visible(False)
+    axis.legend(ncols=7, loc="upper left", bbox_to_anchor=(0, -0.02), borderaxespad=0)
+
+
+def _by_lag(axis: Axes, data: RunData, name: str) -> bool:
+    """One smoothed line per lag bucket; whether there was any."""
+    buckets = data.buckets(name)
+    for bucket in buckets:
+        steps, values = data.series(f"train/lag_{bucket}/{name}")
+        style = {"marker": "o", "markersize": 3} if len(steps) < 5 else {}
+        axis.plot(steps, smooth(values), color=lag_colour(bucket), linewidth=1.6, label=f"lag {bucket}", **style)
+    return bool(buckets)
+
+
+def lag_colour(bucket: str) -> str:
+    """Of a lag bucket: 0, 1, 2, 3-4, 5-8, ..."""
+    low = int(bucket.partition("-")[0])
+    return LAGS[min(len(LAGS) - 1, low if low <= 2 else 2 + int(math.log2(low - 1)))]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean over about a thirtieth of the series around each value."""
+    reach, sums = len(values) // 60, [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    spans = [(max(0, index - reach), min(len(values), index + reach + 1)) for index in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
+
+
+def _figure(count: int, *, share: bool = False) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(WIDTH, 2.9 if count == 1 else 2.2 * count), layout="constrained")
+    axes = list(figure.subplots(count, 1, squeeze=False, sharex=share)[:, 0])
+    for axis in axes:
+        axis.grid(visible=True)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    return figure, axes
+
+
+def _legend_above(axis: Axes) -> None:
+    axis.legend(ncols=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
