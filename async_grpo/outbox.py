@@ -54,6 +54,12 @@ class Entry:
     parameters_sent: bool = False
     artifacts: list[str] = field(default_factory=lambda: ["config.yaml"])
     """Files and directories that are still to be sent; relative paths begin in the run directory."""
+    places: dict[str, str] = field(default_factory=dict)
+    """Where in MLflow an artifact goes, for those that do not keep their name."""
+    tags: dict[str, str] = field(default_factory=dict)
+    tags_sent: bool = False
+    models: dict[str, str] = field(default_factory=dict)
+    """Registered models that still get a version: name -> the artifact in MLflow that is to become it."""
     status: str = "RUNNING"
     status_sent: str | None = None
     created: int = field(default_factory=lambda: int(time.time() * 1000))
@@ -107,6 +113,7 @@ class Outbox:
             if last is not None and (last.run_id == run_id if run_id is not None else resumed):
                 last.uri, last.status, last.status_sent, last.ended, last.end, last.samples_end = entry.uri, "RUNNING", None, None, None, None
                 last.artifacts = list(dict.fromkeys([*last.artifacts, *entry.artifacts]))
+                last.tags, last.tags_sent = last.tags | entry.tags, False
                 # somebody may have removed the files in between
                 last.begin, last.sent = min(last.begin, entry.begin), min(last.sent, entry.begin)
                 last.samples_begin, last.samples_sent = min(last.samples_begin, entry.samples_begin), min(last.samples_sent, entry.samples_begin)
@@ -138,13 +145,23 @@ class Outbox:
                 self.entries[-1].status, self.entries[-1].ended = status, int(time.time() * 1000)
                 self.save()
 
-    def add_artifact(self, path: Path) -> None:
-        """A file or directory to be sent with the current run."""
-        path = path.absolute()
-        name = str(path.relative_to(self.run_dir) if path.is_relative_to(self.run_dir) else path)
+    def set_tag(self, name: str, value: str) -> None:
+        """Of the current run."""
         with self._lock:
-            if name not in self.entries[-1].artifacts:
-                self.entries[-1].artifacts.append(name)
+            self.entries[-1].tags[name], self.entries[-1].tags_sent = value, False
+
+    def add_artifact(self, path: Path, *, name: str | None = None, register: str | None = None) -> None:
+        """A file or directory to be sent with the current run, a directory under `name`; then it becomes a version of the model `register`."""
+        path = path.absolute()
+        own = str(path.relative_to(self.run_dir) if path.is_relative_to(self.run_dir) else path)
+        with self._lock:
+            entry = self.entries[-1]
+            if own not in entry.artifacts:
+                entry.artifacts.append(own)
+            if name is not None:
+                entry.places[own] = name
+            if register is not None:
+                entry.models[register] = name or path.name
 
     def remove_artifact(self, entry: Entry, name: str) -> None:
         """It has been sent."""
@@ -174,7 +191,7 @@ class Outbox:
         """The server does not have this run (any more): everything is to be sent to a new one."""
         with self._lock:
             self.rows_forgotten += self._rows(entry.begin, entry.sent)
-            entry.run_id, entry.parameters_sent, entry.status_sent = None, False, None
+            entry.run_id, entry.parameters_sent, entry.tags_sent, entry.status_sent = None, False, False, None
             entry.sent, entry.samples_sent = entry.begin, entry.samples_begin
             entry.artifacts = list(dict.fromkeys(["config.yaml", *entry.artifacts]))
             self.save()  # its key is on the disk before there is a run with it
@@ -211,6 +228,7 @@ class Outbox:
     def is_complete(self, entry: Entry) -> bool:
         """Whether MLflow has everything of this run, the status included."""
         sent = entry.run_id is not None and entry.status_sent == entry.status and entry.parameters_sent and not entry.artifacts
+        sent = sent and not entry.models and (entry.tags_sent or not entry.tags)
         return sent and not self.lines(entry) and not self.samples(entry)[0]
 
     def _limit(self, entry: Entry) -> int:

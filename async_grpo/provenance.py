@@ -26,7 +26,7 @@ def code_version() -> dict[str, Any]:
         version = {"version": importlib.metadata.version("async_grpo")}
     except importlib.metadata.PackageNotFoundError:
         version = {}  # sent along with a job, and not installed
-    if (_PACKAGE.parent / ".git").exists() and (commit := _git("rev-parse", "HEAD")) and (status := _git("status", "--porcelain", "--", ".")) is not None:
+    if (_PACKAGE.parent / ".git").exists() and (commit := git("rev-parse", "HEAD")) and (status := git("status", "--porcelain", "--", ".")) is not None:
         return version | {"commit": commit, "dirty": bool(status)}
     return version | {"digest": _digest(sorted(_PACKAGE.rglob("*.py")), _PACKAGE)}
 
@@ -70,7 +70,8 @@ def check_origin(manifest: dict[str, Any], *, data: str, tokenizer: str) -> str 
     return None
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str) -> str | None:
+    """What git says about the package's directory; None where it has nothing to say."""
     try:
         done = subprocess.run(
             ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
-from async_grpo.tracking import Tracker, last_logged_step
+from async_grpo.tracking import Tracker
+from async_grpo.tracking_files import last_logged_step
 
 TIMEOUT_S = 180.0
 PAGE = Path("report") / "report.html"

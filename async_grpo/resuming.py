@@ -12,7 +12,7 @@ from async_grpo.config.resume import Changes, compare, read_settings
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.replay.journal import segments
-from async_grpo.tracking import last_logged_step
+from async_grpo.tracking_files import last_logged_step
 
 
 def has_past(config: Config) -> bool:

@@ -71,6 +71,7 @@ def _train(trainer, console: Console) -> None:
 
 
 def _train_on(trainer, console: Console) -> None:
+    from async_grpo.experiment import log_model
     from async_grpo.summary import summarise
 
     if trainer.config.evaluation.before and trainer.steps_done == 0 and not trainer.stop_requested:
@@ -87,6 +88,7 @@ def _train_on(trainer, console: Console) -> None:
     final = trainer.save()  # before the evaluation: what goes wrong there must not cost the training
     if not trainer.stop_requested:
         trainer.evaluate()
+        log_model(trainer.config, console, trainer.tracker, final / "hf")
     rows = summarise(trainer, final)
     trainer.stop("KILLED" if trainer.stop_requested else "FINISHED", ending=(0, ""))
     console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,9 @@ from typing import Any, Literal
 
 from async_grpo.config.schema import Config
 from async_grpo.outbox import METRICS, SAMPLES, Entry, Outbox, TrackingError, one_line, without_password
+from async_grpo.tracking_files import Lines, flat_sample, flatten
 from async_grpo.tracking_mlflow import Delivery
+from async_grpo.tracking_system import SystemMetrics
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -30,9 +31,6 @@ START_TIMEOUT_S = 120.0
 """Longest wait for MLflow at the start; a new database takes two seconds, on a busy machine more."""
 FINISH_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
-_TEXT_LENGTH = 4000
-_UNWRITTEN_BYTES = 16 << 20
-_TAIL_BYTES = 2**20
 
 _log = logging.getLogger(__name__)
 
@@ -41,26 +39,29 @@ class Tracker:
     """Metrics, samples and files of one run. Thread-safe; use `start`, any number of `log` calls, `finish`."""
 
     def __init__(
-        self, config: Config, *, run_dir: Path, resume_run_id: str | None, resumed: bool = False, note: Callable[[str], None] = _log.warning
+        self, config: Config, *, run_dir: Path, resume_run_id: str | None, resumed: bool = False, tags: dict[str, str] | None = None,
+        note: Callable[[str], None] = _log.warning,
     ) -> None:
         """`run_dir` exists; `resume_run_id` continues an MLflow run. None makes a new one, or, if the run is `resumed`, continues the one that the
-        directory knows. `note` shows a line to the user. Nothing of MLflow happens yet."""
+        directory knows. `tags` of the MLflow run; `note` shows a line to the user. Nothing of MLflow happens yet."""
         self._lock = threading.Lock()
         self._note = note
         self._finished = False
         self._start_error: Exception | None = None
         self._full = False
         self._late = 0
-        self._metrics, self._samples = _Lines(run_dir / METRICS), _Lines(run_dir / SAMPLES)
+        self._metrics, self._samples = Lines(run_dir / METRICS), Lines(run_dir / SAMPLES)
         if config.tracking.mlflow:
             entry = Entry(
                 config.tracking.uri, config.tracking.experiment, config.run.name,
                 {name: without_password(value) for name, value in flatten(config.model_dump(mode="json")).items()},
-                begin=self._metrics.size, samples_begin=self._samples.size,
+                begin=self._metrics.size, samples_begin=self._samples.size, tags=tags or {},
             )  # fmt: skip
             self._sender = _Sender(config, run_dir, entry, resume_run_id, resumed, note)
         else:
             self._sender = None
+        self._system = SystemMetrics(self._log_system) if config.tracking.mlflow and config.tracking.system_metrics else None
+        self._step = 0
 
     def start(self) -> None:
         """Connect to MLflow and create or continue the run (about two seconds for a new database).
@@ -69,6 +70,8 @@ class Tracker:
         """
         if self._sender is not None:
             self._sender.start()
+        if self._system is not None:
+            self._system.start()
 
     def begin(self) -> None:
         """The same in a thread of its own; `ready` waits for it."""
@@ -85,6 +88,7 @@ class Tracker:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a learner step: at once in `metrics.jsonl`, later in MLflow. Non-finite values are kept as null
         in the file and left out of MLflow."""
+        self._step = max(self._step, step)
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         row.update((key, value if math.isfinite(value) else None) for key, value in metrics.items())
         if self._sender is not None:
@@ -97,13 +101,21 @@ class Tracker:
 
         Text is shortened and control characters become visible escapes.
         """
-        if self._append(self._samples, [{key: _clean(value) for key, value in row.items()} for row in rows]) and self._sender is not None:
+        if self._append(self._samples, list(map(flat_sample, rows))) and self._sender is not None:
             self._sender.notice(rows=0)
 
-    def log_artifact(self, path: Path) -> None:
-        """Copy a file or a directory to the MLflow run's artifacts when its turn comes; it must stay unchanged until `finish`."""
+    def log_artifact(self, path: Path, *, name: str | None = None, register: str | None = None) -> None:
+        """Copy a file or a directory to the MLflow run's artifacts when its turn comes; it must stay unchanged until `finish`.
+
+        name: of a directory there, else its own. register: make it the next version of this registered model then.
+        """
         if self._sender is not None:
-            self._sender.add_artifact(path)
+            self._sender.add_artifact(path, name, register)
+
+    def tag(self, name: str, value: str) -> None:
+        """Set a tag of the MLflow run."""
+        if self._sender is not None:
+            self._sender.tag(name, value)
 
     @property
     def run_id(self) -> str | None:
@@ -141,10 +153,16 @@ class Tracker:
             if self._finished:
                 return
             self._finished = True
+        if self._system is not None:
+            self._system.stop()
         if self._sender is not None:
             self._sender.finish(status)
         self._metrics.close()
         self._samples.close()
+
+    def _log_system(self, row: dict[str, float]) -> None:
+        if row:
+            self.log(self._step, row)
 
     def _start(self) -> None:
         try:
@@ -152,7 +170,7 @@ class Tracker:
         except Exception as error:  # noqa: BLE001 - raised again by `ready`, where somebody can act on it
             self._start_error = error
 
-    def _append(self, file: _Lines, rows: list[dict[str, Any]]) -> bool:
+    def _append(self, file: Lines, rows: list[dict[str, Any]]) -> bool:
         with self._lock:
             if self._finished:
                 self._late += len(rows)
@@ -180,7 +198,8 @@ class _Sender:
         self._outbox = Outbox(run_dir)
         self._delivery = Delivery(self._outbox)
         self.uri = self._delivery.uri(entry)
-        self._artifacts: list[Path] = []
+        self._artifacts: list[tuple[Path, str | None, str | None]] = []
+        self._tags: dict[str, str] = {}
         self._lock = threading.Lock()
         self._logged = self._backlog = self._failures = 0
         self._last_error = ""
@@ -223,8 +242,12 @@ class _Sender:
             self._logged += rows
         self._wake.set()
 
-    def add_artifact(self, path: Path) -> None:
-        self._artifacts.append(path)
+    def add_artifact(self, path: Path, name: str | None, register: str | None) -> None:
+        self._artifacts.append((path, name, register))
+        self._wake.set()
+
+    def tag(self, name: str, value: str) -> None:
+        self._tags[name] = value
         self._wake.set()
 
     def finish(self, status: Status) -> None:
@@ -291,7 +314,10 @@ class _Sender:
             self._outbox.begin(self._entry, run_id=self.run_id, resumed=self._resumed)
             self._backlog = self._outbox.rows_waiting(before=self._entry.begin)
         while self._artifacts:
-            self._outbox.add_artifact(self._artifacts.pop(0))
+            path, name, register = self._artifacts.pop(0)
+            self._outbox.add_artifact(path, name=name, register=register)
+        while self._tags:
+            self._outbox.set_tag(*self._tags.popitem())
         if self._status is not None:
             self._outbox.conclude(self._status)
         self._delivery.connect()
@@ -314,69 +340,3 @@ class _Sender:
             return False
         self._last_error = ""
         return True
-
-
-class _Lines:
-    """A file of lines that is only appended to. What a killed process left of a last line is removed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._unwritten = b""
-        size = os.fstat(self._file).st_size
-        tail = os.pread(self._file, _UNWRITTEN_BYTES, start := max(0, size - _UNWRITTEN_BYTES))
-        self.size = start + tail.rfind(b"\n") + 1
-        """Bytes at the beginning."""
-        if self.size < size:
-            os.ftruncate(self._file, self.size)
-
-    def append(self, data: bytes) -> None:
-        """Write, after what could not be written before. Raises OSError, and keeps some megabytes to be written with the next call."""
-        if len(self._unwritten) + len(data) <= _UNWRITTEN_BYTES:
-            self._unwritten += data
-        while self._unwritten:
-            self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def last_logged_step(run_dir: Path) -> int:
-    """The newest learner step in `metrics.jsonl`, 0 if there is none. Only the end of the file is read."""
-    try:
-        with open(run_dir / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return 0
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # cut off: by the death of its writer, or at the beginning of the tail
-        if "train/loss" in row:
-            return int(row["step"])
-    return 0
-
-
-def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted names and text, e.g. `learner.lr` -> `1e-06`."""
-    flat: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = "null" if value is None else str(value)
-    return flat
-
-
-def _clean(value: Any) -> Any:
-    """A value that JSON, a terminal and a web page can show: bounded text without control characters, finite numbers."""
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    text = value if isinstance(value, str) else repr(value)
-    start = text[:_TEXT_LENGTH]
-    visible = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "backslashreplace").decode() for c in start)
-    return visible if len(text) <= _TEXT_LENGTH and len(visible) <= _TEXT_LENGTH else f"{visible[:_TEXT_LENGTH]}... ({len(text)} characters)"

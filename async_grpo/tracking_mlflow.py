@@ -21,7 +21,7 @@ from async_grpo.outbox import METRICS, Entry, Outbox, one_line
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-_PARAMETERS_PER_CALL, _PARAMETER_LENGTH = 100, 500
+_PARAMETERS_PER_CALL, _PARAMETER_LENGTH, _TAG_LENGTH = 100, 500, 5000
 _METRICS_PER_CALL = 900
 _RUN_KEY = "async_grpo.key"
 _ENVIRONMENT = {
@@ -56,7 +56,7 @@ class Delivery:
         for entry in reversed(self._outbox.entries[0 if earlier else -1 :]):
             client = self._connect(entry)
             try:
-                for part in (self._send_parameters, self._send_rows, self._send_samples, self._send_artifacts):
+                for part in (self._send_parameters, self._send_tags, self._send_rows, self._send_samples, self._send_artifacts, self._register):
                     if stop():
                         return
                     part(client, entry, stop)
@@ -143,6 +143,17 @@ class Delivery:
             self._send_halves(lambda part: client.log_batch(entry.run_id, params=part), parameters[start : start + _PARAMETERS_PER_CALL])
         entry.parameters_sent = True
 
+    def _send_tags(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+        from mlflow.entities import RunTag
+
+        if not entry.tags_sent and entry.tags:
+            tags, entry.tags_sent = dict(entry.tags), True  # what is set meanwhile is sent the next time
+            try:
+                self._send_halves(lambda part: client.log_batch(entry.run_id, tags=part), [RunTag(k, v[:_TAG_LENGTH]) for k, v in tags.items()])
+            except BaseException:
+                entry.tags_sent = False
+                raise
+
     def _send_rows(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
         while not stop() and (lines := self._outbox.lines(entry)):
             batch: list[bytes] = []
@@ -206,7 +217,27 @@ class Delivery:
             name = entry.artifacts[0]
             path = self._outbox.run_dir / name
             if path.is_dir():
-                client.log_artifacts(entry.run_id, str(path), artifact_path=path.name)
+                client.log_artifacts(entry.run_id, str(path), artifact_path=entry.places.get(name, path.name))
             elif path.exists():
                 client.log_artifact(entry.run_id, str(path))
             self._outbox.remove_artifact(entry, name)
+
+    def _register(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+        """Make versions of registered models, once each; one that this run has made already is left as it is."""
+        from mlflow.exceptions import MlflowException
+
+        for name, artifact in list(entry.models.items()) if not entry.artifacts else []:
+            try:
+                try:
+                    client.create_registered_model(name)
+                except MlflowException as error:
+                    if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                        raise
+                if not any(version.run_id == entry.run_id for version in client.search_model_versions(f"run_id = '{entry.run_id}'") if version.name == name):
+                    uri = f"{client.get_run(entry.run_id).info.artifact_uri}/{artifact}"
+                    client.create_model_version(name, uri, run_id=entry.run_id, tags={_RUN_KEY: entry.key})
+            except MlflowException as error:
+                if error.get_http_status_code() != 400:
+                    raise
+                self._refuse(f"the model could not be registered as {name}: {one_line(error)}")
+            del entry.models[name]

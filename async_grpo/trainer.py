@@ -27,6 +27,7 @@ from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError, StopRequested
+from async_grpo.experiment import begin_tracking
 from async_grpo.preflight import check_metric_and_journal, look
 from async_grpo.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
 from async_grpo.reporting import report_on
@@ -37,7 +38,8 @@ from async_grpo.status_file import StatusFile
 from async_grpo.stopping import Stop
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import held_out, load_task
-from async_grpo.tracking import Tracker, last_logged_step
+from async_grpo.tracking import Tracker
+from async_grpo.tracking_files import last_logged_step
 
 WARM_START_TIMEOUT_S = 1800.0
 SAVING_AFTER_FAILURE_S = 30.0
@@ -116,11 +118,9 @@ class Trainer:
             self._system = system
             self._thread.start()
             system.connect()
-        self._tracker = Tracker(
-            self.config, run_dir=self.run_dir, resume_run_id=manifest and manifest["mlflow_run_id"], resumed=manifest is not None or has_past(self.config),
-            note=self.console.info,
+        self._tracker = begin_tracking(
+            self.config, resume_run_id=manifest and manifest["mlflow_run_id"], resumed=manifest is not None or has_past(self.config), note=self.console.info
         )
-        self._tracker.begin()
         with self.console.phase("starting engines and learner"):
             origin, self._logged = Origin(self._checkpoint, manifest["step"] if manifest else 0), last_logged_step(self.run_dir)
             starting = system.start(
@@ -132,6 +132,7 @@ class Trainer:
         with self.console.phase("connecting weights" + (" and checking them" if self.config.weight_sync.self_check else "")):
             self.console.weights_arrive(self._run(system.open_weights(), stoppable=True))
         system.coordinator.announce = self.console.published
+        self._tracker.tag("run_epoch", str(system.run_epoch))
         self.console.info(*self._tracker.ready())
         self._started = True
         for path in checkpoint.set_aside(self.run_dir, manifest["step"] if manifest else 0):

@@ -17,8 +17,8 @@ LAYERS = {
     1: "accuracy algo stopping",
     2: "replay tasks batching weights outbox",
     3: "engine learner checkpoint provenance tracking tracking_mlflow console warm_start warm_start_model "
-       "progress timeline status_file panel",
-    4: "advice model_shape estimates preflight rerun_plan resuming saving rollout_actor answering partials loop planning reporting",
+       "tracking_files tracking_system progress timeline status_file panel",
+    4: "advice model_shape estimates preflight rerun_plan resuming saving rollout_actor answering partials loop planning reporting experiment",
     5: "cluster",
     6: "run dry_run status trainer summary replay.__main__ report",
 }
@@ -81,6 +81,9 @@ LIBRARIES = {
     "warm_start_model": "torch tokenizers transformers safetensors",
     "advice": "",
     "reporting": "",
+    "experiment": "",
+    "tracking_files": "",
+    "tracking_system": "mlflow",
     "preflight": "transformers",  # the tokenizer
     "rerun_plan": "",
     "resuming": "",

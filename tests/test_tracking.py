@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -14,15 +15,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from async_grpo import tracking
 from async_grpo.config.schema import Config, Model, Run, Tracking
+from async_grpo.console import Console
+from async_grpo.experiment import log_model, tags, write_code_state
 from async_grpo.outbox import STATE, Outbox
 from async_grpo.report import __main__ as report
-from async_grpo.tracking import Tracker, TrackingError, flatten
+from async_grpo.tracking import Tracker, TrackingError
+from async_grpo.tracking_files import flatten
+from async_grpo.tracking_system import SystemMetrics
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHIN_S = 120.0
@@ -36,7 +42,7 @@ HOSTILE = {
 
 
 def _config(**tracking: object) -> Config:
-    return Config(run=Run(name="tracked", total_steps=3), model=Model(path="somewhere"), tracking=Tracking(**tracking))
+    return Config(run=Run(name="tracked", total_steps=3), model=Model(path="somewhere"), tracking=Tracking(**{"system_metrics": False} | tracking))
 
 
 def _tracker(run_dir: Path, *, resume: str | None = None, notes: list[str] | None = None, resumed: bool = False, **settings: object) -> Tracker:
@@ -525,3 +531,79 @@ def test_a_damaged_record_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(TrackingError, match="move it away"):
         tracker.start()
     tracker.finish("FAILED")
+
+
+# ---- what is told besides numbers ---------------------------------------------------------------------------------------------------
+
+
+def test_tags_model_and_its_registration_arrive_once(finished: tuple[Tracker, Path], tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    model = tmp_path / "checkpoints" / "step_000007" / "hf"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    client, uri = MlflowClient(finished[0].uri), finished[0].uri
+    first = Tracker(_config(uri=uri), run_dir=tmp_path, resume_run_id=None, tags={"host": "one", "python": "3.11"}, note=lambda line: None)
+    first.start()
+    first.tag("run_epoch", "0")
+    first.log_artifact(model, name="model", register="adder")
+    first.log(1, {"score": 0.5})
+    first.finish("KILLED")
+    second = Tracker(_config(uri=uri), run_dir=tmp_path, resume_run_id=first.run_id, tags={"host": "two"}, note=lambda line: None)
+    second.start()
+    second.tag("run_epoch", "1")
+    second.log_artifact(model, name="model", register="adder")
+    second.log(2, {"score": 0.5})
+    second.finish("FINISHED")
+    assert (second.errors, second.dropped, second.unsent) == (0, 0, 0)
+    run = client.get_run(first.run_id)
+    assert {name: run.data.tags[name] for name in ("host", "python", "run_epoch")} == {"host": "two", "python": "3.11", "run_epoch": "1"}
+    assert [entry.path for entry in client.list_artifacts(first.run_id, "model")] == ["model/config.json"]
+    [version] = client.search_model_versions("name = 'adder'")
+    assert (version.run_id, version.version) == (first.run_id, 1) and version.source.endswith("/artifacts/model")
+    assert json.loads((tmp_path / STATE).read_text())[-1]["models"] == {}
+
+
+def test_system_metrics_are_rows_like_any_other(finished: tuple[Tracker, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_grpo.tracking.SystemMetrics", partial(SystemMetrics, every_s=0.1))
+    tracker = _tracker(tmp_path, uri=finished[0].uri, system_metrics=True)
+    tracker.start()
+    tracker.log(5, {"score": 0.5})
+    _until(lambda: len(_rows(tmp_path)) > 2, "some rows of the system")
+    tracker.finish("FINISHED")
+    rows = _rows(tmp_path)
+    measured = [row for row in rows if "system/cpu_utilization_percentage" in row]
+    assert len(measured) == len(rows) - 1 and {row["step"] for row in measured if row["time"] > rows[0]["time"]} <= {0, 5}
+    assert all(0 < row["system/system_memory_usage_percentage"] < 100 and row["system/disk_available_megabytes"] > 0 for row in measured)
+    assert len(_history(tracker.uri, tracker.run_id, "system/cpu_utilization_percentage")) == len(measured)
+
+
+def test_the_code_of_a_run_is_written_down(tmp_path: Path) -> None:
+    assert {"host", "python", "packages.torch", "packages.ray"} <= set(tags())
+    assert ("code.commit" in tags()) == ("mlflow.source.git.commit" in tags())
+    (tmp_path / "code.diff").write_text("of an earlier start")
+    written = write_code_state(tmp_path)
+    state = json.loads((tmp_path / "code.json").read_text())
+    assert {"version", "commit", "digest"} & set(state) and all(path.is_file() for path in written)
+    assert (tmp_path / "code.diff").exists() == (tmp_path / "code.diff" in written) == bool(state.get("dirty") and any(not line.startswith("??") for line in state["changed"]))
+    assert not (tmp_path / "code.diff").exists() or "of an earlier start" not in (tmp_path / "code.diff").read_text()
+
+
+def test_a_model_that_is_too_large_stays_where_it_is(tmp_path: Path) -> None:
+    class Sent(list):
+        def log_artifact(self, path: Path, **how: str | None) -> None:
+            self.append((path, how))
+
+    (tmp_path / "weights").write_bytes(bytes(2**20))
+    for limit, sent, lines in ((1.0, 1, 0), (0.0005, 0, 1), (0.0, 0, 0)):
+        tracker, said = Sent(), io.StringIO()
+        log_model(_config(log_model_max_gb=limit, register_model="adder"), Console(said), tracker, tmp_path)
+        assert (len(tracker), said.getvalue().count("\n")) == (sent, lines), limit
+        assert all(how == {"name": "model", "register": "adder"} for _, how in tracker)
+
+
+def test_rewards_have_columns_of_their_own(tmp_path: Path) -> None:
+    tracker = _tracker(tmp_path, mlflow=False)
+    tracker.log_samples([{"step": 3, "prompt": "1+1=", "rewards": {"correct": 1.0, "format": float("nan")}, "lag": 2}])
+    tracker.finish("FINISHED")
+    assert _rows(tmp_path, "samples.jsonl") == [{"step": 3, "prompt": "1+1=", "lag": 2, "reward/correct": 1.0, "reward/format": "nan"}]

@@ -227,6 +227,12 @@ class Tracking(Section):
     """MLflow experiment."""
     offline_ok: bool = False
     """Begin although MLflow cannot be reached: its run is created when the server answers, or by `python -m async_grpo.report --sync`."""
+    system_metrics: bool = True
+    """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every ten seconds."""
+    log_model_max_gb: Annotated[float, Field(ge=0)] = 1.0
+    """Send the final model to MLflow unless it is larger than this, in GiB; 0 never does. It is in the last checkpoint in any case."""
+    register_model: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the registered model in MLflow that gets the final model as its next version; null registers nothing."""
     report: bool = True
     """Write the report (`report/report.html` of the run directory) when a run of the command line ends."""
     sample_rows: NonNegative = 100
