@@ -65,8 +65,9 @@ def write_code_state(run_dir: Path) -> list[Path]:
     (run_dir / DIFF).unlink(missing_ok=True)  # of an earlier start
     state = code_version()
     if state.get("dirty"):
-        diff, names = git("diff", "HEAD", "--", "."), git("status", "--porcelain", "--", ".")
-        state["changed"] = (names or "").splitlines()
+        diff = git("diff", "HEAD", "--", ".")
+        for kind, command in (("changed", ("diff", "--name-only", "HEAD", "--", ".")), ("untracked", ("ls-files", "--others", "--exclude-standard"))):
+            state[kind] = (git(*command) or "").splitlines()
         if diff:
             (run_dir / DIFF).write_bytes(diff.encode("utf-8", "surrogateescape")[:DIFF_BYTES] + b"\n")
             written.append(run_dir / DIFF)

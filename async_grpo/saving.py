@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from async_grpo import checkpoint, durable
-from async_grpo.config.schema import Checkpoint
+from async_grpo.config.schema import Checkpoint, Config
 from async_grpo.console import Console
 from async_grpo.durable import FileSum, StorageFailure, Written
 from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
+from async_grpo.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
 
 
 class Parts(Protocol):
@@ -177,3 +178,25 @@ class Saver:
     def _best(self) -> str:
         kept = checkpoint.steps(self._run_dir)
         return f"the last good checkpoint is of step {kept[-1]}" if kept else "there is no checkpoint yet"
+
+
+def saver_of(
+    config: Config, *, model_dir: str, manifest: dict[str, Any] | None, total_steps: int, data: str, console: Console,
+    log: Callable[[int, dict[str, float]], None],
+) -> Saver:
+    """What saves a run, which continues the checkpoint with this manifest if there is one. data: fingerprint of the training data.
+
+    Raises SetupError if the checkpoint is of another tokenizer.
+    """
+    trust = config.model.trust_remote_code
+    tokenizer = tokenizer_fingerprint(model_dir, trust_remote_code=trust)
+    if manifest is not None and (note := check_origin(manifest, data=data, tokenizer=tokenizer)) is not None:
+        console.info(note)
+    facts = {
+        "total_steps": total_steps, "ranks": config.learner.ranks, "config": config.model_dump(mode="json"), "code": code_version(),
+        "data_fingerprint": data, "tokenizer_fingerprint": tokenizer,
+    }
+    return Saver(
+        config.checkpoint, Path(config.run.dir), facts=facts, timeout_s=config.watchdog.step_timeout_s, console=console, log=log,
+        add_files=lambda directory: copy_tokenizer(model_dir, directory / "hf", trust_remote_code=trust),
+    )

@@ -29,11 +29,10 @@ from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.experiment import begin_tracking
 from async_grpo.preflight import check_metric_and_journal, look
-from async_grpo.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
 from async_grpo.reporting import report_on
 from async_grpo.rerun_plan import differences, plan_rerun
 from async_grpo.resuming import changes, find_checkpoint, has_past, verified
-from async_grpo.saving import Saver
+from async_grpo.saving import Saver, saver_of
 from async_grpo.status_file import StatusFile
 from async_grpo.stopping import Stop
 from async_grpo.tasks.base import TaskError, task_weights
@@ -109,7 +108,9 @@ class Trainer:
         model_dir = self._model_dir()
         notes = self.model_notes  # None: the model has just been made
         self.console.info(*(look(self.config, load_task(self.config.task, self.config.seed), model_dir=model_dir) if notes is None else notes))
-        self._saver = self._make_saver(model_dir, manifest)
+        self._saver = saver_of(
+            self.config, model_dir=model_dir, manifest=manifest, total_steps=self.total_steps, data=self._fingerprint, console=self.console, log=self._log
+        )
         with self.console.phase("starting Ray"):
             system = System(
                 self.config, total_steps=self.total_steps, weights=self._task_weights, problems=self._problems,
@@ -338,21 +339,6 @@ class Trainer:
             raise RunError("the run is not started, or stopped already")
         return self._system
 
-    def _make_saver(self, model_dir: str, manifest: dict[str, Any] | None) -> Saver:
-        """What saves this run. Raises SetupError if the checkpoint that it continues is of another tokenizer."""
-        config, trust = self.config, self.config.model.trust_remote_code
-        tokenizer = tokenizer_fingerprint(model_dir, trust_remote_code=trust)
-        if manifest is not None and (note := check_origin(manifest, data=self._fingerprint, tokenizer=tokenizer)) is not None:
-            self.console.info(note)
-        facts = {
-            "total_steps": self.total_steps, "ranks": config.learner.ranks, "config": config.model_dump(mode="json"), "code": code_version(),
-            "data_fingerprint": self._fingerprint, "tokenizer_fingerprint": tokenizer,
-        }
-        return Saver(
-            config.checkpoint, self.run_dir, facts=facts, timeout_s=config.watchdog.step_timeout_s, console=self.console, log=self._log,
-            add_files=lambda directory: copy_tokenizer(model_dir, directory / "hf", trust_remote_code=trust),
-        )
-
     def _took_back(self, step: int) -> None:
         """The steps after this one are discarded: what was saved and logged of them is of another history."""
         checkpoint.set_aside(self.run_dir, step)
@@ -396,4 +382,6 @@ class Trainer:
             self._logged = max(step, self._logged)
         if self._tracker is not None:
             self._tracker.log(step, metrics)
+        if self._system is not None:
+            self._system.exported.update(step, metrics)
         self.console.logged(step, self._shown_steps or self.total_steps, metrics)

@@ -25,8 +25,9 @@ LAYERS = {
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split()}
 
 BESIDE = {
-    ("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary"), ("tracking", "tracking_mlflow"),
-    ("run", "dry_run"), ("estimates", "model_shape"), ("rollout_actor", "partials"), ("rollout_actor", "answering"),
+    ("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary"),
+    ("tracking", "tracking_mlflow"), ("run", "dry_run"), ("estimates", "model_shape"), ("rollout_actor", "partials"),
+    ("rollout_actor", "answering"), ("tracking", "tracking_files"), ("tracking", "tracking_system"),
     ("status_file", "progress"), ("status_file", "timeline"), ("console", "progress"), ("console", "panel"),
 }
 """Modules of one layer that are one part in two files."""

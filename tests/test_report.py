@@ -159,7 +159,7 @@ def test_the_breakdown_is_that_of_the_last_step(run_dir: Path) -> None:
     assert times["learner time"] == {"working": 15.0, "starved": 12.0} and times["engine time"] == {"working": 24.0, "paused": 6.0}
     counts, lines = restarts(data)
     assert "rollout actors replaced" in counts and [text for _, text in lines][-1] == "ended with exit code 0"
-    assert [heading for heading, _, _ in sample_sections(data)] == ["Start: step 0", "Middle: step 25", "End: step 60"]
+    assert [heading for heading, _, _ in sample_sections(data)] == ["Start: step 0, held out", "Middle: step 25, held out", "End: step 60, held out"]
 
 
 def test_a_long_run_is_thinned_and_keeps_its_last_step(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from async_grpo import stacks
 from async_grpo.algo.filters import FilterRule
 from async_grpo.cluster.actor_manager import ActorManager
 from async_grpo.cluster.evaluation import Done, Evaluations, Rows
+from async_grpo.cluster.exported import Exported
 from async_grpo.cluster.gang import Gang, Origin
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
@@ -82,6 +83,7 @@ class System:
         actors = self._config.cluster.rollout_actors
         processes = self._config.learner.ranks + (actors.max or actors.min) + SPARE_PROCESSES
         self._session = Session.open(processes=processes)
+        self.exported = Exported(self._config.run.name)
 
     async def start(
         self, *, model_dir: str, origin: Origin, log: Callable[[int, dict[str, float]], None], note: Callable[[str], None],

@@ -116,17 +116,22 @@ def _told(event: dict[str, Any]) -> str:
 
 def sample_sections(data: RunData) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """(heading, columns, rows) of the start, the middle and the end of what was recorded."""
-    steps = sorted({row["step"] for row in data.samples})
+    for source, what in (("training", "trained"), ("evaluation", "held out"), (None, "held out")):
+        yield from _of_source([row for row in data.samples if row.get("source") == source], what)
+
+
+def _of_source(samples: list[dict[str, Any]], what: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    steps = sorted({row["step"] for row in samples})
     if not steps:
         return
     middle = min(steps, key=lambda step: abs(step - (steps[0] + steps[-1]) / 2))
     for label, step in dict.fromkeys([("Start", steps[0]), ("Middle", middle), ("End", steps[-1])]):
         if label == "Middle" and step in (steps[0], steps[-1]) or label == "End" and step == steps[0]:
             continue
-        rows = [{**_rewards(row)} for row in data.samples if row["step"] == step]
+        rows = [{**_rewards(row)} for row in samples if row["step"] == step]
         chosen = rows[:: max(1, len(rows) // SAMPLES_SHOWN)][:SAMPLES_SHOWN]
-        columns = [name for name in dict.fromkeys(name for row in chosen for name in row) if name != "step"]
-        yield f"{label}: step {step}", columns, [[_plain(row.get(column, ""))[:TEXT_CHARS] for column in columns] for row in chosen]
+        columns = [name for name in dict.fromkeys(name for row in chosen for name in row) if name not in ("step", "source")]
+        yield f"{label}: step {step}, {what}", columns, [[_plain(row.get(column, ""))[:TEXT_CHARS] for column in columns] for row in chosen]
 
 
 def _rewards(row: dict[str, Any]) -> dict[str, Any]:
