@@ -20,6 +20,7 @@ import yaml
 
 from async_grpo import leftovers, run
 from async_grpo.errors import EXIT_MEANING
+from async_grpo.status_file import read_status
 from tests.models import write_model
 
 MARK = "ASYNC_GRPO_TEST_MARK"
@@ -162,6 +163,8 @@ def test_sigterm_saves_and_leaves_nothing_behind(config, home):
         process.kill()
     assert "SIGTERM" in log.read_text() and "stopped early" in log.read_text()
     assert len(list((home / "run" / "checkpoints").iterdir())) == 1
+    assert read_status(home / "run")["exit_code"] == 0 and f"report: {home / 'run' / 'report' / 'report.html'}" in log.read_text()
+    assert "exit code 0" in (home / "run" / "report" / "report.html").read_text()
     wait_until(lambda: not marked(mark), 20, "the end of all processes", log)
     assert not segments()
 
@@ -189,6 +192,7 @@ def test_the_same_command_continues_until_the_fault_budget_is_spent(config, home
     finally:
         process.kill()
     text = log.read_text()
+    assert read_status(home / "spent")["exit_code"] == 4 and "restart_budget = 0" in (home / "spent" / "report" / "report.html").read_text()
     assert "restart_budget = 0" in text and re.search(r"exit code 4: .+", text.splitlines()[-1])
     wait_until(lambda: not marked(mark), 20, "the end of all processes", log)
     assert not segments()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,6 +86,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
         told["pids"] = ask(trainer, trainer.system.learner.pids()) + [pid]
         told["uri"], told["run_id"] = trainer.tracker.uri, trainer.tracker.run_id
         told["last"] = trainer.save()
+        told["scraped"] = wait_until(lambda: scraped("ray_async_grpo_replay_trained"), 60, "the run's metrics on Ray's endpoint")
         told["manifests"] = {step: checkpoint.verify(checkpoint.path_for(home / "run", step)) for step in checkpoint.steps(home / "run")}
     again = settings(home / "run", model, checkpoint={"resume": str(told["saved"])})
     with open(home / "log2.txt", "w") as log, Trainer(again, console=Console(log)) as trainer:
@@ -95,6 +97,17 @@ def story(tmp_path_factory) -> Iterator[dict]:
         told["resumed_history"] = ask(trainer, trainer.system.queue.history(range(STEPS * 4 + 32)))
     told["log"], told["log2"] = (home / "log.txt").read_text(), (home / "log2.txt").read_text()
     yield told
+
+
+def scraped(name: str) -> dict[str, float]:
+    """The run's gauges on the metrics endpoint of the test's Ray node, once this one is there."""
+    import ray
+
+    [node] = ray.nodes()
+    with urllib.request.urlopen(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith("ray_async_grpo_") and 'run="system"' in line]
+    found = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
+    return found if name in found else {}
 
 
 def caught_at_work(trainer: Trainer, actor_id: str, pid: int) -> list[tuple[int, int]]:
@@ -157,7 +170,15 @@ def test_mlflow_holds_the_run(story):
     assert run.data.params["rollout.group_size"] == "4" and run.data.params["algorithm.clip_schedule.kind"] == "harmonic"
     assert {point.step for point in client.get_metric_history(story["run_id"], "train/loss")} >= set(range(1, STEPS + 1))
     names = {artifact.path for artifact in client.list_artifacts(story["run_id"])}
-    assert any("config" in name for name in names) and any("samples" in name for name in names)
+    assert {"config.yaml", "samples.json", "code.json"} <= names
+    assert run.data.tags["run_epoch"] == "1" and run.data.tags["packages.torch"], "the second start discarded steps"
+
+
+def test_rays_endpoint_has_the_metrics_of_queue_learner_and_engines(story):
+    found = story["scraped"]
+    names = {f"ray_async_grpo_{name}" for name in ("step", "replay_trained", "train_grad_norm", "rollout_score", "cluster_rollout_actors", "time_learner_idle")}
+    assert names <= set(found) and not [name for name in found if "_lag_0_" in name]
+    assert 0 < found["ray_async_grpo_replay_trained"] <= STEPS * 4 and 0 < found["ray_async_grpo_step"] <= STEPS
 
 
 def test_the_exported_model_is_the_trained_one(story):
