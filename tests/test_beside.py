@@ -16,7 +16,7 @@ from async_grpo.cluster import samples
 from async_grpo.cluster.evaluation import Evaluations
 from async_grpo.cluster.samples import ROWS, TrainingSamples, interval
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, Stalled
+from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.wire import Batch, Group, Rollout, VersionSpan, decode_meta, encode_group, pack_frames
 from tests.models import write_model
 from tests.test_coordinator import FakeEngine, until
@@ -257,6 +257,32 @@ def test_steps_that_are_taken_back_take_their_evaluation_with_them() -> None:
         await run.evaluations.finish()
         assert [step for step, _ in run.results] == [0] and {label for _, label in other.asked + one.asked} == {"v0.1", "v1.0"}
         assert "the learner went back before step 1" in run.notes[0]
+
+    ran(scenario)
+
+
+def test_an_engine_that_comes_back_to_a_dead_learner_waits_for_it_and_says_so() -> None:
+    async def scenario() -> None:
+        run = Beside()
+        await run.coordinator.start(0)
+        brought_back, connect = asyncio.Event(), run.learner.connect
+
+        async def dead(sizes: list[int]) -> list[dict[str, Any]]:
+            if not brought_back.is_set():
+                raise LearnerLost("a learner rank died")
+            return await connect(sizes)
+
+        run.learner.connect, run.learner.back = dead, brought_back.wait
+        run.members[1].answering.set()
+        await run.begin()
+        assert not await run.evaluations.finish(0.05)
+        with pytest.raises(LearnerLost):  # whoever waits for the evaluation hears of it, and brings the learner back
+            await run.coordinator.refresh(0)
+        async with run.coordinator.without_learner():
+            brought_back.set()
+            await run.coordinator.relink(0, run_epoch=0)
+        assert await run.evaluations.finish(5)
+        assert [step for step, _ in run.results] == [0] and len(run.coordinator.serving()) == 2
 
     ran(scenario)
 

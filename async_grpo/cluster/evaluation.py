@@ -55,11 +55,10 @@ class Evaluations:
         self._skipped = 0
 
     async def everywhere(self, total: int) -> tuple[dict[str, float], Rows]:
-        """Metrics of the live weights on `total` problems, and some responses as text; no publication may be under way.
+        """Metrics of the live weights on `total` problems, and some responses as text; no publication, no other evaluation may be under way.
 
         Raises Stalled after `evaluation.timeout_s`, FaultBudgetSpent when no engine is left.
         """
-        await self.finish()
         started, left, outcomes, rows = time.perf_counter(), list(range(total)), [], []
         try:
             async with asyncio.timeout(self._config.evaluation.timeout_s) as deadline:
@@ -87,10 +86,9 @@ class Evaluations:
         self._beside.add_done_callback(self._ended)
         await asyncio.sleep(0)  # now it has asked for the version, before the next publication can
 
-    async def finish(self) -> None:
-        """Wait until none is under way."""
-        if self._beside is not None:
-            await asyncio.wait({self._beside})
+    async def finish(self, seconds: float | None = None) -> bool:
+        """Wait until none is under way, for so long at most; whether none is."""
+        return self._beside is None or bool((await asyncio.wait({self._beside}, timeout=seconds))[0])
 
     def cancel(self) -> None:
         """Give up the one that is under way, because the run ends."""

@@ -50,6 +50,7 @@ from async_grpo.weights.sender import fallback_directory, resolve_backend
 from async_grpo.weights.shared_memory import remove_segments
 
 SPARE_PROCESSES = 1
+POLL_S = 0.1
 
 
 class System:
@@ -172,7 +173,13 @@ class System:
         """Metrics of the newest weights on `total` held-out problems, and some responses; the learner waits."""
         await self.settle()
         self.loop.phase = "evaluating"
+        await self.gang.surviving(self._until_evaluated)
         return await self.evaluations.everywhere(total)
+
+    async def _until_evaluated(self) -> None:
+        """Wait for the evaluation that is under way. Its engine comes back to a learner that may have died meanwhile, which shows here."""
+        while not await self.evaluations.finish(POLL_S):
+            await self.coordinator.refresh(self.steps_done)
 
     async def evaluate_beside(self, total: int, done: Done) -> None:
         """Begin to evaluate the newest weights; `done(step, metrics, responses)` is called while training goes on."""
