@@ -73,8 +73,13 @@ class Progress:
         self._published: float | None = None
         self._version = -1.0
         self._end: dict[str, Any] = {}
+        self._earlier: Mapping[str, Any] = {}
 
     # ---- what happens ----
+
+    def remember(self, facts: Mapping[str, Any]) -> None:
+        """What an earlier start in the same directory left: its curves are continued, if this one goes on from it."""
+        self._earlier = facts
 
     def enter(self, text: str) -> None:
         """A phase of the start or the end begins; phases may be inside each other."""
@@ -104,6 +109,7 @@ class Progress:
         now = self._clock()
         with self._lock:
             self._total = total
+            self._continue(step)
             if math.isfinite(accuracy := metrics.get("eval/accuracy_greedy", math.nan)):
                 self._evaluations.append((step, accuracy))
             if "time/step" in metrics:
@@ -113,6 +119,15 @@ class Progress:
         """The run is over."""
         with self._lock:
             self._end = {"exit_code": code, "message": message, "ended": self._clock()}
+
+    def _continue(self, step: int) -> None:
+        """Take over the curves before `step`, at which this start logs for the first time; one that logs the first step begins anew."""
+        earlier, self._earlier = self._earlier, {}
+        if not earlier or step <= 1:
+            return
+        self._evaluations.extend((int(at), float(value)) for at, value in earlier["evaluations"] if at < step)
+        share = min(1.0, (step - 1) / max(1, earlier["step"]))
+        self._reward.points, self._reward.stride = list(earlier["reward"][: round(share * len(earlier["reward"]))]), earlier["reward_stride"]
 
     def _logged_step(self, now: float, step: int, metrics: Mapping[str, float]) -> None:
         if self._step_at is None:
@@ -146,7 +161,7 @@ class Progress:
             text, since = self._phases[-1] if self._phases else self._phase_before
             facts = {
                 "started": self.started, "phase": text, "phase_since": since, "step": self._step, "total": self._total,
-                "step_at": self._step_at, "metrics": self._metrics | self._rates(), "reward": self._reward.values(),
+                "step_at": self._step_at, "metrics": self._metrics | self._rates(), "reward": self._reward.values(), "reward_stride": self._reward.stride,
                 "evaluations": [list(point) for point in self._evaluations], "published_at": self._published,
                 "verdict": self._verdict, "notes": list(self._notes),
             }

@@ -49,6 +49,8 @@ class StatusFile:
         self._ending: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._lock, self._closing = threading.Lock(), threading.Event()
+        with contextlib.suppress(SetupError):  # the first start here
+            progress.remember(read_status(run_dir))
         self.event("start", host=self._who["host"], pid=self._who["pid"])
         self._write(force=True)
         self._thread = threading.Thread(target=self._run, name="async_grpo-status", daemon=True)

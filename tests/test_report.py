@@ -50,6 +50,7 @@ def make_run(directory: Path, *, steps: int = 60) -> Path:
     rows += [row(step, start + step * 0.5) | {"rollout/score": -9.0} for step in range(1, 41)]
     rows += [row(step, start + 20 + step * 0.5) for step in range(30, steps + 1)]
     rows.insert(30, {"step": 25, "time": start + 12, "eval/accuracy_greedy": 0.7, "eval/accuracy_greedy/low": 0.6, "eval/accuracy_greedy/high": 0.8})
+    rows.append({"step": 41, "time": start + 41, "checkpoint/seconds": 0.5, "time/checkpoint_stall_s": 0.1})
     rows.append({"step": steps, "time": start + 20 + steps, "eval/accuracy_greedy": 0.9, "eval/pass@4": 0.95})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows) + '{"step": 99, "ti')
     samples = [{"step": step, "prompt": f"1+{step}=", "response": EVIL, "rewards": "{'correct': 1.0, 'form': 0.5}", "verdict": 1.0} for step in (0, 25, steps)]
@@ -180,7 +181,7 @@ def test_the_window_tells_what_the_learner_did_when(run_dir: Path) -> None:
         (wait, train, publish) = (window.learner[cause][index] for cause in ("wait", "train", "publish"))
         assert wait[0] == each.time - 0.5 and wait[1] - wait[0] == pytest.approx(0.2) and train == pytest.approx((wait[1], wait[1] + 0.25))
         assert publish[1] == pytest.approx(each.time)
-    assert "no journal" in window.notes[0]
+    assert "no journal" in window.notes[0] and [text for _, _, text in window.phases] == ["checkpoint"]
     assert read_window(data, steps=(500, 510)) is None
 
 

@@ -171,3 +171,21 @@ def test_a_timeline_is_bounded_and_survives_a_cut(tmp_path: Path) -> None:
     assert sum((tmp_path / name).stat().st_size for name in (TIMELINE, EARLIER)) < 10 * 2**20
     kept = [event["time"] for event in read_timeline(tmp_path)]
     assert kept == [float(index) for index in range(60 - len(kept), 60)] and len(kept) > 20
+
+
+def test_a_resumed_run_continues_the_curves(tmp_path: Path) -> None:
+    def start(steps: range) -> list[float]:
+        progress = Progress()
+        file = StatusFile(tmp_path, progress, run="mine")
+        for step in steps:
+            progress.logged(step, 500, {"time/step": 1.0, "rollout/score": float(step)})
+            if step % 100 == 0:
+                progress.logged(step, 500, {"eval/accuracy_greedy": step / 1000})
+        file.close()
+        return progress.facts()["reward"]
+
+    whole = start(range(1, 301))
+    assert start(range(201, 301)) == pytest.approx(whole, abs=4), "the steps after 200 were taken back"
+    assert read_status(tmp_path)["evaluations"] == [[100, 0.1], [200, 0.2], [300, 0.3]]
+    start(range(1, 3))
+    assert read_status(tmp_path)["evaluations"] == [] and len(read_status(tmp_path)["reward"]) == 2

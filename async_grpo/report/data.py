@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ _KEPT = re.compile(
     r"rollout/(score|response_length|truncated|accuracy)|train/(lag_mean|lag_max|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
     r"|train/lag_[\d-]+/(token_share|row_length|pg_clipfrac|ess)|time/(step|wait|train|publish|learner_idle)|(goodput|time/learner|time/engine)/[a-z_]+"
     r"|replay/(lag_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts|forfeited|capacity|in_flight)"
-    r"|cluster/(restarts|learner_restarts|rollout_actors|faults)|weights/(publications|repeated|dropped_engines|until_live_s)"
+    r"|checkpoint/seconds|cluster/(restarts|learner_restarts|rollout_actors|faults)|weights/(publications|repeated|dropped_engines|until_live_s)"
 )
 _STEP = re.compile(rb'\{"step": (\d+),')
 
@@ -49,6 +50,8 @@ class RunData:
     """Learner steps, thinned; the last one is always there."""
     evaluations: list[Row] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[Row] = field(default_factory=list)
+    """The newest ones, logged when they were complete."""
     events: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
 
@@ -97,6 +100,8 @@ def read_run(run_dir: Path) -> RunData:
             continue
         if any(name.startswith("eval/") for name in row.values):
             data.evaluations = [earlier for earlier in data.evaluations if earlier.step < row.step] + [row]
+        if "checkpoint/seconds" in row.values:
+            data.checkpoints = [*data.checkpoints, row][-ROWS:]
         if "time/step" not in row.values:
             continue
         if newest is not None and row.step <= newest.step:  # the steps from here on were taken back
@@ -121,10 +126,15 @@ def _row(line: bytes) -> Row | None:
         read = json.loads(line)
         step, when = int(read.pop("step")), float(read.pop("time"))
         return Row(step, when, {
-            name: float(value) for name, value in read.items() if value is not None and (name.startswith("eval/") or _KEPT.fullmatch(name))
+            name: float(value) for name, value in read.items() if value is not None and _is_kept(name)
         })
     except (ValueError, TypeError, KeyError, AttributeError):
         return None  # cut off, or of another program
+
+
+@cache
+def _is_kept(name: str) -> bool:
+    return name.startswith("eval/") or _KEPT.fullmatch(name) is not None
 
 
 def _samples(path: Path) -> Iterator[dict[str, Any]]:

@@ -86,9 +86,9 @@ def _marks(axis: Axes, window: Window) -> None:
     if window.publications:
         spans = [(begin - window.begin, end - begin) for begin, end, _ in window.publications]
         axis.broken_barh(spans, (0, 1), color=GREEN, alpha=0.8, label="publication", linewidth=0)
-    if window.phases:
-        spans = [(begin - window.begin, end - begin) for begin, end, _ in window.phases]
-        axis.broken_barh(spans, (0, 1), color=GREY, alpha=0.6, label=", ".join(sorted({text for _, _, text in window.phases}))[:60], linewidth=0)
+    for colour, text in zip((GREY, ORANGE, PURPLE), dict.fromkeys(text for _, _, text in window.phases), strict=False):
+        spans = [(begin - window.begin, end - begin) for begin, end, name in window.phases if name == text]
+        axis.broken_barh(spans, (0, 1), color=colour, alpha=0.55, label=text[:24], linewidth=0)
     axis.set_yticks([])
     _label(axis, "weights")
 

@@ -54,6 +54,10 @@ def read_window(data: RunData, *, steps: tuple[int, int] | None) -> Window | Non
                 window.publications.append((begin, event["time"], int(event.get("version", -1))))
             elif event["kind"] == "phase":
                 window.phases.append((begin, event["time"], str(event.get("text", ""))))
+    for row, name, what in [(row, "eval/seconds", "evaluation") for row in data.evaluations] + [(row, "checkpoint/seconds", "checkpoint") for row in data.checkpoints]:
+        begin = row.time - row.values.get(name, 0.0)
+        if begin < min(row.time, window.end) and row.time > window.begin:
+            window.phases.append((begin, row.time, what))
     _groups(window, rows, data.directory / "journal")
     return window
 

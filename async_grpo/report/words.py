@@ -45,7 +45,7 @@ PLOTS = (
     Plot(
         "timeline", "Timeline",
         "A few learner steps in detail. Engines: groups being generated and scored at each moment. Queue: groups that are ready and wait for their step. "
-        "Learner: waiting for its batch, training, waiting for a publication. Weights: from staging until every engine serves them, and phases such as evaluations. "
+        "Learner: waiting for its batch, training, waiting for a publication. Weights: from staging until every engine serves them, evaluations and checkpoints. "
         "Another window: python -m async_grpo.report RUN_DIR --steps 100-110.",
         "No learner step was logged.",
     ),
