@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from async_grpo.console import Console
+from async_grpo.replay.recovery import open_queue
 from async_grpo.report import __main__ as report
 from async_grpo.report.data import ROWS, read_run
 from async_grpo.report.facts import restarts, sample_sections, tiles
@@ -24,6 +25,8 @@ from async_grpo.report.plots import lag_colour, smooth, times_by_cause, tokens_b
 from async_grpo.report.window import Window, read_window
 from async_grpo.reporting import write_report
 from async_grpo.status_file import StatusFile
+from tests.journal_case import journal_in, queue_settings
+from tests.wire_case import frame_of
 
 SECTIONS = ["learning", "lag", "length_by_lag", "clip_ess", "health", "goodput", "timeline", "samples", "restarts", "configuration"]
 EVIL = "<script>alert(1)</script><img src=https://evil.example/x.png onerror=y>\x1b[31m\u202e"
@@ -51,6 +54,7 @@ def make_run(directory: Path, *, steps: int = 60) -> Path:
     rows += [row(step, start + 20 + step * 0.5) for step in range(30, steps + 1)]
     rows.insert(30, {"step": 25, "time": start + 12, "eval/accuracy_greedy": 0.7, "eval/accuracy_greedy/low": 0.6, "eval/accuracy_greedy/high": 0.8})
     rows.append({"step": 41, "time": start + 41, "checkpoint/seconds": 0.5, "time/checkpoint_stall_s": 0.1})
+    rows.append({"step": steps, "time": start + 20 + steps, "goodput/held": 0.0, "goodput/unused": 3000.0})
     rows.append({"step": steps, "time": start + 20 + steps, "eval/accuracy_greedy": 0.9, "eval/pass@4": 0.95})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows) + '{"step": 99, "ti')
     samples = [{"step": step, "prompt": f"1+{step}=", "response": EVIL, "rewards": "{'correct': 1.0, 'form': 0.5}", "verdict": 1.0} for step in (0, 25, steps)]
@@ -155,7 +159,7 @@ def test_steps_that_were_taken_back_do_not_count(run_dir: Path) -> None:
 
 def test_the_breakdown_is_that_of_the_last_step(run_dir: Path) -> None:
     data = read_run(run_dir)
-    assert tokens_by_fate(data) == ("tokens", {"trained": 48000.0, "rejected": 9000.0, "held": 3000.0})
+    assert tokens_by_fate(data) == ("tokens", {"trained": 48000.0, "rejected": 9000.0, "unused": 3000.0}), "the line of the end counts"
     times = dict(times_by_cause(data))
     assert times["learner time"] == {"working": 15.0, "starved": 12.0} and times["engine time"] == {"working": 24.0, "paused": 6.0}
     counts, lines = restarts(data)
@@ -241,3 +245,33 @@ def test_a_browser_opens_it(run_dir: Path) -> None:
         [BROWSERS[0], "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60, check=True
     )
     assert all(f'<section id="{name}">' in done.stdout for name in SECTIONS)
+
+
+async def test_engines_and_queue_come_from_the_journal(tmp_path: Path) -> None:
+    """Two actors, three steps of two groups; what the window says of each group is what its frame and its step say."""
+    queue = open_queue(queue_settings(), journal_in(tmp_path / "journal"))
+    await queue.live(0)
+    times, taken, rows = {}, {}, []
+    for step in (1, 2, 3):
+        for actor in ("actor-0.0", "actor-1.0"):
+            [ticket] = await queue.acquire(actor, step - 1, [], 1)
+            begin = 100.0 * step + ticket.group_id
+            times[ticket.group_id] = actor, {"queued": begin, "first_token": begin + 1, "done": begin + 20, "scored": begin + 25}
+            verdicts = await queue.put(actor, [frame_of(ticket, actor=actor, times=times[ticket.group_id][1])])
+            assert verdicts[0].status == "accepted"
+        batch = await queue.get_batch(step)
+        taken |= {meta.group_id: 100.0 * step + 40 for meta in batch.groups}
+        rows.append(row(step, 100.0 * step + 90) | {"time/step": 80.0, "time/wait": 30.0, "time/train": 45.0, "time/publish": 5.0})
+        await queue.get_batch(step + 1)
+        await queue.live(step)
+    await queue.close()
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    window = read_window(read_run(tmp_path), steps=(2, 3))
+    shown = {group_id: each for group_id, each in times.items() if each[1]["scored"] > window.begin}
+    assert window.notes == [] and (window.begin, window.end) == (210.0, 390.0)
+    assert len(shown) == 4 and set(window.generating) == {"actor-0.0", "actor-1.0"}
+    for actor in window.generating:
+        mine = [each for name, each in shown.values() if name == actor]
+        assert window.generating[actor] == [(each["queued"], each["done"]) for each in mine]
+        assert window.scoring[actor] == [(each["done"], each["scored"]) for each in mine]
+    assert sorted(window.ready) == sorted((each["scored"], taken[group_id]) for group_id, (_, each) in shown.items())

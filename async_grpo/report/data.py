@@ -28,6 +28,7 @@ _KEPT = re.compile(
     r"|replay/(lag_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts|forfeited|capacity|in_flight)"
     r"|checkpoint/seconds|cluster/(restarts|learner_restarts|rollout_actors|faults)|weights/(publications|repeated|dropped_engines|until_live_s)"
 )
+_TOTALS = ("goodput/", "time/learner/", "time/engine/", "replay/", "cluster/", "weights/")
 _STEP = re.compile(rb'\{"step": (\d+),')
 
 
@@ -49,16 +50,13 @@ class RunData:
     rows: list[Row] = field(default_factory=list)
     """Learner steps, thinned; the last one is always there."""
     evaluations: list[Row] = field(default_factory=list)
+    totals: dict[str, float] = field(default_factory=dict)
+    """The newest value of what only grows or is a state, whichever line has it: an orderly end writes one more."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[Row] = field(default_factory=list)
     """The newest ones, logged when they were complete."""
     events: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def last(self) -> dict[str, float]:
-        """Metrics of the last learner step."""
-        return self.rows[-1].values if self.rows else {}
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps at which the metric is known, and its values."""
@@ -98,6 +96,7 @@ def read_run(run_dir: Path) -> RunData:
         row = _row(line)
         if row is None:
             continue
+        data.totals.update((name, value) for name, value in row.values.items() if name.startswith(_TOTALS))
         if any(name.startswith("eval/") for name in row.values):
             data.evaluations = [earlier for earlier in data.evaluations if earlier.step < row.step] + [row]
         if "checkpoint/seconds" in row.values:

@@ -91,10 +91,10 @@ def settings(data: RunData) -> list[tuple[str, str]]:
 def restarts(data: RunData) -> tuple[str, list[tuple[str, str]]]:
     """What was counted, in a sentence; and (when, what) of starts, faults and what the run said about them."""
     counts = [
-        f"{data.last[name]:.0f} {what}" for name, what in (
+        f"{data.totals[name]:.0f} {what}" for name, what in (
             ("cluster/restarts", "rollout actors replaced"), ("cluster/learner_restarts", "learner restarts"), ("replay/restarts", "restarts of the queue"),
             ("weights/repeated", "transfers repeated"), ("weights/dropped_engines", "engines dropped in a publication"),
-        ) if data.last.get(name)
+        ) if data.totals.get(name)
     ]
     starts = sum(event["kind"] == "start" for event in data.events)
     if starts > 1:

@@ -152,17 +152,17 @@ def goodput(data: RunData) -> Figure | None:
 
 def tokens_by_fate(data: RunData) -> tuple[str, dict[str, float]]:
     """Response tokens by what became of them, or groups where tokens were not counted; the unit first."""
-    tokens = {fate: data.last[f"goodput/{fate}"] for fate in FATES if data.last.get(f"goodput/{fate}")}
+    tokens = {fate: data.totals[f"goodput/{fate}"] for fate in FATES if data.totals.get(f"goodput/{fate}")}
     if tokens:
         return "tokens", tokens
-    return "groups", {fate: data.last[f"replay/{fate}"] for fate in FATES if data.last.get(f"replay/{fate}")}
+    return "groups", {fate: data.totals[f"replay/{fate}"] for fate in FATES if data.totals.get(f"replay/{fate}")}
 
 
 def times_by_cause(data: RunData) -> list[tuple[str, dict[str, float]]]:
     """(who, cause -> seconds) of learner and engines."""
     found = []
     for who in ("learner", "engine"):
-        spent = {name.rpartition("/")[2]: value for name, value in data.last.items() if name.startswith(f"time/{who}/")}
+        spent = {name.rpartition("/")[2]: value for name, value in data.totals.items() if name.startswith(f"time/{who}/")}
         if not spent and who == "learner":  # sums over the rows that are kept
             spent = {cause: sum(row.values.get(f"time/{cause}", 0.0) for row in data.rows) for cause in ("train", "wait", "publish")}
         found.append((f"{who} time", dict(sorted(spent.items(), key=lambda item: list(CAUSES).index(item[0]) if item[0] in CAUSES else 99))))
