@@ -16,8 +16,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ import numpy as np
 
 from async_grpo.config.schema import Config
 from async_grpo.config.weight_sync import Deadlines
+from async_grpo.engine_process import EarlyProcess
 from async_grpo.errors import SetupError
 from async_grpo.leftovers import own_directory
 from async_grpo.weights.base import WORKER_ENGINES, Announcement, Receipt, is_version, parse_label
@@ -80,6 +81,7 @@ class Engine:
     def __init__(self, llm: AsyncLLM, *, stop_token_ids: Sequence[int], recompute: bool, deadlines: Deadlines) -> None:
         self._llm, self._stop_token_ids, self._recompute, self._deadlines = llm, list(stop_token_ids), recompute, deadlines
         self._requests = 0
+        self._running: dict[str, int] = {}  # responses of each named request
         self._directory: Path | None = None
         self._steady = asyncio.Event()  # no publication is under way, and the weights are whole
         self._steady.set()
@@ -87,17 +89,18 @@ class Engine:
 
     @classmethod
     async def start(
-        cls, config: Config, *, model_dir: str, device: str, backend: str, stop_token_ids: Sequence[int], label: str, seed: int
+        cls, config: Config, *, model_dir: str, device: str, backend: str, stop_token_ids: Sequence[int], label: str, seed: int,
+        early: EarlyProcess | None = None,
     ) -> Engine:
-        """Load `model_dir` on `device` (`cpu` or `cuda`), ready for publications over `backend`, serving as `label`."""
-        _set_environment(device)
+        """Load `model_dir` on `device` (`cpu` or `cuda`), ready for publications over `backend`, serving as `label`. early: from `begin`."""
+        early = early or cls.begin(device)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if not {"mode", "clear_cache"} <= set(inspect.signature(AsyncLLM.pause_generation).parameters):
             raise SetupError("this vLLM cannot pause with requests kept, or not say what becomes of their caches; install the version of packages.toml")
         args = AsyncEngineArgs(**_engine_arguments(config, model_dir=model_dir, device=device, backend=backend, seed=seed))
-        with _temporary_files() as directory:
+        with _temporary_files() as directory, early.offered() if early else nullcontext():
             llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=[_request_times()])
         engine = cls(
             llm, stop_token_ids=stop_token_ids, recompute=config.weight_sync.kv_cache == "recompute", deadlines=config.weight_sync.deadlines
@@ -105,6 +108,12 @@ class Engine:
         engine._directory = directory
         await engine._set_label(label)
         return engine
+
+    @staticmethod
+    def begin(device: str, *, cores: Collection[int] = ()) -> EarlyProcess | None:
+        """Let the engine's process start before `start` needs it; on CPU only. cores: on which it will run, any if empty."""
+        _set_environment(device)
+        return EarlyProcess(cores=cores) if device == "cpu" else None
 
     @property
     def serving_version(self) -> int:
@@ -119,13 +128,22 @@ class Engine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = "") -> list[Completion]:
         """`sampling.n` responses to one prompt, prompt tokens not included. Cancelling the call aborts the request.
 
-        name: for `so_far`; no two requests have the same.
+        name: for `so_far` and `unfinished`; no two requests have the same.
         """
+        if not name:
+            self._requests += 1
+            return await self._generate(prompt_ids, sampling, f"r{self._requests}")
+        self._running[name] = sampling.n
+        try:
+            return await self._generate(prompt_ids, sampling, name)
+        finally:
+            del self._running[name]
+
+    async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling, name: str) -> list[Completion]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         await self._steady.wait()  # the salt below must be that of the weights that will serve it
-        self._requests += 1
         params = SamplingParams(
             n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
             top_k=sampling.top_k, seed=sampling.seed, stop_token_ids=self._stop_token_ids, logprobs=0, flat_logprobs=True,
@@ -134,12 +152,18 @@ class Engine:
         # The salt keeps prefix caches of different versions apart.
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": self.serving}
         final = None
-        async for output in self._llm.generate(prompt, params, name or f"r{self._requests}"):
+        async for output in self._llm.generate(prompt, params, name):
             final = output
         if final is None or len(final.outputs) != sampling.n:
             raise EngineError(f"the engine returned {0 if final is None else len(final.outputs)} of {sampling.n} responses")
         first_token = final.metrics.arrival_time + final.metrics.first_token_latency
         return [_completion(output, first_token) for output in sorted(final.outputs, key=lambda output: output.index)]
+
+    @property
+    def unfinished(self) -> int:
+        """Responses of named requests that have not ended, those included that have not begun."""
+        begun = self._llm.output_processor.external_req_ids
+        return sum(len(begun.get(name, ())) or responses for name, responses in self._running.items())
 
     def so_far(self, name: str) -> dict[int, Completion]:
         """What there is of the responses of a `generate` that runs, by index. Costs nothing until it is asked for; generation goes on.

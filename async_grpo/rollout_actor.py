@@ -38,7 +38,8 @@ from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.base import Announcement, Receipt, TokenSequence
 from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, encode_group
 
-POLL_S, BUSY_POLL_S = 0.02, 0.1
+POLL_S, BUSY_POLL_S, SOON_S = 0.02, 0.1, 1.0
+"""Tickets come when new weights are live, soon after this engine took them; otherwise asking more often costs CPU time for nothing."""
 HEARTBEAT_S = 0.5
 PROBE_PROMPTS, PROBE_CANDIDATES, PROBE_TOKENS = 4, 64, 16
 
@@ -64,17 +65,19 @@ class RolloutActor:
         self._config, self._queue, self._model_dir, self._device = config, queue, model_dir, device
         self._cores = set(cores)
         self._baselines = int(config.algorithm.adv_estimator == "remax")  # greedy responses per group
+        self._responses, self._slots = config.rollout.group_size + self._baselines, config.cluster.engine.max_num_seqs
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._outbox: list[tuple[GroupTicket, bytes]] = []
         self._changed = asyncio.Event()
         self._stages: dict[tuple[int, int], tuple[str, float, float]] = {}  # of each group: stage, since when, and since when it is here
         self._draining, self._ended = False, asyncio.Event()
         self._resting, self._rested = False, asyncio.Event()
-        self._produced_at = 0.0
+        self._produced_at = self._received_at = 0.0
         self._counts: Counter[str] = Counter()
 
     async def start(self, *, backend: str, label: str) -> None:
         """Load tokenizer, task, verifiers and engine, serving as `label`."""
+        early = Engine.begin(self._device, cores=self._cores)
         from transformers import AutoTokenizer
 
         config = self._config
@@ -88,10 +91,8 @@ class RolloutActor:
         everywhere = os.sched_getaffinity(0)
         self._verifiers = VerifierPool(config.task, seed=config.seed, cpu=everywhere - self._cores or everywhere)
         starting = asyncio.create_task(self._verifiers.start())
-        if self._cores:
-            os.sched_setaffinity(0, self._cores)  # for the engine's process, which inherits it
         self._engine = await Engine.start(
-            config, model_dir=self._model_dir, device=self._device, backend=backend, label=label,
+            config, model_dir=self._model_dir, device=self._device, backend=backend, label=label, early=early,
             stop_token_ids=stop_tokens(self._model_dir, self._tokenizer.eos_token_id), seed=_hash31(config.seed, self.actor_id),
         )
         await starting
@@ -99,12 +100,10 @@ class RolloutActor:
             config, engine=self._engine, task=self._task, verifiers=self._verifiers, encode=self._encode, text=self._text,
             cpu=everywhere - self._cores or everywhere,
         )
-        os.sched_setaffinity(0, everywhere)  # requests are prepared and answers read wherever a core is free
 
     async def run(self) -> None:
         """Produce groups until the queue closes. Raises when the engine or the queue is gone."""
         self._produced_at = time.monotonic()
-        capacity = -(-self._config.cluster.engine.max_num_seqs // (self._config.rollout.group_size + self._baselines)) + 1
         sender = asyncio.create_task(self._send_outbox())
         polled = 0.0
         try:
@@ -113,7 +112,7 @@ class RolloutActor:
                     return
                 if self._resting and not self._groups:
                     self._rested.set()
-                want = 0 if self._draining or self._resting else max(0, capacity - len(self._groups))
+                want = 0 if self._draining or self._resting else self._room()
                 if want or time.monotonic() - polled > HEARTBEAT_S:
                     polled = time.monotonic()
                     tickets = await self._queue.acquire(self.actor_id, self._engine.serving_version, list(self._groups), want)
@@ -123,7 +122,7 @@ class RolloutActor:
                         self._start_group(ticket)
                     if tickets and want > len(tickets):
                         continue
-                await self._wait_for_change(HEARTBEAT_S if not want else BUSY_POLL_S if 2 * len(self._groups) > capacity else POLL_S)
+                await self._wait_for_change(POLL_S if want > 1 and time.monotonic() < self._received_at + SOON_S else BUSY_POLL_S)
                 for task in [sender, *self._groups.values()]:
                     if task.done() and task.exception() is not None:
                         raise task.exception()
@@ -153,6 +152,7 @@ class RolloutActor:
         """Take and serve the announced weights."""
         receipt = await self._engine.receive(announcement)
         self._counts["paused_s"] += receipt.seconds.get("total", 0.0)
+        self._received_at = time.monotonic()
         self._changed.set()
         return receipt
 
@@ -222,6 +222,15 @@ class RolloutActor:
         await self._answering.close()
         await self._verifiers.close()
         self._engine.close()
+
+    def _open(self) -> int:
+        """Responses that the engine has not finished. The long ones keep a group here, not the places of those that have ended."""
+        unasked = sum(stage == "queued" for stage, _, _ in self._stages.values())
+        return self._engine.unfinished + unasked * self._responses
+
+    def _room(self) -> int:
+        """How many groups to ask for, so that the engine always has one waiting. Those that are verified must not pile up without end."""
+        return max(0, min(-(-(self._slots - self._open()) // self._responses), self._slots - len(self._groups)) + 1)
 
     def _start_group(self, ticket: GroupTicket) -> None:
         key = (ticket.group_id, ticket.attempt)

@@ -16,7 +16,7 @@ LAYERS = {
     0: "config groups wire errors leftovers durable stacks",
     1: "accuracy algo stopping",
     2: "replay tasks batching weights outbox",
-    3: "engine learner checkpoint provenance tracking tracking_mlflow console warm_start warm_start_model "
+    3: "engine engine_process learner checkpoint provenance tracking tracking_mlflow console warm_start warm_start_model "
        "tracking_files tracking_system progress timeline status_file panel",
     4: "advice model_shape estimates preflight rerun_plan resuming saving rollout_actor answering partials loop planning reporting experiment",
     5: "cluster",
@@ -26,7 +26,7 @@ LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split(
 
 BESIDE = {
     ("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary"),
-    ("tracking", "tracking_mlflow"), ("run", "dry_run"), ("estimates", "model_shape"), ("rollout_actor", "partials"),
+    ("tracking", "tracking_mlflow"), ("run", "dry_run"), ("estimates", "model_shape"), ("rollout_actor", "partials"), ("engine", "engine_process"),
     ("rollout_actor", "answering"), ("tracking", "tracking_files"), ("tracking", "tracking_system"),
     ("status_file", "progress"), ("status_file", "timeline"), ("console", "progress"), ("console", "panel"),
 }
@@ -66,6 +66,7 @@ LIBRARIES = {
     "weights.names": "torch vllm safetensors transformers",  # the headers of the model's files
     "weights.shared_memory": "torch numpy",  # a learner on CPU does without vLLM
     "engine": "vllm numpy transformers",
+    "engine_process": "",
     "learner": "torch deepspeed transformers peft numpy safetensors",
     "checkpoint": "",
     "provenance": "transformers",  # the tokenizer

@@ -115,3 +115,16 @@ def test_no_tokens_still_touch_the_head_and_shapes_must_fit(with_entropy: bool) 
             token_logprobs(*wrong, lambda x: x @ head, vocab_size=13, temperature=1.0, with_entropy=with_entropy)
     with pytest.raises(ValueError, match="temperature"):
         token_logprobs(hidden, targets, lambda x: x @ head, vocab_size=13, temperature=0.0, with_entropy=with_entropy)
+
+
+@pytest.mark.parametrize("size", [3, 100])
+@pytest.mark.parametrize("used", ["log-probs", "entropy"])
+def test_what_is_only_looked_at_adds_nothing_to_the_gradient(used: str, size: int) -> None:
+    random = torch.Generator().manual_seed(3)
+    hidden = torch.randn(10, 4, generator=random, dtype=F64, requires_grad=True)
+    head, up = torch.randn(4, 13, generator=random, dtype=F64), torch.randn(10, generator=random, dtype=F64)
+    targets = torch.randint(0, 13, (10,), generator=random)
+    found = token_logprobs(hidden, targets, lambda x: x @ head, vocab_size=13, temperature=0.7, with_entropy=True, chunk_bytes=size * 13 * 4)
+    naive = torch.log_softmax(hidden @ head / 0.7, -1)
+    wanted = naive[torch.arange(10), targets] if used == "log-probs" else -(naive.exp() * naive).sum(-1)
+    close(gradient((found[used == "entropy"] * up).sum(), hidden), gradient((wanted * up).sum(), hidden))

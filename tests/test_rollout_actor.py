@@ -47,6 +47,7 @@ class Parts:
 
     serving_version = 0
     hangs = only_greedy_fails = False
+    per_group = 2
 
     def __init__(self, *, engine: BaseException | None = None, verifier: VerifierError | None = None, dead: bool = False) -> None:
         self.engine, self.verifier, self.dead = engine, verifier, dead
@@ -72,6 +73,10 @@ class Parts:
         n = 2 if sampling.temperature > 0 else 3
         ids, logprobs = np.arange(n, dtype=np.int32), np.full(n, -1.0, np.float32)
         return [Completion(ids, logprobs, [("v0.0", 0, n)], "stop", 0.0) for _ in range(sampling.n)]
+
+    @property
+    def unfinished(self) -> int:
+        return self.per_group * self.running
 
     async def check(self) -> None:
         if self.dead:
@@ -242,3 +247,32 @@ def test_an_actor_that_drains_hands_in_what_it_holds_and_takes_no_more() -> None
     given = 300 - len(parts.tickets)
     assert sorted(meta.group_id for meta in parts.frames) == list(range(given)), "what it held is handed in"
     assert 0 < given < 300 and set(wanted[1:]) <= {0}, "and nothing was asked for any more"
+
+
+def test_long_responses_hold_their_own_places_only() -> None:
+    """Of the engine's 8 places, groups of 2 whose short response has ended take one each; a group waits, so that none is ever empty."""
+    parts, wanted = Parts(), []
+    parts.hangs = True
+    tickets = iter(GroupTicket(number, 1, 0) for number in range(100))
+
+    async def acquire(actor_id: str, version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket]:
+        wanted.append(want)
+        return [next(tickets) for _ in range(want)]
+
+    async def scenario() -> list[tuple[int, int]]:
+        actor = actor_of(parts)
+        actor._slots, parts.acquire, parts.per_group, told = 8, acquire, 2, []
+        running = asyncio.create_task(actor.run())
+        for parts.per_group in (2, 1, 0):
+            asked = -1
+            while asked != len(wanted):  # until it asks no more
+                asked = len(wanted)
+                await asyncio.sleep(0.3)
+            told.append((parts.running, parts.unfinished))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return told
+
+    (groups, places), (more, ones), (most, none) = asyncio.run(scenario())
+    assert (groups, places) == (5, 10) and (more, ones) == (9, 9), "one group, of 2 or of 1, waits"
+    assert none == 0 and most == 9, "groups without an open response are being verified: there are no more of them than places"

@@ -64,25 +64,27 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing in the backward pass
         logp = _log_softmax(logits, temperature)
         picked = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        entropy = -(logp.exp() * logp.clamp(min=MIN_LOGP)).sum(-1) if with_entropy else torch.zeros_like(picked)
+        entropy = torch.linalg.vecdot(logp.exp(), logp.clamp_(min=MIN_LOGP)).neg_() if with_entropy else torch.zeros_like(picked)
         ctx.save_for_backward(logits, targets, entropy)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         return picked, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_picked: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: FunctionCtx, grad_picked: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None, None]:
         logits, targets, entropy = ctx.saved_tensors
+        if grad_picked is None:
+            grad_picked = torch.zeros_like(entropy)
         logp = _log_softmax(logits, ctx.temperature)
-        probs = logp.exp()
-        if ctx.with_entropy:
+        if ctx.with_entropy and grad_entropy is not None:
+            probs = logp.exp()
             logp.clamp_(min=MIN_LOGP).add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
-            logp.sub_(grad_picked.unsqueeze(-1)).mul_(probs)
-            grad = logp
+            grad = logp.sub_(grad_picked.unsqueeze(-1)).mul_(probs)
         else:
-            grad = probs.mul_(-grad_picked.unsqueeze(-1))
+            grad = logp.exp_().mul_(-grad_picked.unsqueeze(-1))
         grad.scatter_add_(-1, targets.unsqueeze(-1), grad_picked.unsqueeze(-1).to(grad.dtype))
         return grad.div_(ctx.temperature).to(logits.dtype), None, None, None
 

@@ -1,0 +1,101 @@
+"""The long-tail workload of the throughput benchmarks: a random model whose responses have geometric lengths, and a task of chance.
+
+Runs in: the benchmarks, and as a task in every process of a run. Nothing is pretended: the tokens are sampled, and a response ends when the
+model samples one of its end-of-sequence tokens. The head of a fresh model is nearly uniform, so that each token ends the response with
+a probability of about (end tokens) / (vocabulary), whatever came before it: geometric lengths, cut off at the longest response.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from async_grpo.config import schema
+from async_grpo.tasks.base import Problem, Score
+
+PROMPT_TOKENS = (12, 36)
+"""Shortest and longest prompt of the task."""
+TRAIN_PROBLEMS = 2**20
+_SPECIAL = ["<pad>", "<eos>", "<unk>"]
+_CHARACTERS = string.printable[:95]
+
+
+@dataclass(frozen=True)
+class TailModel:
+    """A Qwen2 with random weights. mean: of a response's tokens, before it is cut off; None: no response ends by itself."""
+
+    name: str
+    hidden: int
+    layers: int
+    vocabulary: int = 3_000
+    mean: float | None = 70.0
+    positions: int = 1_024
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Ids that end a response."""
+        return [] if self.mean is None else list(range(1, 1 + max(1, round(self.vocabulary / self.mean))))
+
+    def build(self) -> Qwen2ForCausalLM:
+        """The model, drawn from torch's global generator."""
+        return Qwen2ForCausalLM(Qwen2Config(
+            vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=4 * self.hidden, num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // 64, num_key_value_heads=self.hidden // 64, max_position_embeddings=self.positions,
+            tie_word_embeddings=False, eos_token_id=1, bos_token_id=None, pad_token_id=0,
+        )).float()
+
+    def write(self, directory: Path) -> str:
+        """Model and tokenizer as files."""
+        names = _SPECIAL + list(_CHARACTERS)
+        names += [f"<{index}>" for index in range(len(names), self.vocabulary)]
+        tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
+        torch.manual_seed(0)
+        self.build().save_pretrained(directory)
+        settings = {"eos_token_id": self.end_tokens or 1, "pad_token_id": 0}
+        (directory / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return str(directory)
+
+
+MODELS = {model.name: model for model in (TailModel("1M", 128, 4, 512), TailModel("14M", 384, 5), TailModel("100M", 768, 9, 10_000))}
+
+
+class Tails:
+    """Prompts of random characters; the reward is a bit of the response's checksum, so that groups carry signal from the first step."""
+
+    weights: ClassVar[dict[str, float]] = {"correct": 1.0}
+    fingerprint = "tails-1"
+
+    def __init__(self, settings: schema.Task, seed: int) -> None:
+        """There are no options."""
+
+    def __len__(self) -> int:
+        return TRAIN_PROBLEMS
+
+    def train(self, index: int) -> Problem:
+        return Problem(prompt_of(index), None)
+
+    def evaluation(self, n: int) -> list[Problem]:
+        return []
+
+    def score(self, response: str, reference: Any) -> Score:
+        right = float(zlib.crc32(response.encode()) & 1)
+        return Score({"correct": right}, right)
+
+
+def prompt_of(index: int) -> str:
+    """The prompt of a problem: letters, a token each."""
+    draw = random.Random(index)
+    return "".join(draw.choices(string.ascii_letters, k=draw.randint(*PROMPT_TOKENS)))
