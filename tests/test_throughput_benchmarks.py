@@ -133,6 +133,21 @@ def test_the_padding_that_is_reported_is_that_of_the_packs() -> None:
     assert batch.tokens == sum(len(group.prompt_ids) + len(row.response_ids) for group in batch.groups.values() for row in group.rollouts)
     packed, attention = padding_of(batch.plan, batch)
     assert packed == 0 and 0 <= attention < 0.5
+    lengths = sorted((row.prompt_length + row.length - 1 for row in batch.plan.rows.values()), reverse=True)
+    padding = sum(sum(max(part) - length for length in part) for part in in_buckets(lengths))
+    whole = Batch(Work(groups=2, group_size=3, mean=8.0, longest=32, budget=10_000, vocabulary=50))
+    assert padding_of(whole.plan, whole)[1] == pytest.approx(padding / (padding + sum(lengths)))
+
+
+def in_buckets(lengths: list[int]) -> list[list[int]]:
+    """Descending lengths, cut as soon as a row is half as long as the longest or the padding exceeds 64."""
+    parts = [[lengths[0]]]
+    for length in lengths[1:]:
+        part = parts[-1]
+        if 2 * length <= part[0] or sum(part[0] - other for other in [*part, length]) > 64:
+            parts.append([])
+        parts[-1].append(length)
+    return parts
 
 
 # ---- the workload ----

@@ -4,8 +4,8 @@ Runs in: learner ranks. Hides the packing: rows are concatenated into one sequen
 N tokens and no padding, and attention sees each row alone. Invariants:
 
 - A row's log-probs do not depend on the rows packed beside it.
-- Nothing of size N x N exists. Rows lie longest first and attention takes them in buckets whose widest row is less than twice as long as the
-  shortest, so the scattered copies stay below 2 N tokens whatever the mix of lengths.
+- Nothing of size N x N exists. Rows lie longest first and attention takes them in buckets of little padding, whose widest row is less than
+  twice as long as the shortest, so the scattered copies stay below 2 N tokens whatever the mix of lengths.
 - The language-model head sees only the hidden states that predict a response token, in one module call: under ZeRO-3 its weight
   is gathered once for the forward and once for the backward pass on every rank, however many chunks the rows need.
 """
@@ -24,6 +24,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from async_grpo.algo.logprobs import token_logprobs
 
 ATTENTION = "async_grpo_varlen"
+SPARE_POSITIONS = 64
+"""Padding of a bucket that costs attention about as much as another bucket would: calls of kernels, forward and backward."""
 # Logits are scaled inside these models' own forward, which the head below replaces.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -87,17 +89,19 @@ def pack(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) ->
 
 
 def _buckets(lengths: list[int], device: torch.device) -> tuple[Bucket, ...]:
-    """Cut descending lengths where a row is at most half as long as the bucket's first."""
-    buckets, first, at = [], 0, 0
+    """Cut descending lengths where a row is at most half as long as the bucket's first, or would bring its padding above SPARE_POSITIONS."""
+    buckets, first, at, spare = [], 0, 0, 0
     for last in range(1, len(lengths) + 1):
-        if last < len(lengths) and 2 * lengths[last] > lengths[first]:
-            continue
+        if last < len(lengths):
+            spare += lengths[first] - lengths[last]
+            if spare <= SPARE_POSITIONS and 2 * lengths[last] > lengths[first]:
+                continue
         members, width = lengths[first:last], lengths[first]
         slots = None
         if members[-1] != width:
             slots = torch.from_numpy(np.concatenate([np.arange(n) + k * width for k, n in enumerate(members)])).to(device)
         buckets.append(Bucket(start=at, stop=at + sum(members), rows=len(members), width=width, slots=slots))
-        first, at = last, at + sum(members)
+        first, at, spare = last, at + sum(members), 0
     return tuple(buckets)
 
 
