@@ -33,7 +33,7 @@ def tags() -> dict[str, str]:
     }
     if "commit" in code:
         found["mlflow.source.git.commit"] = code["commit"]
-    if job := os.environ.get("RAY_JOB_ID"):
+    if job := _ray_job():
         found["ray.job"] = job
     return found | {f"packages.{name}": version for name in PACKAGES if (version := _version(name))}
 
@@ -87,3 +87,11 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError):  # a container without a name for its user id
         return str(os.getuid())
+
+
+def _ray_job() -> str | None:
+    """The id under which this process was submitted as a Ray job."""
+    try:
+        return json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))["metadata"]["job_submission_id"]
+    except (ValueError, LookupError, TypeError):
+        return None  # not a job

@@ -17,8 +17,8 @@ from rich.text import Text
 WIDEST = 110
 """Columns: longer lines are hard to read, and none of them breaks when a wide terminal becomes narrower."""
 BAR_CELLS, CURVE_CELLS = 20, 40
-COMPACT_ROWS = 8
-"""A terminal with fewer rows gets a single line."""
+COMPACT_ROWS, ROOMY_ROWS = 8, 16
+"""A terminal with fewer rows gets a single line; one with at least so many, long lines in full."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -61,7 +61,7 @@ def panel(facts: Mapping[str, Any], *, width: int, height: int, now: float, titl
     lines = [_fit(Text(_headline(facts, now, bar=0 if narrow else BAR_CELLS), style="bold"), width)]
     for label, text, style in _rows(facts, now, cells=max(4, min(CURVE_CELLS, (width - 24) // 2))):
         line = Text(f"{label:9} ", style="dim").append_text(Text(visible(text), style=style))
-        lines += _folded(line, width) if label in ("verdict", "note") else [_fit(line, width)]
+        lines += _folded(line, width) if label == "verdict" or (label != "reward" and height >= ROOMY_ROWS) else [_fit(line, width)]
     if title:
         lines.insert(0, _fit(Text(visible(title), style="dim"), width))
     return Group(*lines[: height - 1])
