@@ -18,7 +18,7 @@ FREE = tuple(name for name, setting in settings().items() if not setting.section
 
 def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -36,7 +36,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_that_are_named_exist(page: Path) -> None:
     text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"))
-    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     if page.name == "migration.md":  # its other columns are other systems'
         text = "\n".join(line if not line.startswith("|") else line.split("|")[1] for line in text.splitlines())
     for name in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[:=][^`]*)?`", text):
