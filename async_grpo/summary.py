@@ -76,6 +76,6 @@ def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
     for key, label in keys:
         if key in after:
             text = f"{after[key]:.1%} after step {last}"
-            rows.append((label, text if last == first else f"{before[key]:.1%} -> {text}"))
+            rows.append((label, text if last == first or key not in before else f"{before[key]:.1%} -> {text}"))
     whose = "none of them in training" if other is None else f"of task {other.name}"
     return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, {whose}")]

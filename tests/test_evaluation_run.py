@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import os
@@ -83,12 +82,12 @@ def test_the_learner_went_on_until_its_next_publication(story) -> None:
 def test_samples_tell_their_step(story) -> None:
     rows = [row for row in story["samples"] if row["source"] == "evaluation"]
     assert {row["step"] for row in rows} == {step for step, _ in story["evaluations"]}
-    assert all({"prompt", "response", "rewards", "verdict", "tokens"} <= row.keys() for row in rows)
+    assert all({"prompt", "response", "reward/correct", "verdict", "tokens"} <= row.keys() for row in rows)
     assert len(rows) == 20 * len(story["evaluations"])
     trained = [row for row in story["samples"] if row["source"] == "training"]
     assert {row["step"] for row in trained} == {1, 2, 4, 6, 8} and len(trained) == 20, "four of every second step, and of the first"
     assert all(row["prompt"].endswith("=") and row["lag"] in (0, 1) and len(row["response"]) <= row["tokens"] for row in trained)
-    assert any(row["lag"] == 1 for row in trained) and {ast.literal_eval(row["rewards"])["correct"] for row in trained} == {0.0, 1.0}
+    assert any(row["lag"] == 1 for row in trained) and {row["reward/correct"] for row in trained} == {0.0, 1.0}
 
 
 @pytest.mark.slow
