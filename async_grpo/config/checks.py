@@ -48,7 +48,7 @@ class RuleError(ValueError):
 
 def check(config: Config) -> None:
     """Raise RuleError with a sentence for every rule that `config` breaks."""
-    sentences = [sentence for rules in (_sizes, _run, _trained, _batches, _staleness, _partial, check_algorithm, _learner, _cluster) for sentence in rules(config)]
+    sentences = [sentence for rules in (_sizes, _run, _trained, _batches, _staleness, _partial, check_algorithm, _learner, _evaluation, _cluster) for sentence in rules(config)]
     if sentences:
         raise RuleError(sentences)
 
@@ -169,6 +169,15 @@ def _learner(config: Config) -> Iterator[str]:
                 f"`learner.deepspeed.zero_optimization.{key}` is given, but `learner.zero_stage` {stage} keeps what it would move away: "
                 f"set the stage to {lowest}{' or more' if lowest < 3 else ''}, or leave it out."
             )
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    evaluation, step_s = config.evaluation, config.watchdog.step_timeout_s
+    if evaluation.every_steps and evaluation.timeout_s > step_s:
+        yield (
+            f"`evaluation.timeout_s` is {evaluation.timeout_s:g} and `watchdog.step_timeout_s` is {step_s:g}: with one engine a learner step may "
+            "wait for an evaluation before it publishes, which is no reason to end the run; give the step at least as long."
+        )
 
 
 def _cluster(config: Config) -> Iterator[str]:
