@@ -43,7 +43,7 @@ def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> i
         config = load_config(arguments.config, arguments.overrides)
         if arguments.after is not None and arguments.replay is None:
             raise ConfigError("--after needs --replay RUN_DIR; a run continues from its newest checkpoint by itself, or from checkpoint.resume=PATH")
-        trainer = config.build()
+        trainer = config.build(console=console)
         if not arguments.dry_run:
             trainer.check()
     except (ConfigError, RunError) as error:

@@ -144,6 +144,14 @@ def test_bad_input_is_one_clear_message_before_anything_starts(config, capsys, m
     assert expected in " ".join(lines) and "Traceback" not in " ".join(lines)
 
 
+def test_there_is_one_console(config, monkeypatch):
+    """A second one would not know of the panel of the first, and write into it."""
+    seen = []
+    monkeypatch.setattr(run, "_guarded", lambda trainer, console, work: seen.append((trainer.console, console)) or 0)
+    assert run.main([str(config), "--dry-run"]) == 0
+    assert seen[0][0] is seen[0][1]
+
+
 def test_a_missing_file_is_exit_2(tmp_path, capsys):
     assert run.main([str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().out

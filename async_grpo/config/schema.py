@@ -17,6 +17,7 @@ from async_grpo.config.section import FREE, Fraction, NonNegative, Positive, Sec
 from async_grpo.config.weight_sync import WeightSync
 
 if TYPE_CHECKING:
+    from async_grpo.console import Console
     from async_grpo.trainer import Trainer
 
 # The learner sets these itself from other settings; `learner.deepspeed` may not contain them. Dots go into nested sections.
@@ -347,8 +348,8 @@ class Config(Section):
         mode = self.rollout.seeded
         return mode == "on" or (mode == "auto" and self.replay.max_staleness == 0)
 
-    def build(self) -> Trainer:
-        """Build the trainer of this configuration. Nothing starts before its first call."""
+    def build(self, *, console: Console | None = None) -> Trainer:
+        """Build the trainer of this configuration, which prints to `console`, or to standard output. Nothing starts before its first call."""
         from async_grpo.trainer import Trainer
 
-        return Trainer(self)
+        return Trainer(self, console=console)
