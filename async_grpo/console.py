@@ -28,6 +28,7 @@ from async_grpo.progress import Progress
 
 _TERMINAL_INTERVAL_S = 1.0
 _PLAIN_INTERVAL_S = 2.0
+_VERDICT_INTERVAL_S = 30.0
 _PLAIN_WIDTH = 120
 _LONG_PHASE_S = 60.0
 _EXIT_CODES = {"FINISHED": 0, "KILLED": 0, "FAILED": 1}
@@ -127,6 +128,7 @@ class Console:
         self._clock = clock
         self._interval = _TERMINAL_INTERVAL_S if self._terminal else _PLAIN_INTERVAL_S
         self._last_line = -math.inf
+        self._said = ("", -math.inf)
         self._lock = threading.RLock()
         self._record: Record | None = None
         self.progress = Progress()
@@ -196,8 +198,13 @@ class Console:
             self._screen.print(_step_line(step, total, metrics))
 
     def verdict(self, *, kind: str, text: str) -> None:
-        """Show in the panel who is the bottleneck."""
+        """Show in the panel who is the bottleneck; where there is none, as a line if it is another one, and now and then."""
         self.progress.say(kind=kind, text=text)
+        with self._lock:
+            now, (said, said_at) = self._clock(), self._said
+            if not self._terminal and (kind != said or now - said_at >= _VERDICT_INTERVAL_S):
+                self._said = kind, now
+                self._screen.print(f"verdict: {text}")
 
     def published(self, version: int, seconds: float) -> None:
         """A version became live, `seconds` after it was staged."""

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ import numpy as np
 from async_grpo.config.schema import Config
 from async_grpo.config.weight_sync import Deadlines
 from async_grpo.engine_process import EarlyProcess
+from async_grpo.engine_requests import CountedRequests, Purpose
 from async_grpo.errors import SetupError
 from async_grpo.leftovers import own_directory
 from async_grpo.weights.base import WORKER_ENGINES, Announcement, Receipt, is_version, parse_label
@@ -82,6 +84,7 @@ class Engine:
         self._llm, self._stop_token_ids, self._recompute, self._deadlines = llm, list(stop_token_ids), recompute, deadlines
         self._requests = 0
         self._running: dict[str, int] = {}  # responses of each named request
+        self._counted = CountedRequests()
         self._directory: Path | None = None
         self._steady = asyncio.Event()  # no publication is under way, and the weights are whole
         self._steady.set()
@@ -100,12 +103,13 @@ class Engine:
         if not {"mode", "clear_cache"} <= set(inspect.signature(AsyncLLM.pause_generation).parameters):
             raise SetupError("this vLLM cannot pause with requests kept, or not say what becomes of their caches; install the version of packages.toml")
         args = AsyncEngineArgs(**_engine_arguments(config, model_dir=model_dir, device=device, backend=backend, seed=seed))
+        counted = CountedRequests()
         with _temporary_files() as directory, early.offered() if early else nullcontext():
-            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=[_request_times()])
+            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=[counted.logger()])
         engine = cls(
             llm, stop_token_ids=stop_token_ids, recompute=config.weight_sync.kv_cache == "recompute", deadlines=config.weight_sync.deadlines
         )
-        engine._directory = directory
+        engine._directory, engine._counted = directory, counted
         await engine._set_label(label)
         return engine
 
@@ -121,25 +125,32 @@ class Engine:
         return parse_label(self.serving).step if is_version(self.serving) else -1
 
     @property
+    def sampled(self) -> Counter[str]:
+        """Tokens sampled so far: `total`, running requests included; and by purpose, of requests that ended."""
+        return self._counted.sampled
+
+    @property
     def paused(self) -> bool:
         """A publication is under way, or has left weights that may be a mixture."""
         return not self._steady.is_set()
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = "") -> list[Completion]:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = "", purpose: Purpose = "rollouts"
+    ) -> list[Completion]:
         """`sampling.n` responses to one prompt, prompt tokens not included. Cancelling the call aborts the request.
 
-        name: for `so_far` and `unfinished`; no two requests have the same.
+        name: for `so_far`, `unfinished` and `cut_off`; no two requests have the same.
         """
         if not name:
             self._requests += 1
-            return await self._generate(prompt_ids, sampling, f"r{self._requests}")
+            return await self._generate(prompt_ids, sampling, f"r{self._requests}", purpose)
         self._running[name] = sampling.n
         try:
-            return await self._generate(prompt_ids, sampling, name)
+            return await self._generate(prompt_ids, sampling, name, purpose)
         finally:
             del self._running[name]
 
-    async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling, name: str) -> list[Completion]:
+    async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling, name: str, purpose: Purpose) -> list[Completion]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -151,9 +162,7 @@ class Engine:
         )
         # The salt keeps prefix caches of different versions apart.
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": self.serving}
-        final = None
-        async for output in self._llm.generate(prompt, params, name):
-            final = output
+        final = await self._counted.final(self._llm, prompt, params, name, purpose)
         if final is None or len(final.outputs) != sampling.n:
             raise EngineError(f"the engine returned {0 if final is None else len(final.outputs)} of {sampling.n} responses")
         first_token = final.metrics.arrival_time + final.metrics.first_token_latency
@@ -186,6 +195,10 @@ class Engine:
             )
         return found
 
+    def cut_off(self, name: str) -> int:
+        """Tokens of a request for rollouts that was aborted; once."""
+        return self._counted.cut_off.pop(name, 0)
+
     async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[str], np.ndarray]]:
         """Log-probs [L] at temperature 1 of each response in (prompt, response) pairs, and the labels under which they were computed."""
         from vllm import SamplingParams
@@ -197,9 +210,8 @@ class Engine:
         async def one(prompt: list[int], response: list[int]) -> tuple[list[str], np.ndarray]:
             await self._steady.wait()
             self._requests += 1
-            labels, final = [self.serving], None
-            async for output in self._llm.generate({"prompt_token_ids": prompt + response}, params, f"s{self._requests}"):
-                final = output
+            labels = [self.serving]
+            final = await self._counted.final(self._llm, {"prompt_token_ids": prompt + response}, params, f"s{self._requests}", "probes")
             if final is None or final.prompt_logprobs is None:
                 raise EngineError("the engine returned no log-probs of a prompt")
             labels += [span.version for span in final.outputs[0].weight_versions or []]
@@ -352,18 +364,6 @@ def _engine_arguments(config: Config, *, model_dir: str, device: str, backend: s
     if cpu:
         arguments |= {"distributed_executor_backend": "uni", "block_size": 32}
     return arguments
-
-
-def _request_times() -> type:
-    """A logger that logs nothing: with one of our own, vLLM notes the times of requests without its default loggers."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class Silent(StatLoggerBase):
-        def __init__(self, vllm_config: object, engine_index: int = 0) -> None: ...
-        def record(self, *args: object, **kwargs: object) -> None: ...
-        def log_engine_initialized(self) -> None: ...
-
-    return Silent
 
 
 def _completion(output: CompletionOutput, first_token: float) -> Completion:

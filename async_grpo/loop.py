@@ -32,6 +32,7 @@ from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled, StopRequested
 from async_grpo.planning import RowMath
+from async_grpo.time_by_cause import LEARNER_CAUSES, TimeByCause
 from async_grpo.wire import Batch
 
 POLL_S = 0.005
@@ -86,6 +87,8 @@ class Loop:
         self.tokens = 0
         self.lag_sum = self.lag_max = 0.0
         self.durations: list[float] = []
+        self.time = TimeByCause(LEARNER_CAUSES)
+        """What the learner spends its time on, from the first thing it is asked to do."""
         self.seconds: dict[str, float] = {"train": 0.0, "wait": 0.0, "publish": 0.0, "wall": 0.0}
 
     def fail(self, error: BaseException) -> None:
@@ -122,12 +125,14 @@ class Loop:
         """One learner step; its metrics."""
         step, started = self.steps_done + 1, time.perf_counter()
         self.phase = f"waiting for the groups of learner step {step}"
-        batch = await self._take(step)
+        with self.time.during("starved"):
+            batch = await self._take(step)
         if self._taken is not None:
             self._taken(batch)
         self.phase = f"training learner step {step}"
         taken = time.perf_counter()
-        sums, metrics = await self._guard(self._train(batch))
+        with self.time.during("working"):
+            sums, metrics = await self._guard(self._train(batch))
         trained = time.perf_counter()
         self.steps_done = step
         published = 0.0
@@ -148,7 +153,8 @@ class Loop:
     async def finish(self) -> None:
         """Publish the newest weights, and wait until they are live."""
         await self.publish_newest()
-        await self._guard(self._publisher.settle())
+        with self.time.during("publishing"):
+            await self._guard(self._publisher.settle())
         self.phase = BETWEEN
 
     async def publish_newest(self) -> None:
@@ -159,9 +165,11 @@ class Loop:
 
     async def _publish(self, version: int) -> float:
         self.phase = f"waiting for an evaluation before version {version} is published"
-        await self._guard(self._publisher.unpinned())
+        with self.time.during("evaluating"):
+            await self._guard(self._publisher.unpinned())
         self.phase = f"publishing version {version}"
-        waited = await self._guard(self._publisher.publish(version))
+        with self.time.during("publishing"):
+            waited = await self._guard(self._publisher.publish(version))
         self._published = version
         return waited
 
@@ -210,5 +218,9 @@ class Loop:
         self.lag_max = max(self.lag_max, metrics.get("train/lag_max", 0.0))
         return {
             "time/step": wall, "time/wait": wait, "time/train": train, "time/publish": publish, "time/learner_idle": wait / wall,
-            "train/tokens_per_s": metrics["rollout/response_tokens"] / wall,
+            "train/tokens_per_s": metrics["rollout/response_tokens"] / wall, **self.time_metrics(),
         }
+
+    def time_metrics(self) -> dict[str, float]:
+        """The learner's seconds by cause so far."""
+        return {f"time/learner/{cause}": seconds for cause, seconds in self.time.seconds().items()}

@@ -47,6 +47,7 @@ class Engine(Protocol):
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = "") -> list[Completion]: ...
     def so_far(self, name: str) -> dict[int, Completion]: ...
+    def cut_off(self, name: str) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Growing:
         self.ticket, self.prompt_ids = ticket, prompt_ids
         self._engine, self._known = engine, list(known)
         self._answers: dict[int, Completion] = {}
+        self.tokens = sum(len(one.token_ids) for one in self._known)
+        """Tokens there are in the end, also of responses that were cut off."""
         firsts = itertools.accumulate((sampling.n for sampling in wanted), initial=0)
         if known:
             each = [replace(sampling, n=1) for sampling in wanted for _ in range(sampling.n)]
@@ -87,6 +90,7 @@ class Growing:
         finally:
             for task in tasks:  # when one failed, the others must not go on for nobody
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return [self._response(index, None) for index in range(len(self._known) or len(self._answers))]
 
     def so_far(self) -> list[Completion]:
@@ -98,7 +102,12 @@ class Growing:
         return [self._response(index, told.get(index)) for index in range(count)] if told or self._answers or self._known else []
 
     async def _generate(self, request: _Request) -> None:
-        answers = await self._engine.generate(request.prompt_ids, request.sampling, name=request.name)
+        try:
+            answers = await self._engine.generate(request.prompt_ids, request.sampling, name=request.name)
+        except BaseException:
+            self.tokens += self._engine.cut_off(request.name)
+            raise
+        self.tokens += sum(len(answer.token_ids) for answer in answers)
         self._answers |= {request.first + index: answer for index, answer in enumerate(answers)}
 
     def _response(self, index: int, grown: Completion | None) -> Completion:

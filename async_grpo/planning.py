@@ -147,7 +147,7 @@ class RowMath:
             "rollout/masked_rows": sum(self._loss_tokens(row) == 0 for row in metas) / n,
             "rollout/mixed_version_rows": sum(row.min_version != row.max_version for row in metas) / n,
             "rollout/versions_per_row": sum(row.max_version - row.min_version + 1 for row in metas) / n,
-            **_durations(batch),
+            **durations(batch),
         }
         out |= _spread("rollout/score", [score(row.rewards, self._weights) for row in metas])
         out |= _constant_groups(batch, shaped) | _by_correctness(metas)
@@ -172,7 +172,7 @@ def _groups(rows: Mapping[RowKey, RowMeta]) -> torch.Tensor:
     return torch.tensor([group_id for group_id, _ in rows], dtype=torch.int64)
 
 
-def _durations(batch: Batch) -> dict[str, float]:
+def durations(batch: Batch) -> dict[str, float]:
     """Means over groups, in seconds, and tokens per second of the response that took longest."""
     groups = batch.groups
     spent = {"first_token": ("queued", "first_token"), "generate": ("queued", "done"), "verify": ("done", "scored")}

@@ -27,10 +27,13 @@ from async_grpo.accuracy import Outcome
 from async_grpo.answering import Answering, PromptTooLong
 from async_grpo.config.schema import Config
 from async_grpo.engine import Completion, Engine, EngineError, Sampling, stop_tokens
+from async_grpo.engine_time import EngineTime
 from async_grpo.errors import SetupError, VerifierFailed
 from async_grpo.partials import Growing, PartialFile, encode_all
+from async_grpo.probing import probe_sequences
 from async_grpo.replay.continued import Beginning
 from async_grpo.replay.queue import Verdict
+from async_grpo.replay.reports import Report
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task, problem_index
@@ -41,15 +44,14 @@ from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, enco
 POLL_S, BUSY_POLL_S, SOON_S = 0.02, 0.1, 1.0
 """Tickets come when new weights are live, soon after this engine took them; otherwise asking more often costs CPU time for nothing."""
 HEARTBEAT_S = 0.5
-PROBE_PROMPTS, PROBE_CANDIDATES, PROBE_TOKENS = 4, 64, 16
 
 
 class QueueClient(Protocol):
     """The queue as a rollout actor sees it."""
 
-    async def acquire(self, actor_id: str, serving_version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket] | None: ...
+    async def acquire(self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None) -> list[GroupTicket] | None: ...
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]: ...
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str) -> None: ...
+    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]) -> None: ...
 
 
 class RolloutActor:
@@ -74,6 +76,7 @@ class RolloutActor:
         self._resting, self._rested = False, asyncio.Event()
         self._produced_at = self._received_at = 0.0
         self._counts: Counter[str] = Counter()
+        self._time = EngineTime()
 
     async def start(self, *, backend: str, label: str) -> None:
         """Load tokenizer, task, verifiers and engine, serving as `label`."""
@@ -93,7 +96,7 @@ class RolloutActor:
         starting = asyncio.create_task(self._verifiers.start())
         self._engine = await Engine.start(
             config, model_dir=self._model_dir, device=self._device, backend=backend, label=label, early=early,
-            stop_token_ids=stop_tokens(self._model_dir, self._tokenizer.eos_token_id), seed=_hash31(config.seed, self.actor_id),
+            stop_token_ids=stop_tokens(self._model_dir, self._tokenizer.eos_token_id), seed=_hash63(config.seed, self.actor_id) >> 32,
         )
         await starting
         self._answering = Answering(
@@ -106,6 +109,7 @@ class RolloutActor:
         self._produced_at = time.monotonic()
         sender = asyncio.create_task(self._send_outbox())
         polled = 0.0
+        self._time.producing(True)
         try:
             while True:
                 if self._draining and not self._groups:
@@ -115,7 +119,8 @@ class RolloutActor:
                 want = 0 if self._draining or self._resting else self._room()
                 if want or time.monotonic() - polled > HEARTBEAT_S:
                     polled = time.monotonic()
-                    tickets = await self._queue.acquire(self.actor_id, self._engine.serving_version, list(self._groups), want)
+                    report = self._time.report(self._engine.sampled, self._counts, every_s=HEARTBEAT_S)
+                    tickets = await self._queue.acquire(self.actor_id, self._engine.serving_version, list(self._groups), want, report)
                     if tickets is None:
                         return
                     for ticket in tickets:
@@ -135,6 +140,7 @@ class RolloutActor:
             self._stages.clear()
             self._growing.clear()
             self._outbox.clear()
+            self._time.producing(False)
             self._ended.set()
             self._rested.set()
 
@@ -150,9 +156,11 @@ class RolloutActor:
 
     async def receive(self, announcement: Announcement) -> Receipt:
         """Take and serve the announced weights."""
-        receipt = await self._engine.receive(announcement)
+        with self._time.during("paused"):
+            receipt = await self._engine.receive(announcement)
         self._counts["paused_s"] += receipt.seconds.get("total", 0.0)
         self._received_at = time.monotonic()
+        self._counts["reprefilled"] += receipt.recomputed_tokens
         self._changed.set()
         return receipt
 
@@ -160,9 +168,12 @@ class RolloutActor:
         """Log-probs of these responses under the weights that are served, with the labels of those."""
         return await self._engine.score(sequences)
 
-    async def evaluate(self, *, indices: Sequence[int], total: int, label: str, samples: int) -> tuple[list[Outcome], list[dict[str, Any]]]:
+    async def evaluate(
+        self, *, indices: Sequence[int], total: int, label: str, alone: bool, samples: int
+    ) -> tuple[list[Outcome], list[dict[str, Any]]]:
         """Outcomes of these held-out problems from the weights `label`, and some responses as text (`Answering.answer`)."""
-        return await self._answering.answer(indices=indices, total=total, label=label, samples=samples)
+        with self._time.during("evaluating"):
+            return await self._answering.answer(indices=indices, total=total, label=label, alone=alone, samples=samples)
 
     async def rest(self) -> None:
         """Take no more tickets until `go_on`, and wait until the queue has all groups that this actor holds; `run` does not return."""
@@ -178,20 +189,13 @@ class RolloutActor:
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
         """A few greedy responses as (prompt, response, log-probs), for the comparison with the learner."""
-        sampling = self._sampling(n=1, temperature=self._config.rollout.temperature, seed=1)
-        sampling = Sampling(n=1, max_tokens=min(sampling.max_tokens, PROBE_TOKENS), temperature=sampling.temperature, seed=1)
-        prompts = []
-        for problem in map(self._task.train, range(min(PROBE_CANDIDATES, len(self._task)))):
-            try:
-                prompts.append(self._encode(problem))
-            except PromptTooLong as error:
-                refused = error
-            if len(prompts) == PROBE_PROMPTS:
-                break
-        if not prompts:
-            raise SetupError(f"none of the first problems fits: {refused}; raise rollout.prompt_length, or use shorter prompts")
-        answers = await asyncio.gather(*[self._engine.generate(prompt, sampling) for prompt in prompts])
-        return [(prompt, answer.token_ids.tolist(), answer.logprobs) for prompt, [answer] in zip(prompts, answers, strict=True)]
+        return await probe_sequences(self._engine, self._task, self._encode, self._config.rollout)
+
+    async def final_report(self) -> Report:
+        """What it did in all, after the queue was closed: it waits until what was under way is dropped."""
+        if self._time.is_producing:
+            await self._ended.wait()
+        return self._time.report(self._engine.sampled, self._counts)
 
     async def health(self) -> dict[str, float]:
         """Counters since the start; raises when the engine is dead."""
@@ -342,17 +346,20 @@ class RolloutActor:
     async def _fail(self, ticket: GroupTicket, reason: str) -> None:
         self._counts["failed"] += 1
         self._at(ticket, "fail")
-        await self._queue.fail(self.actor_id, [ticket], reason)
+        growing = self._growing.get((ticket.group_id, ticket.attempt))  # None: its prompt was too long
+        await self._queue.fail(self.actor_id, [ticket], reason, [0 if growing is None else growing.tokens])
         self._leave(ticket)
 
     def _at(self, ticket: GroupTicket, stage: str) -> None:
         key, now = (ticket.group_id, ticket.attempt), time.monotonic()
         self._stages[key] = stage, now, self._stages[key][2] if key in self._stages else now
+        self._time.stage(key, stage)
 
     def _leave(self, ticket: GroupTicket) -> None:
         key = (ticket.group_id, ticket.attempt)
         self._groups.pop(key, None)
         self._stages.pop(key, None)
+        self._time.stage(key, None)
         self._growing.pop(key, None)
         self._changed.set()
 
@@ -375,7 +382,3 @@ class RolloutActor:
 def _hash63(*parts: object) -> int:
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _hash31(*parts: object) -> int:
-    return _hash63(*parts) >> 32

@@ -5,10 +5,12 @@ Runs in: the driver.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.accuracy import powers_of_two
+from async_grpo.replay.tokens import PLACES
 
 if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
@@ -33,6 +35,9 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
         ("publications", f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of its time for them"),
         ("learner time", f"{loop.seconds['train'] / seconds:.0%} training, {loop.seconds['wait'] / seconds:.0%} waiting for groups"),
     ]
+    rows += _goodput(loop.latest)
+    if trainer.verdict is not None:
+        rows.append(("verdict", trainer.verdict.text))
     checks = system.coordinator.measurements()
     if checks["weights/probes"]:
         rows.append((
@@ -79,3 +84,12 @@ def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
             rows.append((label, text if last == first or key not in before else f"{before[key]:.1%} -> {text}"))
     whose = "none of them in training" if other is None else f"of task {other.name}"
     return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, {whose}")]
+
+
+def _goodput(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What became of the tokens, the largest parts first."""
+    if "goodput/generated" not in metrics:
+        return []
+    generated = max(metrics["goodput/generated"], 1.0)
+    parts = sorted(((metrics[f"goodput/{place}"] / generated, place) for place in PLACES), reverse=True)
+    return [("goodput", f"{generated:,.0f} tokens generated: " + ", ".join(f"{share:.1%} {place}" for share, place in parts if share >= 0.001))]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo import checkpoint
-from async_grpo.advice import StalenessAdvice
 from async_grpo.cluster.gang import Origin
 from async_grpo.cluster.rerun import Comparison, Rerun
 from async_grpo.cluster.system import System
@@ -39,6 +38,7 @@ from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import held_out, load_task
 from async_grpo.tracking import Tracker
 from async_grpo.tracking_files import last_logged_step
+from async_grpo.verdict import Observer, Setup, Verdict
 
 WARM_START_TIMEOUT_S = 1800.0
 SAVING_AFTER_FAILURE_S = 30.0
@@ -63,7 +63,7 @@ class Trainer:
         self._checkpoint: Path | None = None
         self._changes = Changes()
         self._stop_requested = Stop()
-        self._advice = StalenessAdvice(self.config)
+        self._verdicts = Observer(Setup.of(self.config))
         self._saver: Saver | None = None
         self._rl_seconds = 0.0
         self._loop = asyncio.new_event_loop()
@@ -166,8 +166,8 @@ class Trainer:
             except StopRequested:  # it was waiting for groups
                 break
             self._saver.check()
-            if "time/step" in metrics and (advice := self._advice.observe(metrics)) is not None:
-                self.console.info(f"note: {advice}")
+            if (verdict := self._verdicts.observe(metrics)) is not None:
+                self.console.verdict(kind=verdict.kind, text=verdict.text)
             if saving and self.steps_done // saving > before // saving and self.steps_done < self.total_steps:
                 self._save(keep_groups=False, wait=False)
             if evaluation and self._held_out and self.steps_done // evaluation > before // evaluation and self.steps_done < self.total_steps:
@@ -318,6 +318,11 @@ class Trainer:
     def system(self) -> System:
         """The running system, for those who want to look inside."""
         return self._running()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Who limited the last interval of learner steps, and what to change; None while none is complete."""
+        return self._verdicts.latest
 
     @property
     def rl_seconds(self) -> float:

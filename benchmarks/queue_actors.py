@@ -200,7 +200,9 @@ class PlainQueue:
         self._taken: list[memoryview] = []
         self._step, self._asked_at, self._waited = 0, 0.0, 0.0
 
-    async def acquire(self, actor_id: str, serving_version: int, holding: Sequence[tuple[int, int]], want: int) -> list[GroupTicket]:
+    async def acquire(
+        self, actor_id: str, serving_version: int, holding: Sequence[tuple[int, int]], want: int, report: object
+    ) -> list[GroupTicket]:
         first = self._issued
         self._issued += min(want, self._capacity - (self._issued - self._freed))
         return [GroupTicket(group_id, 1, self._version) for group_id in range(first, self._issued)]

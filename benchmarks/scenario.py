@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
 from async_grpo.groups import Group, GroupTicket, Rollout, VersionSpan
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.verdict import Setup
 from async_grpo.wire import encode_group
 
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")
@@ -53,12 +55,17 @@ class Scenario:
     actors: int = 2
     slots: int = 4
     """Groups that an actor produces at the same time."""
+    verify_s: float = 0.0
+    verifiers: int = 1
+    """Of each actor; one response at a time takes `verify_s`."""
     poll_s: float = 1.0
     learner_s: float = 1.0
     publish_every: int = 1
     publish_s: float = 0.5
     late_live_s: float = 0.0
     """How much later than the last engine the queue hears of a publication, at most."""
+    measured: bool = False
+    """Whether the result has the metrics of every step, as a run logs them."""
     overlap: bool = False
     """The learner asks for the next batch while a publication is under way."""
 
@@ -104,6 +111,22 @@ class Scenario:
         """A group takes as long as its longest response."""
         return max(self.lengths(group_id, attempt)) / self.tokens_per_s
 
+    def setup(self) -> Setup:
+        """What a verdict needs to know of it; the learner counts as one rank."""
+        return Setup(
+            batch=self.rollout_batch_size, max_staleness=self.max_staleness, every_steps=self.publish_every, ranks=1, workers=self.verifiers,
+            responses=self.group_size, places=self.slots,
+        )
+
+    def advised(self, advice: Mapping[str, int]) -> Scenario:
+        """The same with these settings; more learner ranks divide the time of a step."""
+        names = {
+            "weight_sync.every_steps": "publish_every", "replay.max_staleness": "max_staleness", "cluster.rollout_actors.max": "actors",
+            "task.verifier.workers": "verifiers",
+        }
+        changes = {names[name]: value for name, value in advice.items() if name != "learner.ranks"}
+        return replace(self, learner_s=self.learner_s / advice.get("learner.ranks", 1), **changes)
+
     @property
     def patience_s(self) -> float:
         """Without a learner step for this long, a run is stuck."""
@@ -119,6 +142,8 @@ class Job:
     started: float
     lengths: list[int]
     switches: list[tuple[int, int]]
+    done: float = 0.0
+    scored: float = 0.0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -139,7 +164,8 @@ class Job:
             role = "baseline" if scenario.baseline and index == scenario.group_size - short else "train"
             tokens, logprobs, mask = np.zeros(length, np.int32), np.full(length, -0.5, np.float32), np.ones(length, np.uint8)
             rollouts.append(Rollout(tokens, logprobs, mask, spans, {"correct": value}, value, "stop", role))
-        times, prompt = {"started": self.started}, np.zeros(1, np.int32)
+        times = {"queued": self.started, "first_token": self.started, "done": self.done, "scored": self.scored}
+        prompt = np.zeros(1, np.int32)
         return encode_group(Group(*self.key, self.ticket.policy_version, actor, prompt, rollouts, times, self.ticket.run_epoch))
 
 
@@ -165,6 +191,8 @@ class Result:
     counts: dict[str, int]
     metrics: dict[str, float]
     seen: Counter[str]
+    lines: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of every step, where they are `measured`."""
 
     @property
     def trained(self) -> list[int]:

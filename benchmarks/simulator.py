@@ -13,6 +13,7 @@ import math
 import random
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,10 +21,15 @@ from typing import Any
 
 import msgpack
 
+from async_grpo.engine_time import EngineTime
 from async_grpo.groups import Batch, GroupTicket
+from async_grpo.planning import durations
 from async_grpo.replay.no_signal import NoSignal
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.recovery import JournalSettings, open_queue
+from async_grpo.replay.reports import Report
+from async_grpo.replay.tokens import PLACES, Told
+from async_grpo.time_by_cause import ENGINE_CAUSES, LEARNER_CAUSES, TimeByCause
 from async_grpo.wire import unpack_frames
 from benchmarks.scenario import OPEN_STATES, STATES, Job, Result, Scenario, Step
 from benchmarks.witness import Witness
@@ -39,10 +45,15 @@ MEMORY = Path("/dev/shm")
 class Actor:
     name: str
     version: int
+    time: EngineTime
     alive: bool = True
     hung: bool = False
     poll_at: float = math.inf
     jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
+    ended: int = 0
+    """Tokens of groups that it is done with."""
+    free_at: list[float] = field(default_factory=list)
+    """When each of its verifiers is free again."""
 
 
 class Simulation:
@@ -64,6 +75,11 @@ class Simulation:
         self.waiting, self.publishing, self.asked = True, False, 0.0
         self.restart_at = scenario.restarts
         self.ended = ""
+        self.time = TimeByCause(LEARNER_CAUSES, clock=lambda: self.now)
+        self.lines: list[dict[str, float]] = []
+        self.told: Counter[str] = Counter()
+        self.arrived: Counter[str] = Counter()
+        self.accounted: set[tuple[int, int]] = set()
         self.open()
 
     def later(self, delay: float, call: Callable[..., Awaitable[None]], *arguments: object) -> None:
@@ -79,6 +95,7 @@ class Simulation:
     async def run(self) -> Result:
         """The whole run. Raises AssertionError where the queue breaks a rule or stops."""
         self.start_actors()
+        self.time.switch("starved")
         events = 0
         while not self.ended:
             self.now, _, generation, call, arguments = heapq.heappop(self.events)
@@ -93,7 +110,7 @@ class Simulation:
             events = 0 if self.progress_at == self.now else events + 1
             if self.now - self.progress_at > self.scenario.patience_s or events > MAX_EVENTS:
                 raise AssertionError(f"stuck at step {self.step + 1} since {self.progress_at:.1f} s, now {self.now:.1f} s")
-        return Result(self.scenario, self.ended, self.steps, self.counts, self.metrics, self.seen)
+        return Result(self.scenario, self.ended, self.steps, self.counts, self.metrics, self.seen, self.lines)
 
     # ---- the queue's process, and the whole run ----
 
@@ -172,6 +189,8 @@ class Simulation:
     async def put_too_late(self, actor: Actor, job: Job) -> None:
         (verdict,) = await self.queue.put(actor.name, [job.frame(self.scenario, actor.name)])
         assert verdict.status in ("late", "duplicate", "abandoned"), f"{job.key} of a run that is gone is {verdict.status}"
+        if verdict.status != "duplicate":
+            self.brings(actor, job)
         self.seen["late"] += 1
 
     # ---- producers ----
@@ -183,7 +202,9 @@ class Simulation:
     def start_actor(self, delay: float) -> None:
         """It may have started from old weights, and takes the live ones later."""
         self.serial += 1
-        actor = Actor(f"actor-{self.serial}", self.witness.live if self.chance(0.7) else 0)
+        clock = EngineTime(clock=lambda: self.now, wall=lambda: 1.0 + self.now)
+        actor = Actor(f"actor-{self.serial}", self.witness.live if self.chance(0.7) else 0, clock, free_at=[0.0] * self.scenario.verifiers)
+        actor.time.producing(True)
         self.actors[actor.name] = actor
         self.later(delay + self.between(0.0, 0.5), self.join, actor)
         self.poll_soon(actor, delay)
@@ -216,7 +237,9 @@ class Simulation:
             self.later(self.between(0.0, 1.0), self.declare_dead, actor)
             return
         holding = list(actor.jobs)
-        tickets = await self.queue.acquire(actor.name, actor.version, holding, max(scenario.slots - len(holding), 0))
+        tickets = await self.queue.acquire(
+            actor.name, actor.version, holding, max(scenario.slots - len(holding), 0), self.report(actor) if self.reports else None
+        )
         assert tickets is not None, f"{actor.name} is told to stop at step {self.step}"
         self.witness.issued(actor.name, tickets, now=self.now)
         if tickets and self.chance(scenario.lost_reply):
@@ -234,10 +257,40 @@ class Simulation:
             job = Job(ticket, self.now, lengths, [(actor.version, 0)])
             assert job.key not in actor.jobs, f"{job.key} was given again to {actor.name}, which holds it"
             actor.jobs[job.key] = job
-            self.later(max(lengths) / scenario.tokens_per_s, self.finish, actor, job)
+            actor.time.stage(job.key, "generating")
+            job.done = job.scored = self.now + max(lengths) / scenario.tokens_per_s
+            self.later(job.done - self.now, self.verify if scenario.verify_s else self.finish, actor, job)
         if tickets and self.chance(scenario.hang) and sum(other.alive and not other.hung for other in self.actors.values()) > 1:
             actor.hung = True
             self.seen["hang"] += 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether actors tell what they sampled; a queue that dies may forget the last word of one that is dead."""
+        return not self.journaled
+
+    def report(self, actor: Actor) -> Report:
+        """What its engine sampled by now."""
+        under_way = [
+            min(length, int((self.now - job.started) * self.scenario.tokens_per_s)) for job in actor.jobs.values() for length in job.lengths
+        ]
+        self.told[actor.name] = actor.ended + sum(under_way)
+        return Report(Told(sampled=self.told[actor.name]))
+
+    def brings(self, actor: Actor, job: Job, *, missing: int = 0) -> None:
+        """The queue hears of the tokens of this attempt: they count once. missing: responses that are not among them."""
+        if job.key not in self.accounted:
+            self.accounted.add(job.key)
+            self.arrived[actor.name] += sum(job.lengths[missing:])
+
+    def check_tokens(self) -> None:
+        """Every token is in one place, and their sum is what engines sampled, as far as anybody knows."""
+        bound, lags = self.scenario.max_staleness, sum((step.lags for step in self.steps), Counter())
+        stale = sum(count for lag, count in lags.items() if lag > bound)
+        found = {place: self.metrics[f"goodput/{place}"] for place in (*PLACES, "generated")}
+        expected = sum(max(self.told[name], self.arrived[name]) for name in {*self.told, *self.arrived})
+        assert found["generated"] == sum(found[place] for place in PLACES) == expected, f"{expected} tokens were sampled: {found}"
+        assert (found["trained"], found["masked"]) == (lags.total() - stale, stale), f"{lags.total() - stale} and {stale}: {found}"
 
     async def declare_dead(self, actor: Actor) -> None:
         self.witness.taken_away.update(actor.jobs)
@@ -248,6 +301,14 @@ class Simulation:
         del self.actors[actor.name]
         self.start_actor(self.between(0.0, 1.0))
 
+    async def verify(self, actor: Actor, job: Job) -> None:
+        """Its responses wait for verifiers, one after the other."""
+        actor.time.stage(job.key, "verifying")
+        for _ in job.lengths:
+            job.scored = max(heapq.heappop(actor.free_at), self.now) + self.scenario.verify_s
+            heapq.heappush(actor.free_at, job.scored)
+        self.later(job.scored - self.now, self.finish, actor, job)
+
     async def finish(self, actor: Actor, job: Job) -> None:
         """The group is complete. A dead actor's last frame may still arrive."""
         scenario, witness = self.scenario, self.witness
@@ -257,7 +318,8 @@ class Simulation:
         rejected = self.chance(scenario.reject)
         if self.chance(scenario.fail):
             self.seen["fail"] += 1
-            await self.queue.fail(actor.name, [job.ticket], "timeout")
+            await self.queue.fail(actor.name, [job.ticket], "timeout", [sum(job.lengths)])
+            self.brings(actor, job)
             witness.taken_away.add(job.key)
             if self.chance(0.75):
                 self.drop(actor, job)
@@ -268,6 +330,7 @@ class Simulation:
             return
         frame = job.frame(scenario, actor.name, rejected=rejected)
         (verdict,) = await self.queue.put(actor.name, [frame])
+        self.brings(actor, job)
         witness.answered(job, verdict.status, frame=frame, rejected=rejected, now=self.now)
         if self.chance(scenario.lost_ack):
             self.later(self.between(0.0, 2.0), self.put_again, actor, job, frame, verdict.status, self.opened)
@@ -289,12 +352,16 @@ class Simulation:
         frame = job.frame(self.scenario, actor.name, short=kind == "short", future=1_000_000 * (kind == "future"))
         (verdict,) = await self.queue.put(actor.name, [frame[:-3] if kind == "unreadable" else frame])
         assert verdict.status in ("invalid", "late" if kind != "unreadable" else ""), f"{job.key}, {kind}: {verdict}"
+        if kind != "unreadable":
+            self.brings(actor, job, missing=kind == "short")
         self.seen["invalid"] += verdict.status == "invalid"
         if kind != "unreadable":
             self.witness.taken_away.add(job.key)
 
     def drop(self, actor: Actor, job: Job) -> None:
         del actor.jobs[job.key]
+        actor.time.stage(job.key, None)
+        actor.ended += sum(job.lengths)
         self.poll_soon(actor, 0.0)
 
     # ---- learner ----
@@ -321,6 +388,8 @@ class Simulation:
         assert metrics["replay/stale_tokens"] == masked, f"{masked} tokens are masked: {metrics}"
         assert metrics["replay/lag_max"] == max(lag for lag in lags if lag <= self.scenario.max_staleness), f"{lags}: {metrics}"
         self.waiting, self.progress_at = False, self.now
+        self.time.switch("working")
+        self.taken = durations(batch)
         self.steps.append(Step(batch.step, tuple(ids), lags, self.asked, self.now, self.now))
         self.newest = batch.step
         self.later(self.scenario.learner_s * self.between(0.5, 1.5), self.end_step)
@@ -329,11 +398,14 @@ class Simulation:
 
     async def end_step(self) -> None:
         if self.publishing and (self.step + 1) % self.scenario.publish_every == 0:  # the last publication is still on its way
+            self.time.switch("publishing")
             self.later(0.1, self.end_step)
             return
         self.step += 1
         self.steps[-1] = replace(self.steps[-1], ended=self.now)
         self.asked = self.now
+        if self.scenario.measured:
+            self.lines.append(await self.line())
         if self.scenario.restarts:
             await self.checkpoint()
         if self.restart_at and self.restart_at[0] == self.step and self.chance(0.5):
@@ -346,6 +418,14 @@ class Simulation:
             self.waiting = self.scenario.overlap
         else:
             self.waiting = True
+        self.time.switch("starved" if self.waiting else "publishing")
+
+    async def line(self) -> dict[str, float]:
+        """The metrics of a step as far as a verdict looks at them."""
+        spent = [dict(actor.time.report(Counter(), Counter()).seconds) for actor in self.actors.values()]
+        engine = {f"time/engine/{cause}": sum(one[cause] for one in spent) / len(spent) for cause in ENGINE_CAUSES}
+        learner = {f"time/learner/{cause}": seconds for cause, seconds in self.time.seconds().items()}
+        return await self.queue.metrics() | engine | learner | self.taken | {"cluster/rollout_actors": float(len(self.actors))}
 
     def publish(self) -> None:
         self.publishing = True
@@ -366,11 +446,13 @@ class Simulation:
             self.poll_soon(actor, self.between(0.0, 0.05))
         if not self.waiting and not self.scenario.overlap and self.newest == self.step:
             self.waiting, self.asked = True, self.now
+            self.time.switch("starved")
 
     async def finish_run(self, ended: str) -> None:
         """Nothing is left open, and nothing was issued that the run could not train."""
         scenario, witness = self.scenario, self.witness
         self.ended, self.metrics = ended, await self.queue.metrics()
+        self.check_tokens()
         if ended == "trained":
             assert await self.queue.acquire("late", self.step, [], 3) is None
             await self.queue.close()

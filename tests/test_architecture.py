@@ -14,11 +14,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 LAYERS = {
     0: "config groups wire errors leftovers durable stacks",
-    1: "accuracy algo stopping",
+    1: "accuracy algo stopping time_by_cause",
     2: "replay tasks batching weights outbox",
-    3: "engine engine_process learner checkpoint provenance tracking tracking_mlflow console warm_start warm_start_model "
+    3: "engine engine_process engine_requests learner checkpoint provenance tracking tracking_mlflow console warm_start warm_start_model "
        "tracking_files tracking_system progress timeline status_file panel",
-    4: "advice model_shape estimates preflight rerun_plan resuming saving rollout_actor answering partials loop planning reporting experiment",
+    4: "model_shape estimates preflight rerun_plan resuming saving rollout_actor answering partials loop planning reporting experiment "
+       "engine_time probing verdict",
     5: "cluster",
     6: "run dry_run status trainer summary replay.__main__ report",
 }
@@ -27,7 +28,9 @@ LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split(
 BESIDE = {
     ("wire", "groups"), ("loop", "planning"), ("warm_start", "warm_start_model"), ("run", "summary"),
     ("tracking", "tracking_mlflow"), ("run", "dry_run"), ("estimates", "model_shape"), ("rollout_actor", "partials"), ("engine", "engine_process"),
-    ("rollout_actor", "answering"), ("tracking", "tracking_files"), ("tracking", "tracking_system"),
+    ("engine", "engine_requests"),
+    ("rollout_actor", "answering"), ("rollout_actor", "engine_time"),
+    ("rollout_actor", "probing"), ("probing", "answering"), ("tracking", "tracking_files"), ("tracking", "tracking_system"),
     ("status_file", "progress"), ("status_file", "timeline"), ("console", "progress"), ("console", "panel"),
 }
 """Modules of one layer that are one part in two files."""
@@ -40,6 +43,7 @@ LIBRARIES = {
     "errors": "",
     "leftovers": "",
     "stopping": "",
+    "time_by_cause": "",
     "durable": "",
     "stacks": "",
     "groups": "numpy",
@@ -66,6 +70,7 @@ LIBRARIES = {
     "weights.names": "torch vllm safetensors transformers",  # the headers of the model's files
     "weights.shared_memory": "torch numpy",  # a learner on CPU does without vLLM
     "engine": "vllm numpy transformers",
+    "engine_requests": "vllm",
     "engine_process": "",
     "learner": "torch deepspeed transformers peft numpy safetensors",
     "checkpoint": "",
@@ -81,7 +86,6 @@ LIBRARIES = {
     "report": "matplotlib",
     "warm_start": "torch",
     "warm_start_model": "torch tokenizers transformers safetensors",
-    "advice": "",
     "reporting": "",
     "experiment": "",
     "tracking_files": "",
@@ -93,6 +97,9 @@ LIBRARIES = {
     "answering": "",
     "rollout_actor": "numpy transformers",  # the tokenizer
     "partials": "msgpack numpy",
+    "engine_time": "",
+    "verdict": "",
+    "probing": "numpy",
     "loop": "",
     "planning": "torch",
     "cluster": "ray numpy",

@@ -106,6 +106,8 @@ def facts(queue: ReplayQueue) -> str:
         groups.append([group_id, attempt, None if open_ else version, "ready or waiting" if open_ else state, actor_id, step])
     for name in ("restarts", "unreadable"):
         ledger["totals"].pop(name, None)
+    tokens = ledger["tokens"]  # those of a frame that cannot be read change their place, and are still there
+    tokens |= {"totals": sum(tokens["totals"].values()) + sum(count for _, count in tokens["results"]), "results": None}
     unknown = {"segment_steps": None, "run_epoch": None, "epoch_step": None}  # damage raises the epoch
     return json.dumps({**ledger, "groups": sorted(groups), **unknown}, sort_keys=True)
 
@@ -145,7 +147,7 @@ async def busy_life(directory: Path, seed: int) -> Life:
     """A short life that is left with a batch in training, groups ready, and a checkpoint some segments ago."""
     for attempt in range(100):
         life = Life(directory / str(attempt), 100 * seed + attempt, rollout_batch_size=2, max_staleness=2)
-        life.forgets, life.journal = False, replace(life.journal, segment_bytes=2500)
+        life.forgets, life.journal = False, replace(life.journal, segment_bytes=3500)
         await life.die()
         for _ in range(70):
             await life.call()

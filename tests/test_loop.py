@@ -18,6 +18,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.loop import Loop
 from async_grpo.planning import RowMath
+from async_grpo.replay.tokens import PLACES
 from async_grpo.run import _explained
 from async_grpo.summary import summarise
 from async_grpo.wire import Batch, GroupMeta, RowMeta
@@ -385,7 +386,8 @@ def test_an_unexpected_error_shows_its_traceback(wrap: Callable[[Exception], Exc
 
 
 def fake_trainer(settings: Config, *, steps: int = 4, total: int = 4, lags: float = 2.0) -> SimpleNamespace:
-    loop = SimpleNamespace(durations=[1.0] * steps, tokens=1000, lag_sum=lags, lag_max=1.0, seconds={"train": 2.0, "wait": 1.0})
+    loop = SimpleNamespace(durations=[1.0] * steps, tokens=1000, lag_sum=lags, lag_max=1.0, seconds={"train": 2.0, "wait": 1.0}, latest={})
+    loop.latest = {f"goodput/{place}": 0.0 for place in PLACES} | {"goodput/generated": 4000.0, "goodput/trained": 3000.0, "goodput/probes": 1000.0}
     coordinator = SimpleNamespace(
         times=SimpleNamespace(count=4, learner_waited=0.4, repeated=1, dropped=0),
         measurements=lambda: {"weights/probes": 3.0, "weights/drift": 2e-6},
@@ -393,7 +395,7 @@ def fake_trainer(settings: Config, *, steps: int = 4, total: int = 4, lags: floa
     return SimpleNamespace(
         system=SimpleNamespace(loop=loop, coordinator=coordinator, actors=SimpleNamespace(restarts=0), gang=SimpleNamespace(restarts=0), queue_restarts=0),
         config=settings,
-        rl_seconds=4.0, steps_done=steps, total_steps=total, tracker=None, run_dir=Path("/runs/r"),
+        rl_seconds=4.0, steps_done=steps, total_steps=total, tracker=None, run_dir=Path("/runs/r"), verdict=None,
         evaluations=[(0, {"eval/accuracy_greedy": 0.25, "eval/problems": 8.0}), (4, {"eval/accuracy_greedy": 0.5, "eval/problems": 8.0})],
     )
 
@@ -405,6 +407,7 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
     assert text["publications"] == "4; the learner waited 10.0% of its time for them"
     assert text["weights checked"] == "3 times while training; engines and learner differ by 2.0e-06 at most"
     assert text["publication faults"] == "1 transfers repeated, 0 engines dropped"
+    assert text["goodput"] == "4,000 tokens generated: 75.0% trained, 25.0% probes"
     assert text["learner time"] == "50% training, 25% waiting for groups"
     assert "async_grpo.run /runs/r/config.yaml run.total_steps=8 " in text["next"]
     assert "config.yaml run.epochs=6 " in dict(summarise(fake_trainer(config(run={"epochs": 3})), Path("c")))["next"]

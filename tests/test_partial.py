@@ -60,6 +60,9 @@ class Streams:
         await self.go.wait()
         return [response(len(prompt_ids), 3, ("v0.1", 0, 3), finish="stop") for _ in range(sampling.n)]
 
+    def cut_off(self, name: str) -> int:
+        return sum(len(one.token_ids) for one in self.so_far(name).values())
+
     def so_far(self, name: str) -> dict[int, Completion]:
         return self.partial.get(name, {})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from async_grpo.config.schema import Config
 from async_grpo.engine import Completion, EngineError, Sampling
 from async_grpo.errors import VerifierFailed
 from async_grpo.replay.queue import Verdict
+from async_grpo.replay.reports import Report
 from async_grpo.rollout_actor import RolloutActor
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.verifier import VerifierError
@@ -57,8 +59,11 @@ class Parts:
         self.asked: list[tuple[list[int], Sampling]] = []
         self.scored: list[int] = []
         self.running = self.most_running = self.cancelled = 0
+        self.reports: list[Report] = []
+        self.wasted: dict[int, int] = {}
+        self.sampled: Counter[str] = Counter(total=7, probes=3)
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, name: str = "") -> list[Completion]:
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, name: str = "", purpose: str = "rollouts") -> list[Completion]:
         self.asked.append((prompt_ids, sampling))
         if self.engine is not None and not (self.only_greedy_fails and sampling.temperature > 0):
             raise self.engine
@@ -86,7 +91,13 @@ class Parts:
         self.scored.append(len(items))
         return [self.verifier or Score({"correct": 1.0}, 1.0) for _ in items]
 
-    async def acquire(self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket] | None:
+    def cut_off(self, name: str) -> int:
+        return 5
+
+    async def acquire(
+        self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None
+    ) -> list[GroupTicket] | None:
+        self.reports += [report] * (report is not None)
         given, self.tickets = self.tickets[:want], self.tickets[want:]
         return None if len(self.frames) + len(self.failed) == 2 else given
 
@@ -94,8 +105,9 @@ class Parts:
         self.frames += [decode_meta(frame) for frame in frames]
         return [Verdict(meta.group_id, meta.attempt, "accepted") for meta in self.frames[-len(frames) :]]
 
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str) -> None:
+    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]) -> None:
         self.failed |= {ticket.group_id: reason for ticket in tickets}
+        self.wasted |= {ticket.group_id: count for ticket, count in zip(tickets, tokens, strict=True)}
 
 
 def actor_of(
@@ -195,9 +207,9 @@ def test_a_resting_actor_hands_in_what_it_holds_and_goes_on_when_told() -> None:
     parts.tickets = [GroupTicket(number, 1, 0) for number in range(300)]
     acquire = parts.acquire
 
-    async def answer(actor_id: str, version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket]:
+    async def answer(actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None) -> list[GroupTicket]:
         wanted.append(want)
-        return await acquire(actor_id, version, holding, want) or []
+        return await acquire(actor_id, version, holding, want, report) or []
 
     parts.acquire = answer
 
@@ -229,9 +241,9 @@ def test_an_actor_that_drains_hands_in_what_it_holds_and_takes_no_more() -> None
     parts.tickets = [GroupTicket(number, 1, 0) for number in range(300)]
     acquire = parts.acquire
 
-    async def answer(actor_id: str, version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket]:
+    async def answer(actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None) -> list[GroupTicket]:
         wanted.append(want)
-        return await acquire(actor_id, version, holding, want) or []
+        return await acquire(actor_id, version, holding, want, report) or []
 
     parts.acquire = answer
 
@@ -255,7 +267,7 @@ def test_long_responses_hold_their_own_places_only() -> None:
     parts.hangs = True
     tickets = iter(GroupTicket(number, 1, 0) for number in range(100))
 
-    async def acquire(actor_id: str, version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket]:
+    async def acquire(actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None) -> list[GroupTicket]:
         wanted.append(want)
         return [next(tickets) for _ in range(want)]
 
@@ -276,3 +288,14 @@ def test_long_responses_hold_their_own_places_only() -> None:
     (groups, places), (more, ones), (most, none) = asyncio.run(scenario())
     assert (groups, places) == (5, 10) and (more, ones) == (9, 9), "one group, of 2 or of 1, waits"
     assert none == 0 and most == 9, "groups without an open response are being verified: there are no more of them than places"
+
+
+def test_what_a_failed_attempt_and_the_engine_sampled_is_told() -> None:
+    parts = Parts(engine=EngineError("no token"))
+    parts.only_greedy_fails = True
+    run(parts, adv_estimator="remax")
+    assert parts.wasted == {0: 10, 1: 10}, "what there was of both requests when they were aborted"
+    assert parts.reports and {(report.told.sampled, report.told.probes) for report in parts.reports} == {(7, 3)}
+    late = Parts(verifier=VerifierError("crash", "gone"))
+    run(late)
+    assert late.wasted == {0: 4, 1: 4}, "two responses of two tokens"

@@ -92,7 +92,8 @@ class Gang:
                 return await work()
             except (LearnerLost, TransferStuck) as error:
                 in_training = blame and self._loop.steps_done == before and isinstance(error, LearnerLost)
-                await self._bring_back(error, blame=in_training)
+                with self._loop.time.during("restarting"):
+                    await self._bring_back(error, blame=in_training)
 
     async def _bring_back(self, error: LearnerLost | TransferStuck, *, blame: bool) -> None:
         reached, self._loop.phase = self._loop.steps_done, "bringing the learner back"

@@ -25,6 +25,7 @@ from async_grpo.durable import FileSum, StorageFailure, Written, reason
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.leftovers import die_with_parent
 from async_grpo.replay.queue import Verdict
+from async_grpo.replay.reports import Report
 from async_grpo.rollout_actor import RolloutActor
 from async_grpo.weights.base import Staged, TokenSequence
 from async_grpo.wire import Buffer, GroupTicket, pack_frames
@@ -41,15 +42,17 @@ class QueueHandle:
     def __init__(self, handle: Any, *, patience_s: float = CALL_TIMEOUT_S) -> None:
         self._handle, self._patience_s = handle, patience_s
 
-    async def acquire(self, actor_id: str, serving_version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket] | None:
-        return await self._call(lambda: self._handle.acquire.remote(actor_id, serving_version, holding, want))
+    async def acquire(
+        self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None = None
+    ) -> list[GroupTicket] | None:
+        return await self._call(lambda: self._handle.acquire.remote(actor_id, version, holding, want, report))
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
         packed = pack_frames(frames)
         return await self._call(lambda: self._handle.put_packed.remote(actor_id, packed))
 
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str) -> None:
-        await self._call(lambda: self._handle.fail.remote(actor_id, tickets, reason))
+    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int] | None = None) -> None:
+        await self._call(lambda: self._handle.fail.remote(actor_id, tickets, reason, tokens))
 
     async def _call(self, ask: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + self._patience_s

@@ -14,6 +14,7 @@ import ray
 
 from async_grpo.cluster.processes import CALL_TIMEOUT_S, queue_died
 from async_grpo.errors import Stalled
+from async_grpo.replay.reports import Report, Spent
 from async_grpo.wire import Batch
 
 REOPEN_TIMEOUT_S = 600.0
@@ -25,6 +26,8 @@ class QueueClient:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+        self.engine_seconds: dict[str, Spent] = {}
+        """Of every actor that told, by the time of the last `metrics`."""
 
     async def get_batch(self, step: int) -> Batch | None:
         return await self._call(self._handle.next_batch.remote(step))
@@ -33,7 +36,12 @@ class QueueClient:
         return await self._call(self._handle.payload.remote(step, group_ids))
 
     async def metrics(self) -> dict[str, float]:
-        return await self._call(self._handle.metrics.remote())
+        """Numbers to log; `engine_seconds` is renewed on the way."""
+        metrics, self.engine_seconds = await self._call(self._handle.measurements.remote())
+        return metrics
+
+    async def tell(self, actor_id: str, report: Report) -> None:
+        await self._call(self._handle.tell.remote(actor_id, report))
 
     async def live(self, version: int, digest: str) -> None:
         await self._call(self._handle.live.remote(version, digest))

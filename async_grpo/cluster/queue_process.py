@@ -20,6 +20,7 @@ from async_grpo.leftovers import die_with_parent
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.recorded import RecordedQueue
 from async_grpo.replay.recovery import JournalSettings, open_queue
+from async_grpo.replay.reports import Spent
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import Batch, unpack_frames
 
@@ -82,6 +83,10 @@ class QueueProcess(ReplayQueue):
             self._ledger.run_epoch, self._ledger.epoch_step = run_epoch + 1, step
             self.begin_segment()
         return str(self.report), self._ledger.run_epoch
+
+    async def measurements(self) -> tuple[dict[str, float], dict[str, Spent]]:
+        """`metrics`, and the time of every engine that told of it."""
+        return await self.metrics(), self._reports.seconds()
 
     async def pid(self) -> int:
         """Process id, for tests and post-mortems."""

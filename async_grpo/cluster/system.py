@@ -19,6 +19,7 @@ import ray
 from async_grpo import stacks
 from async_grpo.algo.filters import FilterRule
 from async_grpo.cluster.actor_manager import ActorManager
+from async_grpo.cluster.engine_times import engine_times, final_reports
 from async_grpo.cluster.evaluation import Done, Evaluations, Rows
 from async_grpo.cluster.exported import Exported
 from async_grpo.cluster.gang import Gang, Origin
@@ -51,6 +52,7 @@ from async_grpo.weights.shared_memory import remove_segments
 
 SPARE_PROCESSES = 1
 POLL_S = 0.1
+ACCOUNTS = ("goodput/", "time/learner/", "time/engine/")
 
 
 class System:
@@ -76,6 +78,8 @@ class System:
         self.model_dir = ""
         self._producing = False
         self.queue_restarts = 0
+        self.engine_times: dict[str, dict[str, float]] = {}
+        """Seconds by cause of every place for an engine, by the time of the last step."""
 
     def connect(self) -> None:
         """Join or start Ray; from the main thread, since Ray installs signal handlers."""
@@ -95,7 +99,7 @@ class System:
 
         idle: returns when no checkpoint is being written. took_back(step): the steps after this one are discarded. show(rows): samples.
         """
-        self._note, self.event_loop = note, asyncio.get_running_loop()
+        self._note, self._log, self.event_loop = note, log, asyncio.get_running_loop()
         remove_segments(self._key, fallback_directory(self._config))  # in the run's own directory those of a start that was killed
         assert self._session is not None, "connect() comes first"
         config, session = self._config, self._session
@@ -173,8 +177,9 @@ class System:
         """Metrics of the newest weights on `total` held-out problems, and some responses; the learner waits."""
         await self.settle()
         self.loop.phase = "evaluating"
-        await self.gang.surviving(self._until_evaluated)
-        return await self.evaluations.everywhere(total)
+        with self.loop.time.during("evaluating"):
+            await self.gang.surviving(self._until_evaluated)
+            return await self.evaluations.everywhere(total)
 
     async def _until_evaluated(self) -> None:
         """Wait for the evaluation that is under way. Its engine comes back to a learner that may have died meanwhile, which shows here."""
@@ -197,9 +202,10 @@ class System:
     async def _save(self, directory: Path) -> tuple[dict[str, Any], Written]:
         await self.loop.finish()
         self.loop.phase = f"writing the checkpoint of step {self.steps_done}"
-        snapshot = await self.queue.snapshot()
-        self._under_way.begin(self.actors.alive(), snapshot)
-        return snapshot, await self.learner.write_checkpoint(str(directory), {"step": self.steps_done, "rows": self.loop.row_state()})
+        with self.loop.time.during("checkpointing"):
+            snapshot = await self.queue.snapshot()
+            self._under_way.begin(self.actors.alive(), snapshot)
+            return snapshot, await self.learner.write_checkpoint(str(directory), {"step": self.steps_done, "rows": self.loop.row_state()})
 
     async def finish_save(self, directory: Path) -> dict[str, FileSum]:
         """Bring what `save` wrote into its directory, while steps go on; all files in it. Raises StorageFailure."""
@@ -217,7 +223,7 @@ class System:
             self.evaluations.cancel()
         if orderly and self._samples is not None:
             await self._samples.finish()
-        results = await asyncio.gather(*([self.queue.close(orderly=orderly)] if self.loop is not None else []), return_exceptions=True)
+        results = await asyncio.gather(*([self._close_queue(orderly=orderly)] if self.loop is not None else []), return_exceptions=True)
         if self.coordinator is not None:
             await self.coordinator.close()
         parts = [part for part in (self.actors, self.learner) if part is not None]
@@ -229,6 +235,18 @@ class System:
         failures = [result for result in results if isinstance(result, BaseException) and not isinstance(result, FaultBudgetSpent)]
         if failures:
             raise failures[0]
+
+    async def _close_queue(self, *, orderly: bool) -> None:
+        """Close it, and after an orderly end log what became of all tokens and of the time: nothing is under way any more."""
+        await self.queue.close(orderly=orderly)
+        if not orderly or not self.loop.time.began:
+            return
+        reports = await final_reports(self.actors.alive())
+        for actor_id, report in reports.items():
+            await self.queue.tell(actor_id, report)
+        metrics = self._with_faults(await self.queue.metrics() | self.loop.time_metrics())
+        self.loop.latest |= (last := {name: value for name, value in metrics.items() if name.startswith(ACCOUNTS)})
+        self._log(self.steps_done, last)
 
     def request_stop(self) -> None:
         """Wait for no more groups and for no evaluation. Safe in a signal handler."""
@@ -310,7 +328,8 @@ class System:
             budget = self._config.cluster.restart_budget
             self._note(f"the replay queue's process died; it was started again from its journal (restart {restarts} of at most {budget})")
             self.queue_restarts = restarts
-        return metrics | self.actors.measurements() | self._under_way.measurements() | {"cluster/learner_restarts": float(self.gang.restarts)}
+        times, self.engine_times = engine_times(self.queue.engine_seconds)
+        return metrics | times | self.actors.measurements() | self._under_way.measurements() | {"cluster/learner_restarts": float(self.gang.restarts)}
 
     def _identity(self) -> str:
         """Digest of everything that a completed group depends on, the weights after the start apart."""
@@ -341,7 +360,7 @@ class System:
             max_num_gen_batches=filters.max_num_gen_batches, shaping=shaping(config, self._weights), filter=rule if filters.enable else None,
             order=config.replay.order, on_stale=config.replay.on_stale, ticket_timeout_s=config.rollout.group_timeout_s,
             max_failed_fraction=config.task.max_bad_fraction,
-            baseline=config.algorithm.adv_estimator == "remax", retire_at=filters.retire_at if filters.enable else None,
+            baseline=config.algorithm.adv_estimator == "remax", mask_truncated=config.algorithm.mask_truncated, retire_at=filters.retire_at if filters.enable else None,
             problem=partial(problem_index, config.seed, self._fingerprint, n=self._problems), problems=self._problems,
             max_frame_bytes=config.wire.max_frame_bytes, trained_steps=steps_done,
         )

@@ -32,10 +32,12 @@ class Skip(NamedTuple):
 
 
 class Put(NamedTuple):
-    """in flight -> ready. The group's frame comes with it."""
+    """in flight -> ready. The group's frame comes with it. tokens: of its responses to train; baseline: of the others."""
 
     group_id: int
     attempt: int
+    tokens: int = 0
+    baseline: int = 0
 
 
 class Reject(NamedTuple):
@@ -44,14 +46,17 @@ class Reject(NamedTuple):
     group_id: int
     attempt: int
     reason: str
+    tokens: int = 0
+    baseline: int = 0
 
 
 class Fail(NamedTuple):
-    """in flight -> waiting, or failed after the last attempt."""
+    """in flight -> waiting, or failed after the last attempt. tokens: what was sampled for it; None if its actor did not say."""
 
     group_id: int
     attempt: int
     reason: str
+    tokens: int | None = None
 
 
 class Expire(NamedTuple):
@@ -82,20 +87,37 @@ class Retire(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """A result that changes no group: `late`, `duplicate` or `invalid`."""
+    """A result that changes no group: `late`, `duplicate`, `abandoned` or `invalid`; with its tokens, where they can be told."""
 
     status: str
     group_id: int
     attempt: int
     actor_id: str
     reason: str
+    tokens: int = 0
+
+
+class Waste(NamedTuple):
+    """An actor gave up an attempt whose ticket had been taken away: no group changes, but its tokens are accounted for."""
+
+    group_id: int
+    attempt: int
+    actor_id: str
+    tokens: int
+
+
+class Sampled(NamedTuple):
+    """What engines have sampled by now: rows of actor id and `tokens.Told`, of the actors that told something new."""
+
+    totals: tuple[tuple[Any, ...], ...]
 
 
 class TakeBatch(NamedTuple):
-    """ready -> training: these groups are learner step `step`."""
+    """ready -> training: these groups are learner step `step`. masked: their tokens that have no weight in the loss."""
 
     step: int
     group_ids: tuple[int, ...]
+    masked: int = 0
 
 
 class Done(NamedTuple):
@@ -115,10 +137,10 @@ class Close(NamedTuple):
     """The run is over: what no step took is unused."""
 
 
-Event = Issue | Skip | Put | Reject | Fail | Expire | Drop | Forfeit | Retire | Refuse | TakeBatch | Done | Live | Close
+Event = Issue | Skip | Put | Reject | Fail | Expire | Drop | Forfeit | Retire | Refuse | Waste | Sampled | TakeBatch | Done | Live | Close
 KINDS: dict[str, type[Event]] = {
     "issue": Issue, "skip": Skip, "put": Put, "reject": Reject, "fail": Fail, "expire": Expire, "drop": Drop, "forfeit": Forfeit,
-    "retire": Retire, "refuse": Refuse, "batch": TakeBatch, "done": Done, "live": Live, "close": Close,
+    "retire": Retire, "refuse": Refuse, "waste": Waste, "sampled": Sampled, "batch": TakeBatch, "done": Done, "live": Live, "close": Close,
 }
 _KIND_OF = {event: kind for kind, event in KINDS.items()}
 
@@ -139,5 +161,7 @@ def from_wire(values: list[Any]) -> Event:
     if kind is None or len(values) != 1 + len(kind._fields):
         raise ValueError(f"{str(values)[:80]} is no event")
     if kind is TakeBatch:
-        return TakeBatch(values[1], tuple(values[2]))
+        return TakeBatch(values[1], tuple(values[2]), values[3])
+    if kind is Sampled:
+        return Sampled(tuple(tuple(row) for row in values[1]))
     return kind(*values[1:])

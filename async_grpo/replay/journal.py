@@ -25,6 +25,7 @@ import asyncio
 import os
 import struct
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ from async_grpo.replay.ledger import Place
 from async_grpo.wire import Buffer
 
 Fsync = Literal["group", "interval", "never"]
-JOURNAL_FORMAT = 5
+JOURNAL_FORMAT = 6
 """Of segments and of the snapshots in them: another number cannot be read."""
 MAX_BODY_BYTES = 2**28
 SUFFIX = ".journal"
@@ -52,6 +53,15 @@ _RECORD_MAGIC = b"\xa7Rec"
 _HEAD = struct.Struct("<4sIQQ")
 _CRC = struct.Struct("<I")
 _RECORD_BYTES = _HEAD.size + _CRC.size
+
+
+def snapshot_facts(identity: str = "", training: str = "", *, start: str = "", from_step: int = 0) -> dict[str, Any]:
+    """What stands beside the ledger in a snapshot of a new run; `recovery.JournalSettings` says what identity, training and start are.
+
+    epoch: number of the start. rolled_to: the step to which this start rolled forward, once its learner has begun with it; an orderly end forgets it.
+    """
+    facts = {"format": JOURNAL_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity, "training": training}
+    return {**facts, "epoch": 0, "from_step": from_step, "rolled_to": None}
 
 
 class JournalError(RunError):

@@ -23,24 +23,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from async_grpo.replay.events import (
-    OVERDUE,
-    Close,
-    Done,
-    Drop,
-    Event,
-    Expire,
-    Fail,
-    Forfeit,
-    Issue,
-    Live,
-    Put,
-    Refuse,
-    Reject,
-    Retire,
-    Skip,
-    TakeBatch,
-)
+from async_grpo.replay import events
+from async_grpo.replay.tokens import Tokens
 from async_grpo.wire import GroupMeta, GroupTicket
 
 RECENT_GROUPS = 8192
@@ -124,21 +108,23 @@ class Ledger:
         """Segment of the journal -> the latest learner step that took a group from it."""
         self.unused: dict[int, Entry] = {}
         """Groups that the end of the run left over: a run that goes on later takes them up again."""
+        self.tokens = Tokens()
         self.changes = 0
         self._recent: OrderedDict[int, tuple[int, State, int | None]] = OrderedDict()  # a dict is slow to find its first entry
         self._apply: dict[type, Callable[..., None]] = {
-            Issue: self._issue, Skip: self._skip, Put: self._put, Reject: self._reject, Fail: self._fail, Expire: self._expire,
-            Drop: self._drop, Forfeit: self._forfeit, Retire: self._retire, Refuse: self._refuse, TakeBatch: self._take_batch,
-            Done: self._done, Live: self._live, Close: self._close_run,
+            events.Issue: self._issue, events.Skip: self._skip, events.Put: self._put, events.Reject: self._reject, events.Fail: self._fail, events.Expire: self._expire,
+            events.Drop: self._drop, events.Forfeit: self._forfeit, events.Retire: self._retire, events.Refuse: self._refuse, events.TakeBatch: self._take_batch,
+            events.Done: self._done, events.Live: self._live, events.Close: self._close_run, events.Waste: lambda event: None, events.Sampled: lambda event: None,
         }
 
     def apply(
-        self, event: Event, *, now: float = 0.0, meta: GroupMeta | None = None, frame: bytes | None = None, place: Place | None = None
+        self, event: events.Event, *, now: float = 0.0, meta: GroupMeta | None = None, frame: bytes | None = None, place: Place | None = None
     ) -> None:
         """Take one step. meta, frame, place: of the group that a Put brings. Raises RuntimeError for what cannot happen in this state."""
-        if type(event) is Put:
+        self.tokens.follow(event, self)
+        if type(event) is events.Put:
             self._put(event, now=now, meta=meta, frame=frame, place=place)
-        elif type(event) is Issue:
+        elif type(event) is events.Issue:
             self._issue(event, now=now)
         else:
             self._apply[type(event)](event)
@@ -149,6 +135,11 @@ class Ledger:
     def newest_version(self) -> int:
         """Largest policy version that can exist: the steps done, the one under way included."""
         return self.steps if self.training_step is None else self.training_step
+
+    @property
+    def training(self) -> dict[int, Entry]:
+        """The groups of the step under way."""
+        return self.slots[State.TRAINING]
 
     @property
     def untrained(self) -> int:
@@ -198,7 +189,7 @@ class Ledger:
 
     # ---- one method per event ----
 
-    def _issue(self, event: Issue, *, now: float) -> None:
+    def _issue(self, event: events.Issue, *, now: float) -> None:
         if event.group_id == self.next_group_id:
             self._expect(event, event.attempt == 1)
             entry = Entry(event.group_id, 1, event.version, State.IN_FLIGHT)
@@ -211,59 +202,59 @@ class Ledger:
         entry.actor_id, entry.issued_at = event.actor_id, now
         self.held.setdefault(event.actor_id, {})[entry.group_id] = entry
 
-    def _skip(self, event: Skip) -> None:
+    def _skip(self, event: events.Skip) -> None:
         self._expect(event, event.group_id == self.next_group_id)
         self.next_group_id += event.count
         self.closed[State.SKIPPED] += event.count
 
-    def _put(self, event: Put, *, now: float, meta: GroupMeta | None, frame: bytes | None, place: Place | None) -> None:
+    def _put(self, event: events.Put, *, now: float, meta: GroupMeta | None, frame: bytes | None, place: Place | None) -> None:
         entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
         self._release(entry)
         entry.meta, entry.frame, entry.place, entry.ready_at = meta, frame, place, now
         self._move(entry, State.READY)
 
-    def _reject(self, event: Reject) -> None:
+    def _reject(self, event: events.Reject) -> None:
         entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
         self._release(entry)
         self._move(entry, State.REJECTED)
         self.rejected[event.reason] += 1
         self.rejected_now[event.reason] += 1
 
-    def _fail(self, event: Fail) -> None:
+    def _fail(self, event: events.Fail) -> None:
         entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
         self._release(entry)
         self.totals["attempts_lost"] += 1
-        self.totals["overdue"] += event.reason == OVERDUE
+        self.totals["overdue"] += event.reason == events.OVERDUE
         entry.failures += 1
         self._move(entry, State.WAITING if entry.failures < self.max_attempts else State.FAILED)
         if entry.state == State.FAILED:
             _count(self.failed, event.reason)
             _count(self.failed_now, event.reason)
 
-    def _expire(self, event: Expire) -> None:
+    def _expire(self, event: events.Expire) -> None:
         entry = self._entry(event, State.READY, attempt=event.attempt)
         self.totals["expirations"] += 1
         self._forget_result(entry)
         entry.failures += 1
         self._move(entry, State.WAITING if entry.failures < self.max_attempts else State.EXPIRED)
 
-    def _drop(self, event: Drop) -> None:
+    def _drop(self, event: events.Drop) -> None:
         entry = self._entry(event, State.READY, attempt=event.attempt)
         self.totals["unreadable"] += 1
         self._forget_result(entry)
         self._move(entry, State.WAITING)
 
-    def _forfeit(self, event: Forfeit) -> None:
+    def _forfeit(self, event: events.Forfeit) -> None:
         self.forfeited.add(event.actor_id)
         self.totals["forfeited"] += len(self.held.get(event.actor_id, ()))
 
-    def _retire(self, event: Retire) -> None:
+    def _retire(self, event: events.Retire) -> None:
         self.retired.add(event.problem)
 
-    def _refuse(self, event: Refuse) -> None:
+    def _refuse(self, event: events.Refuse) -> None:
         self.totals[event.status] += 1
 
-    def _take_batch(self, event: TakeBatch) -> None:
+    def _take_batch(self, event: events.TakeBatch) -> None:
         self._expect(event, self.training_step is None and event.step == self.steps + 1)
         self.training_step = event.step
         for group_id in event.group_ids:
@@ -273,7 +264,7 @@ class Ledger:
         self.rejected_now.clear()
         self.failed_now.clear()
 
-    def _done(self, event: Done) -> None:
+    def _done(self, event: events.Done) -> None:
         self._expect(event, event.step == self.training_step)
         self.steps, self.training_step = event.step, None
         for entry in list(self.slots[State.TRAINING].values()):
@@ -282,14 +273,14 @@ class Ledger:
             self._forget_result(entry)
             self._move(entry, State.TRAINED)
 
-    def _live(self, event: Live) -> None:
+    def _live(self, event: events.Live) -> None:
         self._expect(event, self.live <= event.version <= self.steps)
         self.live = event.version
         for entry in list(self.slots[State.TRAINED].values()):
             if entry.step is not None and entry.step <= event.version:
                 self._close(entry)
 
-    def _close_run(self, event: Close) -> None:
+    def _close_run(self, event: events.Close) -> None:
         self.over = True
         for entry in list(self.entries.values()):
             if entry.state == State.IN_FLIGHT:
@@ -300,12 +291,12 @@ class Ledger:
 
     # ---- bookkeeping ----
 
-    def _entry(self, event: Event, state: State, *, attempt: int | None = None, group_id: int | None = None) -> Entry:
+    def _entry(self, event: events.Event, state: State, *, attempt: int | None = None, group_id: int | None = None) -> Entry:
         entry = self.slots[state].get(event.group_id if group_id is None else group_id)
         self._expect(event, entry is not None and attempt in (None, entry.attempt))
         return entry
 
-    def _expect(self, event: Event, possible: bool) -> None:
+    def _expect(self, event: events.Event, possible: bool) -> None:
         if not possible:
             raise RuntimeError(f"{str(event)[:200]} cannot happen now (step {self.steps}, live {self.live}); this is a bug, please report it")
 
@@ -353,7 +344,7 @@ class Ledger:
         return {
             "first_group_id": self.first_group_id, "next_group_id": self.next_group_id, "steps": self.steps, "live": self.live,
             "training_step": self.training_step, "over": self.over, "max_attempts": self.max_attempts, "failed_before": self.failed_before,
-            "run_epoch": self.run_epoch, "epoch_step": self.epoch_step, "groups": groups, **counters,
+            "run_epoch": self.run_epoch, "epoch_step": self.epoch_step, "groups": groups, **counters, "tokens": self.tokens.snapshot(),
             "retired": sorted(self.retired), "forfeited": sorted(self.forfeited),
             "segment_steps": [list(pair) for pair in self.segment_steps.items()],
         }
@@ -368,6 +359,7 @@ class Ledger:
             getattr(ledger, name).update(snapshot[name])
         ledger.closed = Counter({State(name): count for name, count in snapshot["closed"].items()})
         ledger.retired, ledger.forfeited = set(snapshot["retired"]), set(snapshot["forfeited"])
+        ledger.tokens = Tokens.from_snapshot(snapshot["tokens"])
         ledger.segment_steps = {segment: step for segment, step in snapshot["segment_steps"]}
         for entry in _entries(snapshot["groups"]) if entries is None else entries:
             if entry.state == State.UNUSED:

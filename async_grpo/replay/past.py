@@ -13,7 +13,7 @@ from typing import Any
 
 from async_grpo.replay.events import Event, Put, TakeBatch, from_wire
 from async_grpo.replay.journal import JournalDamage, JournalError, Record, Segment, segments
-from async_grpo.replay.ledger import Entry, Ledger, Place, State
+from async_grpo.replay.ledger import Entry, Ledger, Place
 from async_grpo.replay.lineage import Link, lineage
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import GroupMeta, WireError, decode_meta
@@ -26,6 +26,8 @@ class Past:
         """No more than a snapshot: results are not at hand."""
         self.snapshot, self.ledger = snapshot, Ledger.from_snapshot(snapshot["ledger"])
         self.batches: dict[int, list[int]] = {}
+        self.weighed: dict[int, tuple[int, int]] = {}
+        """Learner step -> tokens of its batch with weight in the loss, and without."""
         self.results: dict[int, Entry] = {}
         """Group -> as it was when its latest result came."""
         self.last: Segment | None = None
@@ -51,18 +53,23 @@ class Past:
         self.snapshot, self.ledger, self.last = segment.snapshot, Ledger.from_snapshot(segment.snapshot["ledger"]), segment
         if taken_back:
             self.batches = {step: ids for step, ids in self.batches.items() if step <= self.ledger.steps}
+            self.weighed = {step: tokens for step, tokens in self.weighed.items() if step <= self.ledger.steps}
         for entry in (*self.ledger.entries.values(), *self.ledger.unused.values()):
             if entry.place is not None:
                 self.results[entry.group_id] = replace(entry)
         if self.ledger.training_step is not None:
-            self.batches[self.ledger.training_step] = sorted(self.ledger.slots[State.TRAINING])
+            self._takes(self.ledger.training_step, sorted(self.ledger.training))
 
     def _note(self, event: Event, place: Place | None, segment: Segment) -> None:
         apply_record(self.ledger, event, place, segment)
         if isinstance(event, Put) and place is not None:
             self.results[event.group_id] = replace(self.ledger.entries[event.group_id])
         if isinstance(event, TakeBatch):
-            self.batches[event.step] = list(event.group_ids)
+            self._takes(event.step, list(event.group_ids))
+
+    def _takes(self, step: int, group_ids: list[int]) -> None:
+        self.batches[step] = group_ids
+        self.weighed[step] = self.ledger.tokens.in_training(group_ids)
 
 
 def find_past(directory: Path, snapshot: dict[str, Any] | None, settings: QueueSettings, identity: str) -> tuple[Past | None, str]:

@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -37,13 +36,15 @@ from async_grpo.replay import events
 from async_grpo.replay.admission import Admission
 from async_grpo.replay.continued import Continued
 from async_grpo.replay.departure import Departure
-from async_grpo.replay.journal import JOURNAL_FORMAT, Writer
+from async_grpo.replay.journal import Writer, snapshot_facts
 from async_grpo.replay.ledger import Entry, Ledger, State
 from async_grpo.replay.no_signal import check_signal
 from async_grpo.replay.pressure import Pressure, batch_metrics
 from async_grpo.replay.recorded import RecordedQueue
+from async_grpo.replay.reports import Report, Reports
 from async_grpo.replay.retirement import Retirement
-from async_grpo.replay.rules import QueueSettings, check_bound, problem_of, rejection
+from async_grpo.replay.rules import QueueSettings, Verdict, check_bound, problem_of, rejection
+from async_grpo.replay.tokens import baseline_tokens, masked_tokens, train_tokens
 from async_grpo.wire import Batch, Buffer, GroupMeta, GroupTicket, WireError, decode_meta, pack_frames, peek_ticket
 
 MAX_SKIPS = 4096
@@ -52,28 +53,6 @@ TICKET_GRACE_S = 5.0
 """An actor watches its own tickets and says why one failed; the queue takes a ticket back only this much later."""
 SLICE_BYTES, SLICE_FRAMES = 2**22, 32
 """What one `put` takes before it lets other calls run."""
-
-
-def snapshot_facts(identity: str = "", training: str = "", *, start: str = "", from_step: int = 0) -> dict[str, Any]:
-    """What stands beside the ledger in a snapshot of a new run; `recovery.JournalSettings` says what identity, training and start are.
-
-    epoch: number of the start. rolled_to: the step to which this start rolled forward, once its learner has begun with it; an orderly end forgets it.
-    """
-    facts = {"format": JOURNAL_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity, "training": training}
-    return {**facts, "epoch": 0, "from_step": from_step, "rolled_to": None}
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one frame of a `put`. The ids are -1 where the frame does not tell them."""
-
-    group_id: int
-    attempt: int
-    status: Literal["accepted", "rejected", "duplicate", "late", "abandoned", "invalid"]
-    reason: str = ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Verdict, (self.group_id, self.attempt, self.status, self.reason)
 
 
 class ReplayQueue:
@@ -90,7 +69,7 @@ class ReplayQueue:
         self._ledger = ledger or Ledger(first_group_id=settings.next_group_id, steps=settings.trained_steps, max_attempts=settings.max_attempts)
         self._retirement = Retirement(settings, self._ledger.retired)
         self._admission = Admission(settings, self._ledger, self._retirement, continued or Continued())
-        self._pressure = Pressure()
+        self._pressure, self._reports = Pressure(), Reports()
         self._departure = Departure(settings, self._ledger, self._admission, self.record)
         self._batch: Batch | None = None
         self._last_batch: dict[str, float] = {}
@@ -99,13 +78,15 @@ class ReplayQueue:
     # ---- rollout actors ----
 
     async def acquire(
-        self, actor_id: str, serving_version: int, holding: Sequence[tuple[int, int]], want: int
+        self, actor_id: str, serving_version: int, holding: Sequence[tuple[int, int]], want: int, report: Report | None = None
     ) -> list[GroupTicket] | None:
         """Tickets for an actor: at most `want`, [] means ask again, None that the run is over or the actor was declared dead.
 
         `holding` are the (group_id, attempt) the actor works on; a recorded ticket that is not among them was lost on the way and
-        is issued again as it was. An actor has one `acquire` at a time, otherwise an answer under way looks lost.
+        is issued again as it was. An actor has one `acquire` at a time, otherwise an answer under way looks lost. `report`: see `tell`.
         """
+        if report is not None:
+            self._reports.tell(actor_id, report)
         ledger, now = self._ledger, self._clock()
         if ledger.over or ledger.steps >= self.settings.total_steps or actor_id in ledger.forfeited:
             return None
@@ -127,7 +108,8 @@ class ReplayQueue:
             verdict = self._take(actor_id, frame)
             verdicts.append(verdict)
             if verdict.status in ("late", "duplicate", "abandoned", "invalid"):
-                self.record(events.Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, events.plain_text(verdict.reason)))
+                reason = events.plain_text(verdict.reason)
+                self.record(events.Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, reason, verdict.tokens))
             taken += len(frame)
             if taken >= SLICE_BYTES or index % SLICE_FRAMES == SLICE_FRAMES - 1:
                 taken = 0
@@ -135,17 +117,20 @@ class ReplayQueue:
         await self._commit()
         return verdicts
 
-    async def fail(self, actor_id: str, tickets: Sequence[GroupTicket], reason: str) -> None:
-        """These groups came to nothing at the actor: they are issued again, or failed after `max_attempts`."""
-        for ticket in tickets:
+    async def fail(self, actor_id: str, tickets: Sequence[GroupTicket], reason: str, tokens: Sequence[int | None] | None = None) -> None:
+        """These groups came to nothing at the actor: they are issued again, or failed after `max_attempts`. tokens: sampled for each."""
+        for ticket, sampled in zip(tickets, tokens or [None] * len(tickets), strict=True):
             entry = self._ledger.held.get(actor_id, {}).get(ticket.group_id)
             if entry is not None and entry.attempt == ticket.attempt:
-                self._lose(entry, reason)
+                self._lose(entry, reason, sampled)
+            elif sampled:
+                self.record(events.Waste(ticket.group_id, ticket.attempt, actor_id, sampled))
 
     async def forfeit(self, actor_id: str) -> None:
         """The process is gone: all its tickets are issued again. Its id gets no ticket any more, should it still be alive."""
         self._admission.forget(actor_id)
         self._pressure.gone(actor_id, now=self._clock())
+        self._note_reports()
         self.record(events.Forfeit(actor_id))
         for entry in self._ledger.held_by(actor_id):
             self._lose(entry, "producer died")
@@ -185,7 +170,9 @@ class ReplayQueue:
             "replay/learner_wait_s": waited,
             "replay/rejected_in_step": float(ledger.rejected_now.total()), "replay/failed_in_step": float(ledger.failed_now.total()),
         }
-        self.record(events.TakeBatch(step, tuple(entry.group_id for entry in chosen)))
+        bound = step - 1 - self.settings.max_staleness if self.settings.on_stale == "mask" else None
+        masked = masked_tokens([entry.meta for entry in chosen], mask_truncated=self.settings.mask_truncated, stale_before=bound)
+        self.record(events.TakeBatch(step, tuple(entry.group_id for entry in chosen), masked))
         await self._commit()
         return self._current_batch()
 
@@ -213,8 +200,13 @@ class ReplayQueue:
             self._facts["rolled_to"] = None
             self.begin_segment()
         if not self._ledger.over:
+            self._note_reports()
             self.record(events.Close())
             await self._commit()
+
+    async def tell(self, actor_id: str, report: Report) -> None:
+        """What an actor's engine did so far, and its process: tokens, and seconds by cause."""
+        self._reports.tell(actor_id, report)
 
     # ---- what others may know ----
 
@@ -239,6 +231,7 @@ class ReplayQueue:
 
     async def metrics(self) -> dict[str, float]:
         """Numbers to log, as `replay/...` paths. Times in seconds, lags in learner steps."""
+        self._note_reports()
         ledger, now = self._ledger, self._clock()
         ready = ledger.slots[State.READY].values()
         out = {f"replay/{name}": float(count) for name, count in (await self.counts()).items()}
@@ -250,7 +243,7 @@ class ReplayQueue:
             "replay/segment_bytes": 0.0 if self._journal is None else float(self._journal.nbytes),
             "replay/journal_syncs": 0.0 if self._journal is None else float(self._journal.syncs),
         }
-        return out | self._pressure.metrics(now) | self._last_batch
+        return out | self._pressure.metrics(now) | ledger.tokens.metrics(ledger) | self._last_batch
 
     # ---- the journal ----
 
@@ -328,8 +321,12 @@ class ReplayQueue:
         for entry in late:
             self._lose(entry, events.OVERDUE)
 
-    def _lose(self, entry: Entry, reason: str) -> None:
-        self.record(events.Fail(entry.group_id, entry.attempt, events.plain_text(reason)))
+    def _lose(self, entry: Entry, reason: str, tokens: int | None = None) -> None:
+        self.record(events.Fail(entry.group_id, entry.attempt, events.plain_text(reason), tokens))
+
+    def _note_reports(self) -> None:
+        if told := self._reports.news(self._ledger.tokens.told):
+            self.record(events.Sampled(told))
 
     # ---- intake ----
 
@@ -338,6 +335,10 @@ class ReplayQueue:
             meta = decode_meta(frame, max_bytes=self.settings.max_frame_bytes)
         except WireError as error:
             return self._refuse(actor_id, peek_ticket(frame), str(error))
+        tokens, baseline = train_tokens(meta), baseline_tokens(meta)
+        return replace(self._judge(actor_id, frame, meta, tokens, baseline), tokens=tokens + baseline)
+
+    def _judge(self, actor_id: str, frame: Buffer, meta: GroupMeta, tokens: int, baseline: int) -> Verdict:
         ticket, ledger = (meta.group_id, meta.attempt), self._ledger
         if meta.run_epoch < ledger.run_epoch and meta.max_version > ledger.epoch_step:
             reason = f"it has tokens of learner steps after {ledger.epoch_step}, which were discarded"
@@ -356,9 +357,9 @@ class ReplayQueue:
         if (retired := self._retirement.retires(meta)) is not None:
             self.record(events.Retire(retired))
         if reason is not None:
-            self.record(events.Reject(*ticket, reason))
+            self.record(events.Reject(*ticket, reason, tokens, baseline))
             return Verdict(*ticket, "rejected", reason)
-        self.record(events.Put(*ticket), meta=meta, frame=bytes(memoryview(frame)))
+        self.record(events.Put(*ticket, tokens, baseline), meta=meta, frame=bytes(memoryview(frame)))
         entry.slow = self._pressure.completed(entry.ready_at - entry.issued_at)
         return Verdict(*ticket, "accepted")
 

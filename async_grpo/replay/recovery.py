@@ -22,10 +22,10 @@ from typing import Any, Literal
 from async_grpo.replay.admission import free_again
 from async_grpo.replay.continued import Beginning, Continued, choose, told
 from async_grpo.replay.events import Drop
-from async_grpo.replay.journal import JOURNAL_FORMAT, Fsync, JournalDamage, JournalError, Segment, Writer, segments
+from async_grpo.replay.journal import JOURNAL_FORMAT, Fsync, JournalDamage, JournalError, Segment, Writer, segments, snapshot_facts
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.past import Past, Results, apply_record, event_of, find_past
-from async_grpo.replay.queue import ReplayQueue, snapshot_facts
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rewind import Report, forward, obstacle, rewind
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import WireError
@@ -66,6 +66,8 @@ def open_queue(
         _check_snapshot(snapshot, settings)
     if journal is None:
         ledger, report = (None, None) if snapshot is None else rewind(Past(snapshot), settings, why="there is no journal")
+        if ledger is not None:
+            ledger.tokens.new_actors(over=False)
         return ReplayQueue(settings, ledger=ledger, clock=clock, report=report)
     directory = Path(journal.directory)
     try:
@@ -148,6 +150,8 @@ def _resume(
     elif snapshot is not None:
         facts["epoch"] = snapshot["epoch"] + 1
         ledger, report = rewind(Past(snapshot), settings, why=note)
+    if ledger is not None and (past is None or past.snapshot["start"].partition(".")[0] != journal.start.partition(".")[0]):
+        ledger.tokens.new_actors(over=past is not None and past.ledger.over)
     if note:
         report = report or Report()
         report.note = note

@@ -14,7 +14,7 @@ never replaced by another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from async_grpo.replay.ledger import Entry, Ledger, State
@@ -116,18 +116,27 @@ def rewind(past: Past, settings: QueueSettings, *, results: Results | None = Non
     then = {"steps": step, "live": step, "training_step": None, "closed": +closed, "max_attempts": settings.max_attempts}
     if end.newest_version > step or past.notes or past.last is None:
         then |= {"run_epoch": end.run_epoch + 1, "epoch_step": step}
-    ledger = _started_again(end, then, kept)
+    lost_steps = [tokens for after, tokens in past.weighed.items() if step < after <= end.steps]
+    if end.training_step is not None and end.training_step <= step:  # the learner had finished it, and the queue had not heard
+        trained, masked = end.tokens.in_training(end.training)
+        lost_steps.append((-trained, -masked))
+    ledger = _started_again(end, then, kept, lost=lost_steps)
     report.ready = len(ledger.slots[State.READY])
     return ledger, report
 
 
-def _started_again(end: Ledger, then: dict[str, object], entries: Iterable[Entry]) -> Ledger:
-    """Actors, counters of now and faults are of one start of the run; whoever mended the data must not be stopped by old failures."""
+def _started_again(end: Ledger, then: dict[str, object], entries: Sequence[Entry], *, lost: Iterable[tuple[int, int]] = ()) -> Ledger:
+    """Actors, counters of now and faults are of one start of the run; whoever mended the data must not be stopped by old failures.
+
+    lost: tokens, with weight and without, of each learner step that is taken back; below 0 for one that is trained after all.
+    """
     fresh = {
         "over": False, "forfeited": [], "rejected_now": {}, "failed_now": {}, "failed": {}, "failed_before": end.closed[State.FAILED],
         "totals": {name: count for name, count in end.totals.items() if name != "restarts"},
     }
-    return Ledger.from_snapshot({**end.snapshot(), **fresh, **then}, entries=entries)
+    ledger, lost = Ledger.from_snapshot({**end.snapshot(), **fresh, **then}, entries=entries), list(lost)
+    ledger.tokens.taken_over(entries, trained=sum(tokens for tokens, _ in lost), masked=sum(tokens for _, tokens in lost))
+    return ledger
 
 
 def _taken_over(entry: Entry, step: int, settings: QueueSettings, results: Results | None, report: Report) -> Entry:

@@ -37,7 +37,8 @@ class Outstanding(Protocol):
 class QueueSettings:
     """What the queue needs to know of a run; plain values that can be pickled. `trained_steps` and `next_group_id` are where it starts.
 
-    `filter` None rejects nothing. `baseline`: every group carries one greedy response beside those to train. `ticket_timeout_s`: a group in
+    `filter` None rejects nothing. `baseline`: every group carries one greedy response beside those to train. `mask_truncated`: responses
+    that were cut off have no weight in the loss. `ticket_timeout_s`: a group in
     flight for longer is issued again; None waits for ever. `max_failed_fraction`: the run ends when more groups failed for good. With
     `retire_at`, a problem whose group was answered right at that rate or better is posed no more: `problem(group_id)` is its index below
     `problems`, and in every run of `problems` ids that starts at a multiple of it each problem occurs once. Raises ValueError where they
@@ -57,6 +58,7 @@ class QueueSettings:
     ticket_timeout_s: float | None = None
     max_failed_fraction: float = 1.0
     baseline: bool = False
+    mask_truncated: bool = False
     retire_at: float | None = None
     problem: Callable[[int], int] | None = None
     problems: int = 0
@@ -83,6 +85,20 @@ class QueueSettings:
     def total_groups(self) -> int:
         """Groups that the whole run trains."""
         return self.total_steps * self.rollout_batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one frame of a `put`. The ids are -1 where the frame does not tell them."""
+
+    group_id: int
+    attempt: int
+    status: Literal["accepted", "rejected", "duplicate", "late", "abandoned", "invalid"]
+    reason: str = ""
+    tokens: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Verdict, (self.group_id, self.attempt, self.status, self.reason, self.tokens)
 
 
 def fair_share(actor_id: str, wants: Mapping[str, int], in_flight: Mapping[str, int], *, free: int) -> int:
