@@ -4,8 +4,8 @@ Runs in: the driver, and simulations. Hides the model. With R groups per learner
 Little's law (what is there at a time = rate x time in the system) where it says so:
 
     learner     X_L = R / (time of a step that waits for nothing)
-    engines     X_E = X / (share of the places for groups that are taken), places = actors x groups that one works on at a time, and
-                taken = rate of completions x (time to generate + time to verify)    (Little)
+    engines     X_E = X / (share of the places that are taken), places = actors x groups that one generates at a time, and
+                taken = rate of completions x time that a group takes a place: each response takes its own until it ends    (Little)
     verifiers   X_V = X while more responses wait for a verdict than there are workers    (Little), else no limit
     slots       X_S = X (K' + 1) / (K + 1) with another bound K': every group holds one of (K + 1) R slots for a time that the slowest decide
 
@@ -32,7 +32,9 @@ MUCH = 0.15
 """Share of the time of learner or engines that publications may take."""
 AT_MOST = 4
 """Advice never changes a number by more than this factor: what lies beyond was not measured."""
-RATES = ("rollout/generate_s", "rollout/verify_s", "replay/ready_wait_s")
+RATES = (
+    "rollout/generate_s", "rollout/verify_s", "rollout/response_length", "rollout/tokens_per_s_per_response", "replay/ready_wait_s",
+)
 DONE = ("replay/trained", "replay/training", "replay/ready", "replay/rejected", "replay/expired", "replay/expirations")
 """States and counters of groups that came out of the engines."""
 TIMES = ("time/learner/", "time/engine/")
@@ -41,7 +43,8 @@ MIN_STEPS, MIN_S = 5, 5.0
 
 @dataclass(frozen=True)
 class Setup:
-    """What the model needs to know of a configuration. `places`: groups that one rollout actor works on at a time."""
+    """What the model needs to know of a configuration. places: groups that one rollout actor has room for; whole: a group keeps its place
+    until its last response is verified, otherwise each response keeps its own until it ends."""
 
     batch: int
     max_staleness: int
@@ -49,7 +52,8 @@ class Setup:
     ranks: int
     workers: int
     responses: int
-    places: int
+    places: float
+    whole: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Setup:
@@ -57,7 +61,7 @@ class Setup:
         return cls(
             batch=config.rollout.rollout_batch_size, max_staleness=config.replay.max_staleness, every_steps=config.weight_sync.every_steps,
             ranks=config.learner.ranks, workers=config.task.verifier.workers, responses=responses,
-            places=-(-config.cluster.engine.max_num_seqs // responses) + 1,
+            places=config.cluster.engine.max_num_seqs / responses,
         )
 
 
@@ -85,18 +89,21 @@ class Interval:
     actors: float
     generate_s: float
     verify_s: float
+    response_s: float
+    """What a response takes on average."""
     ready_wait_s: float
 
     @classmethod
     def between(cls, first: Mapping[str, float], last: Mapping[str, float], means: Mapping[str, float], *, steps: int, batch: int) -> Interval:
         """first, last: metrics of two learner steps, `steps` apart; means: of `RATES`, over the steps between."""
+        speed, generate_s = means["rollout/tokens_per_s_per_response"], means["rollout/generate_s"]
         learner, seconds = _shares(first, last, "time/learner/")
         engine, _ = _shares(first, last, "time/engine/")
         completed = sum(last.get(name, 0.0) - first.get(name, 0.0) for name in DONE)
         return cls(
             rate=steps * batch / seconds, completed=max(completed, steps * batch) / seconds, learner=learner, engine=engine,
-            actors=max(last["cluster/rollout_actors"], 1.0), generate_s=means["rollout/generate_s"], verify_s=means["rollout/verify_s"],
-            ready_wait_s=means["replay/ready_wait_s"],
+            actors=max(last["cluster/rollout_actors"], 1.0), generate_s=generate_s, verify_s=means["rollout/verify_s"],
+            response_s=means["rollout/response_length"] / speed if speed else generate_s, ready_wait_s=means["replay/ready_wait_s"],
         )
 
 
@@ -136,8 +143,8 @@ def _starved(setup: Setup, seen: Interval) -> Verdict | None:
         return _publications(setup, seen, paused, f"{idle}: engines stand still for weights {paused:.0%} of their time")
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
     if waiting > setup.workers * seen.actors and seen.verify_s > seen.generate_s / 3:
-        engines = seen.actors * setup.places / seen.generate_s * seen.rate / seen.completed
-        factor = min(limit / seen.rate, engines / seen.rate, AT_MOST)
+        generating = seen.completed * (seen.generate_s if setup.whole else seen.response_s) / (seen.actors * setup.places)
+        factor = min(limit / seen.rate, 1 / generating, AT_MOST)
         workers = math.ceil(setup.workers * factor)
         return _verdict(
             "verifier", f"{idle}: a group waits {seen.verify_s:.2g} s for its verdict and is generated in {seen.generate_s:.2g} s", seen,
@@ -190,7 +197,8 @@ def _publications(setup: Setup, seen: Interval, share: float, why: str) -> Verdi
 
 def _taken(setup: Setup, seen: Interval) -> float:
     """Share of the places for groups at the engines that are taken, by Little's law."""
-    return seen.completed * (seen.generate_s + seen.verify_s) / (seen.actors * setup.places)
+    taken_s = seen.generate_s + seen.verify_s if setup.whole else seen.response_s
+    return seen.completed * taken_s / (seen.actors * setup.places)
 
 
 def _engines_limit(setup: Setup, seen: Interval) -> float:

@@ -115,7 +115,7 @@ class Scenario:
         """What a verdict needs to know of it; the learner counts as one rank."""
         return Setup(
             batch=self.rollout_batch_size, max_staleness=self.max_staleness, every_steps=self.publish_every, ranks=1, workers=self.verifiers,
-            responses=self.group_size, places=self.slots,
+            responses=self.group_size, places=self.slots, whole=True,
         )
 
     def advised(self, advice: Mapping[str, int]) -> Scenario:
