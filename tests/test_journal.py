@@ -130,7 +130,11 @@ class Story:
     touched: set[int] = field(default_factory=set)
 
     def open(self) -> ReplayQueue:
-        return open_queue(self.settings, self.journal, snapshot=self.checkpoint and self.checkpoint.snapshot)
+        before = {*segments(self.directory)}
+        try:
+            return open_queue(self.settings, self.journal, snapshot=self.checkpoint and self.checkpoint.snapshot)
+        finally:
+            self.touched |= {*segments(self.directory)} - before  # one that it began may have the number of one of the story
 
     def write(self, files: dict[int, bytes]) -> None:
         """Make the directory hold these files, and no others."""
@@ -147,7 +151,7 @@ async def busy_life(directory: Path, seed: int) -> Life:
     """A short life that is left with a batch in training, groups ready, and a checkpoint some segments ago."""
     for attempt in range(100):
         life = Life(directory / str(attempt), 100 * seed + attempt, rollout_batch_size=2, max_staleness=2)
-        life.forgets, life.journal = False, replace(life.journal, segment_bytes=3500)
+        life.forgets, life.journal = False, replace(life.journal, segment_bytes=2500)
         await life.die()
         for _ in range(70):
             await life.call()

@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -44,7 +43,7 @@ from async_grpo.replay.recorded import RecordedQueue
 from async_grpo.replay.reports import Report, Reports
 from async_grpo.replay.retirement import Retirement
 from async_grpo.replay.rules import QueueSettings, Verdict, check_bound, problem_of, rejection
-from async_grpo.replay.tokens import baseline_tokens, masked_tokens, train_tokens
+from async_grpo.replay.tokens import masked_tokens, token_counts
 from async_grpo.wire import Batch, Buffer, GroupMeta, GroupTicket, WireError, decode_meta, pack_frames, peek_ticket
 
 MAX_SKIPS = 4096
@@ -105,11 +104,11 @@ class ReplayQueue:
         """Take finished groups; one verdict each, in order. Idempotent on (group_id, attempt); every frame is copied."""
         verdicts, taken = [], 0
         for index, frame in enumerate(frames):
-            verdict = self._take(actor_id, frame)
+            verdict, tokens = self._take(actor_id, frame)
             verdicts.append(verdict)
             if verdict.status in ("late", "duplicate", "abandoned", "invalid"):
                 reason = events.plain_text(verdict.reason)
-                self.record(events.Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, reason, verdict.tokens))
+                self.record(events.Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, reason, tokens))
             taken += len(frame)
             if taken >= SLICE_BYTES or index % SLICE_FRAMES == SLICE_FRAMES - 1:
                 taken = 0
@@ -330,13 +329,14 @@ class ReplayQueue:
 
     # ---- intake ----
 
-    def _take(self, actor_id: str, frame: Buffer) -> Verdict:
+    def _take(self, actor_id: str, frame: Buffer) -> tuple[Verdict, int]:
+        """What becomes of the frame, and its tokens."""
         try:
             meta = decode_meta(frame, max_bytes=self.settings.max_frame_bytes)
         except WireError as error:
-            return self._refuse(actor_id, peek_ticket(frame), str(error))
-        tokens, baseline = train_tokens(meta), baseline_tokens(meta)
-        return replace(self._judge(actor_id, frame, meta, tokens, baseline), tokens=tokens + baseline)
+            return self._refuse(actor_id, peek_ticket(frame), str(error)), 0
+        tokens, baseline = token_counts(meta)
+        return self._judge(actor_id, frame, meta, tokens, baseline), tokens + baseline
 
     def _judge(self, actor_id: str, frame: Buffer, meta: GroupMeta, tokens: int, baseline: int) -> Verdict:
         ticket, ledger = (meta.group_id, meta.attempt), self._ledger

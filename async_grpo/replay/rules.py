@@ -95,10 +95,9 @@ class Verdict:
     attempt: int
     status: Literal["accepted", "rejected", "duplicate", "late", "abandoned", "invalid"]
     reason: str = ""
-    tokens: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Verdict, (self.group_id, self.attempt, self.status, self.reason, self.tokens)
+        return Verdict, (self.group_id, self.attempt, self.status, self.reason)
 
 
 def fair_share(actor_id: str, wants: Mapping[str, int], in_flight: Mapping[str, int], *, free: int) -> int:

@@ -46,14 +46,10 @@ class Told(NamedTuple):
     reprefilled: int = 0
 
 
-def train_tokens(meta: GroupMeta) -> int:
-    """Tokens of the responses to train."""
-    return sum(row.length for row in rows_to_train(meta))
-
-
-def baseline_tokens(meta: GroupMeta) -> int:
-    """Tokens of the greedy responses."""
-    return sum(row.length for row in meta.rows) - train_tokens(meta)
+def token_counts(meta: GroupMeta) -> tuple[int, int]:
+    """Tokens of the responses to train, and of the greedy ones."""
+    train = sum([row.length for row in meta.rows if row.role == "train"])
+    return train, sum([row.length for row in meta.rows]) - train
 
 
 def masked_tokens(metas: Iterable[GroupMeta], *, mask_truncated: bool, stale_before: int | None) -> int:
@@ -139,7 +135,7 @@ class Tokens:
     def taken_over(self, entries: Iterable[Entry], *, trained: int = 0, masked: int = 0) -> None:
         """The run starts again with these groups; of what was trained, so many tokens were taken back. What is gone is generated again."""
         before = sum(self.results.values()) + trained + masked
-        self.results = {entry.group_id: train_tokens(entry.meta) for entry in entries if entry.meta is not None}
+        self.results = {entry.group_id: token_counts(entry.meta)[0] for entry in entries if entry.meta is not None}
         self.totals.subtract(trained=trained, masked=masked)
         self.totals["regenerated"] += max(before - sum(self.results.values()), 0)
 
