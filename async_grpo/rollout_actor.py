@@ -200,7 +200,8 @@ class RolloutActor:
     async def health(self) -> dict[str, float]:
         """Counters since the start; raises when the engine is dead."""
         await self._engine.check()
-        return {name: float(value) for name, value in self._counts.items()} | {"in_flight": float(len(self._groups))}
+        sampled = {f"sampled_{purpose}": float(tokens) for purpose, tokens in self._engine.sampled.items()}
+        return {name: float(value) for name, value in self._counts.items()} | {"in_flight": float(len(self._groups))} | sampled
 
     async def status(self) -> dict[str, Any]:
         """What it serves, what is in flight with stage and ages in seconds (oldest first), and who verifies, for post-mortems."""

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(280)
 
 def settings(home: Path, model: str) -> Config:
     return Config.model_validate({
-        "seed": 11, "run": {"name": "goodput", "dir": str(home / "run"), "total_steps": STEPS}, "model": {"path": model},
+        "seed": 11, "run": {"name": "goodput", "dir": str(home / "run"), "total_steps": 2 * STEPS}, "model": {"path": model},
         "task": {"name": "tests.mixed_task:Mixed"},
         "rollout": {"rollout_batch_size": BATCH, "group_size": 4, "prompt_length": 32, "response_length": 80},
         "algorithm": {"adv_estimator": "remax", "use_kl_loss": False, "mask_truncated": True},
@@ -38,14 +38,14 @@ def settings(home: Path, model: str) -> Config:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
-    """One run to its end, with an evaluation and a checkpoint on the way."""
+    """One run that is stopped half way, while groups are under way, with evaluations and a checkpoint."""
     home = tmp_path_factory.mktemp("goodput")
     config, told = settings(home, write_model(home / "model")), {}
     with open(home / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
         trainer.start()
         began = time.monotonic()
         trainer.evaluate()
-        trainer.train()
+        trainer.train(steps=STEPS)
         trainer.evaluate()
         told["wall"] = time.monotonic() - began
         told["learner"] = asyncio.run_coroutine_threadsafe(_seconds(trainer), trainer._loop).result(timeout=60)
@@ -54,6 +54,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
 
         async def overhear(actor_id, report):
             told["report"], told["engine_wall"] = report, time.time() - report.began
+            told["health"] = await system.actors.alive()[0].handle.health.remote()
             await tell(actor_id, report)
 
         system.queue.tell = overhear
@@ -84,6 +85,8 @@ def test_what_the_engine_sampled_is_what_became_of_groups_probes_and_evaluations
     last, told = story["lines"][-1], story["report"].told
     found = places(last)
     assert told.sampled == last["goodput/generated"], "vLLM counted them one by one; the queue knows the groups that arrived"
+    requests = {purpose: int(story["health"][f"sampled_{purpose}"]) for purpose in ("rollouts", "probes", "evaluated")}
+    assert sum(requests.values()) == told.sampled, "the same, request by request, those that were aborted at the end too"
     assert (found["probes"], found["evaluated"]) == (told.probes, told.evaluated) and told.probes > 0 and told.evaluated > 0
     evaluated = [line for line in story["lines"] if "eval/problems" in line]
     assert len(evaluated) == 2
@@ -93,6 +96,9 @@ def test_what_the_engine_sampled_is_what_became_of_groups_probes_and_evaluations
         for row in meta.rows if meta is not None else ():
             trained = "masked" if row.finish_reason == "length" else "trained"
             in_groups["baseline" if row.role == "baseline" else trained if record.state == State.TRAINED else "unused"] += row.length
+    aborted = requests["rollouts"] - sum(in_groups.values())
+    assert aborted > 0, "something was under way when the run was stopped"
+    in_groups["unused"] += aborted
     assert in_groups == {place: found[place] for place in in_groups}, "the groups in the journal, row by row"
     assert min(found[place] for place in ("trained", "masked", "baseline")) > 0
     assert {place for place, tokens in found.items() if tokens} <= {*in_groups, "probes", "evaluated"}, "nothing is held, lost or under way"

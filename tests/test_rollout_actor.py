@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from async_grpo.config.schema import Config
 from async_grpo.engine import Completion, EngineError, Sampling
+from async_grpo.engine_requests import CountedRequests
 from async_grpo.errors import VerifierFailed
 from async_grpo.replay.queue import Verdict
 from async_grpo.replay.reports import Report
@@ -299,3 +302,36 @@ def test_what_a_failed_attempt_and_the_engine_sampled_is_told() -> None:
     late = Parts(verifier=VerifierError("crash", "gone"))
     run(late)
     assert late.wasted == {0: 4, 1: 4}, "two responses of two tokens"
+
+
+def test_a_request_that_is_cancelled_is_counted_as_far_as_it_came() -> None:
+    """What vLLM's front end keeps of three responses to one prompt: one has ended, one gets another token while the abort is under way."""
+    parent = SimpleNamespace(output_aggregator=[SimpleNamespace(token_ids=[1, 2, 3]), None, None])
+    states = {name: SimpleNamespace(parent_req=parent, detokenizer=SimpleNamespace(output_token_ids=[1] * size)) for name, size in (("b", 2), ("c", 5))}
+    processor = SimpleNamespace(request_states=states, external_req_ids={"p0": ["b", "c"]})
+
+    async def generate(prompt: object, params: object, name: str) -> AsyncIterator[object]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            processor.request_states.pop("b").detokenizer.output_token_ids.append(7)
+            processor.external_req_ids.clear()
+        yield
+
+    async def scenario() -> CountedRequests:
+        requests = CountedRequests()
+        for purpose in ("rollouts", "evaluated"):
+            task = asyncio.create_task(requests.final(SimpleNamespace(generate=generate, output_processor=processor), {}, None, "p0", purpose))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert task.cancelled()
+            processor.request_states = {}
+            states.clear()
+            processor.request_states["b"] = SimpleNamespace(parent_req=None, detokenizer=SimpleNamespace(output_token_ids=[1]))
+            processor.external_req_ids["p0"] = ["b"]
+        return requests
+
+    requests = asyncio.run(scenario())
+    assert requests.sampled == {"rollouts": 3 + 3 + 5, "evaluated": 2}
+    assert requests.cut_off == {"p0": 11}
