@@ -18,10 +18,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import parameter as ray_parameter
 from ray._private import ray_constants
 from ray._private import state as ray_state
 from ray._private import utils as ray_utils
@@ -60,7 +62,8 @@ class Session:
                 cpus = max(os.cpu_count() or 1, processes)
                 # Ray replaces a loopback address by the machine's own unless it believes that it cannot form clusters.
                 ray_constants.ENABLE_RAY_CLUSTER = False
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+                with _few_processes():
+                    ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
         return cls(local=not joined)
 
     def nodes(self) -> list[Node]:
@@ -203,6 +206,17 @@ def _own_sigterm() -> Iterator[None]:
         ray_utils.set_sigterm_handler = install
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # in front of the one of Ray's C++ part, which prints a stack
+
+
+@contextmanager
+def _few_processes() -> Iterator[None]:
+    """A cluster of this machine alone never grows, and nobody reads its logs through the driver: start no autoscaler and no log monitor."""
+    usual = ray_parameter.RayParams
+    ray_parameter.RayParams = partial(usual, include_log_monitor=False, no_monitor=True)
+    try:
+        yield
+    finally:
+        ray_parameter.RayParams = usual
 
 
 @ray.remote
