@@ -128,7 +128,10 @@ class _Taken(Popen):
 
 def main(parent: int, tracker: int, pipe: int, modules: Sequence[str]) -> None:
     """The process: import, wait, and become what the parent says."""
+    import setproctitle
+
     die_with_parent(parent)
+    setproctitle.getproctitle()  # finds where the title goes, between arguments and environment as they were at the start
     for name in modules:
         importlib.import_module(name)
     facts = json.loads(_read(pipe, int.from_bytes(_read(pipe, _LENGTH_BYTES), "little")))

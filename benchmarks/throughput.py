@@ -8,8 +8,8 @@
 
 Overlap efficiency is the tokens per second of a run over those of the slower of the two bare parts. Net: the CPU seconds of all processes
 but learner and engine are taken from the time of the run, an equal share from each core. All parts are measured once per round. With
-`--out`, rows that are in the file already are not measured again, so that a long measurement can be made in pieces. `--model` names a random
-model of `benchmarks.tails`; without it the configuration's own is used.
+`--out`, rows that are in the file already are not measured again, so that a long measurement can be made in pieces (with `--keep`, as the
+learner repeats what a run recorded). `--model` names a random model of `benchmarks.tails`; without it the configuration's own is used.
 """
 
 from __future__ import annotations
@@ -204,6 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="a tiny model, one run of few steps: shows that it runs, not how fast")
     parser.add_argument("--out", type=Path, help="where the JSON goes; rows in it are not measured again")
+    parser.add_argument("--keep", type=Path, help="where models and runs are kept, for a measurement in pieces; by default nowhere")
     parser.add_argument("--docs", type=Path, help="a file whose tables between the markers are replaced")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args(argv)
@@ -211,7 +212,8 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.out and arguments.out.exists():
         results = json.loads(arguments.out.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
-        directory, settings = Path(temporary), list(arguments.overrides)
+        directory, settings = arguments.keep or Path(temporary), list(arguments.overrides)
+        directory.mkdir(parents=True, exist_ok=True)
         model = SMOKE if arguments.smoke else MODELS.get(arguments.model)
         if model is not None:
             settings.append(f"model.path={model.write(directory / model.name)}")

@@ -71,7 +71,7 @@ LIBRARIES = {
     "weights.shared_memory": "torch numpy",  # a learner on CPU does without vLLM
     "engine": "vllm numpy transformers",
     "engine_requests": "vllm",
-    "engine_process": "",
+    "engine_process": "setproctitle",  # which vLLM brings
     "learner": "torch deepspeed transformers peft numpy safetensors",
     "checkpoint": "",
     "provenance": "transformers",  # the tokenizer

@@ -16,14 +16,20 @@ from async_grpo import engine_process
 from async_grpo.engine_process import ENGINE_CORE, EarlyProcess
 
 CORE = min(os.sched_getaffinity(0))
+TITLE = "VLLM::EngineCore"
+"""What vLLM calls the process, by which people and tests find it."""
 
 
 def report(path: str) -> None:
     """What a child is: who, since when it knows a module, on which cores, with which environment."""
     import tempfile
 
+    import setproctitle
+
+    setproctitle.setproctitle(TITLE)
     facts = [os.getpid(), "colorsys" in sys.modules, sorted(os.sched_getaffinity(0)), os.environ.get("EARLY_TEST"), tempfile.gettempdir()]
-    Path(path).write_text(repr([*facts, os.environ.get("PYTHONPATH")]))
+    title = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode()
+    Path(path).write_text(repr([*facts, os.environ.get("PYTHONPATH"), title]))
 
 
 def spawned(path: Path, *, name: str = ENGINE_CORE) -> tuple[int, list]:
@@ -62,7 +68,7 @@ def test_enginecore_is_the_process_that_was_started_early(early: EarlyProcess, t
     with early.offered():
         pid, found = spawned(tmp_path / "report")
     assert pid == early.pid
-    assert found == [pid, True, [CORE], "set after it was started", str(tmp_path), os.environ.get("PYTHONPATH")]
+    assert found == [pid, True, [CORE], "set after it was started", str(tmp_path), os.environ.get("PYTHONPATH"), TITLE]
     assert is_gone(pid)
 
 
