@@ -54,6 +54,15 @@ def test_plain_step_lines_are_rare_and_complete() -> None:
     )
 
 
+def test_a_verdict_is_a_line_when_it_is_another_one_and_every_half_minute() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, clock=clock)
+    for second in range(70):
+        clock.now = 100.0 + second
+        console.verdict(kind="learner" if second < 20 else "engines", text=f"at {second}")
+    assert stream.getvalue().splitlines() == [f"verdict: at {second}" for second in (0, 20, 50)]
+
+
 def test_plain_output_has_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     stream = io.StringIO()

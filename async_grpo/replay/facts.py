@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from async_grpo.replay.history import GroupRecord, History, Start, Unlisted
 from async_grpo.replay.journal import segment_path, segments
-from async_grpo.replay.ledger import State
+from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.rules import rows_to_train
+from async_grpo.replay.tokens import PLACES
 from async_grpo.wire import GroupMeta, WireError
 
 Facts = dict[str, Any]
@@ -152,8 +153,14 @@ def ledger_facts(history: History) -> Facts:
         "starts": [{"epoch": start.epoch, "step": start.step} for start in history.starts], "issued": ledger.issued,
         "listed_steps": listed_steps(history), "unlisted": dict(history.unlisted),
         "states": ledger.counts(), "rejected": dict(ledger.rejected), "failed": dict(ledger.failed), "totals": dict(ledger.totals),
-        "retired": len(ledger.retired), "notes": history.notes,
+        "retired": len(ledger.retired), "tokens": _tokens_by_place(ledger), "notes": history.notes,
     }
+
+
+def _tokens_by_place(ledger: Ledger) -> dict[str, int]:
+    """What became of the response tokens (`tokens`); the sum first."""
+    found = ledger.tokens.metrics(ledger)
+    return {place: int(found[f"goodput/{place}"]) for place in ("generated", *PLACES)}
 
 
 def listed_steps(history: History) -> tuple[int, int] | None:
@@ -197,6 +204,7 @@ def ledger_rows(history: History) -> list[tuple[str, str]]:
         ("lost", _listed({name: totals[name] for name in ("attempts_lost", "forfeited", "overdue", "expirations", "unreadable")})),
         ("refused", _listed({name: totals[name] for name in ("late", "duplicate", "abandoned", "invalid")})),
         ("", _last_refusal(history)),
+        ("tokens", _listed(_tokens_by_place(ledger))),
         ("retired", many(len(ledger.retired), "problem") if ledger.retired else ""),
         *[("note", note) for note in (*history.notes, *why_unlisted(history))],
     ]
