@@ -146,8 +146,8 @@ class Console:
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
         """Announce a phase of the start or the end, and print its seconds when the block is left."""
-        started, over = self._clock(), threading.Event()
-        self.progress.enter(text)
+        started, over, progress = self._clock(), threading.Event(), self.progress  # another run may begin inside
+        progress.enter(text)
         if self._terminal:
             self._screen.follow(lambda: self.progress.facts())
         else:
@@ -159,7 +159,7 @@ class Console:
             failed = False
         finally:
             over.set()
-            self.event("phase", begin=self.progress.leave(text), text=text, failed=failed)
+            self.event("phase", begin=progress.leave(text), text=text, failed=failed)
             seconds = f"{'failed after ' if failed else ''}{self._clock() - started:.1f} s"
             self._screen.print(f"{text} ... {seconds}", style="red" if failed else None)
 

@@ -24,11 +24,14 @@ _SOURCE = str(Path(__file__).resolve().parents[1])
 def report_on(config: Config, console: Console, tracker: Tracker) -> None:
     """Write the report of a run that has ended, say where it is, and let the tracker send it. A run without a learner step has none."""
     run_dir = Path(config.run.dir)
-    if config.tracking.report and last_logged_step(run_dir):
-        written, line = write_report(run_dir)
-        console.info(line)
-        if written is not None:
-            tracker.log_artifact(written)
+    try:
+        if config.tracking.report and last_logged_step(run_dir):
+            written, line = write_report(run_dir)
+            console.info(line)
+            if written is not None:
+                tracker.log_artifact(written)
+    except Exception as error:  # noqa: BLE001 - what comes after it, the end of the MLflow run, must come
+        console.error(_failed(str(error) or type(error).__name__, run_dir))
 
 
 def write_report(run_dir: Path) -> tuple[Path | None, str]:

@@ -93,6 +93,15 @@ def test_phases_report_seconds_and_failures() -> None:
     ]  # fmt: skip
 
 
+def test_a_run_may_begin_inside_a_phase() -> None:
+    console = Console(io.StringIO())
+    with console.phase("everything"):
+        progress = console.begin_run()
+        with console.phase("inside"):
+            assert progress.facts()["phase"] == "inside"
+    assert console.progress is progress and progress.facts()["phase"] == "starting"
+
+
 def test_evaluations_and_checkpoints_print_no_step_line() -> None:
     stream = io.StringIO()
     console = Console(stream, clock=Clock())

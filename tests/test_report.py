@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from async_grpo.config.schema import Config, Model, Run, Tracking
 from async_grpo.console import Console
 from async_grpo.replay.recovery import open_queue
 from async_grpo.report import __main__ as report
@@ -23,7 +25,7 @@ from async_grpo.report.facts import restarts, sample_sections, tiles
 from async_grpo.report.gantt import _counts
 from async_grpo.report.plots import lag_colour, smooth, times_by_cause, tokens_by_fate
 from async_grpo.report.window import Window, read_window
-from async_grpo.reporting import write_report
+from async_grpo.reporting import report_on, write_report
 from async_grpo.status_file import StatusFile
 from tests.journal_case import journal_in, queue_settings
 from tests.wire_case import frame_of
@@ -275,3 +277,15 @@ async def test_engines_and_queue_come_from_the_journal(tmp_path: Path) -> None:
         assert window.generating[actor] == [(each["queued"], each["done"]) for each in mine]
         assert window.scoring[actor] == [(each["done"], each["scored"]) for each in mine]
     assert sorted(window.ready) == sorted((each["scored"], taken[group_id]) for group_id, (_, each) in shown.items())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_whatever_goes_wrong_with_the_report_is_a_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    def breaks(path: Path) -> None:
+        raise RuntimeError(f"no report of {path.name}")
+
+    monkeypatch.setattr("async_grpo.reporting.write_report", breaks)
+    config = Config(run=Run(name="mine", dir=str(run_dir), total_steps=60), model=Model(path="somewhere"), tracking=Tracking(report=enabled))
+    said = io.StringIO()
+    report_on(config, Console(said), None)
+    assert said.getvalue().startswith("error: the report could not be written (no report of run)" if enabled else "") and bool(said.getvalue()) == enabled
