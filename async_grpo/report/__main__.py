@@ -23,37 +23,41 @@ DIRECTORY, PAGE = "report", "report.html"
 
 def write(run_dir: Path, *, steps: tuple[int, int] | None) -> Path:
     """Write the page and its pictures, and return the page's path. Raises SetupError."""
+    data = read_run(run_dir)
+    window = read_window(data, steps=steps)
+    if steps is not None and window is None:
+        raise SetupError(f"no learner step from {steps[0]} to {steps[1]} was logged in {run_dir}")
+    out = run_dir / DIRECTORY
+    try:
+        out.mkdir(exist_ok=True)
+        return _write(data, window, out)
+    except OSError as error:
+        raise SetupError(f"{out} cannot be written: {error.strerror}") from error
+
+
+def _write(data: RunData, window: Window | None, out: Path) -> Path:
     from async_grpo.report import drawing, plots
     from async_grpo.report.gantt import gantt
     from async_grpo.report.page import page
     from async_grpo.report.words import PLOTS
 
-    data = read_run(run_dir)
-    window = read_window(data, steps=steps)
-    if steps is not None and window is None:
-        raise SetupError(f"no learner step from {steps[0]} to {steps[1]} was logged in {run_dir}")
     draw: dict[str, Callable[[], plots.Figure | None]] = {
         "learning": partial(plots.learning, data), "lag": partial(plots.lag_histogram, data), "length_by_lag": partial(plots.length_by_lag, data),
         "clip_ess": partial(plots.clip_and_ess, data), "health": partial(plots.health, data), "goodput": partial(plots.goodput, data),
         "timeline": partial(gantt, window),
     }
-    out = run_dir / DIRECTORY
-    try:
-        out.mkdir(exist_ok=True)
-        for name, one in draw.items():
-            if not drawing.write_png(one, out / f"{name}.png"):
-                (out / f"{name}.png").unlink(missing_ok=True)  # of an earlier report
-        pictures = [(plot, drawing.as_svg(draw[plot.name], name=plot.name)) for plot in PLOTS]
-        config = run_dir / "config.yaml"
-        text = page(
-            data, title=_title(data), pictures=pictures, notes=partial(_notes, window),
-            config_text=config.read_text(encoding="utf-8") if config.is_file() else "",
-        )
-        temporary = out / f"{PAGE}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, out / PAGE)
-    except OSError as error:
-        raise SetupError(f"{out} cannot be written: {error.strerror}") from error
+    for name, one in draw.items():
+        if not drawing.write_png(one, out / f"{name}.png"):
+            (out / f"{name}.png").unlink(missing_ok=True)  # of an earlier report
+    pictures = [(plot, drawing.as_svg(draw[plot.name], name=plot.name)) for plot in PLOTS]
+    config = data.directory / "config.yaml"
+    text = page(
+        data, title=_title(data), pictures=pictures, notes=partial(_notes, window),
+        config_text=config.read_text(encoding="utf-8") if config.is_file() else "",
+    )
+    temporary = out / f"{PAGE}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, out / PAGE)
     return out / PAGE
 
 
