@@ -21,6 +21,7 @@ import torch
 
 from async_grpo.config.schema import Config
 from async_grpo.replay.queue import Verdict
+from async_grpo.replay.reports import Report
 from async_grpo.rollout_actor import RolloutActor, _hash63
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import Buffer, GroupTicket, decode_group
@@ -91,18 +92,20 @@ class Tickets:
         self._next, self._end, self._count = first, first + count, count
         self.frames: list[bytes] = []
 
-    async def acquire(self, actor_id: str, serving_version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket] | None:
+    async def acquire(
+        self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None
+    ) -> list[GroupTicket] | None:
         if len(self.frames) == self._count:
             return None
         given = range(self._next, min(self._end, self._next + want))
         self._next += len(given)
-        return [GroupTicket(group_id, 1, serving_version) for group_id in given]
+        return [GroupTicket(group_id, 1, version) for group_id in given]
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
         self.frames += [bytes(frame) for frame in frames]
         return [Verdict(-1, 1, "accepted") for _ in frames]
 
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str) -> None:
+    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]) -> None:
         raise RuntimeError(f"groups {[ticket.group_id for ticket in tickets]} failed: {reason}")
 
 
