@@ -173,7 +173,8 @@ def _bar(axis: Axes, label: str, parts: dict[str, float], colours: dict[str, str
     whole, left = sum(parts.values()), 0.0
     for name, value in parts.items():
         share = value / whole
-        axis.barh(0, share, left=left, color=colours.get(name, GREY), label=f"{name} {share:.1%}", height=0.8)
+        if share >= 0.0005:  # below, its number would be 0.0 %
+            axis.barh(0, share, left=left, color=colours.get(name, GREY), label=f"{name} {share:.1%}", height=0.8)
         left += share
     axis.set_xlim(0, 1)
     axis.set_yticks([0], [label])
