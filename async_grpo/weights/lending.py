@@ -3,8 +3,8 @@
 Runs in: the driver. Hides from the coordinator those that are away: it asks, waits for and counts the others only. They stay alive for whoever
 watches processes; what they hold of training groups they finish under the weights that they serve.
 
-Invariant: an engine that is away was given no ticket that another version has to be live for: its tickets are older than its leave, and what
-bounds staleness is the version of the ticket.
+Invariant: an engine that is away holds no ticket of a version newer than the one that it serves, for the queue gives it none once another is
+live; what bounds staleness is the version of the ticket.
 """
 
 from __future__ import annotations
