@@ -63,50 +63,45 @@ class Answering:
         self._verifiers: Scorer | None = None if self._own else verifiers
         self._starting = asyncio.Lock()
 
-    async def answer(
-        self, *, indices: Sequence[int], total: int, label: str, alone: bool, samples: int
-    ) -> tuple[list[Outcome], list[dict[str, Any]]]:
+    async def answer(self, *, indices: Sequence[int], total: int, label: str, samples: int) -> tuple[list[Outcome], list[dict[str, Any]]]:
         """Outcomes of these held-out problems (of the first `total`), from the weights `label`; and some greedy responses as text.
 
-        alone: whether the engine generates nothing else; otherwise half of it is left to training groups. A prompt that is too long, or a response that cannot be scored, is an error and counts as wrong. Raises EngineError for a response
+        A prompt that is too long, or a response that cannot be scored, is an error and counts as wrong. Raises EngineError for a response
         that other weights have sampled.
         """
         problems = await asyncio.to_thread(self._task.evaluation, total)  # the first time it may read data
         n = self._config.evaluation.n
-        sequences = self._config.cluster.engine.max_num_seqs
-        slots = asyncio.Semaphore(max(1, (2 * sequences if alone else sequences // 2) // (n + 1)))
-        answers = await asyncio.gather(*[self._one(problems[index], label, slots) for index in indices])
-        pairs = [(text, problems[index].reference) for index, answer in zip(indices, answers, strict=True) for text in answer.texts]
-        scores = iter(await (await self._scorer()).score_many(pairs))
-        judged = [[next(scores) for _ in answer.texts] for answer in answers]
-        outcomes = [_outcome(answer, results, n=n) for answer, results in zip(answers, judged, strict=True)]
-        shown = list(zip(indices, answers, judged, strict=True))[:samples]
-        return outcomes, [_row(problems[index], answer, results) for index, answer, results in shown]
+        slots = asyncio.Semaphore(max(1, 2 * self._config.cluster.engine.max_num_seqs // (n + 1)))  # training groups come soon after
+        judged = await asyncio.gather(*[self._one(problems[index], label, slots) for index in indices])
+        outcomes = [_outcome(answer, results, n=n) for answer, results in judged]
+        return outcomes, [_row(problems[index], *one) for index, one in list(zip(indices, judged, strict=True))[:samples]]
 
     async def close(self) -> None:
         """Stop the verifiers that were started here."""
         if self._own and self._verifiers is not None:
             await self._verifiers.close()
 
-    async def _one(self, problem: Problem, label: str, slots: asyncio.Semaphore) -> _Answer:
-        try:
-            prompt = self._encode(problem)
-        except PromptTooLong as error:
-            return _Answer([], [], error)
+    async def _one(self, problem: Problem, label: str, slots: asyncio.Semaphore) -> tuple[_Answer, list[Score | VerifierError]]:
+        """Responses and scores; both in the slot, so that training groups do not wait for the verifiers behind all of an evaluation."""
         evaluation, rollout = self._config.evaluation, self._config.rollout
         wanted = [(1, 0.0)] + [(evaluation.n, evaluation.temperature or rollout.temperature)] * (evaluation.n > 0)
         async with slots:
+            try:
+                prompt = self._encode(problem)
+            except PromptTooLong as error:
+                return _Answer([], [], error), []
             answers = await asyncio.gather(*[
                 self._engine.generate(prompt, Sampling(
                     n=n, max_tokens=rollout.response_length, temperature=temperature, top_p=rollout.top_p, top_k=rollout.top_k,
                 ), purpose="evaluated")
                 for n, temperature in wanted
             ])
-        responses = [completion for answer in answers for completion in answer]
-        others = {other for completion in responses for other, _, _ in completion.labels} - {label}
-        if others:
-            raise EngineError(f"the evaluation of {label} got tokens that {', '.join(sorted(others))} has sampled")
-        return _Answer([self._text(completion) for completion in responses], [len(completion.token_ids) for completion in responses])
+            responses = [completion for answer in answers for completion in answer]
+            others = {other for completion in responses for other, _, _ in completion.labels} - {label}
+            if others:
+                raise EngineError(f"the evaluation of {label} got tokens that {', '.join(sorted(others))} has sampled")
+            answer = _Answer([self._text(completion) for completion in responses], [len(completion.token_ids) for completion in responses])
+            return answer, await (await self._scorer()).score_many([(text, problem.reference) for text in answer.texts])
 
     async def _scorer(self) -> Scorer:
         async with self._starting:

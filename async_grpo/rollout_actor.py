@@ -168,12 +168,10 @@ class RolloutActor:
         """Log-probs of these responses under the weights that are served, with the labels of those."""
         return await self._engine.score(sequences)
 
-    async def evaluate(
-        self, *, indices: Sequence[int], total: int, label: str, alone: bool, samples: int
-    ) -> tuple[list[Outcome], list[dict[str, Any]]]:
+    async def evaluate(self, *, indices: Sequence[int], total: int, label: str, samples: int) -> tuple[list[Outcome], list[dict[str, Any]]]:
         """Outcomes of these held-out problems from the weights `label`, and some responses as text (`Answering.answer`)."""
         with self._time.during("evaluating"):
-            return await self._answering.answer(indices=indices, total=total, label=label, alone=alone, samples=samples)
+            return await self._answering.answer(indices=indices, total=total, label=label, samples=samples)
 
     async def rest(self) -> None:
         """Take no more tickets until `go_on`, and wait until the queue has all groups that this actor holds; `run` does not return."""

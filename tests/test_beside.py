@@ -39,7 +39,6 @@ class Answerer(FakeEngine):
         super().__init__(actor_id, events)
         self.answering, self.told, self.fault, self.well = asyncio.Event(), [], None, True
         self.asked: list[tuple[list[int], str]] = []
-        self.alone: list[bool] = []
         self.handle = SimpleNamespace(**{name: Method(getattr(self, name)) for name in ("rest", "go_on", "evaluate", "health")})
 
     @property
@@ -57,9 +56,8 @@ class Answerer(FakeEngine):
             raise ray.exceptions.RayActorError
         return {}
 
-    async def evaluate(self, *, indices: list[int], total: int, label: str, alone: bool, samples: int) -> tuple[list[Outcome], list[dict[str, Any]]]:
+    async def evaluate(self, *, indices: list[int], total: int, label: str, samples: int) -> tuple[list[Outcome], list[dict[str, Any]]]:
         self.asked.append((list(indices), label))
-        self.alone.append(alone)
         await self.answering.wait()
         if self.fault is not None:
             raise self.fault
@@ -111,7 +109,7 @@ def test_one_engine_answers_while_publications_go_on() -> None:
         await run.evaluations.finish()
         [(step, result)] = run.results
         assert (step, result["eval/problems"], result["eval/pass_at_1"], result["eval/learner_waited_s"]) == (1, 6, 1, 0)
-        assert other.told == ["rest", "go on"] and other.alone == [True] and other.label == "v0.3" and len(run.coordinator.serving()) == 2
+        assert other.told == ["rest", "go on"] and other.label == "v0.3" and len(run.coordinator.serving()) == 2
         assert run.notes[0].startswith("evaluated step 1 on a1: greedy 100.0%, pass@1 100.0% (") and not run.failures
 
     ran(scenario)
@@ -130,7 +128,7 @@ def test_a_single_engine_keeps_its_version_and_the_publication_waits() -> None:
         assert await publishing < 0.05
         [(step, result)] = run.results
         assert step == 0 and 0.04 < result["eval/learner_waited_s"] <= result["eval/seconds"]
-        assert run.members[0].told == [] and run.members[0].alone == [False], "it never stopped taking tickets"
+        assert run.members[0].told == [], "it never stopped taking tickets"
         assert "while publications waited" in run.notes[0] and run.events[-1] == "live 1"
 
     ran(scenario)

@@ -160,7 +160,7 @@ def config(**evaluation: Any) -> Config:
     })
 
 
-def answers(parts: Parts, settings: Config, indices: list[int], *, alone: bool = True) -> Any:
+def answers(parts: Parts, settings: Config, indices: list[int]) -> Any:
     def encode(problem: Problem) -> list[int]:
         if len(problem.prompt) > 4:
             raise PromptTooLong(f"a prompt has {len(problem.prompt)} tokens")
@@ -169,7 +169,7 @@ def answers(parts: Parts, settings: Config, indices: list[int], *, alone: bool =
     async def scenario() -> Any:
         one = Answering(settings, engine=parts, task=Held(), verifiers=parts, encode=encode, text=lambda c: "".join(map(chr, c.token_ids)), cpu=None)
         try:
-            return await one.answer(indices=indices, total=3, label="v0.3", alone=alone, samples=2)
+            return await one.answer(indices=indices, total=3, label="v0.3", samples=2)
         finally:
             await one.close()
 
@@ -194,9 +194,6 @@ def test_temperature_and_the_number_of_samples_are_settings_and_the_engine_is_no
     answers(parts, config(n=2, temperature=1.5), [0] * 50)
     assert {(one.n, one.temperature) for one in parts.asked} == {(1, 0.0), (2, 1.5)}
     assert 6 <= parts.most <= 10, "twice what the engine generates at the same time"
-    shared = Parts()
-    answers(shared, config(n=0), [0] * 50, alone=False)
-    assert shared.most == 2, "half of it is left to training groups"
     greedy = Parts()
     outcomes, _ = answers(greedy, config(n=0), [0, 2])
     assert {one.n for one in greedy.asked} == {1} and [one.right for one in outcomes] == [0, 0]

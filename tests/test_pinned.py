@@ -8,8 +8,11 @@ from contextlib import suppress
 import pytest
 
 from async_grpo.errors import SetupError
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.weights.base import Receipt
 from tests.test_coordinator import FakeEngine, Fixture, config, torn, until
+from tests.test_queue import ids, queue_settings, take
+from tests.wire_case import frame_of
 
 
 class Run(Fixture):
@@ -221,3 +224,22 @@ def test_a_learner_that_comes_back_connects_those_that_are_there() -> None:
         assert pin.engine.label == "v1.0" and pin.engine.group == run.members[0].group + 1
 
     asyncio.run(scenario())
+
+
+async def test_what_an_engine_that_is_away_holds_is_trained_in_time_and_it_gets_nothing() -> None:
+    """The real queue: `b` keeps version 0 while 1 and 2 go live."""
+    queue = ReplayQueue(queue_settings())
+    mine, others = await take(queue, 2, actor="a"), await take(queue, 2, actor="b")
+    await queue.put("a", [frame_of(ticket) for ticket in mine])
+    assert await queue.get_batch(1) is not None
+    await queue.live(1)
+    assert await take(queue, 4, actor="b", holding=ids(others)) == []
+    mine = await take(queue, 4, actor="a", version=1)
+    await queue.put("a", [frame_of(ticket, versions=(1,)) for ticket in mine])
+    assert len(mine) == 2 and await queue.get_batch(2) is None, "its groups are due: they must not wait behind an evaluation"
+    await queue.put("b", [frame_of(ticket) for ticket in others])
+    assert [group.group_id for group in (await queue.get_batch(2)).groups] == [ticket.group_id for ticket in others]
+    await queue.live(2)
+    assert (await queue.metrics())["replay/lag_max"] == 1 and await take(queue, 4, actor="b") == []
+    assert len(await take(queue, 1, actor="a", version=2)) == 1
+    assert len(await take(queue, 1, actor="b", version=2)) == 1, "it is back"

@@ -63,7 +63,7 @@ class Evaluations:
         try:
             async with asyncio.timeout(self._config.evaluation.timeout_s) as deadline:
                 while left:
-                    left, answered, shown = await self._share(self._coordinator.serving(), left, total=total, alone=True)
+                    left, answered, shown = await self._share(self._coordinator.serving(), left, total=total)
                     outcomes += answered
                     rows += shown
         except TimeoutError as error:
@@ -128,11 +128,11 @@ class Evaluations:
         problems = list(range(total))
         if pin.engine is None:
             engines = self._coordinator.serving()
-            left, outcomes, rows = await self._share(engines, problems, total=total, alone=False) if engines else (problems, [], [])
+            left, outcomes, rows = await self._share(engines, problems, total=total) if engines else (problems, [], [])
             return None if left else (outcomes, rows)
         resting = asyncio.ensure_future(_settled(pin.engine.handle.rest.remote()))  # what it holds came before, so the answers do not delay it
         try:
-            left, outcomes, rows = await self._share([pin.engine], problems, total=total, alone=True)
+            left, outcomes, rows = await self._share([pin.engine], problems, total=total)
             if isinstance(error := await resting, BaseException):
                 await self._died(pin.engine, error)
         finally:
@@ -154,16 +154,14 @@ class Evaluations:
             await asyncio.sleep(POLL_S)
         return True
 
-    async def _share(
-        self, engines: Sequence[Evaluator], problems: list[int], *, total: int, alone: bool
-    ) -> tuple[list[int], list[Outcome], Rows]:
+    async def _share(self, engines: Sequence[Evaluator], problems: list[int], *, total: int) -> tuple[list[int], list[Outcome], Rows]:
         """The problems that dead engines left undone; outcomes and some responses of the others."""
         if not engines:
             raise FaultBudgetSpent("no rollout actor is alive to evaluate with")
         samples = -(-self._config.tracking.sample_rows // len(engines))
         parts = [problems[index :: len(engines)] for index in range(len(engines))]
         calls = [
-            engine.handle.evaluate.remote(indices=part, total=total, label=engine.acknowledged, alone=alone, samples=samples)
+            engine.handle.evaluate.remote(indices=part, total=total, label=engine.acknowledged, samples=samples)
             for engine, part in zip(engines, parts, strict=True)
         ]
         left, outcomes, rows = [], [], []
