@@ -35,6 +35,8 @@ from benchmarks.throughput_run import Row, measured, median_of, overhead
 
 RAW_AIM, NET_AIM, AIM_STEP_S = 0.90, 0.95, 2.0
 STALENESS = (0, 1, 2, 4)
+SHOWN = 0.0005
+"""Smallest share of the time that has a column."""
 PARTS = ["generation", "both", "system", "learner"]
 SMOKE = TailModel("smoke", 64, 2, 100, mean=8.0)
 SMOKE_SETTINGS = ["rollout.rollout_batch_size=4", "rollout.response_length=32", "cluster.engine.max_num_seqs=32"]
@@ -135,7 +137,7 @@ class Table:
         runs = {part: rows for part, rows in self._parts.items() if part != "generation"}
         if not runs:
             return []
-        causes = list(dict.fromkeys(name for rows in runs.values() for row in rows for name in row["shares"]))
+        causes = list(dict.fromkeys(name for rows in runs.values() for row in rows for name, share in row["shares"].items() if share >= SHOWN))
         kinds = list(dict.fromkeys(kind for rows in runs.values() for row in rows for kind in row["cpu"]))
 
         def median(rows: list[Row], group: str, name: str) -> str:

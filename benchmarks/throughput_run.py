@@ -69,10 +69,8 @@ def summed(lines: dict[int, dict[str, float]], *, skip: int, last: int) -> Row:
         return (value(final) - value(first)) / seconds
 
     tokens = total("rollout/response_tokens")
-    shares = {name: total(f"time/{name}") / seconds for name in ("train", "wait", "publish")}
-    shares["engine paused"] = grown(lambda line: line.get("weights/engine_paused_s", 0.0) * line.get("weights/publications", 0.0))
-    shares["engine blocked"] = grown(lambda line: line.get("replay/blocked_s", 0.0))
-    for name in final:  # cumulative seconds by cause
+    shares = {name: total(f"time/{name}") / seconds for name in ("train", "wait")}
+    for name in final:  # cumulative seconds by cause; a learner alone has none
         if name.startswith(("time/learner/", "time/engine/")):
             shares[name.removeprefix("time/")] = grown(lambda line, name=name: line.get(name, 0.0))
     return {

@@ -80,9 +80,9 @@ def test_the_phases_of_a_start_add_up_to_its_first_step() -> None:
 def step(number: int, at: float) -> dict[str, float]:
     """A line of metrics.jsonl."""
     return {
-        "step": number, "time": at, "time/train": 1.0, "time/wait": 0.5, "time/publish": 0.1, "rollout/response_tokens": 100.0 * number,
-        "rollout/response_length": 50.0, "rollout/response_length_max": 60.0 + number, "train/lag_mean": 1.0, "weights/publications": number,
-        "weights/engine_paused_s": 0.2, "replay/blocked_s": 0.4 * number, "time/learner/starved_s": 0.3 * number,
+        "step": number, "time": at, "time/train": 1.0, "time/wait": 0.5, "rollout/response_tokens": 100.0 * number,
+        "rollout/response_length": 50.0, "rollout/response_length_max": 60.0 + number, "train/lag_mean": 1.0,
+        "time/learner/starved": 0.3 * number, "time/engine/blocked": 0.4 * number,
     }
 
 
@@ -91,7 +91,7 @@ def test_a_run_is_summed_up_between_two_steps() -> None:
     assert (found["seconds"], found["steps"], found["tokens"], found["samples"]) == (4.0, 2, 700.0, 14.0)
     assert found["longest"] == 64.0 and found["train_s"] == 1.0
     assert found["shares"] == pytest.approx({
-        "train": 0.5, "wait": 0.25, "publish": 0.05, "engine paused": 0.1, "engine blocked": 0.2, "learner/starved_s": 0.15,
+        "train": 0.5, "wait": 0.25, "learner/starved": 0.15, "engine/blocked": 0.2,
     })
 
 
