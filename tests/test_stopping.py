@@ -128,8 +128,9 @@ class Ending:
     def system(self) -> None:
         raise errors.RunError("there are no processes to look at")
 
-    def stop(self, status: str) -> None:
+    def stop(self, status: str, *, ending: tuple[int, str] | None = None) -> None:
         self.stopped.append(status)
+        self.ending = ending
 
 
 def remote(error: Exception) -> Exception:
@@ -154,6 +155,7 @@ def test_errors_end_with_their_code_and_non_finite_groups_are_kept(tmp_path, cap
         raise remote(error)
 
     assert run._guarded(trainer, Console(), work) == code and trainer.stopped == ["FAILED"]
+    assert trainer.ending[0] == code and trainer.ending[1], "the report tells of it"
     out = capsys.readouterr().out.splitlines()
     assert out[-1] == f"error: exit code {code}: {EXIT_MEANING[code]}"
     path = tmp_path / "non_finite.json"
