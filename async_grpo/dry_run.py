@@ -18,7 +18,7 @@ from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.engine import kv_cache_gb
 from async_grpo.errors import SetupError
-from async_grpo.estimates import EngineMemory, element_bytes, engine_memory, learner_memory
+from async_grpo.estimates import ENGINE_CODE, LEARNER_CODE, EngineMemory, element_bytes, engine_memory, learner_memory
 from async_grpo.learner.drafts import available_bytes
 from async_grpo.model_shape import Shape, shape_of
 from async_grpo.preflight import known_model
@@ -28,8 +28,6 @@ from async_grpo.weights.sender import resolve_backend
 if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
 
-ENGINE_CODE, LEARNER_CODE = 1.3 * 2**30, 0.5 * 2**30
-"""Bytes that the libraries of a process take on CPU, measured."""
 Line = tuple[str, str]
 
 

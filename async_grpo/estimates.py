@@ -1,7 +1,6 @@
 """How much memory a run needs, before it is started: plain arithmetic on the model's shape and the settings.
 
-Runs in: anywhere. Counts what grows with the model; the libraries' own code and buffers come on top (about 1.3 GiB per engine and
-0.5 GiB per learner rank on CPU). Sources: ZeRO (arXiv 1910.02054) for the learner's states; the factors of activations were measured
+Runs in: anywhere. Counts what grows with the model; the libraries' own code and buffers come on top. Sources: ZeRO (arXiv 1910.02054) for the learner's states; the factors of activations were measured
 on packed rows of a Qwen2 model with SwiGLU.
 """
 
@@ -15,6 +14,8 @@ from async_grpo.model_shape import Shape
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 """Bytes per trained parameter in float32: DeepSpeed's copy of the weights, the gradient, AdamW's two averages."""
+ENGINE_CODE, LEARNER_CODE = 1.3 * 2**30, 0.5 * 2**30
+"""Bytes that the libraries of an engine and of a learner rank take on CPU, measured."""
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's own `reduce_bucket_size`."""
 HIDDEN_PER_TOKEN, INTERMEDIATE_PER_TOKEN = 12.5, 4.0

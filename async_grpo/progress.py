@@ -79,7 +79,7 @@ class Progress:
 
     def remember(self, facts: Mapping[str, Any]) -> None:
         """What an earlier start in the same directory left: its curves are continued, if this one goes on from it."""
-        self._earlier = facts
+        self._earlier = facts if {"evaluations", "step", "reward", "reward_stride"} <= facts.keys() else {}
 
     def enter(self, text: str) -> None:
         """A phase of the start or the end begins; phases may be inside each other."""

@@ -74,7 +74,8 @@ def git(*arguments: str) -> str | None:
     """What git says about the package's directory; None where it has nothing to say."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False,
+            ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, encoding="utf-8", errors="surrogateescape",
+            timeout=_GIT_TIMEOUT_S, check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -282,7 +282,8 @@ class _Sender:
 
     def where(self) -> str:
         """Where the MLflow run is, and how to look at it."""
-        where = f" at {without_password(self.uri)}" if self.uri.startswith("http") else f"; look at it with: mlflow ui --backend-store-uri {self.uri}"
+        uri = without_password(self.uri)
+        where = f" at {uri}" if uri.startswith("http") else f"; look at it with: mlflow ui --backend-store-uri {uri}"
         return f"run {self.run_id}{where}" if self.run_id else f"not reached yet{where}"
 
     def _run(self) -> None:

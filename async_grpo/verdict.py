@@ -107,6 +107,11 @@ class Interval:
         )
 
 
+def _rest(share: float) -> float:
+    """What a share leaves, never nothing."""
+    return max(1.0 - share, 1e-3)
+
+
 def _shares(first: Mapping[str, float], last: Mapping[str, float], prefix: str) -> tuple[dict[str, float], float]:
     spent = {name.removeprefix(prefix): last[name] - first.get(name, 0.0) for name in last if name.startswith(prefix)}
     seconds = sum(spent.values())
@@ -129,7 +134,7 @@ def _busy(setup: Setup, seen: Interval) -> Verdict | None:
         return _publications(setup, seen, published, f"publications take {published:.0%} of the learner's time")
     factor = min(_engines_limit(setup, seen) / seen.rate, AT_MOST)
     ranks = math.ceil(setup.ranks * factor)
-    rate = min(seen.rate * factor, seen.rate / (1 - seen.learner["working"] * (1 - setup.ranks / ranks)))
+    rate = min(seen.rate * factor, seen.rate / _rest(seen.learner["working"] * (1 - setup.ranks / ranks)))
     return _verdict(
         "learner", f"learner busy {seen.learner['working']:.0%}, engines without tickets {seen.engine['blocked']:.0%}", seen, rate,
         {"learner.ranks": ranks}, f"{ranks} learner ranks instead of {setup.ranks}, or fewer ppo_epochs; fewer engines would do as well",
@@ -138,13 +143,13 @@ def _busy(setup: Setup, seen: Interval) -> Verdict | None:
 
 def _starved(setup: Setup, seen: Interval) -> Verdict | None:
     """The learner waits for groups."""
-    idle, limit = f"learner idle {seen.learner['starved']:.0%}", seen.rate / (1 - seen.learner["starved"])
+    idle, limit = f"learner idle {seen.learner['starved']:.0%}", seen.rate / _rest(seen.learner["starved"])
     if (paused := seen.engine["paused"]) >= MUCH:
         return _publications(setup, seen, paused, f"{idle}: engines stand still for weights {paused:.0%} of their time")
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
     if waiting > setup.workers * seen.actors and seen.verify_s > seen.generate_s / 3:
         generating = seen.completed * (seen.generate_s if setup.whole else seen.response_s) / (seen.actors * setup.places)
-        factor = min(limit / seen.rate, 1 / generating, AT_MOST)
+        factor = min(limit / seen.rate, 1 / max(generating, 1e-3), AT_MOST)
         workers = math.ceil(setup.workers * factor)
         return _verdict(
             "verifier", f"{idle}: a group waits {seen.verify_s:.2g} s for its verdict and is generated in {seen.generate_s:.2g} s", seen,
@@ -186,9 +191,9 @@ def _more_slots(setup: Setup, seen: Interval, idle: str, limit: float) -> Verdic
 
 
 def _publications(setup: Setup, seen: Interval, share: float, why: str) -> Verdict:
-    every = min(math.ceil(setup.every_steps * share / (1 - share) / LITTLE), AT_MOST * setup.every_steps)
+    every = min(math.ceil(setup.every_steps * share / _rest(share) / LITTLE), AT_MOST * setup.every_steps)
     bound = setup.max_staleness + every - setup.every_steps
-    rate = min(seen.rate / (1 - share * (1 - setup.every_steps / every)), max(_engines_limit(setup, seen), seen.rate))
+    rate = min(seen.rate / _rest(share * (1 - setup.every_steps / every)), max(_engines_limit(setup, seen), seen.rate))
     return _verdict(
         "publications", why, seen, rate, {"weight_sync.every_steps": every, "replay.max_staleness": bound},
         f"publish every {every} steps instead of {setup.every_steps}, with replay.max_staleness {bound}",

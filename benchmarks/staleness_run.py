@@ -27,6 +27,7 @@ from async_grpo.loop import Loop
 from async_grpo.planning import shaping
 from async_grpo.replay.ledger import Ledger
 from async_grpo.replay.queue import ReplayQueue, Verdict
+from async_grpo.replay.reports import Report
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.rollout_actor import RolloutActor
 from async_grpo.tasks.base import task_weights
@@ -48,14 +49,16 @@ class Switch:
     def __init__(self) -> None:
         self.queue: ReplayQueue | None = None
 
-    async def acquire(self, actor_id: str, serving_version: int, holding: list[tuple[int, int]], want: int) -> list[GroupTicket] | None:
-        return await self.queue.acquire(actor_id, serving_version, holding, want)
+    async def acquire(
+        self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None
+    ) -> list[GroupTicket] | None:
+        return await self.queue.acquire(actor_id, version, holding, want, report)
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
         return await self.queue.put(actor_id, frames)
 
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str) -> None:
-        await self.queue.fail(actor_id, tickets, reason)
+    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]) -> None:
+        await self.queue.fail(actor_id, tickets, reason, tokens)
 
 
 class OneRank:

@@ -100,7 +100,24 @@ async def test_the_account_goes_on_when_the_run_starts_again(tmp_path: Path, ord
     gone = {"unused" if orderly else "lost": under_way}
     assert await places(again) == before | gone | {"held": sizes[2]}
     await again.acquire("a", 1, [], 1, told(20, continued=under_way))
-    assert await places(again) == before | ({"unused": under_way, "held": sizes[2] + under_way + 20} if orderly else {"held": sizes[2] + under_way + 20})
+    assert await places(again) == before | {"held": sizes[2] + under_way + 20}, "what is continued counts once"
+
+
+async def test_what_a_dead_actor_lost_stays_lost_when_steps_are_discarded(tmp_path: Path) -> None:
+    def opened(start: str, *, steps: int) -> ReplayQueue:
+        return open_queue(queue_settings(trained_steps=steps), JournalSettings(str(tmp_path), start=start, fsync="never", lost_steps="discard"))
+
+    queue = opened("first", steps=0)
+    tickets = await queue.acquire("a", 0, [], 4, told(300))
+    frames = [frame_of(ticket) for ticket in tickets[:2]]
+    await queue.put("a", frames)
+    await queue.forfeit("a")
+    lost = 300 - sum(map(size, frames))
+    assert (await places(queue))["lost"] == lost
+    await queue.get_batch(1)
+    await queue.live(1)
+    again = opened("first.2", steps=0)  # the learner went back, the actors did not
+    assert await places(again) == {"lost": lost, "held": sum(map(size, frames))}
 
 
 async def test_batches_that_are_taken_back_are_generated_again(tmp_path: Path) -> None:

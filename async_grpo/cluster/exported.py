@@ -28,7 +28,8 @@ class Exported:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Set the gauges to what was logged of learner step `step`; those by lag are left out, they are for plots."""
-        self._set("step", step)
+        if "time/step" in metrics:  # evaluations and checkpoints are logged late, under the step that they belong to
+            self._set("step", step)
         for name, value in metrics.items():
             if name.startswith(GROUPS) and not _BY_LAG.search(name) and math.isfinite(value):
                 self._set(name, value)

@@ -135,6 +135,7 @@ def _started_again(end: Ledger, then: dict[str, object], entries: Sequence[Entry
         "totals": {name: count for name, count in end.totals.items() if name != "restarts"},
     }
     ledger, lost = Ledger.from_snapshot({**end.snapshot(), **fresh, **then}, entries=entries), list(lost)
+    ledger.tokens.gone(end.forfeited, place="lost")
     ledger.tokens.taken_over(entries, trained=sum(tokens for tokens, _ in lost), masked=sum(tokens for _, tokens in lost))
     return ledger
 

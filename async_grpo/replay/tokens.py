@@ -141,10 +141,16 @@ class Tokens:
 
     def new_actors(self, *, over: bool) -> None:
         """The actors so far are gone, with what was under way at them. over: the run had come to an orderly end."""
-        for actor_id, told in self.told.items():
-            self.totals.update(probes=told.probes, evaluated=told.evaluated, continued=told.continued, reprefilled=told.reprefilled)
-            self.totals["unused" if over else "lost"] += self._under_way(actor_id)
-        self.told, self.arrived = {}, Counter()
+        self.gone(list(self.told), place="unused" if over else "lost")
+        self.arrived.clear()
+
+    def gone(self, actor_ids: Iterable[str], *, place: str) -> None:
+        """These actors tell nothing more; what was under way at them goes to this place."""
+        for actor_id in actor_ids:
+            if (told := self.told.get(actor_id)) is not None:
+                self.totals.update(probes=told.probes, evaluated=told.evaluated, continued=told.continued, reprefilled=told.reprefilled)
+                self.totals[place] += self._under_way(actor_id)
+                del self.told[actor_id], self.arrived[actor_id]
 
     # ---- numbers ----
 
@@ -159,7 +165,9 @@ class Tokens:
         now["probes"] += sum(told.probes for told in self.told.values())
         now["evaluated"] += sum(told.evaluated for told in self.told.values())
         continued = self.totals["continued"] + sum(told.continued for told in self.told.values())
-        now["lost"] = max(now["lost"] - continued, 0)  # they were lost with their engine, and are not any more
+        for place in ("lost", "unused"):  # there they went with their engine, and are not any more
+            back = min(now[place], continued)
+            now[place], continued = now[place] - back, continued - back
         generated, reprefilled = now.total(), self.totals["reprefilled"] + sum(told.reprefilled for told in self.told.values())
         out = {f"goodput/{place}": float(now[place]) for place in PLACES} | {"goodput/generated": float(generated)}
         return out | {"goodput/share": now["trained"] / max(generated, 1), "goodput/reprefilled": float(reprefilled)}

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from async_grpo.errors import RunError, SetupError
+from async_grpo.outbox import without_password
 from async_grpo.report.data import RunData, read_run
 from async_grpo.report.sync import sync
 from async_grpo.report.window import Window, read_window
@@ -53,7 +54,7 @@ def _write(data: RunData, window: Window | None, out: Path) -> Path:
     config = data.directory / "config.yaml"
     text = page(
         data, title=_title(data), pictures=pictures, notes=partial(_notes, window),
-        config_text=config.read_text(encoding="utf-8") if config.is_file() else "",
+        config_text=without_password(config.read_text(encoding="utf-8")) if config.is_file() else "",
     )
     temporary = out / f"{PAGE}.tmp"
     temporary.write_text(text, encoding="utf-8")
