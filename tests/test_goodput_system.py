@@ -38,7 +38,7 @@ def settings(home: Path, model: str) -> Config:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
-    """One run that is stopped half way, while groups are under way, with evaluations and a checkpoint."""
+    """One run that is stopped half way, while groups are ready or under way, with evaluations and a checkpoint."""
     home = tmp_path_factory.mktemp("goodput")
     config, told = settings(home, write_model(home / "model")), {}
     with open(home / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
@@ -96,9 +96,7 @@ def test_what_the_engine_sampled_is_what_became_of_groups_probes_and_evaluations
         for row in meta.rows if meta is not None else ():
             trained = "masked" if row.finish_reason == "length" else "trained"
             in_groups["baseline" if row.role == "baseline" else trained if record.state == State.TRAINED else "unused"] += row.length
-    aborted = requests["rollouts"] - sum(in_groups.values())
-    assert aborted > 0, "something was under way when the run was stopped"
-    in_groups["unused"] += aborted
+    in_groups["unused"] += requests["rollouts"] - sum(in_groups.values())  # what was under way when the run was stopped, if anything was
     assert in_groups == {place: found[place] for place in in_groups}, "the groups in the journal, row by row"
     assert min(found[place] for place in ("trained", "masked", "baseline")) > 0
     assert {place for place, tokens in found.items() if tokens} <= {*in_groups, "probes", "evaluated"}, "nothing is held, lost or under way"
