@@ -166,7 +166,12 @@ class Engine:
         if final is None or len(final.outputs) != sampling.n:
             raise EngineError(f"the engine returned {0 if final is None else len(final.outputs)} of {sampling.n} responses")
         first_token = final.metrics.arrival_time + final.metrics.first_token_latency
-        return [_completion(output, first_token) for output in sorted(final.outputs, key=lambda output: output.index)]
+        try:
+            return [_completion(output, first_token) for output in sorted(final.outputs, key=lambda output: output.index)]
+        except EngineError:
+            if purpose == "rollouts":
+                self._counted.cut_off[name] = sum(len(output.token_ids) for output in final.outputs)
+            raise
 
     @property
     def unfinished(self) -> int:
@@ -196,7 +201,7 @@ class Engine:
         return found
 
     def cut_off(self, name: str) -> int:
-        """Tokens of a request for rollouts that was aborted; once."""
+        """Tokens of a request for rollouts that was aborted, or whose responses are refused; once."""
         return self._counted.cut_off.pop(name, 0)
 
     async def score(self, sequences: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[str], np.ndarray]]:

@@ -5,7 +5,7 @@ imports them all again: ten seconds of CPU time after ten seconds. Here the seco
 vLLM spawns EngineCore, it gets this one. Hides how multiprocessing spawns.
 
 Invariants: from the hand-over on the process has the environment of a spawned one. Where it cannot have it (libraries that are loaded before
-its first line), or it died, vLLM spawns its own. Either way EngineCore runs on its cores. A process that nobody took ends, and so does one
+its first line), or it died, vLLM spawns its own. It cannot be given open files, and vLLM that wants that is an error. Either way EngineCore runs on its cores. A process that nobody took ends, and so does one
 whose parent dies.
 """
 

@@ -54,7 +54,10 @@ def log_model(config: Config, console: Console, tracker: Tracker, directory: Pat
     limit, register = config.tracking.log_model_max_gb, config.tracking.register_model
     if size > limit:
         if limit and config.tracking.mlflow:
-            console.info(f"MLflow does not get the final model, which has {size:.1f} GiB (tracking.log_model_max_gb is {limit:g}); it is in {directory}")
+            unregistered = f" and is not registered as {register}" if register else ""
+            console.info(
+                f"MLflow does not get the final model, which has {size:.1f} GiB (tracking.log_model_max_gb is {limit:g}){unregistered}; it is in {directory}"
+            )
         return
     tracker.log_artifact(directory, name=MODEL, register=register)
 

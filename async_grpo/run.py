@@ -72,7 +72,7 @@ def _train(trainer, console: Console) -> None:
 
 def _train_on(trainer, console: Console) -> None:
     from async_grpo.experiment import log_model
-    from async_grpo.summary import summarise
+    from async_grpo.summary import goodput, summarise
 
     if trainer.config.evaluation.before and trainer.steps_done == 0 and not trainer.stop_requested:
         trainer.evaluate()
@@ -89,8 +89,10 @@ def _train_on(trainer, console: Console) -> None:
     if not trainer.stop_requested:
         trainer.evaluate()
         log_model(trainer.config, console, trainer.tracker, final / "hf")
-    rows = summarise(trainer, final)
+    rows, loop = summarise(trainer, final), trainer.system.loop
     trainer.stop("KILLED" if trainer.stop_requested else "FINISHED", ending=(0, ""))
+    final_account = dict(goodput(loop.latest))  # nothing is under way any more
+    rows = [(label, final_account.get(label, text)) for label, text in rows]
     console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
 
 

@@ -35,7 +35,7 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
         ("publications", f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of its time for them"),
         ("learner time", f"{loop.seconds['train'] / seconds:.0%} training, {loop.seconds['wait'] / seconds:.0%} waiting for groups"),
     ]
-    rows += _goodput(loop.latest)
+    rows += goodput(loop.latest)
     if trainer.verdict is not None:
         rows.append(("verdict", trainer.verdict.text))
     checks = system.coordinator.measurements()
@@ -86,8 +86,8 @@ def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
     return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, {whose}")]
 
 
-def _goodput(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What became of the tokens, the largest parts first."""
+def goodput(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What became of the tokens, the largest parts first: a row, or none where it is not known."""
     if "goodput/generated" not in metrics:
         return []
     generated = max(metrics["goodput/generated"], 1.0)

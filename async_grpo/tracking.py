@@ -147,6 +147,11 @@ class Tracker:
         """Where the MLflow run is and how it fares, for a person; None with MLflow off."""
         return self._sender.summary() if self._sender is not None else None
 
+    def conclude(self, status: Status) -> None:
+        """Note on the disk how the run ended, so that it is known even if nothing comes after this."""
+        if self._sender is not None:
+            self._sender.conclude(status)
+
     def finish(self, status: Status) -> None:
         """Send what is left within a deadline, end the MLflow run with this status, close the files. A second call does nothing."""
         with self._lock:
@@ -275,6 +280,13 @@ class _Sender:
                 f"MLflow does not have all of this run: {self.unsent} rows of {METRICS} are not sent{reason}; send the rest with: "
                 f"python -m async_grpo.report --sync {self._run_dir}"
             )
+
+    def conclude(self, status: Status) -> None:
+        """Note the status on the disk; it is sent by `finish`, or by whoever sends the rest."""
+        try:
+            self._outbox.conclude(status)
+        except OSError as error:
+            self._last_error = one_line(error)
 
     def summary(self) -> str:
         """Where the MLflow run is, and what is not in it yet."""

@@ -1,7 +1,7 @@
 """Sends to MLflow what an outbox says it does not have.
 
-Runs in: the tracker's sender thread, or `python -m async_grpo.report --sync`. Hides MLflow, which is imported here only, when the first
-call is made.
+Runs in: the tracker's sender thread, or `python -m async_grpo.report --sync`. Hides MLflow's client, which is imported when the
+first call is made.
 
 Invariants: what is sent twice changes nothing, because a point keeps the time of its row, a run carries a key, and files replace each
 other; nothing is acknowledged before the server has it, except for what it refuses for good, which is counted.

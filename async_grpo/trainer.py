@@ -278,6 +278,7 @@ class Trainer:
                 system.disconnect()
             tracker, self._tracker = self._tracker, None
             if tracker is not None:
+                tracker.conclude(status)  # the report takes a while, and somebody may lose patience
                 if ending is not None:
                     self.console.end(*ending)
                     report_on(self.config, self.console, tracker)

@@ -48,7 +48,7 @@ class RuleError(ValueError):
 
 def check(config: Config) -> None:
     """Raise RuleError with a sentence for every rule that `config` breaks."""
-    sentences = [sentence for rules in (_sizes, _run, _trained, _batches, _staleness, _partial, check_algorithm, _learner, _evaluation, _cluster) for sentence in rules(config)]
+    sentences = [sentence for rules in (_sizes, _run, _trained, _batches, _staleness, _partial, check_algorithm, _learner, _evaluation, _tracking, _cluster) for sentence in rules(config)]
     if sentences:
         raise RuleError(sentences)
 
@@ -178,6 +178,13 @@ def _evaluation(config: Config) -> Iterator[str]:
             f"`evaluation.timeout_s` is {evaluation.timeout_s:g} and `watchdog.step_timeout_s` is {step_s:g}: with one engine a learner step may "
             "wait for an evaluation before it publishes, which is no reason to end the run; give the step at least as long."
         )
+
+
+def _tracking(config: Config) -> Iterator[str]:
+    tracking = config.tracking
+    if tracking.register_model is not None and not (tracking.mlflow and tracking.log_model_max_gb):
+        without = "`tracking.mlflow` is false" if not tracking.mlflow else "`tracking.log_model_max_gb` is 0"
+        yield f"`tracking.register_model` is {tracking.register_model}, but {without}, so MLflow never gets the model: set that, or leave the name out."
 
 
 def _cluster(config: Config) -> Iterator[str]:

@@ -131,7 +131,11 @@ def _of_source(samples: list[dict[str, Any]], what: str) -> Iterator[tuple[str, 
         rows = [{**_rewards(row)} for row in samples if row["step"] == step]
         chosen = rows[:: max(1, len(rows) // SAMPLES_SHOWN)][:SAMPLES_SHOWN]
         columns = [name for name in dict.fromkeys(name for row in chosen for name in row) if name not in ("step", "source")]
-        yield f"{label}: step {step}, {what}", columns, [[_plain(row.get(column, ""))[:TEXT_CHARS] for column in columns] for row in chosen]
+        yield f"{label}: step {step}, {what}", columns, [[_short(_plain(row.get(column, ""))) for column in columns] for row in chosen]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= TEXT_CHARS else f"{text[:TEXT_CHARS]}... ({len(text)} characters)"
 
 
 def _rewards(row: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from async_grpo.replay.tokens import PLACES
 from async_grpo.report.data import RunData
 
 WIDTH = 9.6
@@ -152,7 +153,7 @@ def goodput(data: RunData) -> Figure | None:
 
 def tokens_by_fate(data: RunData) -> tuple[str, dict[str, float]]:
     """Response tokens by what became of them, or groups where tokens were not counted; the unit first."""
-    tokens = {fate: data.totals[f"goodput/{fate}"] for fate in FATES if data.totals.get(f"goodput/{fate}")}
+    tokens = {fate: data.totals[f"goodput/{fate}"] for fate in PLACES if data.totals.get(f"goodput/{fate}")}
     if tokens:
         return "tokens", tokens
     return "groups", {fate: data.totals[f"replay/{fate}"] for fate in FATES if data.totals.get(f"replay/{fate}")}
