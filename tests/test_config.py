@@ -290,6 +290,8 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["weight_sync.backend=nccl", "cluster.layout=colocated"], ["backend: nccl`", "one GPU"]),
     (["replay.filter_groups={enable: true, metric: ''}"], ["metric` is empty", "score, acc"]),
     (["learner.deepspeed.zero_optimization=3"], ["zero_optimization` is 3", "a mapping"]),
+    (["tracking.register_model=adder", "tracking.mlflow=false"], ["register_model` is adder", "`tracking.mlflow` is false"]),
+    (["tracking.register_model=adder", "tracking.log_model_max_gb=0"], ["register_model` is adder", "log_model_max_gb` is 0"]),
     (["algorithm.clip_ratio_low=1.5"], ["clip_ratio_low` is 1.5", "<= 1"]),
     *(([f"learner.deepspeed.{key}=1"], [f"`learner.deepspeed.{key}`", "must not be given"]) for key in sorted(REFUSED_DEEPSPEED_KEYS)),
 ]  # fmt: skip
