@@ -64,8 +64,8 @@ class Recorder(TrainerCallback):
         self._out.flush()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        self._evaluate(0, rest["model"])
         self.write(began=time.time())
+        self._evaluate(0, rest["model"])
         self._clock = Clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

@@ -5,7 +5,6 @@ Runs in: the process of the benchmark. Invariant: every number that both sides n
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def model_of(config: Config) -> str:
     """Directory of the model; a warm start is made, or found in its cache."""
     if config.model.warm_start is None:
         return config.model.path
-    return ensure_warm_start(config, progress=lambda text: print(text, file=sys.stderr, flush=True), timeout_s=WARM_START_S)
+    return ensure_warm_start(config, progress=lambda text: None, timeout_s=WARM_START_S)
 
 
 def _row(problem: Problem) -> dict[str, Any]:
@@ -92,10 +91,9 @@ WORKLOADS = {workload.name: workload for workload in (LONG, SHORT)}
 
 
 def smoke(workload: Workload) -> Workload:
-    """A few steps of it with a tiny model."""
+    """A few steps of it, with a tiny model or the quickstart's own."""
     settings = (*workload.settings, "rollout.rollout_batch_size=4", "cluster.engine.max_num_seqs=32")
     small = replace(workload, settings=settings, steps=6, skip=2, micro_batch=32)
     if workload.model is None:
-        settings = (*settings, "model.warm_start.max_steps=20", "model.warm_start.blur_max_steps=0")
-        return replace(small, settings=settings, evaluate_every=3, problems=16, target=0.01)
+        return replace(small, evaluate_every=3, problems=64, target=0.3)
     return replace(small, settings=(*settings, "rollout.response_length=32"), model=TailModel("smoke", 64, 2, 100, mean=8.0))
