@@ -122,6 +122,7 @@ def their_row(workload: Workload, started: float, lines: list[dict[str, Any]]) -
     counted = [steps[step] for step in range(first + 1, last + 1)]
     [began] = [line["began"] for line in lines if "began" in line]
     return {
+        "micro_batch": workload.micro_batch, "continuous": workload.continuous,
         "steps": workload.steps, "start_s": began - started, "seconds": steps[last]["time"] - steps[first]["time"],
         "samples": sum(line["samples"] for line in counted), "tokens": sum(line["tokens"] for line in counted),
         "clock": [steps[step]["time"] for step in sorted(steps)], "curve": [[line["step"], line["accuracy"]] for line in lines if "accuracy" in line],
@@ -214,6 +215,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--workload", choices=list(WORKLOADS), help="one of them; both without it")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--steps", type=int, help="learner steps of a run")
+    parser.add_argument("--micro-batch", type=int, help="responses per forward pass of TRL's side, in place of the whole batch")
+    parser.add_argument("--continuous", action="store_true", help="TRL's side generates with continuous batching")
     parser.add_argument("--environment", type=Path, default=vs_trl_environment.DEFAULT, help="where TRL's environment is, or is made")
     parser.add_argument("--smoke", action="store_true", help="tiny models, few steps, one seed: shows that it runs, not how fast")
     parser.add_argument("--out", type=Path, help="where the JSON goes; rows in it are not measured again")
@@ -226,6 +229,8 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.steps < max(workload.skip for workload in workloads) + 3:
             parser.error("--steps leaves nothing to measure after the first steps")
         workloads = [replace(workload, steps=arguments.steps) for workload in workloads]
+    if arguments.continuous or arguments.micro_batch:
+        workloads = [replace(one, continuous=arguments.continuous, micro_batch=arguments.micro_batch or one.micro_batch) for one in workloads]
     python = vs_trl_environment.ensure(arguments.environment)
     results = {"machine": machine("vllm", "ray", "deepspeed", "torch"), "trl": vs_trl_environment.versions(python), "rows": []}
     if arguments.out and arguments.out.exists():

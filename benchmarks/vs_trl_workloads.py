@@ -22,7 +22,7 @@ WARM_START_S = 600.0
 
 @dataclass(frozen=True)
 class Workload:
-    """One comparison. Figures are of the learner steps after `skip`; `micro_batch` and `continuous` are what TRL is fastest with."""
+    """One comparison. Figures are of the learner steps after `skip`; `micro_batch` and `continuous`: how TRL's side trains and generates."""
 
     name: str
     config: str
