@@ -89,10 +89,11 @@ class Scale:
     lags: tuple[int, ...] = LAGS
     rates: tuple[float, ...] = RATES
     tuning_seeds: tuple[int, ...] = TUNING_SEEDS
+    arms: tuple[str, ...] = tuple(ARMS)
 
 
 FULL = Scale()
-SMOKE = Scale(steps=4, batch=4, problems=20, seeds=1, lags=(0, 2), rates=(1e-4,), tuning_seeds=(100,))
+SMOKE = Scale(steps=4, batch=4, problems=20, seeds=1, lags=(0, 2), rates=(1e-4,), tuning_seeds=(100,), arms=("naive", "combined"))
 
 
 def config_of(job: Job | None, scale: Scale, directory: str) -> Config:
@@ -139,10 +140,10 @@ def tuned(rows: Sequence[dict[str, Any]], arm: str, scale: Scale) -> float | Non
 def jobs(rows: Sequence[dict[str, Any]], scale: Scale) -> Iterator[Job]:
     """What is to be done, tuning first, then seed after seed."""
     for seed in scale.tuning_seeds:
-        yield from (Job("tune", arm, 0, seed, rate) for rate in scale.rates for arm in ARMS)
-    rates = {arm: tuned(rows, arm, scale) for arm in ARMS}
+        yield from (Job("tune", arm, 0, seed, rate) for rate in scale.rates for arm in scale.arms)
+    rates = {arm: tuned(rows, arm, scale) for arm in scale.arms}
     for seed in range(scale.seeds):
-        yield from (Job("run", arm, lag, seed, rates[arm]) for lag in scale.lags for arm in ARMS if rates[arm] is not None)
+        yield from (Job("run", arm, lag, seed, rates[arm]) for lag in scale.lags for arm in scale.arms if rates[arm] is not None)
 
 
 def next_job(path: Path, scale: Scale, *, part: int, parts: int) -> Job | None:

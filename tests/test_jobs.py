@@ -278,6 +278,7 @@ def test_a_misspelled_key_fails_the_job_with_one_message(cluster, config):
     assert job.lines[-1] == f"error: exit code 2: {EXIT_MEANING[2]}"
 
 
+@pytest.mark.slow
 def test_missing_resources_are_named_after_joining_the_cluster(cluster, config):
     path = cluster.home / "large.yaml"
     path.write_text(yaml.safe_dump(config | {"learner": {"ranks": 64}}))

@@ -329,6 +329,7 @@ def run_jobs(jobs: list[Job], models: dict[str, str], path: Path) -> None:
     run_ranks(rank_main, [free_port() for _ in range(2 * len(jobs))], str(path), models, jobs, wanted, seconds=DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_the_slow_loop(models: dict[str, str], tmp_path: Path) -> None:
     run_jobs([
         ("lora", 2, "float32"), ("lora", 3, "bfloat16"), ("frozen", 3, "float32"), ("offload", 1, "bfloat16"), ("lora-offload", 3, "float32"),
