@@ -205,8 +205,10 @@ def test_what_a_verifier_error_does_is_configured() -> None:
         run(Parts(verifier=broken), on_error="fail")
 
 
-def test_a_resting_actor_hands_in_what_it_holds_and_goes_on_when_told() -> None:
-    parts, wanted = Parts(), []
+def asked_for_300() -> tuple[Parts, list[int]]:
+    """Parts with 300 tickets, and how many of them the actor wanted each time that it asked."""
+    parts = Parts()
+    wanted: list[int] = []
     parts.tickets = [GroupTicket(number, 1, 0) for number in range(300)]
     acquire = parts.acquire
 
@@ -215,6 +217,11 @@ def test_a_resting_actor_hands_in_what_it_holds_and_goes_on_when_told() -> None:
         return await acquire(actor_id, version, holding, want, report) or []
 
     parts.acquire = answer
+    return parts, wanted
+
+
+def test_a_resting_actor_hands_in_what_it_holds_and_goes_on_when_told() -> None:
+    parts, wanted = asked_for_300()
 
     async def rested() -> tuple[int, int]:
         actor = actor_of(parts)
@@ -240,15 +247,7 @@ def test_a_resting_actor_hands_in_what_it_holds_and_goes_on_when_told() -> None:
 
 
 def test_an_actor_that_drains_hands_in_what_it_holds_and_takes_no_more() -> None:
-    parts, wanted = Parts(), []
-    parts.tickets = [GroupTicket(number, 1, 0) for number in range(300)]
-    acquire = parts.acquire
-
-    async def answer(actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None) -> list[GroupTicket]:
-        wanted.append(want)
-        return await acquire(actor_id, version, holding, want, report) or []
-
-    parts.acquire = answer
+    parts, wanted = asked_for_300()
 
     async def drained() -> None:
         actor = actor_of(parts)
