@@ -127,7 +127,6 @@ class Simulation:
         self.close()
         self.opened += 1
         self.open()
-        self.witness.reopened(self.now)
 
     def close(self) -> None:
         """Give the file back, as the death of a process does."""
@@ -179,7 +178,6 @@ class Simulation:
         self.steps = self.steps[:step]
         self.reopen()
         witness.restart(step, await self.open_ids())
-        witness.reopened(self.now)
         self.waiting, self.publishing, self.asked, self.progress_at = True, False, self.now, self.now
         self.start_actors()
         for actor in old:

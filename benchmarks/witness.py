@@ -7,7 +7,7 @@ them. Every check raises AssertionError.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from async_grpo.groups import Batch, GroupTicket
 from benchmarks.scenario import STATES, Job, Scenario
@@ -15,11 +15,11 @@ from benchmarks.scenario import STATES, Job, Scenario
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A completed group: its tokens to train by version, and the oldest version of all its tokens (the baseline's too)."""
+    """A completed group, the `completed`-th of the run: its tokens to train by version, and the oldest version of all (the baseline's too)."""
 
     key: tuple[int, int]
     policy_version: int
-    completed: float
+    completed: int
     frame: bytes
     versions: Counter[int]
     oldest: int
@@ -84,10 +84,11 @@ class Witness:
         rows = [Counter({span.policy_version: span.end - span.start for span in job.spans(length)}) for length in job.lengths]
         self.seen["spans"] += any(len(row) > 1 for row in rows)
         versions, oldest = sum(rows[: self.scenario.group_size], Counter()), min(map(min, rows))
-        self.ready[job.key[0]] = self.done[job.key] = Ready(job.key, job.ticket.policy_version, now, frame, versions, oldest)
+        self.ready[job.key[0]] = self.done[job.key] = Ready(job.key, job.ticket.policy_version, len(self.done), frame, versions, oldest)
 
     def order_key(self, group: Ready) -> tuple[int, ...]:
-        keys = {"oldest": (group.policy_version, *group.key), "fifo": group.key, "ready": (group.completed, *group.key)}
+        """Whatever died meanwhile, `ready` is the order of completion."""
+        keys = {"oldest": (group.policy_version, *group.key), "fifo": group.key, "ready": (group.completed,)}
         return keys[self.scenario.order]
 
     def age(self, step: int) -> None:
@@ -134,10 +135,6 @@ class Witness:
         assert retiring >= 0 and under_way <= self.capacity, f"{under_way} outstanding: {counts}"
         assert counts["ready"] == len(self.ready), f"{sorted(self.ready)} should be ready: {counts}"
         assert counts["expirations"] == self.seen["expired"], f"{self.seen['expired']} should have expired: {counts}"
-
-    def reopened(self, now: float) -> None:
-        """A new process of the queue does not know when a group was completed: order `ready` takes those it finds by id."""
-        self.ready = {group_id: replace(group, completed=now) for group_id, group in self.ready.items()}
 
     def restart(self, step: int, open_ids: dict[int, str]) -> None:
         """The run starts again after `step` steps, and these ids are open. What the lost steps trained must be among them."""

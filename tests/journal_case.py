@@ -251,6 +251,10 @@ class Life:
         assert ledger.next_group_id == end.next_group_id and ledger.held == {}
         ready = {entry.group_id: (entry.attempt, entry.frame) for entry in ledger.slots[State.READY].values()}
         assert ready.items() <= kept.items() and (changes or ready == kept), f"{ready} are ready, not {kept}"
+        taken = {row[0] for row in checkpoint.snapshot["ledger"]["groups"] if row[3] == "training"} if checkpoint else set()  # these come last
+        completed = [group_id for group_id, attempt in self.frames if (group_id, attempt) in {(i, a) for i, (a, _) in ready.items()}]
+        order = [[group_id for group_id in some if group_id not in taken] for some in (ready, completed)]
+        assert order[0] == order[1], f"{order[0]} are ready, completed were {order[1]}"
         again |= {group_id: attempt for group_id, (attempt, _) in kept.items() if group_id not in ready}
         assert {group_id: entry.attempt for group_id, entry in ledger.slots[State.WAITING].items()} == again
         assert {state: ledger.closed[state] for state in finished} == finished

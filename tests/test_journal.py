@@ -402,12 +402,12 @@ async def test_a_damaged_journal_can_be_begun_afresh(folder: Path) -> None:
 
 async def test_a_closed_run_that_goes_on_has_no_unused_groups(folder: Path) -> None:
     queue = open_queue(queue_settings(), journal_in(folder))
-    await produce(queue, 3)
+    await queue.put("a", [frame_of(ticket) for ticket in reversed(await queue.acquire("a", 0, [], 3))])
     assert await queue.get_batch(1) is not None
     await queue.close()
     queue.begin_segment()  # as when the segment is full
     again = open_queue(queue_settings(), journal_in(folder, "second"))
-    assert await states(again) == {"ready": 3}
+    assert await states(again) == {"ready": 3} and list(ready_frames(again)) == [2, 1, 0]
 
 
 async def test_a_smaller_number_of_attempts_does_not_end_the_history(folder: Path) -> None:

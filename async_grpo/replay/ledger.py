@@ -80,7 +80,7 @@ class Entry:
 
 
 class Ledger:
-    """Groups by state. `slots` holds those that occupy a slot, `closed` counts the others."""
+    """Groups by state. `slots` holds those that occupy a slot, in each state in the order of arrival, `closed` counts the others."""
 
     def __init__(self, *, first_group_id: int, steps: int, max_attempts: int) -> None:
         self.first_group_id = self.next_group_id = first_group_id
@@ -282,10 +282,10 @@ class Ledger:
 
     def _close_run(self, event: events.Close) -> None:
         self.over = True
-        for entry in list(self.entries.values()):
-            if entry.state == State.IN_FLIGHT:
-                self._release(entry)
-            if entry.state in (State.WAITING, State.IN_FLIGHT, State.READY):
+        for entry in list(self.slots[State.IN_FLIGHT].values()):
+            self._release(entry)
+        for state in (State.WAITING, State.IN_FLIGHT, State.READY):
+            for entry in list(self.slots[state].values()):
                 self.unused[entry.group_id] = entry
                 self._move(entry, State.UNUSED)
 

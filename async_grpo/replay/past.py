@@ -29,7 +29,7 @@ class Past:
         self.weighed: dict[int, tuple[int, int]] = {}
         """Learner step -> tokens of its batch with weight in the loss, and without."""
         self.results: dict[int, Entry] = {}
-        """Group -> as it was when its latest result came."""
+        """Group -> as it was when its latest result came; in the order of completion."""
         self.last: Segment | None = None
         self.notes: list[str] = []
 
@@ -63,6 +63,7 @@ class Past:
     def _note(self, event: Event, place: Place | None, segment: Segment) -> None:
         apply_record(self.ledger, event, place, segment)
         if isinstance(event, Put) and place is not None:
+            self.results.pop(event.group_id, None)  # the last one now
             self.results[event.group_id] = replace(self.ledger.entries[event.group_id])
         if isinstance(event, TakeBatch):
             self._takes(event.step, list(event.group_ids))

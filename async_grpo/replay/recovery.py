@@ -191,9 +191,8 @@ def _opened(
     clock: Callable[[], float],
 ) -> ReplayQueue:
     if ledger is not None:
-        ready = list(ledger.slots[State.READY].values())
-        for place, entry in enumerate(ready):
-            entry.ready_at = clock() - 1e-6 * (len(ready) - place)  # the order of completion outlives the process, the times do not
+        for entry in ledger.slots[State.READY].values():
+            entry.ready_at = clock()
         for entry in ledger.slots[State.IN_FLIGHT].values():
             entry.issued_at = clock()
     queue = ReplayQueue(settings, ledger=ledger, journal=writer, facts=facts, clock=clock, continued=Continued(continued))

@@ -112,6 +112,8 @@ def rewind(past: Past, settings: QueueSettings, *, results: Results | None = Non
         if group_id in lost or entry is None:
             entry = past.results.get(group_id, entry) or Entry(group_id, 1, step, State.WAITING)
         kept.append(_taken_over(entry, step, settings, results, report))
+    completed = {group_id: place for place, group_id in enumerate(past.results)}
+    kept.sort(key=lambda entry: completed[entry.group_id] if entry.state == State.READY else -1)
     _keep_what_can_be_trained(kept, settings, report)
     then = {"steps": step, "live": step, "training_step": None, "closed": +closed, "max_attempts": settings.max_attempts}
     if end.newest_version > step or past.notes or past.last is None:

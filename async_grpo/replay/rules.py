@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from async_grpo.algo.filters import FilterRule, filter_reason
 from async_grpo.algo.rewards import Shaping, score
@@ -23,14 +23,6 @@ class StalenessError(RunError):
     """A token is older than `max_staleness`, or newer than the learner: a bug that ends the run."""
 
     exit_code = 6
-
-
-class Outstanding(Protocol):
-    """A group that holds a slot, as far as the order looks at it."""
-
-    group_id: int
-    policy_version: int
-    ready_at: float
 
 
 @dataclass(frozen=True)
@@ -170,12 +162,10 @@ def _value(row: RowMeta, metric: str, shaping: Shaping) -> float:
 
 
 def in_order(order: Order, ready: Collection[Any]) -> list[Any]:
-    """Ready groups (`Outstanding`) in the order in which they leave: by age (ticket version, then id), by id, or by completion."""
-    keys = {
-        "oldest": lambda group: (group.policy_version, group.group_id), "fifo": lambda group: group.group_id,
-        "ready": lambda group: (group.ready_at, group.group_id),
-    }
-    return sorted(ready, key=keys[order])
+    """Ready groups, given as they were completed, in the order in which they leave: by age (ticket version, then id), by id, or as given."""
+    if order == "ready":
+        return list(ready)
+    return sorted(ready, key=lambda group: (group.policy_version if order == "oldest" else 0, group.group_id))
 
 
 def is_too_old(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> bool:
