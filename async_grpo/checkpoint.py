@@ -23,6 +23,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,23 @@ _READERS = 8
 
 class CheckpointError(RuntimeError):
     """A checkpoint that is incomplete, damaged or written by another format."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a learner begins: a checkpoint's directory and step, or the initial model (None, 0)."""
+
+    path: Path | None
+    step: int
+
+    @property
+    def learner(self) -> str | None:
+        """What the ranks load."""
+        return None if self.path is None else str(self.path / "learner")
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """The queue at that moment."""
+        return None if self.path is None else json.loads((self.path / "queue.json").read_text(encoding="utf-8"))
 
 
 def path_for(run_dir: Path, step: int) -> Path:

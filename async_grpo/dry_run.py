@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.cluster.placement import Placement, PlacementError, describe, place
+from async_grpo.cluster.placement import Placement, PlacementError, describe, place, room_for
 from async_grpo.cluster.refusals import refuse
 from async_grpo.cluster.survey import Survey, survey
 from async_grpo.config.load import dump
@@ -36,7 +36,7 @@ def dry_run(trainer: Trainer, console: Console) -> None:
     config = trainer.config
     with _leaving_no_directory(Path(config.run.dir)):
         trainer.check()
-    found = survey(processes=config.learner.ranks + (config.cluster.rollout_actors.max or config.cluster.rollout_actors.min) + 1)
+    found = survey(processes=room_for(config))
     try:
         placement = place(config, found.nodes)
     except PlacementError as error:

@@ -30,6 +30,7 @@ from pathlib import Path
 from async_grpo.leftovers import die_with_parent
 
 MODULES = (
+    "async_grpo.light_imports",
     "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker", "vllm.model_executor.model_loader",
     "vllm.distributed.weight_transfer.nccl_engine", "vllm.model_executor.model_loader.reload",
 )

@@ -15,12 +15,11 @@ import time
 import uuid
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from async_grpo import checkpoint
-from async_grpo.cluster.gang import Origin
-from async_grpo.cluster.rerun import Comparison, Rerun
-from async_grpo.cluster.system import System
+from async_grpo.checkpoint import Origin
+from async_grpo.cluster.connection import connect
 from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
@@ -39,6 +38,10 @@ from async_grpo.tasks.registry import held_out, load_task
 from async_grpo.tracking import Tracker
 from async_grpo.tracking_files import last_logged_step
 from async_grpo.verdict import Observer, Setup, Verdict
+
+if TYPE_CHECKING:  # torch and Ray take seconds to import
+    from async_grpo.cluster.rerun import Comparison, Rerun
+    from async_grpo.cluster.system import System
 
 WARM_START_TIMEOUT_S = 1800.0
 SAVING_AFTER_FAILURE_S = 30.0
@@ -112,13 +115,13 @@ class Trainer:
             self.config, model_dir=model_dir, manifest=manifest, total_steps=self.total_steps, data=self._fingerprint, console=self.console, log=self._log
         )
         with self.console.phase("starting Ray"):
-            system = System(
+            self._thread.start()
+            system_of, session = connect(self.config, self._loop)
+            self._system = system = system_of(
                 self.config, total_steps=self.total_steps, weights=self._task_weights, problems=self._problems,
                 fingerprint=self._fingerprint, key=uuid.uuid4().hex[:8],
             )
-            self._system = system
-            self._thread.start()
-            system.connect()
+            system.connect(session)
         self._tracker = begin_tracking(
             self.config, resume_run_id=manifest and manifest["mlflow_run_id"], resumed=manifest is not None or has_past(self.config), note=self.console.info
         )
@@ -236,6 +239,8 @@ class Trainer:
         self.console.info(f"steps {course.first} to {course.last}, " + (f"from {course.checkpoint}" if course.checkpoint else "from the initial model"))
         (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier replay: they are compared with each other
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        from async_grpo.cluster.rerun import Rerun
+
         rerun = self._rerun = Rerun(
             self.config, source=str(source / "journal"), total_steps=self.total_steps, weights=self._task_weights, key=uuid.uuid4().hex[:8]
         )

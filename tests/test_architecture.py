@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 LAYERS = {
-    0: "config groups wire errors leftovers durable stacks",
+    0: "config groups wire errors leftovers light_imports durable stacks",
     1: "accuracy algo stopping time_by_cause",
     2: "replay tasks batching weights outbox",
     3: "engine engine_process engine_requests learner checkpoint provenance tracking tracking_mlflow console warm_start warm_start_model "
@@ -42,6 +42,7 @@ LIBRARIES = {
     "config": "pydantic yaml",
     "errors": "",
     "leftovers": "",
+    "light_imports": "transformers",
     "stopping": "",
     "time_by_cause": "",
     "durable": "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -103,3 +104,12 @@ def test_the_libraries_are_those_that_vllm_loads(monkeypatch: pytest.MonkeyPatch
     assert engine_process.preload().endswith("/lib/libomp.so") and "libgomp" not in engine_process.preload()
     monkeypatch.delenv("LD_PRELOAD")
     assert all(Path(path).exists() for path in engine_process.preload().split(":") if path)
+
+
+def test_transformers_models_come_without_scikit_learn() -> None:
+    code = (
+        "import importlib.util, sys, async_grpo.light_imports, transformers.generation.candidate_generator;"
+        "print(importlib.util.find_spec('sklearn') is not None, 'sklearn' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert out.stdout.split() == ["True", "False"], "transformers asks elsewhere now whether scikit-learn is there"

@@ -15,13 +15,12 @@ apart from those of rollout actors; nothing but a whole checkpoint is loaded.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from async_grpo import checkpoint
+from async_grpo.checkpoint import Origin
 from async_grpo.cluster.back_off import back_off_s
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.post_mortem import examine, findings_of
@@ -40,23 +39,6 @@ class QueueSide(Protocol):
     async def digests(self) -> dict[int, str]: ...
     async def obstacle(self, *, after: int, until: int) -> str: ...
     async def discard(self, *, step: int, snapshot: dict[str, Any] | None, why: str) -> tuple[str, int]: ...
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a learner begins: a checkpoint's directory and step, or the initial model (None, 0)."""
-
-    path: Path | None
-    step: int
-
-    @property
-    def learner(self) -> str | None:
-        """What the ranks load."""
-        return None if self.path is None else str(self.path / "learner")
-
-    def snapshot(self) -> dict[str, Any] | None:
-        """The queue at that moment."""
-        return None if self.path is None else json.loads((self.path / "queue.json").read_text(encoding="utf-8"))
 
 
 class Gang:

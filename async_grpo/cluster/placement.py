@@ -22,6 +22,12 @@ CPU_ENGINES = 2
 """Engines per node on CPU, unless `cluster.rollout_actors` asks for more."""
 
 
+def room_for(config: Config) -> int:
+    """CPUs of a Ray that is started for this run: one per process, and a spare one."""
+    actors = config.cluster.rollout_actors
+    return config.learner.ranks + (actors.max or actors.min) + 1
+
+
 class PlacementError(ValueError):
     """The cluster has no room for what the configuration asks for."""
 

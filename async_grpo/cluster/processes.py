@@ -112,6 +112,7 @@ class LearnerProcess:
             RANK=str(self._rank), WORLD_SIZE=str(self._config.learner.ranks), LOCAL_RANK="0",
             MASTER_ADDR=master[0], MASTER_PORT=str(master[1]),
         )
+        from async_grpo import light_imports  # noqa: F401 - before transformers' models
         from async_grpo.learner.learner import Learner
         from async_grpo.learner.saving import Saving
         from async_grpo.weights.sender import make_sender

@@ -18,11 +18,12 @@ import ray
 
 from async_grpo import stacks
 from async_grpo.algo.filters import FilterRule
+from async_grpo.checkpoint import Origin
 from async_grpo.cluster.actor_manager import ActorManager
 from async_grpo.cluster.engine_times import engine_times, final_reports
 from async_grpo.cluster.evaluation import Done, Evaluations, Rows
 from async_grpo.cluster.exported import Exported
-from async_grpo.cluster.gang import Gang, Origin
+from async_grpo.cluster.gang import Gang
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.post_mortem import Scene
@@ -50,7 +51,6 @@ from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.sender import fallback_directory, resolve_backend
 from async_grpo.weights.shared_memory import remove_segments
 
-SPARE_PROCESSES = 1
 POLL_S = 0.1
 ACCOUNTS = ("goodput/", "time/learner/", "time/engine/")
 
@@ -81,13 +81,11 @@ class System:
         self.engine_times: dict[str, dict[str, float]] = {}
         """Seconds by cause of every place for an engine, by the time of the last step."""
 
-    def connect(self) -> None:
-        """Join or start Ray; from the main thread, since Ray installs signal handlers."""
+    def connect(self, session: Session) -> None:
+        """Belong to this Ray connection, which ends with `disconnect`."""
+        self._session = session
         stacks.end(self._directory)  # of a start that was killed
         stacks.register("driver", self._directory)
-        actors = self._config.cluster.rollout_actors
-        processes = self._config.learner.ranks + (actors.max or actors.min) + SPARE_PROCESSES
-        self._session = Session.open(processes=processes)
         self.exported = Exported(self._config.run.name)
 
     async def start(
@@ -113,7 +111,7 @@ class System:
         refuse(config, device=placement.device, backend=backend)
         learner_options, engine_options = await self._reserve(placement)
         self._under_way = UnderWay(config, origin.path, note)
-        await self._start_queue(origin, note)
+        self._create_queue(origin)
         self._relays = Relays(
             home=placement.learners[0].node_id, key=self._key, fallback=fallback_directory(config), where=session.on_node, note=note
         )
@@ -125,29 +123,31 @@ class System:
             config, placement=placement, options=learner_options, queue=self._queue_handle, model_dir=model_dir, backend=backend,
             key=self._key, total_updates=self._total_steps * config.updates_per_step,
         )
-        progress = await self.queue.progress()
-        exact = placement.device == "cpu" and config.model.dtype != "bfloat16"
-        self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live, exact=exact, note=note,
-            run_epoch=progress["run_epoch"],
-        )
-        self._samples = TrainingSamples(
-            config, queue=self.queue, model_dir=model_dir, total_steps=self._total_steps, weights=self._weights, show=show, note=note
-        )
-        self.loop = Loop(
-            config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
-            total_steps=self._total_steps, steps_done=origin.step, log=lambda step, metrics: log(step, self._with_faults(metrics)),
-            taken=self._samples.take,
-        )
-        self.gang = Gang(
-            config, learner=self.learner, loop=self.loop, coordinator=self.coordinator, queue=self.queue, origin=origin,
-            nodes_serve=partial(self._nodes_serve, {slot.node_id for slot in placement.learners}), idle=idle, took_back=took_back, note=note,
-        )
-        self.evaluations = Evaluations(
-            config, coordinator=self.coordinator, died=self.actors.died, run_epoch=lambda: self.gang.run_epoch, note=note, fail=self._fail
-        )
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.actors.start())
-            tasks.create_task(self.gang.start(progress["steps"], run_epoch=progress["run_epoch"]))
+            tasks.create_task(self.actors.start())  # they need longest, and the queue only later
+            if (report := await self.queue.opened(timeout_s=config.watchdog.start_timeout_s)) is not None:
+                note(f"replay queue: {report}")
+            progress = await self.queue.progress()
+            exact = placement.device == "cpu" and config.model.dtype != "bfloat16"
+            self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live, exact=exact, note=note,
+                run_epoch=progress["run_epoch"],
+            )
+            self._samples = TrainingSamples(
+                config, queue=self.queue, model_dir=model_dir, total_steps=self._total_steps, weights=self._weights, show=show, note=note
+            )
+            self.loop = Loop(
+                config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
+                total_steps=self._total_steps, steps_done=origin.step, log=lambda step, metrics: log(step, self._with_faults(metrics)),
+                taken=self._samples.take,
+            )
+            self.gang = Gang(
+                config, learner=self.learner, loop=self.loop, coordinator=self.coordinator, queue=self.queue, origin=origin,
+                nodes_serve=partial(self._nodes_serve, {slot.node_id for slot in placement.learners}), idle=idle, took_back=took_back, note=note,
+            )
+            self.evaluations = Evaluations(
+                config, coordinator=self.coordinator, died=self.actors.died, run_epoch=lambda: self.gang.run_epoch, note=note, fail=self._fail
+            )
+            await self.gang.start(progress["steps"], run_epoch=progress["run_epoch"])
 
     async def open_weights(self) -> dict[str, float]:
         """Connect the transport, check it, and make the learner's version live."""
@@ -308,8 +308,8 @@ class System:
         timeout_s = self._config.cluster.resources_timeout_s
         return all(await asyncio.gather(*[self._session.node_serves(node_id, timeout_s=timeout_s) for node_id in node_ids]))
 
-    async def _start_queue(self, origin: Origin, note: Callable[[str], None]) -> None:
-        """Start the queue's process. With a journal, Ray starts it again when it dies and repeats the calls that were under way."""
+    def _create_queue(self, origin: Origin) -> None:
+        """Let the queue's process start. With a journal, Ray starts it again when it dies and repeats the calls that were under way."""
         config = self._config
         journal = JournalSettings(
             directory=str(Path(config.run.dir) / "journal"), start=self._key, identity=self._identity(), fsync=config.replay.journal.fsync,
@@ -319,8 +319,6 @@ class System:
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **repairs, **self._session.on_this_node())
         self._queue_handle = queue.remote(self._queue_settings(origin.step), journal, self._under_way.snapshot(origin.snapshot()), config.run.dir)
         self.queue = QueueClient(self._queue_handle)
-        if (report := await self.queue.opened(timeout_s=config.watchdog.start_timeout_s)) is not None:
-            note(f"replay queue: {report}")
 
     def _with_faults(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of a step with what the actors count; a queue that had to be started again is said once."""

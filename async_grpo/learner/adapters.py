@@ -12,10 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,6 +23,9 @@ from async_grpo.config.model import Lora, Model
 from async_grpo.errors import SetupError
 from async_grpo.learner import zero
 from async_grpo.learner.store import Writes
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 _ADAPTER = "default"
 
@@ -54,6 +56,8 @@ def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
 
 
 def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets, bias="none", task_type="CAUSAL_LM",
@@ -74,7 +78,7 @@ def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
 
 def layers(hf: nn.Module) -> dict[str, LoraLayer]:
     """Layers with an adapter, by module name."""
-    return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLayer)}
+    return {name: module for name, module in hf.named_modules() if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)}
 
 
 def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter, float]:
