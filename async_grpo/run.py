@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.console import Console
-from async_grpo.errors import EXIT_MEANING, RunError, Stalled, StopRequested
+from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, RunError, Stalled, StopRequested
 from async_grpo.stopping import Signals, grace_period
 
 NO_SIGNAL = 3
@@ -87,13 +87,24 @@ def _train_on(trainer, console: Console) -> None:
         raise
     final = trainer.save()  # before the evaluation: what goes wrong there must not cost the training
     if not trainer.stop_requested:
-        trainer.evaluate()
+        _evaluate_last(trainer, console)
         log_model(trainer.config, console, trainer.tracker, final / "hf")
     rows, loop = summarise(trainer, final), trainer.system.loop
     trainer.stop("KILLED" if trainer.stop_requested else "FINISHED", ending=(0, ""))
     final_account = dict(goodput(loop.latest))  # nothing is under way any more
     rows = [(label, final_account.get(label, text)) for label, text in rows]
     console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
+
+
+def _evaluate_last(trainer, console: Console) -> None:
+    """Training is complete and saved: what dies or takes too long now costs this evaluation, not the run. Wrong numbers and bugs end it."""
+    try:
+        trainer.evaluate()
+    except Exception as error:
+        code, reason = _coded(error)
+        if code not in (FaultBudgetSpent.exit_code, Stalled.exit_code):
+            raise
+        console.error(f"the final evaluation is missing, but training is complete and saved: {reason}")
 
 
 def _dry_run(trainer, console: Console) -> None:

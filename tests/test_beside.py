@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +13,15 @@ import numpy as np
 import pytest
 import ray
 
+from async_grpo import run as command
 from async_grpo.accuracy import Outcome
 from async_grpo.cluster import samples
 from async_grpo.cluster.evaluation import Evaluations
 from async_grpo.cluster.samples import ROWS, TrainingSamples, interval
 from async_grpo.config.schema import Config
+from async_grpo.console import Console
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
+from async_grpo.weights.self_check import SelfCheckFailed
 from async_grpo.wire import Batch, Group, Rollout, VersionSpan, decode_meta, encode_group, pack_frames
 from tests.models import write_model
 from tests.test_coordinator import FakeEngine, until
@@ -87,6 +92,10 @@ class Beside(Run):
 
     async def begin(self) -> None:
         await self.evaluations.begin(6, self.done)
+
+
+async def nobody_waits() -> None:
+    raise AssertionError("an engine is there")
 
 
 def ran(work: Callable[[], Any]) -> None:
@@ -292,7 +301,7 @@ def test_before_and_after_training_all_engines_share_the_problems() -> None:
         for engine in run.members:
             engine.answering.set()
         run.members[1].fault = ray.exceptions.RayActorError()
-        result, rows = await run.evaluations.everywhere(9)
+        result, rows = await run.evaluations.everywhere(9, alone=nobody_waits)
         assert (result["eval/problems"], len(rows)) == (9, 3)
         assert sorted(index for engine in run.members for indices, _ in engine.asked for index in indices) == list(range(9))
         assert result["eval/learner_waited_s"] == result["eval/seconds"] and list(run.dropped) == ["a1"]
@@ -307,14 +316,49 @@ def test_before_and_after_training_the_deadline_ends_the_run(monkeypatch: pytest
         run = Beside(timeout_s=0.05)
         await run.coordinator.start(0)
         with pytest.raises(Stalled, match="longer than evaluation.timeout_s = 0.05 s"):
-            await run.evaluations.everywhere(4)
+            await run.evaluations.everywhere(4, alone=nobody_waits)
+
+    ran(scenario)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_before_and_after_training_the_last_engine_is_waited_for_until_nobody_can_come(replaced: bool) -> None:
+    async def scenario() -> None:
+        run = Beside()
+        await run.coordinator.start(0)
         for engine in run.members:
             engine.answering.set()
             engine.fault = ray.exceptions.RayActorError()
-        with pytest.raises(FaultBudgetSpent, match="no rollout actor is alive to evaluate with"):
-            await run.evaluations.everywhere(4)
+        newcomer = Answerer("b0", run.events)
+        newcomer.answering.set()
+
+        async def alone() -> None:
+            assert list(run.dropped) == ["a0", "a1"]
+            if not replaced:
+                raise FaultBudgetSpent("the restart budget is spent")
+            await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
+
+        if not replaced:
+            with pytest.raises(FaultBudgetSpent, match="budget is spent"):
+                await run.evaluations.everywhere(4, alone=alone)
+            return
+        result, _ = await run.evaluations.everywhere(4, alone=alone)
+        assert result["eval/problems"] == 4 and [sorted(indices) for indices, _ in newcomer.asked] == [[0, 1, 2, 3]]
 
     ran(scenario)
+
+
+@pytest.mark.parametrize(("error", "ends"), [
+    (FaultBudgetSpent("actor-0.1 died"), False), (Stalled("too long"), False), (SelfCheckFailed("other weights"), True), (ValueError("a bug"), True),
+])
+def test_after_training_what_dies_costs_the_evaluation_and_not_the_run(error: Exception, ends: bool) -> None:
+    def evaluate() -> None:
+        raise error
+
+    said = io.StringIO()
+    with pytest.raises(type(error)) if ends else nullcontext():
+        command._evaluate_last(SimpleNamespace(evaluate=evaluate), Console(said))
+    assert said.getvalue() == ("" if ends else f"error: the final evaluation is missing, but training is complete and saved: {error}\n")
 
 
 # ---- samples of trained groups ----

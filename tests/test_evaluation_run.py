@@ -135,3 +135,26 @@ def test_one_of_two_engines_evaluates_while_the_other_goes_on_and_its_death_is_s
     late = Counter(group.actor_id for group in trained if group.policy_version > every + 5)
     assert late[lent.actor_id], f"it came back and took tickets: {late}"
     assert all(line["train/lag_max"] <= 1 for line in lines(tmp_path) if "train/lag_max" in line)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_only_engine_dies_in_the_last_evaluation_and_the_one_in_its_place_answers(tmp_path: Path) -> None:
+    config = settings(
+        tmp_path, write_model(tmp_path / "model", positions=64), run={"name": "last", "dir": str(tmp_path / "run"), "total_steps": 2},
+        evaluation={"max_samples": 2000, "n": 4},
+    )
+    with open(tmp_path / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer, ThreadPoolExecutor(1) as thread:
+        trainer.train()
+        [victim] = trainer.system.actors.alive()
+
+        async def pid() -> int:
+            return await victim.handle.pid.remote()
+
+        process = asyncio.run_coroutine_threadsafe(pid(), trainer._loop).result(timeout=60)
+        last = thread.submit(trainer.evaluate)
+        wait_until(lambda: trainer.system.loop.phase == "evaluating", 60, "the evaluation")
+        os.kill(process, signal.SIGKILL)
+        assert last.result(timeout=300)["eval/problems"] == 2000
+        assert [victim.actor_id] != [engine.actor_id for engine in trainer.system.actors.alive()]
+    assert "takes its place" in (tmp_path / "log.txt").read_text()

@@ -2,7 +2,8 @@
 
 Runs in: the driver. Hides who answers, and that engines may die meanwhile.
 
-    before, after training   all engines share the problems, for nothing else is under way; what a dead one leaves undone is shared out again
+    before, after training   all engines share the problems, for nothing else is under way; what a dead one leaves undone is shared out again,
+                             and waits for the engine that takes its place where it was the last one
     beside training          one engine leaves the set (`Coordinator.pinned`): it takes no tickets, finishes what it holds and answers -> join.
                              Where no other would be left, the engine generates training groups too, and the next publication waits
 
@@ -22,7 +23,7 @@ import ray
 
 from async_grpo.accuracy import Outcome, metrics
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, Stalled
+from async_grpo.errors import Stalled
 from async_grpo.weights.base import parse_label
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.lending import Pin
@@ -54,15 +55,18 @@ class Evaluations:
         self._beside: asyncio.Task[None] | None = None
         self._skipped = 0
 
-    async def everywhere(self, total: int) -> tuple[dict[str, float], Rows]:
+    async def everywhere(self, total: int, *, alone: Callable[[], Awaitable[None]]) -> tuple[dict[str, float], Rows]:
         """Metrics of the live weights on `total` problems, and some responses as text; no publication, no other evaluation may be under way.
 
-        Raises Stalled after `evaluation.timeout_s`, FaultBudgetSpent when no engine is left.
+        alone: called while no engine serves and one is waited for; it raises when none will. Raises Stalled after `evaluation.timeout_s`.
         """
         started, left, outcomes, rows = time.perf_counter(), list(range(total)), [], []
         try:
             async with asyncio.timeout(self._config.evaluation.timeout_s) as deadline:
                 while left:
+                    while not self._coordinator.serving():
+                        await alone()
+                        await asyncio.sleep(POLL_S)
                     left, answered, shown = await self._share(self._coordinator.serving(), left, total=total)
                     outcomes += answered
                     rows += shown
@@ -156,8 +160,6 @@ class Evaluations:
 
     async def _share(self, engines: Sequence[Evaluator], problems: list[int], *, total: int) -> tuple[list[int], list[Outcome], Rows]:
         """The problems that dead engines left undone; outcomes and some responses of the others."""
-        if not engines:
-            raise FaultBudgetSpent("no rollout actor is alive to evaluate with")
         samples = -(-self._config.tracking.sample_rows // len(engines))
         parts = [problems[index :: len(engines)] for index in range(len(engines))]
         calls = [

@@ -179,7 +179,12 @@ class System:
         self.loop.phase = "evaluating"
         with self.loop.time.during("evaluating"):
             await self.gang.surviving(self._until_evaluated)
-            return await self.evaluations.everywhere(total)
+            return await self.evaluations.everywhere(total, alone=self._between_steps)
+
+    async def _between_steps(self) -> None:
+        """Raise what ends the run; with NCCL, let an engine in that has started."""
+        await self.settle()
+        await self.gang.surviving(lambda: self.coordinator.refresh(self.steps_done))
 
     async def _until_evaluated(self) -> None:
         """Wait for the evaluation that is under way. Its engine comes back to a learner that may have died meanwhile, which shows here."""
