@@ -73,7 +73,7 @@ class RolloutActor:
         self._changed = asyncio.Event()
         self._stages: dict[tuple[int, int], tuple[str, float, float]] = {}  # of each group: stage, since when, and since when it is here
         self._draining, self._ended = False, asyncio.Event()
-        self._resting, self._rested = False, asyncio.Event()
+        self._resting = False
         self._produced_at = self._received_at = 0.0
         self._counts: Counter[str] = Counter()
         self._time = EngineTime()
@@ -115,8 +115,6 @@ class RolloutActor:
             while True:
                 if self._draining and not self._groups:
                     return
-                if self._resting and not self._groups:
-                    self._rested.set()
                 want = 0 if self._draining or self._resting else self._room()
                 if want or time.monotonic() - polled > HEARTBEAT_S:
                     polled = time.monotonic()
@@ -143,7 +141,6 @@ class RolloutActor:
             self._outbox.clear()
             self._time.producing(False)
             self._ended.set()
-            self._rested.set()
 
     async def drain(self) -> None:
         """Take no more tickets, and wait until the queue has all groups that this actor holds. `run` returns."""
@@ -175,15 +172,12 @@ class RolloutActor:
             return await self._answering.answer(indices=indices, total=total, label=label, samples=samples)
 
     async def rest(self) -> None:
-        """Take no more tickets until `go_on`, and wait until the queue has all groups that this actor holds; `run` does not return."""
+        """Take no more tickets until `go_on`; what this actor holds goes on, and `run` does not return."""
         self._resting = True
-        self._changed.set()
-        await self._rested.wait()
 
     async def go_on(self) -> None:
         """Take tickets again."""
         self._resting, self._produced_at = False, time.monotonic()
-        self._rested.clear()
         self._changed.set()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:

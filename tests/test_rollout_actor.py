@@ -229,6 +229,9 @@ def test_a_resting_actor_hands_in_what_it_holds_and_goes_on_when_told() -> None:
         while not actor._groups:
             await asyncio.sleep(0)
         await asyncio.wait_for(actor.rest(), 10)
+        assert actor._groups, "nobody has to wait for them"
+        while actor._groups:
+            await asyncio.sleep(0)
         handed_in, left = len(parts.frames), len(parts.tickets)
         assert not running.done() and handed_in + left == 300 and left, "it holds nothing, and its run goes on"
         del wanted[:]
@@ -237,9 +240,8 @@ def test_a_resting_actor_hands_in_what_it_holds_and_goes_on_when_told() -> None:
         await actor.go_on()
         while len(parts.frames) < 300:
             await asyncio.sleep(0)
-        await asyncio.wait_for(actor.rest(), 10)  # once more, and the end of its run lets whoever waits go on
+        await actor.rest()
         await asyncio.wait_for(actor.drain(), 10)
-        await asyncio.wait_for(actor.rest(), 1)
         return handed_in, len(parts.frames)
 
     handed_in, all_of_them = asyncio.run(asyncio.wait_for(rested(), 30))

@@ -4,7 +4,7 @@ Runs in: the driver. Hides who answers, and that engines may die meanwhile.
 
     before, after training   all engines share the problems, for nothing else is under way; what a dead one leaves undone is shared out again,
                              and waits for the engine that takes its place where it was the last one
-    beside training          one engine leaves the set (`Coordinator.pinned`): it takes no tickets, finishes what it holds and answers -> join.
+    beside training          one engine leaves the set (`Coordinator.pinned`): it takes no tickets and answers beside what it holds -> join.
                              Where no other would be left, the engine generates training groups too, and the next publication waits
 
 Invariants: a result belongs to one version, which every response carries, and is logged under its step; at most one evaluation is beside
@@ -112,7 +112,7 @@ class Evaluations:
                     if not limit.expired():
                         raise
                 if pin.engine is not None:
-                    await self._send_on(pin.engine)
+                    await self._tell(pin.engine, pin.engine.handle.go_on)  # it gets tickets when it serves the live version
                 waited += pin.learner_waited_s
             version = parse_label(pin.label)
             if answers is not None and version.run_epoch == self._run_epoch():
@@ -134,21 +134,19 @@ class Evaluations:
             engines = self._coordinator.serving()
             left, outcomes, rows = await self._share(engines, problems, total=total) if engines else (problems, [], [])
             return None if left else (outcomes, rows)
-        resting = asyncio.ensure_future(_settled(pin.engine.handle.rest.remote()))  # what it holds came before, so the answers do not delay it
-        try:
-            left, outcomes, rows = await self._share([pin.engine], problems, total=total)
-            if isinstance(error := await resting, BaseException):
-                await self._died(pin.engine, error)
-        finally:
-            resting.cancel()
-        return None if left or error is not None else (outcomes, rows)
+        if not await self._tell(pin.engine, pin.engine.handle.rest):
+            return None
+        left, outcomes, rows = await self._share([pin.engine], problems, total=total)  # nobody waits for its last groups: they go on
+        return None if left else (outcomes, rows)
 
-    async def _send_on(self, engine: Evaluator) -> None:
-        """Let an engine that was away take tickets again; it gets some when it serves the live version."""
+    async def _tell(self, engine: Evaluator, call: Any) -> bool:
+        """Whether the engine heard of it; one that does not is dropped."""
         try:
-            await asyncio.wait_for(engine.handle.go_on.remote(), HEALTH_TIMEOUT_S)
+            await asyncio.wait_for(call.remote(), HEALTH_TIMEOUT_S)
         except (TimeoutError, ray.exceptions.RayError) as error:
             await self._died(engine, error)
+            return False
+        return True
 
     async def _somebody_serves(self, deadline: float) -> bool:
         """Whether there is an engine, perhaps in the place of one that died, before the deadline."""

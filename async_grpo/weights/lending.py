@@ -1,7 +1,8 @@
 """Engines that are away: out of the set for the time of an evaluation, so that publications pass them by.
 
 Runs in: the driver. Hides from the coordinator those that are away: it asks, waits for and counts the others only. They stay alive for whoever
-watches processes; what they hold of training groups they finish under the weights that they serve.
+watches processes; what they hold of training groups goes on, at first under the weights that they serve, and like any other group under newer
+ones when they are back.
 
 Invariant: an engine that is away holds no ticket of a version newer than the one that it serves, for the queue gives it none once another is
 live; what bounds staleness is the version of the ticket.
