@@ -20,6 +20,7 @@ from async_grpo import wire
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
+from tests import children
 
 STEP = 3
 LR, CLIP_NORM = 3e-3, 0.7
@@ -180,7 +181,8 @@ def free_port() -> int:
 
 def run_ranks(main: Callable[..., None], *arguments: Any, seconds: float) -> None:
     """`main(rank, *arguments)` in two processes; the first failure of either is raised here."""
-    context = torch.multiprocessing.spawn(main, arguments, nprocs=2, join=False)
+    children.context()
+    context = torch.multiprocessing.start_processes(children.InThisEnvironment(main), arguments, nprocs=2, join=False, start_method="forkserver")
     deadline = time.monotonic() + seconds
     try:
         while not context.join(timeout=1.0, grace_period=2.0):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import threading
 import time
 import traceback
@@ -29,7 +28,7 @@ from async_grpo.config.schema import Config
 from async_grpo.engine import Completion, Engine, Sampling
 from async_grpo.weights.base import Receipt, Staged, TokenSequence, Version
 from async_grpo.weights.shared_memory import SegmentReader
-from tests import nccl_double
+from tests import children, nccl_double
 from tests.learner_case import (
     SHARD_ALL,
     Case,
@@ -139,7 +138,7 @@ class Gang:
     """
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = children.context()
         self._teams: dict[int, list[tuple[Any, Connection]]] = {}
         self._ranks: list[tuple[Any, Connection]] = []
 
@@ -148,7 +147,7 @@ class Gang:
         self._ranks = self._teams.setdefault(size, [])
         while len(self._ranks) < size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=rank_main, args=(theirs, len(self._ranks)), daemon=True)
+            process = self._context.Process(target=children.InThisEnvironment(rank_main), args=(theirs, len(self._ranks)), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -290,10 +289,10 @@ class Serving:
 
 
 class Engines:
-    """One engine at a time: of the `tied` or of the `untied` model."""
+    """One engine at a time: of the `tied` or of the `untied` model. The process of the next one begins to import while this one serves."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._kind = directory, ""
+        self._directory, self._kind, self._next = directory, "", Engine.begin("cpu")
         self._serving: Serving | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -305,10 +304,10 @@ class Engines:
             directory = write_model(self._directory / kind, tied=kind == "tied", ends=False)
             start = Engine.start(
                 config_of(directory), model_dir=directory, device="cpu", backend="shared_memory", stop_token_ids=[],
-                label=Version(0, 0).label, seed=1,
+                label=Version(0, 0).label, seed=1, early=self._next,
             )
             engine = asyncio.run_coroutine_threadsafe(start, self._loop).result(START_S)
-            self._kind, self._serving = kind, Serving(engine, self._loop, directory)
+            self._kind, self._serving, self._next = kind, Serving(engine, self._loop, directory), Engine.begin("cpu")
         return self._serving
 
     def close(self) -> None:
@@ -324,6 +323,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield engines
     finally:
         engines.close()
+        engines._next.end()
         engines._loop.call_soon_threadsafe(engines._loop.stop)
 
 

@@ -88,7 +88,8 @@ def story(tmp_path_factory) -> Iterator[dict]:
         told["last"] = trainer.save()
         told["scraped"] = wait_until(lambda: scraped("ray_async_grpo_replay_trained"), 60, "the run's metrics on Ray's endpoint")
         told["manifests"] = {step: checkpoint.verify(checkpoint.path_for(home / "run", step)) for step in checkpoint.steps(home / "run")}
-    again = settings(home / "run", model, checkpoint={"resume": str(told["saved"])})
+    alone = {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 8}}  # how many there are is nothing that a resume must keep
+    again = settings(home / "run", model, checkpoint={"resume": str(told["saved"])}, cluster=alone)
     with open(home / "log2.txt", "w") as log, Trainer(again, console=Console(log)) as trainer:
         trainer.start()
         told["resumed_at"] = trainer.steps_done

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
-import os
 import queue
 import random
 import threading
@@ -33,7 +31,7 @@ from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
 from async_grpo.weights import delivery
 from async_grpo.weights.base import Announcement, Receipt, Staged, TokenSequence, TransferMismatch
 from async_grpo.weights.coordinator import Coordinator
-from tests import nccl_double
+from tests import children, nccl_double
 from tests.models import ModuleOwner
 from tests.nccl_double import Control
 from tests.test_nccl import GPUS, MixedModel, bit_equal, make_sender
@@ -136,9 +134,8 @@ class Worker:
             self.loaded[name] = tensor.clone()
 
 
-def serve_child(pipe: Any, directory: str, environment: dict[str, str]) -> None:
+def serve_child(pipe: Any, directory: str) -> None:
     """A worker in a process of its own."""
-    os.environ.update(environment)
     nccl_double.install()
     worker = Worker(directory)
     while True:
@@ -151,11 +148,9 @@ class ChildWorker:
     """`Worker`, in a child process that may die."""
 
     def __init__(self, directory: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.test_weight_faults", "async_grpo.weights.worker"])
+        context = children.context()
         self._pipe, theirs = context.Pipe()
-        environment = {name: os.environ[name] for name in (nccl_double._FAULTS, nccl_double._LOG)}
-        self.process = context.Process(target=serve_child, args=(theirs, directory, environment), daemon=True)
+        self.process = context.Process(target=children.InThisEnvironment(serve_child), args=(theirs, directory), daemon=True)
         self.process.start()
         theirs.close()
 

@@ -61,6 +61,8 @@ class Chaos:
 
     def strike(self, kind: str) -> Blow:
         """Wait for the moment, do it, and see by the record that it was the moment."""
+        if kind == "kill driver":  # else it may die right after a checkpoint, and the next start has nothing to repeat
+            self.run.wait(lambda: 2 <= self.run.side.steps() - self._saved() <= 4, READY_S, "two learner steps after a checkpoint")
         serving = self._serving()
         actor = self.random.choice(serving)
         blow, recovered, spoilt = self._prepare(kind, actor)
@@ -112,6 +114,10 @@ class Chaos:
 
     def _serving(self) -> list[int]:
         return [pid for pid in self.run.actors() if pid not in self._spoiled]
+
+    def _saved(self) -> int:
+        """The step of the newest checkpoint that was begun."""
+        return max((entry.values[1] for entry in self.run.side.having("state") if entry.values[0] == "saved"), default=0)
 
     def _stepped(self, since: float) -> bool:
         begun = {entry.values[0] for entry in self.run.side.having("fetch") if entry.at > since}

@@ -100,10 +100,11 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     whole, cut = (Run(home, settings(model, steps), name=name) for name in ("whole", "cut"))
     try:
         whole.start(**{ACCESS: "note"})
+        whole.wait(lambda: any(entry.values[0] > STEPS_PER_START for entry in whole.side.having("access")), START_S, "two checkpoints and a third one")
+        points = three_points(whole) if kills == 3 else spread_points(whole, kills)
+        starts = interrupted(cut, points)  # beside the rest of the other one
         assert whole.ends(START_S + RUN_S) == 0, whole.text()[-4000:]
         whole.side.poll()
-        points = three_points(whole) if kills == 3 else spread_points(whole, kills)
-        starts = interrupted(cut, points)
         cut.side.poll()
         yield {"whole": whole, "cut": cut, "starts": starts, "steps": steps}
     finally:
