@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from async_grpo.algo.metrics import MetricSums
@@ -58,7 +59,6 @@ class LearnerSide(Protocol):
 class Publisher(Protocol):
     """The coordinator as the loop sees it."""
 
-    async def unpinned(self) -> None: ...
     async def publish(self, version: int) -> float: ...
     def measurements(self) -> dict[str, float]: ...
     async def refresh(self, version: int) -> None: ...
@@ -163,10 +163,15 @@ class Loop:
             await self._publish(self.steps_done)
             self.phase = BETWEEN
 
-    async def _publish(self, version: int) -> float:
-        self.phase = f"waiting for an evaluation before version {version} is published"
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """In the block the publication waits for an evaluation of the version before."""
+        before, self.phase = self.phase, "waiting for an evaluation before the next version is published"
         with self.time.during("evaluating"):
-            await self._guard(self._publisher.unpinned())
+            yield
+        self.phase = before
+
+    async def _publish(self, version: int) -> float:
         self.phase = f"publishing version {version}"
         with self.time.during("publishing"):
             waited = await self._guard(self._publisher.publish(version))

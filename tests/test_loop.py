@@ -211,11 +211,10 @@ class Fakes:
             return [{"sums": {}, "highs": {}, "lows": {}}]
         return [lags | {"highs": {"train/lag_max": 2.0}}, other | {"highs": {"train/lag_max": 1.0}}]
 
-    async def unpinned(self) -> None:
-        if self.pinned is not None:
-            await self.pinned.wait()
-
     async def publish(self, version: int) -> float:
+        if self.pinned is not None:
+            with self.loop.held():
+                await self.pinned.wait()
         self.events.append(f"publish {version}")
         return 0.5
 
@@ -268,6 +267,7 @@ def test_an_evaluation_that_holds_its_version_is_waited_for_and_not_counted_as_p
         run.pinned.set()
         metrics = await step
         assert run.events[-1] == "publish 1" and metrics["time/publish"] == 0.5 and metrics["time/step"] > 0.02
+        assert metrics["time/learner/evaluating"] >= 0.02 > metrics["time/learner/publishing"] and "evaluation" not in run.loop.phase
         await run.loop.publish_newest()
         assert run.events[-1] == "publish 1", "there is nothing newer"
 

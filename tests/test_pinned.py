@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -27,7 +28,6 @@ class Run(Fixture):
 
 async def publish(run: Run, version: int) -> float:
     run.learner.weight = 1.0 + version
-    await run.coordinator.unpinned()  # as the loop does
     waited = await run.coordinator.publish(version)
     await run.coordinator.wait()
     return waited
@@ -94,6 +94,48 @@ def test_with_one_engine_the_next_publication_waits_and_the_wait_is_the_evaluati
         assert run.coordinator.measurements()["weights/learner_waited_s"] < 0.05
         async with run.coordinator.pinned() as pin:
             assert pin.label == "v0.1"
+
+    asyncio.run(scenario())
+
+
+def test_the_learner_s_wait_for_an_evaluation_that_asked_during_a_publication_is_the_evaluations_too() -> None:
+    async def scenario() -> None:
+        run, held, moments = Run(engines=1), [], []
+        await run.coordinator.start(0)
+
+        @contextmanager
+        def holds() -> Iterator[None]:
+            held.append("waits")
+            yield
+            held.append("goes on")
+
+        run.coordinator.held = holds
+        gate = run.members[0].gate = asyncio.Event()
+        await run.coordinator.publish(1)  # overlaps with the next step
+        again, stop = asyncio.Event(), asyncio.Event()
+
+        async def evaluation() -> None:
+            for event in (again, stop):  # it begins again at once, as when the learner went back
+                async with run.coordinator.pinned() as pin:
+                    assert pin.label == "v0.1"
+                    await event.wait()
+                    moments.append(pin.learner_waited_s)
+
+        evaluating = asyncio.create_task(evaluation())
+        publishing = asyncio.create_task(publish(run, 2))
+        await asyncio.sleep(0.02)
+        assert held == [], "so far it waits for the publication before"
+        gate.set()
+        await until(lambda: held == ["waits"])
+        await asyncio.sleep(0.3)
+        again.set()
+        await until(lambda: held == ["waits", "goes on", "waits"])
+        await asyncio.sleep(0.3)
+        stop.set()
+        waited = await publishing
+        await evaluating
+        assert held == 2 * ["waits", "goes on"] and run.events[-1] == "live 2" and min(moments) > 0.25
+        assert waited < 0.3, "what the publication cost is without them"
 
     asyncio.run(scenario())
 

@@ -44,8 +44,6 @@ class _Digests:
     def __init__(self, learner: LearnerGroup, recorded: dict[int, str]) -> None:
         self._learner, self._recorded, self.comparison = learner, recorded, Comparison()
 
-    async def unpinned(self) -> None: ...
-
     async def publish(self, version: int) -> float:
         digest = (await self._learner.stage(Version(0, version).label, verify=False, sequences=[])).announcement.digest
         expected = self._recorded.get(version)

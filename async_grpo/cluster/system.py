@@ -151,6 +151,7 @@ class System:
 
     async def open_weights(self) -> dict[str, float]:
         """Connect the transport, check it, and make the learner's version live."""
+        self.coordinator.held = self.loop.held
         measured = await self.coordinator.start(self.loop.steps_done)
         if note := await self.learner.transport_note():
             self._note(note)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any, Protocol
 
 from async_grpo.config.schema import Config
@@ -36,7 +36,7 @@ from async_grpo.weights.base import (
     Version,
 )
 from async_grpo.weights.delivery import GRACE_S, EngineHandle, Outcome, demand, everybody, grace, looked_at
-from async_grpo.weights.lending import EngineSet, Pin, Present
+from async_grpo.weights.lending import EngineSet, Pin, Present, unpinned
 from async_grpo.weights.probes import Probes, PublicationTimes
 from async_grpo.weights.self_check import LearnerSide as CheckedLearner
 from async_grpo.weights.self_check import SelfCheck
@@ -78,6 +78,8 @@ class Coordinator:
         self.times = PublicationTimes()
         self.announce: Callable[[int, float], None] = lambda version, seconds: None
         """Called with every version of the run that has become live, and the seconds since it was staged."""
+        self.held: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered while the learner waits for an evaluation that holds the newest version: its cost, not that of the publication."""
 
     async def start(self, version: int) -> dict[str, float]:
         """Connect every engine, check load path and sampler, and make `version` live. Returns the check's measurements."""
@@ -102,6 +104,7 @@ class Coordinator:
         started = time.perf_counter()
         await self.wait()
         self._probes.raise_findings()
+        started += await unpinned(lambda: self._pin, self.held)  # it may have asked while the publication before was under way
         await self._lock.acquire()  # `_finish` releases it
         try:
             await self._regroup()
@@ -122,11 +125,6 @@ class Coordinator:
         waited = time.perf_counter() - started
         self.times.learner_waited += waited
         return waited
-
-    async def unpinned(self) -> None:
-        """Wait for an evaluation that holds the newest version, if there is one: its cost, not that of the publication that comes next."""
-        if self._pin is not None:
-            await self._pin.over()
 
     def measurements(self) -> dict[str, float]:
         """Publications so far, and what one took; what the probes saw."""

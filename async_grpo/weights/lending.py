@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, Self
 
 from async_grpo.weights.delivery import EngineHandle
@@ -68,13 +69,26 @@ class Pin:
     def __exit__(self, *error: object) -> None:
         self._over.set()
 
+    @property
+    def holds(self) -> bool:
+        """Whether the block goes on."""
+        return not self._over.is_set()
+
     async def over(self) -> None:
         """Wait for the end of the block, as the learner, which is ready to publish."""
-        if not self._over.is_set():
-            self._asked = time.perf_counter()
-            await self._over.wait()
+        self._asked = time.perf_counter()
+        await self._over.wait()
 
     @property
     def learner_waited_s(self) -> float:
         """Seconds that the learner has waited for this pin so far."""
         return 0.0 if self._asked is None else time.perf_counter() - self._asked
+
+
+async def unpinned(newest: Callable[[], Pin | None], held: Callable[[], AbstractContextManager[None]]) -> float:
+    """Wait while the `newest` pin holds, and another one that follows at once, inside `held()`; the seconds."""
+    started = time.perf_counter()
+    while (pin := newest()) is not None and pin.holds:
+        with held():
+            await pin.over()
+    return time.perf_counter() - started
