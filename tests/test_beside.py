@@ -17,7 +17,7 @@ from async_grpo import run as command
 from async_grpo.accuracy import Outcome
 from async_grpo.cluster import samples
 from async_grpo.cluster.evaluation import Evaluations
-from async_grpo.cluster.samples import ROWS, TrainingSamples, interval
+from async_grpo.cluster.samples import EVALUATED, ROWS, EvaluationSamples, TrainingSamples, interval
 from async_grpo.config.schema import Config
 from async_grpo.console import Console
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
@@ -84,7 +84,7 @@ class Beside(Run):
         })
         self.evaluations = Evaluations(
             settings, coordinator=self.coordinator, died=lambda engine, error: self.drop(engine.actor_id, error), run_epoch=lambda: self.epoch,
-            note=self.notes.append, fail=self.failures.append,
+            note=self.notes.append, fail=self.failures.append, total_steps=9,
         )
 
     def done(self, step: int, result: dict[str, float], rows: list[dict[str, Any]]) -> None:
@@ -301,7 +301,7 @@ def test_before_and_after_training_all_engines_share_the_problems() -> None:
         for engine in run.members:
             engine.answering.set()
         run.members[1].fault = ray.exceptions.RayActorError()
-        result, rows = await run.evaluations.everywhere(9, alone=nobody_waits)
+        result, rows = await run.evaluations.everywhere(9, step=0, alone=nobody_waits)
         assert (result["eval/problems"], len(rows)) == (9, 3)
         assert sorted(index for engine in run.members for indices, _ in engine.asked for index in indices) == list(range(9))
         assert result["eval/learner_waited_s"] == result["eval/seconds"] and list(run.dropped) == ["a1"]
@@ -316,7 +316,7 @@ def test_before_and_after_training_the_deadline_ends_the_run(monkeypatch: pytest
         run = Beside(timeout_s=0.05)
         await run.coordinator.start(0)
         with pytest.raises(Stalled, match="longer than evaluation.timeout_s = 0.05 s"):
-            await run.evaluations.everywhere(4, alone=nobody_waits)
+            await run.evaluations.everywhere(4, step=0, alone=nobody_waits)
 
     ran(scenario)
 
@@ -340,9 +340,9 @@ def test_before_and_after_training_the_last_engine_is_waited_for_until_nobody_ca
 
         if not replaced:
             with pytest.raises(FaultBudgetSpent, match="budget is spent"):
-                await run.evaluations.everywhere(4, alone=alone)
+                await run.evaluations.everywhere(4, step=0, alone=alone)
             return
-        result, _ = await run.evaluations.everywhere(4, alone=alone)
+        result, _ = await run.evaluations.everywhere(4, step=0, alone=alone)
         assert result["eval/problems"] == 4 and [sorted(indices) for indices, _ in newcomer.asked] == [[0, 1, 2, 3]]
 
     ran(scenario)
@@ -428,8 +428,21 @@ def test_a_few_groups_are_shown_with_rewards_and_lag(tmp_path) -> None:
 
 
 def test_a_run_shows_about_as_many_rows_as_it_may() -> None:
-    assert interval(100, 0) == 0
+    assert interval(100, 0, each=ROWS) == 0
     for total, rows in ((1, 1), (7, 100), (250, 100), (250, 4), (10_000, 100), (10_000, 9)):
-        every = interval(total, rows)
+        every = interval(total, rows, each=ROWS)
         moments = sum(step == 1 or step % every == 0 for step in range(1, total + 1))
         assert 1 <= moments * ROWS <= max(rows, 2 * ROWS), (total, rows)
+
+
+@pytest.mark.parametrize(("total", "every", "rows"), [(10_000, 1, 100), (100, 10, 100), (7, 3, 4), (1000, 7, 8), (50, 10, 0), (100, 100, 1000)])
+def test_however_many_evaluations_a_run_has_its_sample_table_is_bounded(total: int, every: int, rows: int) -> None:
+    table = EvaluationSamples(total_steps=total, rows=rows)
+    answers = [{"response": str(index)} for index in range(40)]
+    steps = [*range(0, total, every), total]
+    shown = {step: found for step in steps if (found := table.shown(step, answers))}
+    assert sum(map(len, shown.values())) <= max(rows, 3 * min(rows, EVALUATED))
+    assert all(found == answers[: min(rows, EVALUATED)] for found in shown.values())
+    if rows:
+        assert {0, total} <= shown.keys() and (len(steps) == 2 or rows < 3 * EVALUATED or len(shown) > 2)
+        assert table.shown(0, answers), "steps that were taken back are evaluated anew"

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import ray
 
 from async_grpo.accuracy import Outcome, metrics
+from async_grpo.cluster.samples import EvaluationSamples
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
 from async_grpo.weights.base import parse_label
@@ -47,16 +48,18 @@ class Evaluations:
 
     def __init__(
         self, config: Config, *, coordinator: Coordinator, died: Callable[[Evaluator, BaseException], Awaitable[None]], run_epoch: Callable[[], int],
-        note: Callable[[str], None], fail: Callable[[BaseException], None],
+        note: Callable[[str], None], fail: Callable[[BaseException], None], total_steps: int,
     ) -> None:
         """died(engine, error): one is gone. note: what the user should read. fail: told what ends the run."""
         self._config, self._coordinator, self._died, self._run_epoch = config, coordinator, died, run_epoch
         self._note, self._fail = note, fail
+        self._samples = EvaluationSamples(total_steps=total_steps, rows=config.tracking.sample_rows)
         self._beside: asyncio.Task[None] | None = None
         self._skipped = 0
 
-    async def everywhere(self, total: int, *, alone: Callable[[], Awaitable[None]]) -> tuple[dict[str, float], Rows]:
-        """Metrics of the live weights on `total` problems, and some responses as text; no publication, no other evaluation may be under way.
+    async def everywhere(self, total: int, *, step: int, alone: Callable[[], Awaitable[None]]) -> tuple[dict[str, float], Rows]:
+        """Metrics of the live weights, which are of `step`, on `total` problems, and the responses to show; no publication, no other evaluation
+        may be under way.
 
         alone: called while no engine serves and one is waited for; it raises when none will. Raises Stalled after `evaluation.timeout_s`.
         """
@@ -75,7 +78,7 @@ class Evaluations:
                 raise
             raise Stalled(f"the evaluation took longer than evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s") from error
         seconds = time.perf_counter() - started
-        return self._metrics(outcomes, seconds=seconds, waited=seconds), rows[: self._config.tracking.sample_rows]
+        return self._metrics(outcomes, seconds=seconds, waited=seconds), self._samples.shown(step, rows)
 
     async def begin(self, total: int, done: Done) -> None:
         """Evaluate the newest version beside training: `done(step, metrics, responses)` is called when it is. Returns at once."""
@@ -119,7 +122,7 @@ class Evaluations:
                 outcomes, rows = answers
                 result = self._metrics(outcomes, seconds=time.perf_counter() - started, waited=waited)
                 self._note(_line(version.step, result, pin))
-                done(version.step, result, rows)
+                done(version.step, result, self._samples.shown(version.step, rows))
                 return
             why = f"the learner went back before step {version.step}" if answers is not None else "its engine died"
             if limit.expired() or not await self._somebody_serves(deadline):
@@ -158,7 +161,7 @@ class Evaluations:
 
     async def _share(self, engines: Sequence[Evaluator], problems: list[int], *, total: int) -> tuple[list[int], list[Outcome], Rows]:
         """The problems that dead engines left undone; outcomes and some responses of the others."""
-        samples = -(-self._config.tracking.sample_rows // len(engines))
+        samples = -(-self._samples.each // len(engines))
         parts = [problems[index :: len(engines)] for index in range(len(engines))]
         calls = [
             engine.handle.evaluate.remote(indices=part, total=total, label=engine.acknowledged, samples=samples)

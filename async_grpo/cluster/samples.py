@@ -1,9 +1,9 @@
-"""A few of the responses that are trained, as text, for the sample table.
+"""A few of the responses that are trained or evaluated, as text, for the sample table.
 
 Runs in: the driver, beside the loop, which sees no tokens. Hides that the frames come from the queue, which has those of the step in
 training at hand, and that the tokenizer is loaded when the first are shown.
 
-Invariants: a run shows about `tracking.sample_rows` of them, from its first step to its last; training waits for none of it, and a step that
+Invariants: a run shows about `tracking.sample_rows` of each kind, from its first step to its last; training waits for none of it, and a step that
 cannot be shown is said and not shown.
 """
 
@@ -23,6 +23,8 @@ from async_grpo.wire import Batch, Group, Rollout, decode_group, unpack_frames
 GROUPS = 2
 """Groups of a step that are shown, each with its best and its worst response."""
 ROWS = 2 * GROUPS
+EVALUATED = 8
+"""Responses of one evaluation that are shown."""
 FINISH_S = 10.0
 Decode = Callable[[Sequence[int]], str]
 
@@ -43,7 +45,7 @@ class TrainingSamples:
         """weights: of the reward components."""
         self._config, self._queue, self._model_dir, self._weights = config, queue, model_dir, weights
         self._show, self._note = show, note
-        self._every = interval(total_steps, config.tracking.sample_rows)
+        self._every = interval(total_steps, config.tracking.sample_rows, each=ROWS)
         self._decode: Decode | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -91,9 +93,24 @@ class TrainingSamples:
         return sum(weight * row.rewards.get(name, 0.0) for name, weight in self._weights.items())
 
 
-def interval(total_steps: int, rows: int) -> int:
-    """Steps from one sample to the next, so that a run shows at most about `rows`: 0 for never."""
-    return -(-total_steps // max(1, rows // ROWS - 1)) if rows else 0
+class EvaluationSamples:
+    """Which responses of evaluations are shown: of the first, the last, and as many in between as there is room for in `rows`."""
+
+    def __init__(self, *, total_steps: int, rows: int) -> None:
+        self._total_steps, self._every, self.each = total_steps, interval(total_steps, rows, each=EVALUATED), min(rows, EVALUATED)
+        self._last: int | None = None
+
+    def shown(self, step: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of the evaluation of `step`."""
+        if self._last is not None and 0 <= step - self._last < self._every and step != self._total_steps:
+            return []
+        self._last = step
+        return rows[: self.each]
+
+
+def interval(total_steps: int, rows: int, *, each: int) -> int:
+    """Steps from one sample of `each` rows to the next, so that a run shows at most about `rows`: 0 for never."""
+    return -(-total_steps // max(1, rows // each - 1)) if rows else 0
 
 
 def _decoder(model_dir: str, *, trust_remote_code: bool) -> Decode:

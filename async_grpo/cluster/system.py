@@ -145,7 +145,7 @@ class System:
                 nodes_serve=partial(self._nodes_serve, {slot.node_id for slot in placement.learners}), idle=idle, took_back=took_back, note=note,
             )
             self.evaluations = Evaluations(
-                config, coordinator=self.coordinator, died=self.actors.died, run_epoch=lambda: self.gang.run_epoch, note=note, fail=self._fail
+                config, coordinator=self.coordinator, died=self.actors.died, run_epoch=lambda: self.gang.run_epoch, note=note, fail=self._fail, total_steps=self._total_steps,
             )
             await self.gang.start(progress["steps"], run_epoch=progress["run_epoch"])
 
@@ -180,7 +180,7 @@ class System:
         self.loop.phase = "evaluating"
         with self.loop.time.during("evaluating"):
             await self.gang.surviving(self._until_evaluated)
-            return await self.evaluations.everywhere(total, alone=self._between_steps)
+            return await self.evaluations.everywhere(total, step=self.steps_done, alone=self._between_steps)
 
     async def _between_steps(self) -> None:
         """Raise what ends the run; with NCCL, let an engine in that has started."""

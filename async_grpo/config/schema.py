@@ -237,7 +237,7 @@ class Tracking(Section):
     report: bool = True
     """Write the report (`report/report.html` of the run directory) when a run of the command line ends."""
     sample_rows: NonNegative = 100
-    """Responses kept for the sample table."""
+    """About how many trained and how many evaluated responses the sample table keeps of the whole run."""
 
 
 class Watchdog(Section):
