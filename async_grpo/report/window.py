@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from async_grpo.errors import RunError
-from async_grpo.replay.history import History, read_history
 from async_grpo.replay.journal import segments
+from async_grpo.replay.stretch import Stretch
 from async_grpo.report.data import Row, RunData
 from async_grpo.wire import WireError
 
@@ -79,28 +79,27 @@ def _learner(window: Window, row: Row) -> None:
 
 
 def _groups(window: Window, rows: list[Row], journal: Path) -> None:
-    """Engines and queue, from the groups of these steps and those between them."""
+    """Engines and queue, from the results of these steps."""
     if not segments(journal):
         window.notes.append("Engines and queue are not shown: the run kept no journal (replay.journal.enable).")
         return
     try:
-        history = read_history(journal)
+        stretch = Stretch(journal, first=window.first, last=window.last)
     except RunError as error:
         window.notes.append(f"Engines and queue are not shown: {error}")
         return
-    ids = [group_id for step in range(window.first, window.last + 2) for group_id in history.steps.get(step, ())]
-    if not ids:
+    if not stretch.steps:
         window.notes.append("Engines and queue are not shown: the journal does not have the groups of these steps any more.")
         return
     taken = {row.step: row.time - row.values["time/step"] + row.values.get("time/wait", 0.0) for row in rows}
-    for group_id in range(min(ids), max(ids) + 1)[:GROUPS]:
-        _group(window, history, group_id, taken)
+    for group_id in sorted(stretch.results)[:GROUPS]:
+        _group(window, stretch, group_id, taken)
 
 
-def _group(window: Window, history: History, group_id: int, taken: dict[int, float]) -> None:
-    record = history.groups.get(group_id)
+def _group(window: Window, stretch: Stretch, group_id: int, taken: dict[int, float]) -> None:
+    result = stretch.results[group_id]
     try:
-        meta = None if record is None else history.meta(group_id)
+        meta = stretch.meta(group_id)
     except WireError:
         return  # damaged: the replay command says so
     if meta is None or not {"queued", "done", "scored"} <= meta.times.keys():
@@ -109,6 +108,6 @@ def _group(window: Window, history: History, group_id: int, taken: dict[int, flo
     if times["queued"] < window.end and times["scored"] > window.begin:
         window.generating.setdefault(meta.actor_id, []).append((times["queued"], times["done"]))
         window.scoring.setdefault(meta.actor_id, []).append((times["done"], times["scored"]))
-    left = taken.get(record.step, window.end) if record.step is not None else None
+    left = taken.get(result.step, window.end) if result.waits or result.step is not None else None
     if left is not None and left > window.begin and times["scored"] < window.end:
         window.ready.append((times["scored"], max(times["scored"], left)))
