@@ -267,10 +267,11 @@ class Trainer:
             self._system.abandon()
 
     def stop(self, status: str = "FINISHED", *, ending: tuple[int, str] | None = None) -> None:
-        """Stop every process of the run and close tracking. Safe to call twice, and after an error.
+        """Stop every process of the run, write its report and close tracking. Safe to call twice, and after an error.
 
-        ending: exit code and message, of which the report is to tell; without it no report is written.
+        ending: exit code and message, of which the report is to tell; without it the code that `status` stands for.
         """
+        replayed = self._rerun is not None
         system, self._system, self._rerun, self._started = self._system or self._rerun, None, None, False
         try:
             if system is not None and self._thread.is_alive():
@@ -284,8 +285,8 @@ class Trainer:
             tracker, self._tracker = self._tracker, None
             if tracker is not None:
                 tracker.conclude(status)  # the report takes a while, and somebody may lose patience
-                if ending is not None:
-                    self.console.end(*ending)
+                self.console.stopped(status) if ending is None else self.console.end(*ending)
+                if not replayed:
                     report_on(self.config, self.console, tracker)
                 tracker.finish(status)
             if self._thread.is_alive():

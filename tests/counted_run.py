@@ -31,7 +31,7 @@ def settings(home: Path, model: str) -> Config:
         "algorithm": {"adv_estimator": "remax", "use_kl_loss": False, "mask_truncated": True},
         "replay": {"filter_groups": {"enable": False}}, "learner": {"lr": 1e-3, "tokens_per_micro_batch": 4096},
         "evaluation": {"every_steps": 3, "max_samples": PROBLEMS, "n": SAMPLES}, "weight_sync": {"verify_every": 2},
-        "tracking": {"mlflow": False, "sample_rows": SAMPLE_ROWS}, "checkpoint": {"every_steps": 4},
+        "tracking": {"mlflow": False, "report": False, "sample_rows": SAMPLE_ROWS}, "checkpoint": {"every_steps": 4},
         "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 16}},
     })
 

@@ -33,7 +33,7 @@ def test_an_engine_joins_a_training_run_and_leaves_it(tmp_path, monkeypatch) -> 
         "seed": 3, "run": {"name": "elastic", "dir": str(tmp_path / "run"), "total_steps": steps},
         "model": {"path": write_model(tmp_path / "model", positions=64)}, "task": {"name": "tests.mixed_task:Mixed"},
         "rollout": {"rollout_batch_size": size, "group_size": 4, "prompt_length": 32, "response_length": 24},
-        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False},
+        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False, "report": False},
         "cluster": {"rollout_actors": {"min": 1, "max": 2}, "engine": {"max_num_seqs": 16}},
     })
     with open(tmp_path / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer, ThreadPoolExecutor(1) as thread:

@@ -29,7 +29,7 @@ def settings(home: Path, *, steps: int, engines: int, evaluation: dict[str, int]
         "seed": 3, "run": {"name": "evaluation", "dir": str(home / "run"), "total_steps": steps},
         "model": {"path": write_model(home / "model", positions=64)}, "task": {"name": "tests.mixed_task:Mixed"},
         "rollout": {"rollout_batch_size": 4, "group_size": 4, "prompt_length": 32, "response_length": 24},
-        "weight_sync": {"self_check": False}, "learner": {"lr": 1e-3}, "evaluation": evaluation, "tracking": {"mlflow": False, "sample_rows": 20},
+        "weight_sync": {"self_check": False}, "learner": {"lr": 1e-3}, "evaluation": evaluation, "tracking": {"mlflow": False, "report": False, "sample_rows": 20},
         "cluster": {"rollout_actors": {"min": engines, "max": engines}, "engine": {"max_num_seqs": 16}},
     })
 

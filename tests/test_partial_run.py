@@ -36,7 +36,7 @@ def settings(home: Path) -> Config:
         "task": {"name": "tests.mixed_task:Mixed"}, "rollout": {"rollout_batch_size": 2, "group_size": 8, "prompt_length": 32, "response_length": TOKENS},
         "replay": {"max_staleness": 1, "filter_groups": {"enable": False}}, "algorithm": {"use_kl_loss": False},
         "learner": {"lr": 1e-9, "tokens_per_micro_batch": 4096}, "weight_sync": {"self_check": False},
-        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False}, "checkpoint": {"partial_rollouts": True},
+        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False, "report": False}, "checkpoint": {"partial_rollouts": True},
         "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}},
     })
 

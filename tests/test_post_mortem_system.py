@@ -38,7 +38,7 @@ def settings(home: Path, **changes: Any) -> dict[str, Any]:
         "rollout": {"rollout_batch_size": 4, "group_size": 4, "prompt_length": 8, "response_length": 6},
         "evaluation": {"before": False, "max_samples": 4},
         "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 16}, "restart_budget": 0},
-        "tracking": {"mlflow": False}, "watchdog": {"step_timeout_s": STEP_S},
+        "tracking": {"mlflow": False, "report": False}, "watchdog": {"step_timeout_s": STEP_S},
     } | changes
 
 

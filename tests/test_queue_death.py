@@ -36,7 +36,7 @@ def settings(home: Path, model: str) -> Config:
         "task": {"name": "tests.mixed_task:Mixed"},
         "rollout": {"rollout_batch_size": R, "group_size": 4, "prompt_length": 32, "response_length": 24},
         "replay": {"max_staleness": K}, "algorithm": {"use_kl_loss": False}, "learner": {"lr": 1e-4, "tokens_per_micro_batch": 4096},
-        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False}, "weight_sync": {"self_check": False},
+        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False, "report": False}, "weight_sync": {"self_check": False},
         "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}, "restart_budget": KILLS},
     })
 

@@ -31,7 +31,7 @@ def test_a_recipe_runs_end_to_end(name: str, tmp_path: Path) -> None:
     overrides = [
         f"run={{name: {name}, dir: {tmp_path}/run, total_steps: {STEPS}}}", "model.warm_start=null", f"model.path={model}",
         "task.name=tests.mixed_task:Mixed", f"rollout.rollout_batch_size={groups}", "evaluation={before: false, max_samples: 8}",
-        "tracking.mlflow=false", "cluster.rollout_actors.max=1", "cluster.engine.max_num_seqs=64",
+        "tracking.mlflow=false", "tracking.report=false", "cluster.rollout_actors.max=1", "cluster.engine.max_num_seqs=64",
     ]
     if name == GOES_ON:
         overrides += ["replay.order=ready", "replay.on_stale=mask"]

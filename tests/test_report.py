@@ -12,6 +12,7 @@ import time
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from async_grpo.report.plots import lag_colour, smooth, times_by_cause, tokens_b
 from async_grpo.report.window import Window, read_window
 from async_grpo.reporting import report_on, write_report
 from async_grpo.status_file import StatusFile
+from async_grpo.trainer import Trainer
 from tests.journal_case import journal_in, queue_settings
 from tests.wire_case import frame_of
 
@@ -289,3 +291,19 @@ def test_whatever_goes_wrong_with_the_report_is_a_line(run_dir: Path, monkeypatc
     said = io.StringIO()
     report_on(config, Console(said), None)
     assert said.getvalue().startswith("error: the report could not be written (no report of run)" if enabled else "") and bool(said.getvalue()) == enabled
+
+
+@pytest.mark.parametrize("ending", [None, (0, ""), (4, "actor-0.0 died")])
+def test_a_run_that_ends_through_the_trainer_has_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: tuple[int, str] | None) -> None:
+    """A notebook's `stop()`, the end of a `with` block, and the command line, which says how it ended."""
+    done = []
+    monkeypatch.setattr("async_grpo.trainer.report_on", lambda config, console, tracker: done.append(("report", console.progress.ended)))
+    config = Config(run=Run(name="mine", dir=str(tmp_path), total_steps=1), model=Model(path="somewhere"))
+    trainer = Trainer(config, console=Console(io.StringIO()))
+    trainer._system = SimpleNamespace(disconnect=lambda: None)
+    trainer._tracker = SimpleNamespace(
+        conclude=lambda status: done.append(("conclude", status)), finish=lambda status: done.append(("finish", status))
+    )
+    trainer.stop(ending=ending)
+    trainer.stop()
+    assert [what for what, _ in done] == ["conclude", "report", "finish"] and dict(done)["report"], "it tells of the end"

@@ -38,7 +38,7 @@ def settings(directory: Path, model: str, **changes) -> Config:
         "rollout": {"rollout_batch_size": 4, "group_size": 4, "prompt_length": 1400, "response_length": 48},
         "algorithm": {"clip_schedule": {"kind": "harmonic"}, "use_kl_loss": True, "overlong_buffer": {"enable": True, "len": 16}},
         "learner": {"ranks": 2, "zero_stage": 2, "lr": 1e-4, "ppo_epochs": 2, "ppo_mini_batch_size": 2, "tokens_per_micro_batch": 4096},
-        "evaluation": {"max_samples": 6},
+        "evaluation": {"max_samples": 6}, "tracking": {"report": False},
         "cluster": {"rollout_actors": {"min": 2, "max": 2}, "engine": {"max_num_seqs": 8}},
         "checkpoint": {"resume": "auto", "every_steps": 3, "keep": 4},
     }

@@ -235,7 +235,7 @@ class Tracking(Section):
     register_model: Annotated[str, Field(min_length=1)] | None = None
     """Name of the registered model in MLflow that gets the final model as its next version; null registers nothing."""
     report: bool = True
-    """Write the report (`report/report.html` of the run directory) when a run of the command line ends."""
+    """Write the report (`report/report.html` of the run directory) when a run ends."""
     sample_rows: NonNegative = 100
     """About how many trained and how many evaluated responses the sample table keeps of the whole run."""
 
