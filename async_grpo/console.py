@@ -4,7 +4,7 @@ Runs in: the driver. Hides the difference between a terminal (one panel that is 
 without control characters), and how often a line is worth printing.
 
 Invariants: one line per call at most; the last step is always printed; text from outside (answers, error messages) can neither
-move the cursor nor change colours; the cursor is back when the run has ended.
+move the cursor nor change colours, nor can what other threads and children write to standard error; the cursor is back when the run has ended.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rich.text import Text
 
 from async_grpo.panel import panel, rate, visible
 from async_grpo.progress import Progress
+from async_grpo.stderr_lines import StderrLines, same_terminal
 
 _TERMINAL_INTERVAL_S = 1.0
 _PLAIN_INTERVAL_S = 2.0
@@ -74,6 +75,7 @@ class Screen:
             width=None if self.terminal else _PLAIN_WIDTH,
         )  # fmt: skip
         self._live: Live | None = None
+        self._stderr: StderrLines | None = None
         self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
@@ -91,6 +93,8 @@ class Screen:
                     redirect_stdout=False, redirect_stderr=False,
                 )
                 self._live.start(refresh=True)
+                if same_terminal(self.out.file.fileno()):
+                    self._stderr = StderrLines(self.print)
 
     def refresh(self) -> None:
         """Draw the panel now, if there is one."""
@@ -101,7 +105,9 @@ class Screen:
     def stop(self) -> None:
         """Remove the panel."""
         with self._lock:
-            live, self._live = self._live, None
+            (live, self._live), (stderr, self._stderr) = (self._live, None), (self._stderr, None)
+        if stderr is not None:
+            stderr.stop()
         if live is not None:
             live.stop()
 

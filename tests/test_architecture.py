@@ -17,7 +17,7 @@ LAYERS = {
     1: "accuracy algo stopping time_by_cause",
     2: "replay tasks batching weights outbox",
     3: "engine engine_process engine_requests learner checkpoint provenance tracking tracking_mlflow console warm_start warm_start_model "
-       "tracking_files tracking_system progress timeline status_file panel",
+       "tracking_files tracking_system progress timeline status_file panel stderr_lines",
     4: "model_shape estimates preflight rerun_plan resuming saving rollout_actor answering partials loop planning reporting experiment "
        "engine_time probing verdict",
     5: "cluster",
@@ -31,7 +31,7 @@ BESIDE = {
     ("engine", "engine_requests"),
     ("rollout_actor", "answering"), ("rollout_actor", "engine_time"),
     ("rollout_actor", "probing"), ("probing", "answering"), ("tracking", "tracking_files"), ("tracking", "tracking_system"),
-    ("status_file", "progress"), ("status_file", "timeline"), ("console", "progress"), ("console", "panel"),
+    ("status_file", "progress"), ("status_file", "timeline"), ("console", "progress"), ("console", "panel"), ("console", "stderr_lines"),
 }
 """Modules of one layer that are one part in two files."""
 

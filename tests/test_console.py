@@ -162,6 +162,67 @@ def in_terminal(columns: int, rows: int, *, resized: tuple[int, int] | None = No
     return written.decode()
 
 
+NOISE = """
+import os, subprocess, sys, threading, time
+from async_grpo.console import Console
+console = Console()
+def fails():
+    raise ValueError("in a thread")
+with console.phase("starting engines"):
+    console._screen.refresh()
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join()
+    subprocess.run(["sh", "-c", "echo from a child >&2"], check=True)
+    os.write(2, b"\\x1b[31mraw\\x1b[0m\\x1b[2J\\n")
+    os.write(2, b" 10%\\r 90%\\r100%")
+    late = subprocess.Popen(["sh", "-c", "read line; echo late >&2 && echo it lives"], stdin=subprocess.PIPE)
+console.end(0, "")
+print("after the panel", file=sys.stderr)
+late.communicate(b"go", timeout=20)
+"""
+
+
+def test_what_others_write_to_stderr_comes_above_the_panel() -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen([sys.executable, "-c", NOISE], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    written = b""
+    try:
+        while select.select([ours], [], [], 60)[0]:
+            written += os.read(ours, 65536)
+    except OSError as error:  # EIO: the other side is closed
+        assert error.errno == errno.EIO
+    finally:
+        process.kill()
+        os.close(ours)
+    assert process.wait(timeout=20) in (0, -9)
+    text = written.decode()
+    panel, _, rest = text.partition("after the panel")
+    lines = [line for frame in frames(panel) for line in frame]
+    for line in ("ValueError: in a thread", "from a child", "raw\\x1b[2J", "100%"):
+        assert line in lines, f"{line} has a line of its own"
+    assert "\x1b[2J" not in text and "\x1b[31m" not in text and "90%" not in text
+    assert "it lives" in rest, "a child that still writes there is not killed by it"
+
+
+def test_the_traceback_of_a_script_that_dies_with_the_panel_on_is_shown() -> None:
+    ours, theirs = pty.openpty()
+    script = "from async_grpo.console import Console\nc = Console()\nc._screen.follow(c.progress.facts)\nraise ValueError('unforeseen')"
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    written = b""
+    try:
+        while select.select([ours], [], [], 60)[0]:
+            written += os.read(ours, 65536)
+    except OSError as error:  # EIO: the other side is closed
+        assert error.errno == errno.EIO
+    os.close(ours)
+    assert process.wait(timeout=20) == 1 and "ValueError: unforeseen" in written.decode()
+
+
 def frames(text: str) -> list[list[str]]:
     """Lines as they were written between two erasures of a line, without escape sequences."""
     return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).replace("\r", "").split("\n") for frame in text.split("\x1b[2K")]
