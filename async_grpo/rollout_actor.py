@@ -41,8 +41,8 @@ from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.base import Announcement, Receipt, TokenSequence
 from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, encode_group
 
-POLL_S, BUSY_POLL_S, SOON_S = 0.02, 0.1, 1.0
-"""Tickets come when new weights are live, soon after this engine took them; otherwise asking more often costs CPU time for nothing."""
+POLL_S = 0.02
+"""Between two questions for tickets; the queue's process lets each of them wait a while for its answer."""
 HEARTBEAT_S = 0.5
 
 
@@ -74,7 +74,7 @@ class RolloutActor:
         self._stages: dict[tuple[int, int], tuple[str, float, float]] = {}  # of each group: stage, since when, and since when it is here
         self._draining, self._ended = False, asyncio.Event()
         self._resting = False
-        self._produced_at = self._received_at = 0.0
+        self._produced_at = 0.0
         self._counts: Counter[str] = Counter()
         self._time = EngineTime()
 
@@ -126,7 +126,7 @@ class RolloutActor:
                         self._start_group(ticket)
                     if tickets and want > len(tickets):
                         continue
-                await self._wait_for_change(POLL_S if want > 1 and time.monotonic() < self._received_at + SOON_S else BUSY_POLL_S)
+                await self._wait_for_change(POLL_S)
                 for task in [sender, *self._groups.values()]:
                     if task.done() and task.exception() is not None:
                         raise task.exception()
@@ -157,7 +157,6 @@ class RolloutActor:
         with self._time.during("paused"):
             receipt = await self._engine.receive(announcement)
         self._counts["paused_s"] += receipt.seconds.get("total", 0.0)
-        self._received_at = time.monotonic()
         self._counts["reprefilled"] += receipt.recomputed_tokens
         self._changed.set()
         return receipt

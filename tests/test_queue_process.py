@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 
 import pytest
+
+from async_grpo.cluster import queue_process
+from async_grpo.cluster.queue_process import QueueProcess
+from async_grpo.replay.queue import ReplayQueue
+from tests.test_queue import ids, queue_settings
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +32,32 @@ def test_the_drivers_peak_memory_is_flat_in_the_size_of_groups(measured):
 
 def test_more_than_a_thousand_waiting_calls_do_not_lock_out_put(measured):
     assert measured["crowd"]["answered"] == 1_200 and measured["crowd"]["put_bytes"] > 0
+
+
+@pytest.fixture
+def queue(monkeypatch) -> QueueProcess:
+    """The class of the process, here, with a patience that no test waits out."""
+    monkeypatch.setattr(queue_process, "TICKET_PATIENCE_S", 60.0)
+    queue = QueueProcess.__new__(QueueProcess)
+    vars(queue).update(vars(ReplayQueue(queue_settings(max_staleness=0))))
+    return queue
+
+
+async def test_an_actor_without_a_ticket_waits_at_the_queue_until_there_is_one(queue):
+    tickets = await queue.acquire("a", 0, [], 2)
+    waiting = asyncio.create_task(queue.acquire("a", 0, ids(tickets), 1))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await queue.fail("a", tickets[:1], "gone")
+    [again] = await asyncio.wait_for(waiting, 10)
+    assert (again.group_id, again.attempt) == (tickets[0].group_id, tickets[0].attempt + 1)
+
+
+async def test_nobody_waits_who_missed_a_publication_or_wants_nothing_or_when_the_run_is_over(queue):
+    tickets = await queue.acquire("a", 0, [], 2)
+    assert await asyncio.wait_for(queue.acquire("a", -1, ids(tickets), 1), 10) == []
+    assert await asyncio.wait_for(queue.acquire("a", 0, ids(tickets), 0), 10) == []
+    waiting = asyncio.create_task(queue.acquire("a", 0, ids(tickets), 1))
+    await asyncio.sleep(0.05)
+    await queue.close()
+    assert await asyncio.wait_for(waiting, 10) is None

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,15 +21,20 @@ from async_grpo.leftovers import die_with_parent
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.recorded import RecordedQueue
 from async_grpo.replay.recovery import JournalSettings, open_queue
-from async_grpo.replay.reports import Spent
+from async_grpo.replay.reports import Report, Spent
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire import Batch, unpack_frames
+from async_grpo.wire import Batch, GroupTicket, unpack_frames
 
 BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
+TICKET_PATIENCE_S, TICKET_POLL_S = 0.25, 0.01
+"""The second is the time between two looks of anybody: the more actors wait, the longer it is for each."""
 
 
 class QueueProcess(ReplayQueue):
     """The replay queue as an actor: frames arrive as one array. Ray builds it again when it dies, and it goes on from its journal."""
+
+    _waiting = 0
+    """Actors whose `acquire` waits for tickets."""
 
     def __init__(
         self, settings: QueueSettings, journal: JournalSettings | None = None, snapshot: dict[str, Any] | None = None,
@@ -103,6 +109,24 @@ class QueueProcess(ReplayQueue):
         while (batch := await self.get_batch(step)) is None and time.monotonic() < deadline:
             await asyncio.sleep(BATCH_POLL_S)
         return batch
+
+    async def acquire(
+        self, actor_id: str, serving_version: int, holding: Sequence[tuple[int, int]], want: int, report: Report | None = None
+    ) -> list[GroupTicket] | None:
+        """As the queue's; where there is no ticket it is asked again here for a moment, unless the actor has missed a publication.
+
+        Meanwhile the actor gets no other ticket, so `holding` remains all it may have.
+        """
+        tickets = await super().acquire(actor_id, serving_version, holding, want, report)
+        deadline = time.monotonic() + TICKET_PATIENCE_S
+        self._waiting += 1
+        try:
+            while tickets == [] and want and serving_version >= self._ledger.live and (left := deadline - time.monotonic()) > 0:
+                await asyncio.sleep(min(TICKET_POLL_S * self._waiting, left))
+                tickets = await super().acquire(actor_id, serving_version, holding, want)
+        finally:
+            self._waiting -= 1
+        return tickets
 
     async def put_packed(self, actor_id: str, packed: np.ndarray) -> list[Verdict]:
         """`put` of the frames in one packed array."""
