@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.company import Company, place
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Company]:
+    company = Company(request.session.items, tmp_path_factory.mktemp("beside"))
+    yield company
+    company.end()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _company_begins(request: pytest.FixtureRequest, company: Company) -> None:
+    if request.node.get_closest_marker("alone") is None:
+        company.begin()
+
+
+@pytest.fixture(scope="module")
+def told_beside(request: pytest.FixtureRequest, company: Company) -> Any:
+    """What the module's `story` returned (`tests.company`)."""
+    return company.wait(request.module.__name__)
+
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def _one_thread() -> None:
     """The models are so small that a second thread costs more than it does, and where others use the cores it spins while it waits for them."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fork_server() -> None:
+def _fork_server() -> None:
     """Begins to import at once, where a module that was collected may start children."""
     if "tests.children" in sys.modules:
         sys.modules["tests.children"].begin()

@@ -24,6 +24,7 @@ from async_grpo.status_file import read_status
 from tests.models import write_model
 
 MARK = "ASYNC_GRPO_TEST_MARK"
+pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.counted_run import PROBLEMS, STEPS, lines
 from tests.models import write_model
 from tests.test_system import wait_until
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
 
 def settings(home: Path, *, steps: int, engines: int, evaluation: dict[str, int]) -> Config:

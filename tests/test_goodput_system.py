@@ -11,7 +11,7 @@ from async_grpo.replay.tokens import PLACES
 from async_grpo.time_by_cause import ENGINE_CAUSES, LEARNER_CAUSES
 from tests.counted_run import STEPS
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
 
 def places(line: dict) -> dict[str, int]:

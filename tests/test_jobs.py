@@ -32,7 +32,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 CPUS = 4
 CLUSTER, JOB = "ASYNC_GRPO_TEST_CLUSTER", "ASYNC_GRPO_TEST_JOB"
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]
 
 
 @dataclass

@@ -26,7 +26,7 @@ from async_grpo.trainer import Trainer
 from tests.models import write_model
 
 STEP_S, VERIFIER_S, LATE_S, CLEAN_UP_S = 6.0, 8.0, 10.0, 90.0
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.alone]
 
 
 def settings(home: Path, **changes: Any) -> dict[str, Any]:

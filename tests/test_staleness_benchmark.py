@@ -76,13 +76,19 @@ def test_every_loss_is_a_valid_configuration_with_its_lag(arm, tmp_path) -> None
     assert (config.algorithm.clip_schedule.kind == "harmonic") == (arm in ("bounded", "combined"))
 
 
-def test_a_small_experiment_trains_at_exactly_its_lag(tmp_path) -> None:
-    path = tmp_path / "rows.jsonl"
+def story(home: Path) -> list[dict]:
+    """The rows of a small experiment, told beside other tests."""
+    path = home / "rows.jsonl"
     out = subprocess.run(
         [sys.executable, "-m", "benchmarks.staleness", "--smoke", "--rows", str(path)], check=False, cwd=ROOT, capture_output=True, text=True,
         timeout=280, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert out.returncode == 0, out.stderr[-3000:]
-    runs = [one for one in read_rows(path) if one["kind"] == "run"]
+    return read_rows(path)
+
+
+@pytest.mark.timeout(900)
+def test_a_small_experiment_trains_at_exactly_its_lag(told_beside: list[dict]) -> None:
+    runs = [one for one in told_beside if one["kind"] == "run"]
     assert sorted((one["arm"], one["lag"]) for one in runs) == sorted((arm, lag) for arm in SMOKE.arms for lag in SMOKE.lags)
     assert all(one["lag_mean"] == one["lag_max"] == one["lag"] for one in runs), "every token after the first steps has exactly the forced lag"

@@ -24,7 +24,7 @@ from tests.models import write_model
 
 STEPS, R = 5, 4
 
-pytestmark = pytest.mark.timeout(250)
+pytestmark = [pytest.mark.timeout(250), pytest.mark.alone]
 
 
 def settings(home: Path, model: str) -> Config:

@@ -25,7 +25,7 @@ DATA = Path(__file__).parent / "data"
 STEPS, SAVED = 7, 2
 PROBES = [([5, 6, 7, 8], [20, 21, 22]), ([9, 10], [30, 31, 32, 33])]
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
 
 def settings(directory: Path, model: str, **changes) -> Config:
@@ -101,14 +101,14 @@ def story(tmp_path_factory) -> Iterator[dict]:
 
 
 def scraped(name: str) -> dict[str, float]:
-    """The run's gauges on the metrics endpoint of the test's Ray node, once this one is there."""
+    """The run's gauges on the metrics endpoint of the test's Ray node, once this one is there with what was counted; Ray passes them on late."""
     import ray
 
     [node] = ray.nodes()
     with urllib.request.urlopen(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10) as answer:
         lines = [line for line in answer.read().decode().splitlines() if line.startswith("ray_async_grpo_") and 'run="system"' in line]
     found = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
-    return found if name in found else {}
+    return found if found.get(name) else {}
 
 
 def caught_at_work(trainer: Trainer, actor_id: str, pid: int) -> list[tuple[int, int]]:

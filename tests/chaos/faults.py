@@ -31,12 +31,12 @@ Prepared = tuple[Callable[[], float | None], Callable[[float], bool], set[int]]
 
 @dataclass
 class Blow:
-    """A fault that struck. `recovered`: whether what it broke works again."""
+    """A fault that struck. `recovered`: whether what it broke works again; None once it does."""
 
     kind: str
     at: float
     moment: Moment
-    recovered: Callable[[], bool]
+    recovered: Callable[[], bool] | None
     seconds: float | None = None
 
 

@@ -120,6 +120,11 @@ class Run:
         self._sockets: set[str] = set()
         self._log_from = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a test in another process than the one that started it."""
+        assert self.process is None or self.process.poll() is not None, "it has not ended"
+        return vars(self) | {"process": None}
+
     # ---- starting and waiting ----
 
     @property

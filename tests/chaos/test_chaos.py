@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +24,12 @@ VOLLEYS = (
 pytestmark = pytest.mark.timeout(2400)
 
 
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    home, seed = tmp_path_factory.mktemp("chaos"), int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(10**6)))
+def story(home: Path) -> dict[str, Any]:
+    """Told beside other tests: the run, its blows, and the account of its journal."""
+    seed = int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(10**6)))
     run = Run(home, case.settings(home, ranks=1))
     chaos = Chaos(run, batch=case.R, actors=case.ACTORS, seed=seed)
-    print(f"CHAOS_SEED={seed}")
+    print(f"CHAOS_SEED={seed}", flush=True)
     try:
         chaos.start()
         for volley in VOLLEYS:
@@ -41,31 +42,38 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         run.note_belongings()
         end(run)
         print(*(f"{blow.kind}: {blow.seconds:.1f} s" for blow in chaos.blows), sep="\n")
-        yield {"run": run, "blows": chaos.blows, "counts": account.check(run, batch=case.R)}
+        left, counts = run.leftovers(), account.check(run, batch=case.R)
+        return {"seed": seed, "text": run.text(), "left": left, "counts": counts, "blows": [replace(blow, recovered=None) for blow in chaos.blows]}
     finally:
         run.close()
 
 
-def test_every_fault_struck_a_run_at_work_and_it_recovered(story):
-    assert sorted(blow.kind for blow in story["blows"]) == sorted(SHORT)
-    for blow in story["blows"]:
+@pytest.fixture(scope="module")
+def told(told_beside: dict[str, Any]) -> dict[str, Any]:
+    print(f"CHAOS_SEED={told_beside['seed']}")
+    return told_beside
+
+
+def test_every_fault_struck_a_run_at_work_and_it_recovered(told):
+    assert sorted(blow.kind for blow in told["blows"]) == sorted(SHORT)
+    for blow in told["blows"]:
         assert len(blow.moment.ready) >= case.R and blow.moment.at_gate and blow.seconds is not None, blow
 
 
-def test_nothing_completed_was_lost_and_nothing_trained_twice(story):
-    counts = story["counts"]
+def test_nothing_completed_was_lost_and_nothing_trained_twice(told):
+    counts = told["counts"]
     assert counts["trained"] == case.R * counts["steps"] and counts["acknowledged"] >= counts["trained"] - case.R, counts
 
 
-def test_a_killed_driver_continues_in_its_recorded_steps(story):
-    text = story["run"].text()
+def test_a_killed_driver_continues_in_its_recorded_steps(told):
+    text = told["text"]
     assert "resumed " in text and "the weights are the same bits at" in text, text
     same, _, compared = text.partition("the weights are the same bits at ")[2].split()[:3]
     assert same == compared and int(same) > 0
 
 
-def test_nothing_is_left(story):
-    assert story["run"].leftovers() == []
+def test_nothing_is_left(told):
+    assert told["left"] == []
 
 
 @pytest.mark.slow

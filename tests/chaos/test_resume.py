@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from tests.chaos.harness import Entry, Run
 from tests.chaos.watched import ACCESS
 from tests.models import write_model
 
-EVERY, R = 2, 3
+EVERY, R, KILLS = 2, 3, 3
 STEPS_PER_START = 2 * EVERY
 """A start completes one checkpoint and dies in the next one."""
 START_S, RUN_S = 500.0, 300.0
@@ -92,24 +92,33 @@ def losses(run: Run) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(20, marks=pytest.mark.slow)])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def tell(home: Path, kills: int) -> dict[str, Any]:
     """The run without interruption, and the one whose driver is killed in so many checkpoints."""
-    home, kills = tmp_path_factory.mktemp("resume"), request.param
     model, steps = write_model(home / "model", positions=64, ends=False), STEPS_PER_START * kills + EVERY
     whole, cut = (Run(home, settings(model, steps), name=name) for name in ("whole", "cut"))
     try:
         whole.start(**{ACCESS: "note"})
         whole.wait(lambda: any(entry.values[0] > STEPS_PER_START for entry in whole.side.having("access")), START_S, "two checkpoints and a third one")
-        points = three_points(whole) if kills == 3 else spread_points(whole, kills)
+        points = three_points(whole) if kills == KILLS else spread_points(whole, kills)
         starts = interrupted(cut, points)  # beside the rest of the other one
+        cut.side.poll()
+        left = cut.leftovers()
         assert whole.ends(START_S + RUN_S) == 0, whole.text()[-4000:]
         whole.side.poll()
-        cut.side.poll()
-        yield {"whole": whole, "cut": cut, "starts": starts, "steps": steps}
+        return {"whole": whole, "cut": cut, "left": left, "starts": starts, "steps": steps}
     finally:
         whole.close()
         cut.close()
+
+
+def story(home: Path) -> dict[str, Any]:
+    """Told beside other tests."""
+    return tell(home, KILLS)
+
+
+@pytest.fixture(scope="module", params=[KILLS, pytest.param(20, marks=pytest.mark.slow)])
+def both(request: pytest.FixtureRequest, told_beside: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return told_beside if request.param == KILLS else tell(tmp_path_factory.mktemp("resume"), request.param)
 
 
 pytestmark = pytest.mark.timeout(3600)
@@ -125,7 +134,7 @@ def test_every_start_goes_on_from_the_newest_complete_checkpoint(both):
     found = [told["found"] or 0 for told in both["starts"]]
     assert found == sorted(found) and found[-1] > 0, found
     assert checkpoint.latest(both["cut"].dir) == checkpoint.path_for(both["cut"].dir, both["steps"])
-    assert both["cut"].leftovers() == []
+    assert both["left"] == []
 
 
 def test_lost_steps_come_out_bit_for_bit(both):
