@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,15 @@ def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def _company_begins(request: pytest.FixtureRequest, company: Company) -> None:
     if request.node.get_closest_marker("alone") is None:
         company.begin()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment_of_its_own() -> Iterator[None]:
+    """What a module leaves in the environment (ranks and ports of learners, the stacks of a run) is nothing for the next one."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
