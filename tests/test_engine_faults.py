@@ -286,15 +286,16 @@ async def until_probed(run: Run) -> None:
 
 def at(serving: Serving, phase: str, action: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
     """Do something to the engine's process before it is asked to pause, to load or to go on."""
-    name = {"pause": "pause_generation", "load": "collective_rpc", "resume": "resume_generation"}[phase]
-    real = getattr(serving.engine._llm, name)
+    llm = serving.engine._llm
+    owner, name = {"pause": (llm.engine_core, "pause_scheduler_async"), "load": (llm, "collective_rpc"), "resume": (llm, "resume_generation")}[phase]
+    real = getattr(owner, name)
 
     async def call(*args: Any, **kwargs: Any) -> Any:
         if phase != "load" or args[0] == "take_publication":
             action()
         return await real(*args, **kwargs)
 
-    patch.setattr(serving.engine._llm, name, call)
+    patch.setattr(owner, name, call)
 
 
 @pytest.mark.parametrize(("phase", "says"), [

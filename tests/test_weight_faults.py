@@ -168,9 +168,9 @@ class FrontEnd:
 
     def __init__(self, run: Run, worker: Worker | ChildWorker, *, device: int) -> None:
         self._run, self.worker, self._remote = run, worker, Remote(worker, device=device)
-        self.paused, self.label, self.stops_at = False, "", ""
+        self.paused, self.label, self.stops_at, self.engine_core = False, "", "", self
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         await self._phase("pause")
         assert mode == "keep"
         self.paused = True
