@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, help="a file whose tables between the markers are replaced")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args(argv)
-    results = {"machine": machine("vllm", "ray", "deepspeed", "torch"), "config": arguments.config, "model": arguments.model, "rows": []}
+    results = {"cores": len(os.sched_getaffinity(0)), "machine": machine("vllm", "ray", "deepspeed", "torch"), "config": arguments.config, "model": arguments.model, "rows": []}
     if arguments.out and arguments.out.exists():
         results = json.loads(arguments.out.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
                 if arguments.out:
                     arguments.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
         config = load_config(arguments.config, settings)
-        table = Table(results["rows"], config, len(os.sched_getaffinity(0)))
+        table = Table(results["rows"], config, results["cores"])
         name = arguments.model or "its own model"
         batch = f"{config.rollout.rollout_batch_size} groups of {config.rollout.group_size} responses per learner step"
         lines = [results["machine"], "", f"{Path(arguments.config).name}, {name}; {batch}", "", *table.lines(), *table.aims()]
