@@ -183,23 +183,28 @@ late.communicate(b"go", timeout=20)
 """
 
 
-def test_what_others_write_to_stderr_comes_above_the_panel() -> None:
+def on_a_terminal(script: str) -> tuple[str, int]:
+    """What a script writes to a pseudo-terminal of its own, 40 lines of 140 characters, and its exit code (-9: it did not end by itself)."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen([sys.executable, "-c", NOISE], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     written = b""
     try:
         while select.select([ours], [], [], 60)[0]:
             written += os.read(ours, 65536)
+        process.kill()
     except OSError as error:  # EIO: the other side is closed
         assert error.errno == errno.EIO
     finally:
-        process.kill()
         os.close(ours)
-    assert process.wait(timeout=20) in (0, -9)
-    text = written.decode()
+    return written.decode(), process.wait(timeout=20)
+
+
+def test_what_others_write_to_stderr_comes_above_the_panel() -> None:
+    text, code = on_a_terminal(NOISE)
+    assert code == 0
     panel, _, rest = text.partition("after the panel")
     lines = [line for frame in frames(panel) for line in frame]
     for line in ("ValueError: in a thread", "from a child", "raw\\x1b[2J", "100%"):
@@ -209,18 +214,8 @@ def test_what_others_write_to_stderr_comes_above_the_panel() -> None:
 
 
 def test_the_traceback_of_a_script_that_dies_with_the_panel_on_is_shown() -> None:
-    ours, theirs = pty.openpty()
-    script = "from async_grpo.console import Console\nc = Console()\nc._screen.follow(c.progress.facts)\nraise ValueError('unforeseen')"
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    written = b""
-    try:
-        while select.select([ours], [], [], 60)[0]:
-            written += os.read(ours, 65536)
-    except OSError as error:  # EIO: the other side is closed
-        assert error.errno == errno.EIO
-    os.close(ours)
-    assert process.wait(timeout=20) == 1 and "ValueError: unforeseen" in written.decode()
+    text, code = on_a_terminal("from async_grpo.console import Console\nc = Console()\nc._screen.follow(c.progress.facts)\nraise ValueError('unforeseen')")
+    assert code == 1 and "ValueError: unforeseen" in text
 
 
 def frames(text: str) -> list[list[str]]:
