@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.staleness import ARMS, FULL, SMOKE, Job, config_of, interval, jobs, next_job, read_rows, table, tuned
+from benchmarks.staleness import ARMS, FULL, SMOKE, Job, config_of, gains, interval, jobs, next_job, read_rows, table, tuned
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,9 +64,21 @@ def test_the_verdict_follows_from_the_rows(harm, words) -> None:
             rows += [row("run", arm, lag, seed, FULL.rates[1], 1.0 - fall) for seed in range(5)]
     text = "\n".join(table(rows, FULL))
     assert words in text
-    assert "| bounded: at least 95% of lag 0 at lag 32 | 96.0% at lag 32 | met |" in text
-    assert "| combined: at least 95% of lag 0 at lag 32 | 94.0% at lag 32 | not met |" in text
+    assert "| bounded: at least 95% of lag 0 at lag 32 | 96.0% ± 0.0 at lag 32 | met |" in text
+    assert "| combined: at least 95% of lag 0 at lag 32 | 94.0% ± 0.0 at lag 32 | not met |" in text
     assert "Not complete" in "\n".join(table(tuning(FULL.rates[1]), FULL))
+
+
+def test_what_the_schedule_adds_is_counted_seed_by_seed() -> None:
+    differences = {"bounded": [0.01, 0.02, 0.03, 0.02, 0.02], "combined": [-0.05, 0.05, -0.04, 0.05, 0.01]}
+    rows = [
+        row("run", arm, lag, seed, FULL.rates[1], 0.5 + 0.1 * seed + (differences[arm][seed] if lag == 8 and arm in differences else 0.0))
+        for arm in ARMS for lag in FULL.lags for seed in range(5)
+    ]
+    text = "\n".join(gains(rows[:-1], FULL))  # one seed lacks its partner
+    assert "| bounded - constant | +0.0 ± 0.0 | +0.0 ± 0.0 | +0.0 ± 0.0 | +2.0 ± 0.9 | +0.0 ± 0.0 | +0.0 ± 0.0 | lag 8 |" in text
+    assert "| combined - tis | +0.0 ± 0.0 | +0.0 ± 0.0 | +0.0 ± 0.0 | +0.4 ± 5.9 | +0.0 ± 0.0 | +0.0 ± 0.0 | nowhere |" in text
+    assert "| - | nowhere |" in "\n".join(gains([], FULL))
 
 
 @pytest.mark.parametrize("arm", list(ARMS))
