@@ -1,6 +1,7 @@
 """From the groups of a learner step to the micro-batches of every rank.
 
-Runs in: the driver (plain Python). Hides the dealing of rows. Invariants: every row of an update is on exactly one rank and in one
+Runs in: the driver (plain Python). Hides the dealing of rows: rows of a group belong in the same micro-batch, where they share their prompt,
+and ranks should have equally much to do. Invariants: every row of an update is on exactly one rank and in one
 micro-batch; all ranks have the same number of micro-batches in an update (ranks that communicate in forward and backward would wait for
 each other otherwise); the same input gives the same plan on every process and in every run, so a resumed run repeats it.
 """
@@ -9,17 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 ATTENTION_TOKENS = 8192
 """Row length at which attention costs about as much as the rest of the model; weighs the sum of L^2 against the sum of L."""
-PADDING = 2
-"""Attention pads the rows of a micro-batch to the longest one: padded, they hold at most this many times the token budget."""
+REPEATED = 2
+"""Attention works on rows with their prompts in front, shared or not: a micro-batch's rows hold at most this many times the token budget."""
 
 
 RowKey = tuple[int, int]
 """(group_id, place of the row in its group)."""
+RowShape = tuple[Hashable, int, int]
+"""(prompt, its length, length of the response). Rows of a micro-batch with the same prompt share its computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,33 +93,67 @@ def minibatches(group_ids: Sequence[int], *, seed: int, step: int, epoch: int, g
     return [sorted(order[start : start + groups_per_minibatch]) for start in range(0, len(order), groups_per_minibatch)]
 
 
-def deal(rows: Sequence[tuple[int, int]], *, ranks: int, token_budget: int) -> list[list[list[int]]]:
-    """Positions of the rows by rank and micro-batch: result[rank][micro_batch]; `rows` are (prompt_length, response_length).
+def micro_batches(rows: Sequence[RowShape], token_budget: int) -> list[list[int]]:
+    """Positions of the rows in order, cut into micro-batches of at most `token_budget` tokens, each prompt counted once, and REPEATED times
+    that with every row's prompt; a single longer row is a micro-batch of its own."""
+    batches: list[list[int]] = []
+    prompts: set[Hashable] = set()
+    room = attended = 0
+    for position, (prompt, prompt_length, length) in enumerate(rows):
+        whole = prompt_length + length
+        more = length if prompt in prompts else whole
+        if not batches or more > room or whole > attended:
+            batches.append([])
+            prompts.clear()
+            more, room, attended = whole, token_budget, REPEATED * token_budget
+        batches[-1].append(position)
+        prompts.add(prompt)
+        room -= more
+        attended -= whole
+    return batches
 
-    Ranks are balanced by tokens plus the sum of L^2 (the attention share). A rank's rows are packed longest first, so that the rows of a
-    micro-batch have similar lengths and the largest micro-batches of all ranks come first and meet each other. A micro-batch stays within
-    `token_budget` tokens (and PADDING times that when its rows are padded to the longest), unless it is a single longer row. All ranks
+
+def deal(rows: Sequence[RowShape], *, ranks: int, token_budget: int) -> list[list[list[int]]]:
+    """Positions of the rows by rank and micro-batch: result[rank][micro_batch].
+
+    Rows of a prompt share it where they are in one micro-batch, but whole groups cannot be dealt as evenly as single rows. So the rows of
+    each prompt are dealt whole, in halves, quarters and so on, largest first to the rank with the least to do, and the deal whose slowest
+    rank is fastest is taken, the coarsest of equals. A row costs its tokens, those of a shared prompt once, and L^2 for attention. All ranks
     have the same number of micro-batches, at least one; missing ones are empty. Raises ValueError for arguments below 1.
     """
     if ranks < 1 or token_budget < 1:
         raise ValueError(f"{ranks} ranks with {token_budget} tokens per micro-batch; both must be at least 1")
-    lengths = [prompt + response for prompt, response in rows]
-    longest_first = sorted(range(len(rows)), key=lambda position: (-lengths[position], position))
-    loads = [(0.0, rank) for rank in range(ranks)]
-    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
-    room = [0] * ranks
-    for position in longest_first:
-        length = lengths[position]
-        load, rank = heapq.heappop(loads)
-        heapq.heappush(loads, (load + length + length * length / ATTENTION_TOKENS, rank))
-        batch = dealt[rank][-1] if dealt[rank] else []
-        if not batch or length > room[rank] or (len(batch) + 1) * lengths[batch[0]] > PADDING * token_budget:
-            dealt[rank].append([])
-            room[rank] = token_budget
-        dealt[rank][-1].append(position)
-        room[rank] -= length
+    answered: dict[Hashable, list[int]] = {}
+    for position in sorted(range(len(rows)), key=lambda position: (-sum(rows[position][1:]), position)):
+        answered.setdefault(rows[position][0], []).append(position)
+    largest, pieces, deals = max(map(len, answered.values()), default=1), 1, []
+    while True:
+        deals.append(_dealt(rows, [places[start::pieces] for places in answered.values() for start in range(min(pieces, len(places)))], ranks, token_budget))
+        if pieces >= largest or ranks == 1:
+            break
+        pieces *= 2
+    _, dealt = min(deals, key=lambda one: one[0])
     count = max(1, *(len(batches) for batches in dealt))
     return [batches + [[] for _ in range(count - len(batches))] for batches in dealt]
+
+
+def _dealt(rows: Sequence[RowShape], pieces: Sequence[list[int]], ranks: int, token_budget: int) -> tuple[float, list[list[list[int]]]]:
+    """What the slowest rank has to do, and the micro-batches of every rank, when each piece goes to one rank."""
+    loads = [_cost(rows, piece) for piece in pieces]
+    waiting, mine = [(0.0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]
+    for index in sorted(range(len(pieces)), key=lambda index: (-loads[index], pieces[index])):
+        load, rank = heapq.heappop(waiting)
+        heapq.heappush(waiting, (load + loads[index], rank))
+        mine[rank] += pieces[index]
+    dealt = [[[places[k] for k in batch] for batch in micro_batches([rows[place] for place in places], token_budget)] for places in mine]
+    return max(sum(_cost(rows, batch) for batch in batches) for batches in dealt), dealt
+
+
+def _cost(rows: Sequence[RowShape], positions: Sequence[int]) -> float:
+    """Of rows in one micro-batch, in tokens."""
+    prompts = {rows[position][0]: rows[position][1] for position in positions}
+    shapes = [rows[position][1:] for position in positions]
+    return sum(prompts.values()) + sum(length + (prompt + length) ** 2 / ATTENTION_TOKENS for prompt, length in shapes)
 
 
 def make_rank_plans(
@@ -125,7 +162,7 @@ def make_rank_plans(
     """The plan of every rank for one learner step, from the rows of each optimizer update in order."""
     updates: list[list[tuple[tuple[PlanRow, ...], ...]]] = [[] for _ in range(ranks)]
     for rows in updates_rows:
-        dealt = deal([(row.prompt_length, row.length) for row in rows], ranks=ranks, token_budget=token_budget)
+        dealt = deal([(row.group_id, row.prompt_length, row.length) for row in rows], ranks=ranks, token_budget=token_budget)
         for rank, batches in enumerate(dealt):
             updates[rank].append(tuple(tuple(rows[position] for position in batch) for batch in batches))
     groups = [sorted({row.group_id for batches in plan for batch in batches for row in batch}) for plan in updates]

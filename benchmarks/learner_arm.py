@@ -129,7 +129,8 @@ class Bare:
     def __init__(self, model: str, batch: Batch) -> None:
         from transformers import AutoModelForCausalLM
 
-        from async_grpo.learner.model import ATTENTION, pack
+        from async_grpo.learner.model import ATTENTION
+        from async_grpo.learner.packing import pack
 
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=ATTENTION).train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0)
@@ -146,7 +147,7 @@ class Bare:
         """One optimizer update."""
         for packed, behavior, advantages, weights in self._batches:
             logits = self._model(
-                input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, row_buckets=packed.buckets,
+                input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, row_layout=packed.layout,
                 logits_to_keep=packed.predictors,
             ).logits[0]
             logprobs = torch.log_softmax(logits, -1).gather(-1, packed.targets[:, None])[:, 0]
@@ -236,15 +237,17 @@ def _timed(work: Callable[[], object]) -> tuple[float, float]:
 
 def padding_of(plan: RankPlan, batch: Batch) -> tuple[float, float]:
     """Shares of positions without a token: in the linear layers, which see the packed tokens, and in attention, which sees buckets of rows."""
-    from async_grpo.learner.model import pack
+    from async_grpo.learner.packing import pack
 
-    tokens = positions = attended = 0
+    needed = computed = tokens = positions = 0
     for planned in plan.updates[0]:
         packed = pack([batch.tokens_of(row) for row in planned], torch.device("cpu"))
+        prompts = {row.group_id: row.prompt_length for row in planned}
+        needed += sum(prompts.values()) + sum(row.length - 1 for row in planned)
+        computed += packed.input_ids.numel()
         tokens += sum(row.prompt_length + row.length - 1 for row in planned)
-        positions += packed.input_ids.numel()
-        attended += sum(bucket.rows * bucket.width for bucket in packed.buckets)
-    return 1 - tokens / positions, 1 - tokens / attended
+        positions += packed.layout.positions
+    return 1 - needed / computed, 1 - tokens / positions
 
 
 def _apart(ours: Ours, batch: Batch) -> float:

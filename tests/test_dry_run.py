@@ -15,7 +15,8 @@ from async_grpo import run
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.estimates import BUCKET_ELEMENTS, engine_memory, learner_memory
-from async_grpo.learner.model import load_model, pack
+from async_grpo.learner.model import load_model
+from async_grpo.learner.packing import pack
 from async_grpo.model_shape import Shape, shape_of
 from tests.learner_case import free_port, make_case, make_config, set_rank
 from tests.models import write_model

@@ -17,7 +17,8 @@ from async_grpo.batching import RowValue
 from async_grpo.config.schema import Config
 from async_grpo.learner import model as model_module
 from async_grpo.learner.learner import Learner, NonFinite
-from async_grpo.learner.model import load_model, pack
+from async_grpo.learner.model import load_model
+from async_grpo.learner.packing import pack
 from async_grpo.learner.rows import StalenessError, learning_rate
 from async_grpo.learner.zero import deepspeed_config
 from tests.learner_case import (
@@ -81,12 +82,16 @@ def write_llama(path: Path) -> str:
 def test_a_packed_row_equals_the_row_alone(architecture: str, models: dict[str, str], tmp_path: Path) -> None:
     directory = models["plain"] if architecture == "qwen2" else write_llama(tmp_path)
     rng = np.random.default_rng(3)
-    rows = [(rng.integers(3, 100, p), rng.integers(3, 100, r)) for p, r in [(1, 1), (5, 60), (7, 30), (2, 9), (30, 1), (4, 30), (1, 2)]]
+    lengths = [(1, [1]), (5, [60, 3, 31]), (7, [30]), (2, [9, 9]), (30, [1, 1, 40]), (4, [30, 1]), (1, [2]), (9, [5, 6, 7, 8])]
+    rows = [(prompt, rng.integers(3, 100, r)) for prompt, each in [(rng.integers(3, 100, p), each) for p, each in lengths] for r in each]
+    rng.shuffle(rows)
     policy = load_model(directory, dtype=torch.float32, longest_row=100, gradient_checkpointing=False, trust_remote_code=False, float32_head=False)
     alone = plain_model(directory)
     packed = pack(rows, torch.device("cpu"))
-    assert packed.input_ids.shape == (1, sum(len(prompt) + len(response) - 1 for prompt, response in rows))
-    assert len(packed.buckets) > 2 and sum(b.rows * b.width for b in packed.buckets) < 2 * packed.input_ids.numel()
+    assert packed.input_ids.shape == (1, sum(p + sum(each) - len(each) for p, each in lengths)), "a prompt is there once, a last token never"
+    whole = sum(len(prompt) + len(response) - 1 for prompt, response in rows)
+    assert packed.layout.tokens == whole <= packed.layout.positions < 2 * whole
+    assert len(packed.layout.buckets) > 2 and {copies.times for copies in packed.layout.copies} == {1, 2, 3}
     logprobs, entropy = policy(packed, TEMPERATURE, True)
     wanted = [row_distribution(alone, *rows[k]) for k in packed.order]
     wanted_logprobs = torch.cat([picked(d, rows[k][1]) for d, k in zip(wanted, packed.order, strict=True)])

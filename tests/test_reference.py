@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from async_grpo.learner.learner import Learner
-from async_grpo.learner.model import load_model, pack
+from async_grpo.learner.model import load_model
+from async_grpo.learner.packing import pack
 from async_grpo.planning import RowMath
 from tests.learner_case import STEP, free_port, make_case, make_config, set_rank, split, write_neighbour
 from tests.models import write_model
@@ -105,7 +106,7 @@ def test_the_float32_head_computes_logits_in_float32(models: dict[str, str]) -> 
         )
         got[float32] = model(packed, 1.0, False)[0]
     states = model.hf.base_model(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, row_buckets=packed.buckets
+        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, row_layout=packed.layout
     ).last_hidden_state[0][packed.predictors]
     logits = states.float() @ model.hf.get_output_embeddings().weight.float().T
     wanted = torch.log_softmax(logits, -1).gather(-1, packed.targets[:, None])[:, 0]

@@ -155,7 +155,7 @@ class Learner(Section):
     ppo_mini_batch_size: Positive | None = None
     """Groups per optimizer update; null means the whole batch."""
     tokens_per_micro_batch: Annotated[Positive, warn("the order of sums, so the last bits of gradients", trains=True)] = 16384
-    """Upper limit of prompt and response tokens in one forward pass of one rank."""
+    """Upper limit of prompt and response tokens in one forward pass of one rank, a prompt that rows share counted once."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field([0.9, 0.95])

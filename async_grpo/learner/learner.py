@@ -24,13 +24,14 @@ from torch import Tensor
 
 from async_grpo import wire
 from async_grpo.algo.metrics import MetricSums
-from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
+from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
 from async_grpo.config.schema import Config
 from async_grpo.learner import adapters, store, zero
 from async_grpo.learner.collectives import Collectives
-from async_grpo.learner.model import Packed, PolicyModel, load_model, pack
+from async_grpo.learner.model import PolicyModel, load_model
+from async_grpo.learner.packing import Packed, pack
 from async_grpo.learner.published import Published
-from async_grpo.learner.rows import Row, Stopwatch, TokenBatch, chunks, decode_rows, learning_rate, token_batch
+from async_grpo.learner.rows import Row, Stopwatch, TokenBatch, decode_rows, learning_rate, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
 
 Fetch = Callable[[int, Sequence[int]], wire.Buffer]
@@ -228,9 +229,11 @@ class Learner:
         return Pass(packed, batch, logprobs, entropy)
 
     def _count(self, packed: Packed) -> None:
-        """train/padding: share of attention positions that hold no token; train/micro_batch_tokens: tokens per forward pass."""
-        computed, padded = packed.input_ids.numel(), sum(bucket.rows * bucket.width for bucket in packed.buckets)
-        self._metrics.add_value("train/padding", padded - computed, padded)
+        """train/padding: share of attention positions that hold no token; train/shared_prompts: share of the rows' tokens that were not
+        computed again; train/micro_batch_tokens: tokens per forward pass."""
+        computed, tokens, positions = packed.input_ids.numel(), packed.layout.tokens, packed.layout.positions
+        self._metrics.add_value("train/padding", positions - tokens, positions)
+        self._metrics.add_value("train/shared_prompts", tokens - computed, tokens)
         self._metrics.add_value("train/micro_batch_tokens", computed)
 
     def _checked_total(self, losses: Tensor, micro_batches: Sequence[Sequence[PlanRow]]) -> float:
@@ -279,9 +282,8 @@ class Learner:
         self, model: torch.nn.Module, rows: list[tuple[np.ndarray, np.ndarray]], *, temperature: float | None = None
     ) -> list[np.ndarray]:
         temperature = self.config.rollout.temperature if temperature is None else temperature
-        longest_first = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]) - len(rows[index][1]))
-        lengths = [len(rows[index][0]) + len(rows[index][1]) for index in longest_first]
-        passes = [[longest_first[k] for k in chunk] for chunk in chunks(lengths, self.config.learner.tokens_per_micro_batch)]
+        shapes = [(prompt.tobytes(), len(prompt), len(response)) for prompt, response in rows]
+        passes = micro_batches(shapes, self.config.learner.tokens_per_micro_batch)
         if self.sharded:
             passes += [[]] * (self._collectives.maximum(len(passes)) - len(passes))
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)

@@ -1,148 +1,60 @@
 """The policy network: a Hugging Face causal language model that computes log-probs of packed rows.
 
-Runs in: learner ranks. Hides the packing: rows are concatenated into one sequence of N tokens, so that every linear layer sees
-N tokens and no padding, and attention sees each row alone. Invariants:
+Runs in: learner ranks. Hides that rows are packed (`packing`): every linear layer sees N tokens and no padding, and attention sees each row
+alone. Invariants:
 
 - A row's log-probs do not depend on the rows packed beside it.
-- Nothing of size N x N exists. Rows lie longest first and attention takes them in buckets of little padding, whose widest row is less than
-  twice as long as the shortest, so the scattered copies stay below 2 N tokens whatever the mix of lengths.
+- Nothing of size N x N exists. Attention takes rows in buckets of little padding, whatever the mix of lengths.
 - The language-model head sees only the hidden states that predict a response token, in one module call: under ZeRO-3 its weight
   is gathered once for the forward and once for the backward pass on every rank, however many chunks the rows need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.algo.logprobs import token_logprobs
+from async_grpo.learner.packing import Bucket, Packed, RowLayout
 
 ATTENTION = "async_grpo_varlen"
-SPARE_POSITIONS = 64
-"""Padding of a bucket that costs attention about as much as another bucket would: calls of kernels, forward and backward."""
 # Logits are scaled inside these models' own forward, which the head below replaces.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Neighbouring rows of similar length: tokens [start, stop) of the pack, `rows` rows, the longest `width` tokens.
-
-    slots [stop - start]: place of each token in the padded [rows * width] layout; None when nothing needs padding.
-    """
-
-    start: int
-    stop: int
-    rows: int
-    width: int
-    slots: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Rows as one sequence. N input tokens, M response tokens.
-
-    input_ids [1, N], position_ids [1, N]; predictors [M]: index of the hidden state that predicts each response token; targets [M];
-    order: packed row k is row `order[k]` of the caller; the M tokens lie in that order.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    predictors: Tensor
-    targets: Tensor
-    buckets: tuple[Bucket, ...]
-    order: tuple[int, ...]
-
-
-def pack(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> Packed:
-    """Pack (prompt, response) token rows. The last response token is a target only: nothing is predicted from it.
-
-    With no rows the pack is a single dummy token, so that a rank without work still runs the same collectives.
-    """
-    if not rows:
-        rows = [(np.zeros(1, np.int64), np.zeros(1, np.int64))]
-    lengths = [len(prompt) + len(response) - 1 for prompt, response in rows]
-    order = sorted(range(len(rows)), key=lambda index: -lengths[index])
-    inputs, positions, predictors, targets, at = [], [], [], [], 0
-    for index in order:
-        prompt, response = rows[index]
-        length = lengths[index]
-        inputs += [prompt, response[:-1]]
-        positions.append(np.arange(length))
-        predictors.append(np.arange(at + len(prompt) - 1, at + length))
-        targets.append(response)
-        at += length
-
-    def joined(parts: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
-
-    return Packed(
-        input_ids=joined(inputs)[None], position_ids=joined(positions)[None], predictors=joined(predictors), targets=joined(targets),
-        buckets=_buckets([lengths[index] for index in order], device), order=tuple(order),
-    )
-
-
-def _buckets(lengths: list[int], device: torch.device) -> tuple[Bucket, ...]:
-    """Cut descending lengths where a row is at most half as long as the bucket's first, or would bring its padding above SPARE_POSITIONS."""
-    buckets, first, at, spare = [], 0, 0, 0
-    for last in range(1, len(lengths) + 1):
-        if last < len(lengths):
-            spare += lengths[first] - lengths[last]
-            if spare <= SPARE_POSITIONS and 2 * lengths[last] > lengths[first]:
-                continue
-        members, width = lengths[first:last], lengths[first]
-        slots = None
-        if members[-1] != width:
-            slots = torch.from_numpy(np.concatenate([np.arange(n) + k * width for k, n in enumerate(members)])).to(device)
-        buckets.append(Bucket(start=at, stop=at + sum(members), rows=len(members), width=width, slots=slots))
-        first, at, spare = last, at + sum(members), 0
-    return tuple(buckets)
 
 
 def varlen_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    row_buckets: tuple[Bucket, ...] | None = None, **_: object,
+    row_layout: RowLayout | None = None, **_: object,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each packed row; the signature is Hugging Face's attention interface.
 
     query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]. Raises ValueError for attention this function does not compute.
     """
-    if row_buckets is None or attention_mask is not None:
+    if row_layout is None or attention_mask is not None:
         raise ValueError(f"{ATTENTION} needs the row boundaries of a packed sequence and no attention mask")
     if softcap is not None or s_aux is not None:
         raise ValueError("attention with logit soft-capping or attention sinks is not supported; train another model")
-    if sliding_window is not None and row_buckets[0].width > sliding_window:
-        raise ValueError(f"a row of {row_buckets[0].width} tokens is longer than the model's sliding window of {sliding_window}; shorten the rows")
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [N, heads, D]
-    pieces = [_attend(query, key, value, bucket, scaling) for bucket in row_buckets]
-    return torch.cat(pieces)[None], None
+    longest = row_layout.buckets[0].width
+    if sliding_window is not None and longest > sliding_window:
+        raise ValueError(f"a row of {longest} tokens is longer than the model's sliding window of {sliding_window}; shorten the rows")
+    parts = [row_layout.spread(states[0].transpose(0, 1)) for states in (query, key, value)]  # of [N, heads, D], one for each bucket
+    results = [_attend(*states, bucket, scaling) for *states, bucket in zip(*parts, row_layout.buckets, strict=True)]
+    return row_layout.collect(results)[None], None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling: float | None) -> Tensor:
-    """Attention of one bucket -> [stop - start, H, D]. Padding lies behind each row, where causality hides it."""
-
-    def padded(states: Tensor) -> Tensor:
-        states = states[bucket.start : bucket.stop]
-        if bucket.slots is not None:
-            states = states.new_zeros(bucket.rows * bucket.width, *states.shape[1:]).index_copy(0, bucket.slots, states)
-        return states.view(bucket.rows, bucket.width, *states.shape[1:]).transpose(1, 2)
-
-    query, key, value = padded(query), padded(key), padded(value)
+    """Attention of one bucket [rows * width, heads, D] -> [rows * width, H, D]. Padding lies behind each row, where causality hides it."""
+    query, key, value = (states.unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2) for states in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     # Only the half-precision kernels group heads without falling back to an implementation that stores width x width scores.
     grouped = groups > 1 and query.dtype != torch.float32
     if groups > 1 and not grouped:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-    out = out.transpose(1, 2).flatten(0, 1)  # [rows * width, H, D]
-    return out if bucket.slots is None else out.index_select(0, bucket.slots)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 AttentionInterface.register(ATTENTION, varlen_attention)
@@ -183,7 +95,7 @@ class PolicyModel(nn.Module):
     def forward(self, packed: Packed, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probs [M] float32 of the response tokens at `temperature`, and their entropies [M] or None."""
         states = self.hf.base_model(
-            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, row_buckets=packed.buckets
+            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, row_layout=packed.layout
         ).last_hidden_state
         hidden = states[0].index_select(0, packed.predictors)
         return self.hf.get_output_embeddings()(hidden, packed.targets, self.vocab_size, temperature, with_entropy)

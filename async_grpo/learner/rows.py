@@ -126,19 +126,6 @@ def token_batch(planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.d
     )
 
 
-def chunks(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Positions in order, cut so that a chunk stays within `token_budget` tokens unless it is a single longer row."""
-    out: list[list[int]] = []
-    held = 0
-    for position, length in enumerate(lengths):
-        if not out or held + length > token_budget:
-            out.append([])
-            held = 0
-        out[-1].append(position)
-        held += length
-    return out
-
-
 def learning_rate(update: int, *, lr: float, warmup: int, schedule: str, total: int) -> float:
     """Learning rate of optimizer update `update` (from 0): linear warm-up to `lr`, then the schedule, which ends at 0 after `total`."""
     if update < warmup:
