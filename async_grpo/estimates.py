@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from async_grpo.algo.logprobs import CHUNK_BYTES
+from async_grpo.batching import REPEATED
 from async_grpo.config.schema import Config
 from async_grpo.model_shape import Shape
 
@@ -20,6 +21,8 @@ BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's own `reduce_bucket_size`."""
 HIDDEN_PER_TOKEN, INTERMEDIATE_PER_TOKEN = 12.5, 4.0
 """Numbers kept for the backward pass per token and layer, in hidden and intermediate sizes."""
+HIDDEN_PER_POSITION = 4.0
+"""Those among them that attention keeps; it works on rows with their prompts in front, shared or not, so on more positions than tokens."""
 LOGIT_CHUNKS = 3
 """Pieces of logits that live at once in the backward pass."""
 
@@ -80,10 +83,12 @@ def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
     """Of one micro-batch: all layers', or with gradient checkpointing one layer's and the input of each; and three pieces of logits."""
     rollout = config.rollout
     rows = config.mini_batch_groups * rollout.group_size // config.learner.ranks or 1
-    tokens = min(config.learner.tokens_per_micro_batch, rows * (rollout.prompt_length + rollout.response_length))
-    layer = HIDDEN_PER_TOKEN * shape.hidden + INTERMEDIATE_PER_TOKEN * shape.intermediate
-    kept = layer + shape.layers * shape.hidden if config.learner.gradient_checkpointing else layer * shape.layers
-    return int(tokens * kept * size) + LOGIT_CHUNKS * min(tokens * shape.vocabulary * 4, CHUNK_BYTES)
+    longest, budget = rows * (rollout.prompt_length + rollout.response_length), config.learner.tokens_per_micro_batch
+    tokens, positions = min(budget, longest), min(REPEATED * budget, longest)
+    layer = tokens * (HIDDEN_PER_TOKEN * shape.hidden + INTERMEDIATE_PER_TOKEN * shape.intermediate)
+    layer += (positions - tokens) * HIDDEN_PER_POSITION * shape.hidden
+    kept = layer + shape.layers * tokens * shape.hidden if config.learner.gradient_checkpointing else layer * shape.layers
+    return int(kept * size) + LOGIT_CHUNKS * min(tokens * shape.vocabulary * 4, CHUNK_BYTES)
 
 
 def engine_memory(config: Config, shape: Shape, *, device: str, kv_cache_gb: float | None) -> EngineMemory:

@@ -99,15 +99,17 @@ def decode_rows(plan: RankPlan, payload: wire.Buffer, *, max_staleness: int, mas
 
 def token_batch(planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.device) -> TokenBatch:
     """Token tensors of rows in packed order; without rows, those of the one dummy token, outside mask and loss."""
-    lengths = [row.length for row in planned]
+    lengths = np.array([row.length for row in planned] or [1])
 
-    def column(arrays: list[np.ndarray], dtype: type[np.generic], *, empty: tuple[int, ...] = (1,)) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays or [np.zeros(empty)]).astype(dtype)).to(device)
+    def column(arrays: list[np.ndarray], dtype: type[np.generic]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays or [np.zeros(1)]).astype(dtype)).to(device)
 
-    def spread(values: list[float], dtype: type[np.generic]) -> Tensor:
-        return column([np.full(length, value) for length, value in zip(lengths, values, strict=True)], dtype)
+    def spread(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values or [0], dtype), lengths)).to(device)
 
     behavior, trained = column([row.behavior for row in rows], np.float32), column([row.trained for row in rows], np.uint8)
+    row_index = spread(range(len(planned)), np.int64)
+    position = torch.arange(len(row_index), device=device) - torch.from_numpy(np.cumsum(lengths) - lengths).to(device)[row_index]
     anchored, referred = [row.anchor is not None for row in rows], [row.reference is not None for row in rows]
     return TokenBatch(
         behavior=behavior,
@@ -118,11 +120,8 @@ def token_batch(planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.d
         trained=trained,
         lag=column([row.lag for row in rows], np.int64),
         weights=spread([row.weight for row in planned], np.float32) * trained,
-        row_index=spread(list(range(len(planned))), np.int64),
-        identity=column(
-            [np.stack([np.full(row.length, row.group_id), np.full(row.length, row.row), np.arange(row.length)], -1) for row in planned],
-            np.int64, empty=(1, 3),
-        ),
+        row_index=row_index,
+        identity=torch.stack([spread([row.group_id for row in planned], np.int64), spread([row.row for row in planned], np.int64), position], -1),
     )
 
 
