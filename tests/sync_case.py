@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -414,11 +414,9 @@ def queue_settings(config: Config) -> QueueSettings:
     )
 
 
-async def run_asynchronously(
-    config: Config, faults: Faults, *, queue_type: Callable[[QueueSettings], ReplayQueue] = ReplayQueue, actor_type: type[Actor] = Actor
-) -> Finished:
+async def run_asynchronously(config: Config, faults: Faults, *, actor_type: type[Actor] = Actor) -> Finished:
     """Train `run.total_steps` learner steps."""
-    queue = queue_type(queue_settings(config))
+    queue = ReplayQueue(queue_settings(config))
     learner, fleet, total_steps = Learner(config, queue), Fleet(queue, faults, actor_type), config.run.total_steps or 0
     coordinator = Coordinator(config, learner=learner, engines=fleet, backend="shared_memory", live=queue.live, exact=True, note=print)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:

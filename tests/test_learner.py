@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import RowValue
+from async_grpo.cluster.processes import LearnerProcess
 from async_grpo.config.schema import Config
 from async_grpo.learner import model as model_module
+from async_grpo.learner import zero
 from async_grpo.learner.learner import Learner, NonFinite
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack
@@ -119,6 +125,21 @@ def test_models_that_would_be_wrong_are_refused(models: dict[str, str], tmp_path
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="logit_scale"):
         load_model(str(tmp_path), longest_row=20, **arguments)
+
+
+def test_the_port_of_the_rendezvous_is_held_until_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its choice and the first use lie seconds of imports, in which anybody's connection may take a port that is free."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    process = LearnerProcess.__new__(LearnerProcess)
+    host, port = process.address()
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((host, port))
+    for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", str(port)), ("MASTER_LISTEN_FD", str(process._listener.detach()))):
+        monkeypatch.setenv(name, value)
+    store = zero._store(0, 1, timedelta(seconds=20))
+    store.set("rank 0", "is here")
+    assert (store.port, "MASTER_LISTEN_FD" in os.environ) == (port, False)
+    assert TCPStore(host, port, timeout=timedelta(seconds=20)).get("rank 0") == b"is here"
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------

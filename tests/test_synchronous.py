@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from async_grpo import batching
 from async_grpo.batching import PlanRow, deal, minibatches
 from async_grpo.learner.rows import Row
-from async_grpo.replay.queue import ReplayQueue
-from async_grpo.wire import Batch
 from tests.sync_case import (
     BATCH_GROUPS,
     EPOCHS,
@@ -76,10 +76,10 @@ def synchronous(steps: int) -> Finished:
             for members in minibatches(list(groups), seed=SEED, step=step, epoch=epoch, groups_per_minibatch=MINIBATCH_GROUPS):
                 keys = [key for key in rows if key[0] in members]
                 weight = 1 / sum(len(rows[key].response) for key in keys if key not in truncated)
-                lengths = [(len(rows[key].prompt), len(rows[key].response)) for key in keys]
-                [parts] = deal(lengths, ranks=1, token_budget=TOKENS_PER_MICRO_BATCH)
+                shapes = [(key[0], len(rows[key].prompt), len(rows[key].response)) for key in keys]
+                [parts] = deal(shapes, ranks=1, token_budget=TOKENS_PER_MICRO_BATCH)
                 in_loss = [
-                    [(PlanRow(*keys[k], *lengths[k], weight), rows[keys[k]]) for k in part if keys[k] not in truncated] for part in parts
+                    [(PlanRow(*keys[k], *shapes[k][1:], weight), rows[keys[k]]) for k in part if keys[k] not in truncated] for part in parts
                 ]
                 expected = plain_loss(policy.table, [row for part in in_loss for _, row in part])
                 updates.append(policy.update(in_loss))
@@ -162,14 +162,6 @@ def test_no_schedule_changes_a_bit(plain: Finished, faults: Faults) -> None:
 # ---- that it can fail ----
 
 
-class Unsorted(ReplayQueue):
-    """A queue whose batches leave in another order than by id."""
-
-    async def get_batch(self, step: int) -> Batch | None:
-        batch = await super().get_batch(step)
-        return None if batch is None else replace(batch, groups=batch.groups[::-1])
-
-
 class Liar(Actor):
     """An actor that takes a label for the weights: it goes on sampling with those of version 0."""
 
@@ -183,8 +175,12 @@ def test_one_step_of_staleness_is_seen(plain: Finished) -> None:
     assert any(step.versions != plain_step.versions for step, plain_step in zip(run.steps, plain.steps, strict=False))
 
 
-def test_a_batch_that_is_not_sorted_is_seen_in_the_bits(plain: Finished) -> None:
-    run = asyncio.run(run_asynchronously(make_config(steps=CONTROL_STEPS), Faults(), queue_type=Unsorted))
+def test_rows_that_are_dealt_in_another_order_are_seen_in_the_bits(plain: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(*args: Any, **kwargs: Any) -> list[list[list[int]]]:
+        return [[part[::-1] for part in parts] for parts in deal(*args, **kwargs)]
+
+    monkeypatch.setattr(batching, "deal", backwards)
+    run = asyncio.run(run_asynchronously(make_config(steps=CONTROL_STEPS), Faults()))
     assert run.steps[0].group_ids == plain.steps[0].group_ids
     losses = [[update.loss for update in one.steps[0].updates] for one in (run, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0] != losses[1]

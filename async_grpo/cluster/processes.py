@@ -97,12 +97,13 @@ class LearnerProcess:
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
         stacks.register(f"learner-{rank}", stacks.home(config.run.dir))
         self._config, self._rank, self._queue = config, rank, queue
+        self._listener: socket.socket | None = None
 
     def address(self) -> tuple[str, int]:
-        """This rank's address and a free port, for the rendezvous of the group."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """This rank's address and a port for the rendezvous of the group. It listens from now on, so that nobody else gets the port meanwhile."""
+        host = ray.util.get_node_ip_address()
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+        return host, self._listener.getsockname()[1]
 
     def setup(
         self, *, master: tuple[str, int], model_dir: str, device: str, backend: str, key: str, total_updates: int, checkpoint: str | None
@@ -112,6 +113,8 @@ class LearnerProcess:
             RANK=str(self._rank), WORLD_SIZE=str(self._config.learner.ranks), LOCAL_RANK="0",
             MASTER_ADDR=master[0], MASTER_PORT=str(master[1]),
         )
+        if self._listener is not None:
+            os.environ["MASTER_LISTEN_FD"] = str(self._listener.detach())
         from async_grpo import light_imports  # noqa: F401 - before transformers' models
         from async_grpo.learner.learner import Learner
         from async_grpo.learner.saving import Saving

@@ -46,18 +46,19 @@ def start(device: str, *, timeout_s: float) -> None:
 
 
 def _store(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
-    """The rendezvous of the ranks. Rank 0 listens on MASTER_ADDR alone; left to itself, torch would listen on every interface."""
+    """The rendezvous of the ranks. Rank 0 listens on MASTER_ADDR alone; left to itself, torch would listen on every interface. Where
+    MASTER_LISTEN_FD is set, that socket listens already."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if host.startswith("127."):  # the ranks' connections to each other would go by the machine's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if rank > 0:
         return dist.TCPStore(host, port, ranks, timeout=timeout)
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    listener.listen(1024)
+    if "MASTER_LISTEN_FD" in os.environ:
+        listener = socket.socket(fileno=int(os.environ.pop("MASTER_LISTEN_FD")))
+    else:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=1024)
     return dist.TCPStore(host, listener.getsockname()[1], ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
