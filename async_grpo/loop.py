@@ -33,7 +33,7 @@ from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled, StopRequested
 from async_grpo.planning import RowMath
-from async_grpo.time_by_cause import LEARNER_CAUSES, TimeByCause
+from async_grpo.runtime.time_ledger import LEARNER_CAUSES, TimeByCause
 from async_grpo.wire import Batch
 
 POLL_S = 0.005

@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_grpo.console import Screen
 from async_grpo.errors import RunError
-from async_grpo.status_file import condition, read_status
+from async_grpo.observe.console.console import Screen
+from async_grpo.observe.console.status_file import condition, read_status
 
 EVERY_S, PLAIN_EVERY_S = 2.0, 10.0
 

@@ -17,30 +17,28 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from async_grpo import checkpoint
-from async_grpo.checkpoint import Origin
+from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.checkpoint.directory import Origin
+from async_grpo.checkpoint.resume import changes, differences, find_checkpoint, has_past, plan_rerun, verified
+from async_grpo.checkpoint.saver import Saver, saver_of
 from async_grpo.cluster.connection import connect
 from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
-from async_grpo.console import Console
 from async_grpo.errors import RunError, SetupError, StopRequested
-from async_grpo.experiment import begin_tracking
-from async_grpo.preflight import check_metric_and_journal, look
-from async_grpo.reporting import report_on
-from async_grpo.rerun_plan import differences, plan_rerun
-from async_grpo.resuming import changes, find_checkpoint, has_past, verified
-from async_grpo.saving import Saver, saver_of
-from async_grpo.status_file import StatusFile
-from async_grpo.stopping import Stop
+from async_grpo.observe.bottleneck import Observer, Setup, Verdict
+from async_grpo.observe.console.console import Console
+from async_grpo.observe.console.status_file import StatusFile
+from async_grpo.observe.tracking.files import last_logged_step
+from async_grpo.observe.tracking.tracker import Tracker, begin_tracking
+from async_grpo.preflight.model import check_metric_and_journal, look
+from async_grpo.report.launch import report_on
+from async_grpo.runtime.stopping import Stop
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import held_out, load_task
-from async_grpo.tracking import Tracker
-from async_grpo.tracking_files import last_logged_step
-from async_grpo.verdict import Observer, Setup, Verdict
 
 if TYPE_CHECKING:  # torch and Ray take seconds to import
-    from async_grpo.cluster.rerun import Comparison, Rerun
+    from async_grpo.cluster.learner_replay import Comparison, Rerun
     from async_grpo.cluster.system import System
 
 WARM_START_TIMEOUT_S = 1800.0
@@ -239,7 +237,7 @@ class Trainer:
         self.console.info(f"steps {course.first} to {course.last}, " + (f"from {course.checkpoint}" if course.checkpoint else "from the initial model"))
         (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier replay: they are compared with each other
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        from async_grpo.cluster.rerun import Rerun
+        from async_grpo.cluster.learner_replay import Rerun
 
         rerun = self._rerun = Rerun(
             self.config, source=str(source / "journal"), total_steps=self.total_steps, weights=self._task_weights, key=uuid.uuid4().hex[:8]
@@ -373,7 +371,7 @@ class Trainer:
         if self.config.model.warm_start is None:
             local = Path(self.config.model.path).expanduser()
             return str(local) if local.exists() else self.config.model.path
-        from async_grpo.warm_start import WarmStartError, ensure_warm_start
+        from async_grpo.warm_start.cache import WarmStartError, ensure_warm_start
 
         try:
             return ensure_warm_start(self.config, progress=self._stop_requested.watching(self.console.info), timeout_s=WARM_START_TIMEOUT_S)

@@ -30,9 +30,8 @@ from torch import Tensor
 
 from async_grpo.algo.advantages import ESTIMATORS, compute_advantages, row_advantages
 from async_grpo.algo.logprobs import token_logprobs
-from async_grpo.algo.loss_metrics import loss_metrics
 from async_grpo.algo.losses import DEFAULT_OPTIONS, POLICY_LOSSES, SELECTING, Clip, policy_loss
-from async_grpo.algo.metrics import MetricSums
+from async_grpo.algo.metrics import MetricSums, loss_metrics
 from async_grpo.algo.selection import select_tokens, token_hashes
 
 GROUP_SIZE, MICRO_BATCH, CLIP = 8, 16_384, Clip(0.2, 0.28)

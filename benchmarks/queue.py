@@ -35,9 +35,9 @@ import ray
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
 from async_grpo.cluster.processes import MAX_CALLS
-from async_grpo.cluster.queue_process import QueueProcess
+from async_grpo.cluster.queue import QueueProcess
 from async_grpo.cluster.session import Session
-from async_grpo.replay.recovery import JournalSettings
+from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
 from benchmarks.algo import kilobytes
 from benchmarks.queue_actors import Consumer, PlainQueue, Producer, Shape

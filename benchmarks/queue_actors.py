@@ -21,10 +21,10 @@ import numpy as np
 import ray
 
 from async_grpo.cluster.processes import QueueHandle
-from async_grpo.cluster.queue_process import BATCH_PATIENCE_S, BATCH_POLL_S
+from async_grpo.cluster.queue import BATCH_PATIENCE_S, BATCH_POLL_S
 from async_grpo.groups import Group, GroupTicket, Rollout, VersionSpan
 from async_grpo.replay.queue import Verdict
-from async_grpo.rollout_actor import POLL_S
+from async_grpo.rollout.actor import POLL_S
 from async_grpo.wire import Buffer, encode_group, pack_frames, unpack_frames
 
 CALL_TIMEOUT_S = 60.0

@@ -16,9 +16,9 @@ from typing import Any
 import ray
 
 from async_grpo.cluster.processes import MAX_CALLS, QueueHandle
-from async_grpo.cluster.queue_process import QueueProcess
+from async_grpo.cluster.queue import QueueProcess
 from async_grpo.replay.queue import ReplayQueue
-from async_grpo.replay.recovery import JournalSettings, open_queue
+from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import pack_frames, unpack_frames
 from benchmarks.algo import kilobytes

@@ -21,8 +21,8 @@ import torch
 
 from async_grpo.config.schema import Config
 from async_grpo.replay.queue import Verdict
-from async_grpo.replay.reports import Report
-from async_grpo.rollout_actor import RolloutActor, _hash63
+from async_grpo.replay.token_ledger import Report
+from async_grpo.rollout.actor import RolloutActor, _hash63
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import Buffer, GroupTicket, decode_group
 from benchmarks.tails import PROMPT_TOKENS, prompt_of

@@ -16,8 +16,8 @@ import numpy as np
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
 from async_grpo.groups import Group, GroupTicket, Rollout, VersionSpan
+from async_grpo.observe.bottleneck import Setup
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.verdict import Setup
 from async_grpo.wire import encode_group
 
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from async_grpo.config.load import load_config, resolve
 from async_grpo.config.schema import Config
-from async_grpo.engine import Engine, Sampling
-from async_grpo.warm_start import ensure_warm_start
+from async_grpo.rollout.engine import Engine, Sampling
+from async_grpo.warm_start.cache import ensure_warm_start
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 OVERRIDES = ["model.warm_start.max_steps=0", "model.warm_start.blur_max_steps=0", "rollout.response_length=64", "run.dir=/tmp/async_grpo_seeded"]

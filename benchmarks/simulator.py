@@ -21,15 +21,14 @@ from typing import Any
 
 import msgpack
 
-from async_grpo.engine_time import EngineTime
 from async_grpo.groups import Batch, GroupTicket
 from async_grpo.planning import durations
-from async_grpo.replay.no_signal import NoSignal
+from async_grpo.replay.limits import NoSignal
 from async_grpo.replay.queue import ReplayQueue
-from async_grpo.replay.recovery import JournalSettings, open_queue
-from async_grpo.replay.reports import Report
-from async_grpo.replay.tokens import PLACES, Told
-from async_grpo.time_by_cause import ENGINE_CAUSES, LEARNER_CAUSES, TimeByCause
+from async_grpo.replay.resume import JournalSettings, open_queue
+from async_grpo.replay.token_ledger import PLACES, Report, Told
+from async_grpo.rollout.time_accounting import EngineTime
+from async_grpo.runtime.time_ledger import ENGINE_CAUSES, LEARNER_CAUSES, TimeByCause
 from async_grpo.wire import unpack_frames
 from benchmarks.scenario import OPEN_STATES, STATES, Job, Result, Scenario, Step
 from benchmarks.witness import Witness

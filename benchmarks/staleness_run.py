@@ -27,13 +27,13 @@ from async_grpo.loop import Loop
 from async_grpo.planning import shaping
 from async_grpo.replay.ledger import Ledger
 from async_grpo.replay.queue import ReplayQueue, Verdict
-from async_grpo.replay.reports import Report
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.rollout_actor import RolloutActor
+from async_grpo.replay.token_ledger import Report
+from async_grpo.rollout.actor import RolloutActor
 from async_grpo.tasks.base import task_weights
 from async_grpo.tasks.registry import load_task
-from async_grpo.weights.base import Version
 from async_grpo.weights.shared_memory import SharedMemorySender
+from async_grpo.weights.transport import Version
 from async_grpo.wire import Buffer, GroupTicket
 
 KEY = "test-staleness"

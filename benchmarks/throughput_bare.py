@@ -15,8 +15,8 @@ from multiprocessing import get_context
 import torch
 
 from async_grpo.config.schema import Config
-from async_grpo.engine import Engine, stop_tokens
-from async_grpo.rollout_actor import _hash63
+from async_grpo.rollout.actor import _hash63
+from async_grpo.rollout.engine import Engine, stop_tokens
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task, problem_index
 from benchmarks.throughput_run import TIMEOUT_S, Row

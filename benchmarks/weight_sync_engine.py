@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from async_grpo.config.schema import Config
-from async_grpo.engine import Engine, Sampling
-from async_grpo.weights.base import Version
+from async_grpo.rollout.engine import Engine, Sampling
 from async_grpo.weights.shared_memory import SharedMemorySender
+from async_grpo.weights.transport import Version
 from benchmarks.weight_sync_learner import KEY
 from benchmarks.weight_sync_models import PlainWeights, Size
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.company import Company, place
+from tests.support.background import Company, place
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,7 +40,7 @@ def _environment_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def told_beside(request: pytest.FixtureRequest, company: Company) -> Any:
-    """What the module's `story` returned (`tests.company`)."""
+    """What the module's `story` returned (`tests.support.background`)."""
     return company.wait(request.module.__name__)
 
 
@@ -54,13 +54,13 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
     """Begins to import at once, where a module that was collected may start children."""
-    if "tests.children" in sys.modules:
-        sys.modules["tests.children"].begin()
+    if "tests.support.forkserver" in sys.modules:
+        sys.modules["tests.support.forkserver"].begin()
 
 
 @pytest.fixture(scope="session")
 def counted_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The record of `tests.counted_run`."""
-    from tests import counted_run  # here, since it imports half of the product, which most tests do without
+    """The record of `tests.support.recorded_run`."""
+    from tests.support import recorded_run  # here, since it imports half of the product, which most tests do without
 
-    return counted_run.tell(tmp_path_factory.mktemp("counted"))
+    return recorded_run.tell(tmp_path_factory.mktemp("counted"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.config.describe import settings
+from async_grpo.config.docs import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

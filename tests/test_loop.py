@@ -18,9 +18,8 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.loop import Loop
 from async_grpo.planning import RowMath
-from async_grpo.replay.tokens import PLACES
-from async_grpo.run import _explained
-from async_grpo.summary import summarise
+from async_grpo.replay.token_ledger import PLACES
+from async_grpo.run import _explained, summarise
 from async_grpo.wire import Batch, GroupMeta, RowMeta
 
 GROUPS, ROWS, LIMIT = 4, 3, 16

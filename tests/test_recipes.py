@@ -15,8 +15,8 @@ from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
 from async_grpo.planning import RowMath
-from tests.learner_case import free_port, picked, plain_model, row_distribution, set_rank
-from tests.models import write_model
+from tests.support.learners import free_port, picked, plain_model, row_distribution, set_rank
+from tests.support.models import write_model
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 RECIPES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo_scalerl", "rloo", "reinforce_plus_plus", "remax", "decoupled_ppo", "roll_grpo", "verl_grpo", "lmbook_grpo", "quickstart"]

@@ -37,7 +37,7 @@ def test_every_load_of_a_model_or_tokenizer_says_whether_its_code_may_run() -> N
 def test_the_setting_reaches_learner_engine_and_tokenizers() -> None:
     users = {path.relative_to(PACKAGE).as_posix() for path, tree in trees() for node in ast.walk(tree)
              if isinstance(node, ast.Attribute) and ast.unparse(node).endswith("model.trust_remote_code")}
-    assert {"learner/learner.py", "engine.py", "rollout_actor.py", "saving.py"} <= users
+    assert {"learner/learner.py", "rollout/engine.py", "rollout/actor.py", "checkpoint/saver.py"} <= users
 
 
 def test_nothing_but_the_setting_switches_remote_code_on() -> None:

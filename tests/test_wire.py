@@ -29,7 +29,7 @@ from async_grpo.wire import (
     peek_ticket,
     unpack_frames,
 )
-from tests.wire_case import HEAD, frame_of, make_group, with_columns
+from tests.support.frames import HEAD, frame_of, make_group, with_columns
 
 FUZZ_FRAMES = 100_000
 

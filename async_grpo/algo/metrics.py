@@ -3,14 +3,25 @@
 Runs in: learner ranks (tensors) and the driver (merging). Hides when device values are read: tensors are queued and read once, when the
 numbers are asked for. Invariants: no mean of means; masked entries never count, whatever they hold; a metric without a single value
 does not exist instead of being 0.
+
+What a micro-batch says about the training, as sums that add up exactly over micro-batches and ranks. Hides the table of diagnostics. Everything is counted over all tokens in the mask, and again per lag bucket
+(`train/lag_2/ppo_kl`); numbers of whole responses count each response with a token in the mask once, in the bucket of its oldest token.
+Invariant: nothing here waits for the device; shapes never depend on values.
+
+Names: d = current - anchor log-prob, r = exp(d), rho = exp(current - behavior), w = exp(anchor - behavior). Every log ratio is clamped to
+[-20, 20] before `exp`; `log_ratio_abs_max` is not.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from async_grpo.algo.losses import MAX_LOG_RATIO
 
 SHARE = "/token_share"
 """Ending of names whose value 0 means that the part does not occur; it is left out."""
@@ -129,3 +140,154 @@ def lag_bucket(lag: int) -> str:
         return str(max(lag, 0))
     high = 1 << (lag - 1).bit_length()
     return f"{high // 2 + 1}-{high}"
+
+
+_POWERS = 18
+_LABELS = [f"train/lag_{lag_bucket(lag)}" for lag in (0, *(2**power for power in range(_POWERS)))] + [f"train/lag_{2 ** (_POWERS - 1) + 1}+"]
+
+
+@torch.no_grad()
+def loss_metrics(
+    sums: MetricSums, *, token_loss: Tensor, diagnostics: dict[str, Tensor], logprobs: Tensor, anchor_logprobs: Tensor,
+    behavior_logprobs: Tensor, recomputed: bool, advantages: Tensor, staleness: Tensor, mask: Tensor, row_index: Tensor | None = None,
+    weights: Tensor | None = None, kept: Tensor | None = None, kl: Tensor | None = None, entropy: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add the metrics of one micro-batch to `sums`.
+
+    All tensors have one shape, [B, T], or packed [N] with `row_index` [N] int64 (without it packed tokens have no metrics of whole
+    responses). `diagnostics` come from `policy_loss`; `weights` are importance weights, `kept` is 0 for rejected tokens; `recomputed` says
+    that the anchor is another forward pass than the sampler's, so that their difference is the mismatch of learner and sampler.
+    """
+    if mask.numel() == 0:
+        return
+    valid, rows = mask.reshape(-1) != 0, _rows(mask, row_index)
+
+    def flat(tensor: Tensor) -> Tensor:
+        return torch.where(valid, tensor.reshape(-1).double(), 0)
+
+    difference, behavior, anchor = flat(diagnostics["log_ratio"]), flat(behavior_logprobs), flat(anchor_logprobs)
+    to_behavior = flat(logprobs) - behavior
+    columns = {
+        "pg_loss": flat(token_loss), "advantage": flat(advantages), **_trust_region(difference, {k: flat(v) for k, v in diagnostics.items()}),
+        "rho": _exp(to_behavior), "rho_sq": _exp(to_behavior).square(),
+    }
+    extremes = {
+        "lag_max": flat(staleness), "ratio_max": flat(diagnostics["ratio"]), "log_ratio_abs_max": difference.abs(),
+        "advantage_abs_max": flat(advantages).abs(),
+    }
+    if recomputed:
+        columns |= _mismatch(anchor - behavior)
+        extremes |= {"mismatch_max": (anchor - behavior).abs(), "mismatch_prob_max": (anchor.exp() - behavior.exp()).abs()}
+    if weights is not None:
+        columns |= {"importance_weight": flat(weights), "importance_weight_sq": flat(weights).square(), "importance_zero": flat(weights) == 0}
+    if kept is not None:
+        columns["rejected"] = flat(kept) == 0
+    if weights is not None or kept is not None:
+        applied = torch.ones_like(behavior) if weights is None else flat(weights)
+        columns["applied_weight"] = applied if kept is None else applied * flat(kept)
+    columns |= {name: flat(tensor) for name, tensor in (("kl", kl), ("entropy", entropy)) if tensor is not None}
+    lag = flat(staleness)
+    bucket = _bucket(lag)
+    counts = _add_by_lag(sums, columns | {"lag_mean": lag}, bucket, valid)
+    sums.add_table([f"{label}{SHARE}" for label in _LABELS], torch.stack([counts, counts.sum().expand_as(counts)], -1))
+    _add_extremes(sums.maximum, extremes, bucket, valid, least=False)
+    _add_extremes(sums.minimum, {"ratio_min": flat(diagnostics["ratio"])}, bucket, valid, least=True)
+    if rows is not None:
+        _add_rows(sums, rows, valid, lag, to_behavior, anchor - behavior if recomputed else None, None if kept is None else flat(kept))
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _trust_region(difference: Tensor, diagnostics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The current policy against the anchor, and what was clipped."""
+    clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    low, high = diagnostics["clipped_low"], diagnostics["clipped_high"]
+    return {
+        "ppo_kl": -difference,
+        "approx_kl": difference.square() / 2,
+        "approx_kl_k3": torch.expm1(clamped) - clamped,
+        "pg_clipfrac": (low + high).clamp(max=1),
+        "pg_clipfrac_low": low,
+        "pg_clipfrac_high": high,
+        "pg_clipfrac_dual": diagnostics["dual_clipped"],
+        "ratio": diagnostics["ratio"],
+        "abs_log_ratio": difference.abs(),
+        "far_ratio": difference.abs() > math.log(2),
+    }
+
+
+def _mismatch(log_ratio: Tensor) -> dict[str, Tensor]:
+    """The anchor against the behaviour policy, per token: learner against sampler, and what has changed since."""
+    ratio = _exp(log_ratio)
+    return {
+        "mismatch": log_ratio.abs(),
+        "mismatch_kl": -log_ratio,
+        "mismatch_kl_k3": ratio - 1 - log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
+        "mismatch_prob_error": _exp(log_ratio.abs()),
+        "mismatch_ratio": ratio,
+        "mismatch_ratio_sq": ratio.square(),
+    }
+
+
+def _rows(mask: Tensor, row_index: Tensor | None) -> Tensor | None:
+    """The row of each token as a number below the number of tokens, flat; None where packed tokens come without one."""
+    if row_index is None:
+        return torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1]) if mask.dim() == 2 else None
+    ordered, order = row_index.reshape(-1).sort()
+    return torch.zeros_like(order).scatter(0, order[1:], (ordered.diff() != 0).long().cumsum(0))
+
+
+def _add_rows(
+    sums: MetricSums, rows: Tensor, valid: Tensor, lag: Tensor, to_behavior: Tensor, mismatch: Tensor | None, kept: Tensor | None
+) -> None:
+    """Metrics of whole responses: each counts once, by its oldest token. Tensors [N], 0 where not valid; row numbers are below N."""
+
+    def total(values: Tensor) -> Tensor:
+        return torch.zeros_like(lag).index_add_(0, rows, values)
+
+    def most(values: Tensor) -> Tensor:
+        return torch.full_like(lag, -torch.inf).scatter_reduce(0, rows, torch.where(valid, values, -torch.inf), "amax")
+
+    length, oldest = total(valid.double()), most(lag)
+    rho, any_token = _exp(total(to_behavior)), length > 0
+    columns = {"row_length": length, "lag_span": oldest + most(-lag), "rho_seq": rho, "rho_seq_sq": rho.square()}
+    if mismatch is not None:
+        ratio, mean = _exp(total(mismatch)), total(mismatch) / length.clamp(min=1)
+        columns |= {"mismatch_ratio_seq": ratio, "mismatch_ratio_seq_sq": ratio.square(), "mismatch_ppl_ratio": _exp(-mean)}
+    if kept is not None:
+        columns["rejected_rows"] = total(kept) == 0
+    _add_by_lag(sums, columns, _bucket(oldest), any_token)
+
+
+def _bucket(lag: Tensor) -> Tensor:
+    """Index into `_LABELS` [N] int64: 0, 1, 2 for these lags, then the number of binary digits of lag - 1, plus 1."""
+    lag = lag.clamp(min=0)
+    digits = torch.frexp((lag - 1).clamp(min=0)).exponent
+    return (digits + (lag > 0)).clamp(max=len(_LABELS) - 1).long()
+
+
+def _add_by_lag(sums: MetricSums, columns: dict[str, Tensor], bucket: Tensor, valid: Tensor) -> Tensor:
+    """Sums of every column [N], in all and per lag bucket, as one matrix product; returns the entries per bucket [K]."""
+    names = list(columns)
+    valid_one = valid.double().unsqueeze(-1)
+    members = valid_one.new_zeros(len(bucket), len(_LABELS)).scatter_(1, bucket.unsqueeze(-1), valid_one)  # [N, K]
+    values = torch.stack([torch.where(valid, column.double(), 0) for column in columns.values()])  # [M, N]
+    totals, counts = values @ members, members.sum(0)  # [M, K], [K]
+    sums.add_table([f"train/{name}" for name in names], torch.stack([totals.sum(1), counts.sum().expand(len(names))], -1))
+    sums.add_table(
+        [f"{label}/{name}" for name in names for label in _LABELS], torch.stack([totals, counts.expand_as(totals)], -1).reshape(-1, 2)
+    )
+    return counts
+
+
+def _add_extremes(
+    keep: Callable[[list[str], Tensor], None], columns: dict[str, Tensor], bucket: Tensor, valid: Tensor, *, least: bool
+) -> None:
+    """The largest (or smallest) entry of every column [N], in all and per lag bucket."""
+    mode, nothing = ("amin", torch.inf) if least else ("amax", -torch.inf)
+    values = torch.stack([torch.where(valid, column, nothing) for column in columns.values()])  # [E, N]
+    found = values.new_full((len(columns), len(_LABELS)), nothing).scatter_reduce(1, bucket.expand_as(values), values, mode)  # [E, K]
+    keep([f"train/{name}" for name in columns], found.amin(1) if least else found.amax(1))
+    keep([f"{label}/{name}" for name in columns for label in _LABELS], found.reshape(-1))

@@ -15,8 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from async_grpo.algo.loss_terms import Clip, LossOptions, Terms, clipped_sides
-from async_grpo.algo.losses import SELECTING, clean_terms
+from async_grpo.algo.losses import SELECTING, Clip, LossOptions, Terms, clean_terms, clipped_sides
 
 Collective = Callable[[Tensor], Tensor]
 

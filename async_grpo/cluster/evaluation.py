@@ -21,13 +21,13 @@ from typing import Any, Protocol
 
 import ray
 
-from async_grpo.accuracy import Outcome, metrics
+from async_grpo.algo.accuracy import Outcome, metrics
 from async_grpo.cluster.samples import EvaluationSamples
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
-from async_grpo.weights.base import parse_label
 from async_grpo.weights.coordinator import Coordinator
-from async_grpo.weights.lending import Pin
+from async_grpo.weights.pinning import Pin
+from async_grpo.weights.transport import parse_label
 
 HEALTH_TIMEOUT_S = 10.0
 POLL_S = 0.1

@@ -20,9 +20,9 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import SAVING, TRANSFER, LearnerProcess
 from async_grpo.cluster.watchdog import Calls
 from async_grpo.config.schema import Config
-from async_grpo.durable import FileSum, StorageFailure, Written
 from async_grpo.errors import LearnerLost, RunError
-from async_grpo.weights.base import Announcement, Staged, TokenSequence
+from async_grpo.runtime.storage import FileSum, StorageFailure, Written
+from async_grpo.weights.transport import Announcement, Staged, TokenSequence
 
 CLOSE_TIMEOUT_S = 10.0
 DEATH_NOTICE_S = 10.0

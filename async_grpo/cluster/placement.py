@@ -9,6 +9,8 @@ Runs in: the driver, and anywhere for a dry run. Knows no Ray: the caller gives 
 On CPU every process is one bundle with a share of the CPUs and, where there are enough, cores of its own. Learner and driver are on the
 first node, where one core stays free for the driver and the queue; spare ones go to the engines first, for their verifiers, and then to
 the learner. Engines for which the first node has no core go to other nodes. The engines that a run must have start even where they share cores.
+
+What a configuration cannot be run with on the machines that it has. Invariant: a refusal is one sentence that names the settings and what to do.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
+from async_grpo.weights.delivery import UNDER_WAY
 
 CPU_ENGINES = 2
 """Engines per node on CPU, unless `cluster.rollout_actors` asks for more."""
@@ -240,3 +244,37 @@ def _place_colocated(config: Config, nodes: list[Node]) -> tuple[list[Slot], lis
         raise PlacementError(f"the run asks for {ranks} GPUs that a learner rank and an engine share: {describe(nodes)}")
     slots = [Slot(node_id, 1.0, 0.5) for node_id in room[:ranks]]
     return slots, list(slots)
+
+
+def refuse(config: Config, *, device: str, backend: str) -> None:
+    """Raise SetupError for what is wrong on this device (`cpu` or `cuda`), or with this way to send weights."""
+    _refuse_bfloat16_without_zero(config, device)
+    _refuse_seeds_that_cannot_pause(config, device)
+    _refuse_short_acknowledgement(config, backend)
+
+
+def _refuse_bfloat16_without_zero(config: Config, device: str) -> None:
+    dtype = config.model.dtype
+    if config.learner.zero_stage == 0 and (dtype == "bfloat16" or (dtype == "auto" and device == "cuda")):
+        raise SetupError(
+            "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be added up in bfloat16; use stage 1, 2 or 3, or "
+            "model.dtype=float32."
+        )
+
+
+def _refuse_short_acknowledgement(config: Config, backend: str) -> None:
+    deadlines = config.weight_sync.deadlines
+    least = deadlines.pause_s + UNDER_WAY * deadlines.bucket_s + deadlines.resume_s
+    if backend == "nccl" and deadlines.acknowledge_s <= least:
+        raise SetupError(
+            f"`weight_sync.deadlines.acknowledge_s` is {deadlines.acknowledge_s:g}, and engines that are cut off notice it only after up to "
+            f"{least:g} s (pause_s + {UNDER_WAY} x bucket_s + resume_s): they would be taken for the culprit; raise it, or lower those."
+        )
+
+
+def _refuse_seeds_that_cannot_pause(config: Config, device: str) -> None:
+    if device == "cpu" and config.seeded and config.replay.max_staleness > 0 and config.weight_sync.kv_cache == "recompute":
+        raise SetupError(
+            "`rollout.seeded` is on: on CPU, vLLM dies when a seeded response is preempted by a publication; use rollout.seeded=off, "
+            "weight_sync.kv_cache=keep, or replay.max_staleness=0."
+        )

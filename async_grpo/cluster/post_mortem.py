@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from async_grpo.cluster import evidence, findings
+from async_grpo.post_mortem import collect, diagnose
 
 if TYPE_CHECKING:
-    from async_grpo.cluster.actor_manager import ActorManager
     from async_grpo.cluster.learner_group import LearnerGroup
+    from async_grpo.cluster.rollout_actors import ActorManager
     from async_grpo.cluster.session import Session
     from async_grpo.loop import Loop
 
@@ -65,7 +65,7 @@ def write(run_dir: str | Path, scene: Scene, *, code: int, meaning: str, message
     facts: dict[str, Any] = {"exit_code": code, "meaning": meaning, "error": message, "time": datetime.now(UTC).isoformat(timespec="seconds")}
     try:
         facts |= _look(str(run_dir), scene)
-        facts["where"], facts["findings"] = findings.conclude(facts)
+        facts["where"], facts["findings"] = diagnose.conclude(facts)
     except Exception as error:  # noqa: BLE001 - the run ends for another reason, which must be told
         facts["where"] = f"(the post-mortem itself failed: {type(error).__name__}: {error})"
     try:
@@ -79,7 +79,7 @@ async def examine(run_dir: str, role: str, error: BaseException, *, node_id: str
     if isinstance(error, ray.exceptions.RayActorError):
         return {}
     here = node_id is None or node_id == ray.get_runtime_context().get_node_id()
-    work = asyncio.to_thread(evidence.gather, run_dir, role=role) if here else asyncio.wrap_future(_there(node_id, run_dir, role).future())
+    work = asyncio.to_thread(collect.gather, run_dir, role=role) if here else asyncio.wrap_future(_there(node_id, run_dir, role).future())
     try:
         return await asyncio.wait_for(work, EXAMINE_S)
     except (TimeoutError, OSError, ray.exceptions.RayError) as failure:
@@ -94,7 +94,7 @@ def findings_of(seen: dict[str, Any]) -> str:
 
 def _look(run_dir: str, scene: Scene) -> dict[str, Any]:
     """Everything at once, each part within its own deadline."""
-    parts: dict[str, Callable[[], Any]] = {"nodes": lambda: [evidence.gather(run_dir)], "versions": _versions}
+    parts: dict[str, Callable[[], Any]] = {"nodes": lambda: [collect.gather(run_dir)], "versions": _versions}
     engines = list(scene.actors.processes()) if scene.actors is not None else []
     if scene.session is not None:
         parts["other_nodes"] = lambda: _other_nodes(scene.session, run_dir)
@@ -163,7 +163,7 @@ def _other_nodes(session: Session, run_dir: str) -> list[dict[str, Any]]:
 def _there(node_id: str, run_dir: str, role: str = "") -> Any:
     """The same look on another node."""
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(evidence.gather).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+    task = ray.remote(collect.gather).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
     return task.remote(run_dir, role=role)
 
 
@@ -188,6 +188,6 @@ def _write(run_dir: Path, facts: dict[str, Any], reason: str) -> Path:
             for file, text in process.pop("logs").items():
                 if text:
                     (path / "logs" / f"{name}-{file}").write_text(text, encoding="utf-8")
-    (path / "summary.txt").write_text(findings.text(facts), encoding="utf-8")
+    (path / "summary.txt").write_text(diagnose.text(facts), encoding="utf-8")
     (path / "summary.json").write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
     return path

@@ -1,6 +1,6 @@
 """The classes that Ray runs: thin shells around plain ones.
 
-Runs in: rollout actors, learner ranks (`queue_process` has the queue's). A shell adds what only Ray can give: handles to other actors as ordinary
+Runs in: rollout actors, learner ranks (`queue` has the queue's). A shell adds what only Ray can give: handles to other actors as ordinary
 clients, packing of byte buffers for out-of-band transport, and environment variables before a library reads them.
 
 All calls of one actor run on one event loop (or one thread, in a learner rank). Ray gives every concurrency group a thread and a loop
@@ -9,61 +9,28 @@ of its own, which an asyncio object does not survive; so rollout actors have non
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import ray
 
-from async_grpo import stacks
+from async_grpo.cluster.queue import CALL_TIMEOUT_S, QueueHandle, queue_died
 from async_grpo.config.schema import Config
-from async_grpo.durable import FileSum, StorageFailure, Written, reason
-from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
-from async_grpo.leftovers import die_with_parent
-from async_grpo.replay.queue import Verdict
-from async_grpo.replay.reports import Report
-from async_grpo.rollout_actor import RolloutActor
-from async_grpo.weights.base import Staged, TokenSequence
-from async_grpo.wire import Buffer, GroupTicket, pack_frames
+from async_grpo.errors import SetupError
+from async_grpo.rollout.actor import RolloutActor
+from async_grpo.runtime import stacks
+from async_grpo.runtime.lifetime import die_with_parent
+from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason
+from async_grpo.weights.transport import Staged, TokenSequence
 
 MAX_CALLS = 10_000
 TRANSFER = "transfer"
 SAVING = "saving"
-CALL_TIMEOUT_S = 60.0
 
 
-class QueueHandle:
-    """The queue as a rollout actor sees it; every call has a deadline, and may be repeated, so it is, for `patience_s` at most."""
-
-    def __init__(self, handle: Any, *, patience_s: float = CALL_TIMEOUT_S) -> None:
-        self._handle, self._patience_s = handle, patience_s
-
-    async def acquire(
-        self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None = None
-    ) -> list[GroupTicket] | None:
-        return await self._call(lambda: self._handle.acquire.remote(actor_id, version, holding, want, report))
-
-    async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
-        packed = pack_frames(frames)
-        return await self._call(lambda: self._handle.put_packed.remote(actor_id, packed))
-
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int] | None = None) -> None:
-        await self._call(lambda: self._handle.fail.remote(actor_id, tickets, reason, tokens))
-
-    async def _call(self, ask: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + self._patience_s
-        while True:
-            try:
-                return await asyncio.wait_for(ask(), CALL_TIMEOUT_S)
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise Stalled(f"the replay queue did not answer for {self._patience_s:g} s") from None
-            except ray.exceptions.RayActorError as error:
-                raise queue_died(error) from error
 
 
 class RolloutProcess(RolloutActor):
@@ -115,10 +82,10 @@ class LearnerProcess:
         )
         if self._listener is not None:
             os.environ["MASTER_LISTEN_FD"] = str(self._listener.detach())
-        from async_grpo import light_imports  # noqa: F401 - before transformers' models
+        from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers' models
         from async_grpo.learner.learner import Learner
-        from async_grpo.learner.saving import Saving
-        from async_grpo.weights.sender import make_sender
+        from async_grpo.learner.checkpoint import Saving
+        from async_grpo.weights.transport import make_sender
 
         try:
             self._learner = Learner(
@@ -205,11 +172,3 @@ class LearnerProcess:
             return ray.get(self._queue.payload.remote(step, list(group_ids)), timeout=CALL_TIMEOUT_S)
         except ray.exceptions.RayActorError as error:
             raise queue_died(error) from error
-
-
-def queue_died(error: BaseException) -> FaultBudgetSpent:
-    """The error of a run whose queue is gone for good."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return FaultBudgetSpent(
-        f"the replay queue's process died, and more often than cluster.restart_budget allows (with replay.journal.enable=false: once): {lines[0]}"
-    )

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from async_grpo import stacks
-from async_grpo.leftovers import die_with_parent
-from async_grpo.weights.base import Announcement
+from async_grpo.runtime import stacks
+from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.weights.shared_memory import SegmentCopy, read_segment
+from async_grpo.weights.transport import Announcement
 
 RETRIES = 1
 CLOSE_TIMEOUT_S = 5.0

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_grpo.config.schema import Config
-from async_grpo.provenance import load_tokenizer
+from async_grpo.runtime.provenance import load_tokenizer
 from async_grpo.wire import Batch, Group, Rollout, decode_group, unpack_frames
 
 GROUPS = 2

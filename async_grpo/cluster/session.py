@@ -3,6 +3,9 @@
 Runs in: the driver. Hides how Ray is started and what its placement groups are called.
 
 Invariant: a cluster that was joined is left as it was found; one that was started here ends with `close`.
+
+The machines as they are, before anything is started. Hides where they are listed: the cluster of RAY_ADDRESS tells, and is left as it was; without one the run would
+start Ray here, and this machine is all there is.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from ray._private import parameter as ray_parameter
 from ray._private import ray_constants
 from ray._private import state as ray_state
 from ray._private import utils as ray_utils
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -258,3 +262,33 @@ def _refuse_silent_head(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise SetupError(f"RAY_ADDRESS is {address}, and no Ray cluster answers there ({error}); start one, or unset RAY_ADDRESS") from error
+
+
+LOCAL = "this machine"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """nodes; cluster: the address that was asked, None for this machine alone."""
+
+    nodes: list[Node]
+    cluster: str | None
+
+
+def survey(*, processes: int) -> Survey:
+    """The nodes that a run with so many processes would be placed on. Raises SetupError when RAY_ADDRESS names no living cluster."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        session = Session.open(processes=processes)
+        try:
+            return Survey(session.nodes(), address)
+        finally:
+            session.close()
+    cpus = max(os.cpu_count() or 1, processes)
+    return Survey([Node(LOCAL, LOCAL, cpus=cpus, gpus=_gpus(), cores=tuple(sorted(os.sched_getaffinity(0))))], None)
+
+
+def _gpus() -> int:
+    """As Ray counts them when it is started here."""
+    visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
+    found = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    return found if visible is None else min(found, len(visible))

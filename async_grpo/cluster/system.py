@@ -16,40 +16,37 @@ from typing import Any
 
 import ray
 
-from async_grpo import stacks
 from async_grpo.algo.filters import FilterRule
-from async_grpo.checkpoint import Origin
-from async_grpo.cluster.actor_manager import ActorManager
-from async_grpo.cluster.engine_times import engine_times, final_reports
+from async_grpo.checkpoint.directory import Origin
 from async_grpo.cluster.evaluation import Done, Evaluations, Rows
-from async_grpo.cluster.exported import Exported
-from async_grpo.cluster.gang import Gang
 from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.placement import Placement
+from async_grpo.cluster.learner_recovery import Gang
+from async_grpo.cluster.partial_rollouts import UnderWay
+from async_grpo.cluster.placement import Placement, refuse
 from async_grpo.cluster.post_mortem import Scene
 from async_grpo.cluster.processes import MAX_CALLS
-from async_grpo.cluster.queue_client import QueueClient
-from async_grpo.cluster.queue_process import QueueProcess
-from async_grpo.cluster.refusals import refuse
+from async_grpo.cluster.prometheus import Exported
+from async_grpo.cluster.queue import QueueClient, QueueProcess
 from async_grpo.cluster.relays import Relays
+from async_grpo.cluster.rollout_actors import ActorManager, engine_times, final_reports
 from async_grpo.cluster.samples import TrainingSamples
 from async_grpo.cluster.session import Session
-from async_grpo.cluster.under_way import UnderWay
 from async_grpo.cluster.watchdog import whole_step
 from async_grpo.config.resume import training_digest
 from async_grpo.config.schema import Config
-from async_grpo.durable import FileSum, StorageFailure, Written
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
 from async_grpo.learner.drafts import remove_drafts
-from async_grpo.leftovers import remove_abandoned
 from async_grpo.loop import Loop
 from async_grpo.planning import shaping
-from async_grpo.replay.recovery import JournalSettings
+from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.runtime import stacks
+from async_grpo.runtime.lifetime import remove_abandoned
+from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
-from async_grpo.weights.sender import fallback_directory, resolve_backend
 from async_grpo.weights.shared_memory import remove_segments
+from async_grpo.weights.transport import fallback_directory, resolve_backend
 
 POLL_S = 0.1
 ACCOUNTS = ("goodput/", "time/learner/", "time/engine/")

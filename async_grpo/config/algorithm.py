@@ -1,7 +1,7 @@
 """The settings of `algorithm`: how rewards become advantages, and advantages a loss.
 
 Runs in: any process (imports pydantic only). Hides nothing; the formulas are in `async_grpo.algo`, the rules that span several of these
-settings in `algorithm_checks`. The constants of single losses are their papers'.
+settings in `checks`. The constants of single losses are their papers'.
 """
 
 from __future__ import annotations

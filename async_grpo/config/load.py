@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from async_grpo.config import yaml12
 from async_grpo.config.checks import RuleError
-from async_grpo.config.describe import Setting, settings
+from async_grpo.config.docs import Setting, settings
 from async_grpo.config.peers import PEERS
 from async_grpo.config.schema import Config
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from async_grpo.config import yaml12
-from async_grpo.config.describe import settings
+from async_grpo.config.docs import settings
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Mark, Section, fixed
 

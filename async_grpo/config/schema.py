@@ -1,8 +1,12 @@
 """Every setting of a run: its name, type, default, range and meaning.
 
-Runs in: any process (imports pydantic only). This module, with `algorithm`, `model` and `weight_sync` for those sections, hides nothing and is the only home of
+Runs in: any process (imports pydantic only). This module, with `algorithm` for that section, hides nothing and is the only home of
 defaults; `load` reads YAML and overrides into it, `checks` holds the rules that span several sections. A `Config` is immutable and
 complete once loaded: no other module supplies a default for a missing setting.
+
+The settings of `model`: what is trained, and from which weights. A part of `schema`, and as such a home of defaults.
+
+The settings of weight publication: `weight_sync` and its deadlines. A part of `schema`, and as such a home of defaults.
 """
 
 from __future__ import annotations
@@ -12,13 +16,124 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from async_grpo.config.algorithm import Algorithm
-from async_grpo.config.model import Model
 from async_grpo.config.section import FREE, Fraction, NonNegative, Positive, Seconds, Section, fixed, warn
-from async_grpo.config.weight_sync import WeightSync
 
 if TYPE_CHECKING:
-    from async_grpo.console import Console
+    from async_grpo.observe.console.console import Console
     from async_grpo.trainer import Trainer
+
+
+
+WARM_START_POSITIONS = 512
+"""Longest row, prompt and response together, of a model that is warm-started."""
+
+
+class WarmStart(Section):
+    """Build a small Qwen2-architecture model from scratch and teach it the task's own solutions before RL starts.
+
+    The result is cached by its settings and the seed. It is supervised training and is reported as such.
+    """
+
+    hidden_size: Positive = 128
+    """Width of the model; each of its heads needs an even share of it."""
+    intermediate_size: Positive = 256
+    """Width of the feed-forward layers."""
+    layers: Positive = 2
+    """Transformer layers."""
+    heads: Positive = 4
+    """Attention heads."""
+    tie_embeddings: bool = False
+    """Use the input embedding as the output layer too."""
+    batch_size: Positive = 128
+    """Problems per supervised step."""
+    lr: Annotated[float, Field(gt=0)] = 3e-3
+    """Learning rate of the supervised steps."""
+    max_steps: NonNegative = 1000
+    """Upper limit of supervised steps; 0 leaves the weights random."""
+    target_accuracy: Fraction = 0.9
+    """Stop the clean phase when greedy accuracy on training problems reaches this."""
+    blur_accuracy: Fraction = 0.5
+    """Then train on partly randomised answers until greedy accuracy has fallen to this: knowledge kept, distribution blurred."""
+    blur_sampled_accuracy: Fraction = 0.3
+    """The blur phase also goes on until the accuracy of answers sampled at temperature 1 has fallen to this."""
+    blur_noise: Fraction = 0.3
+    """Share of answer tokens that the blur phase replaces at random."""
+    blur_max_steps: NonNegative = 60
+    """Upper limit of blur steps; 0 leaves the phase out."""
+    cache_dir: Annotated[str, FREE] = "~/.cache/async_grpo"
+    """Where warm-started models are kept between runs."""
+
+
+class Lora(Section):
+    """Train low-rank adapters (LoRA) beside the weights instead of the weights, which stay as they are.
+
+    Engines and exports get the merged weights; the reference is the model without its adapters. Adapters want a learning rate about ten
+    times as high as the weights. A section without keys (`{}`) has these defaults.
+    """
+
+    rank: Positive = 16
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The product of an adapter's two matrices is scaled by alpha / rank."""
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Linear layers that get an adapter, by the ends of their names (`[q_proj, v_proj]`); never the language-model head."""
+
+
+class Model(Section):
+    on_resume = fixed("the checkpoint holds the weights and the optimizer of another model")
+    path: str | None = None
+    """Local directory or hub name of a Hugging Face causal language model. Exactly one of `path` and `warm_start` is set."""
+    warm_start: WarmStart | None = None
+    """Build and warm-start a small model instead of loading one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type of learner and engines; `auto` is float32 on CPU and bfloat16 on GPU."""
+    reference: Annotated[str | None, warn("the model that the KL penalty pulls to", trains=True)] = None
+    """Model of the KL reference (directory or hub name); null means the initial policy. Used only with a KL penalty."""
+    lora: Lora | None = None
+    """Train adapters instead of the weights."""
+    freeze: list[str] = Field([])
+    """Regular expressions, searched in parameter names (`embed_tokens`): these weights are not trained. A tied head follows the embedding."""
+    reference_refresh_steps: Annotated[NonNegative, warn("when the reference takes over the policy's weights", trains=True)] = 0
+    """Learner steps after which the reference takes over the policy's weights, again and again; 0 means never."""
+    lm_head_fp32: Annotated[bool, warn("the rounding of all log-probs", trains=True)] = False
+    """Compute the language-model head in float32 in learner and engines, whatever `model.dtype` is."""
+    trust_remote_code: Annotated[bool, FREE] = False
+    """Allow code that ships with a model to run."""
+
+
+class Deadlines(Section):
+    rendezvous_s: Seconds = 60.0
+    """Forming the group of learner and engines (NCCL), or telling the engines what will come."""
+    stage_s: Seconds = 120.0
+    """Copying the new weights out of the learner."""
+    pause_s: Seconds = 30.0
+    """An engine's current forward pass, after which it pauses."""
+    bucket_s: Seconds = 20.0
+    """Longest time for one bucket over NCCL. When nothing moved for twice as long (two are under way), both sides abort; before the first
+    bucket `pause_s` later."""
+    resume_s: Seconds = 30.0
+    """Setting the new version label and going on."""
+    acknowledge_s: Seconds = 120.0
+    """Everything above for one publication, until an engine says that it serves the new version; one that does not is replaced."""
+
+
+class WeightSync(Section):
+    on_resume = FREE
+    backend: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"
+    """How weights reach the engines; `auto`: shared memory on CPU, `ipc` when colocated on GPU, `nccl` otherwise."""
+    every_steps: Annotated[Positive, warn("how old the tokens are that are trained")] = 1
+    """Learner steps per publication; at most `replay.max_staleness + 1`."""
+    kv_cache: Annotated[Literal["recompute", "keep"], warn("under which weights a running response goes on")] = "recompute"
+    """What running responses do after a publication: recompute their cache under the new weights, or keep the old one."""
+    overlap: bool = True
+    """Let the engines take new weights while the next learner step runs (where the transport allows it)."""
+    self_check: bool = True
+    """When an engine starts: publish visibly perturbed weights, compare log-probabilities of learner and engine, restore."""
+    verify_every: NonNegative = 10
+    """Publications between those whose bytes are compared by checksum, and after which every engine's log-probabilities of a few fixed
+    responses are compared with the learner's; 0 means never."""
+    deadlines: Deadlines = Deadlines()
+
 
 # The learner sets these itself from other settings; `learner.deepspeed` may not contain them. Dots go into nested sections.
 REFUSED_DEEPSPEED_KEYS = frozenset({

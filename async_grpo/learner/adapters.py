@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from async_grpo.config.model import Lora, Model
+from async_grpo.config.schema import Lora, Model
 from async_grpo.errors import SetupError
 from async_grpo.learner import zero
-from async_grpo.learner.store import Writes
+from async_grpo.learner.checkpoint import Writes
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

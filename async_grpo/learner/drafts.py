@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from async_grpo.leftovers import is_gone, owner
+from async_grpo.runtime.lifetime import is_gone, owner
 from async_grpo.weights.shared_memory import SEGMENT_DIR, free_bytes
 
 KEEP_FREE = 2**28

@@ -26,13 +26,13 @@ from async_grpo import wire
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
 from async_grpo.config.schema import Config
-from async_grpo.learner import adapters, store, zero
-from async_grpo.learner.collectives import Collectives
+from async_grpo.learner import adapters, checkpoint, zero
 from async_grpo.learner.model import PolicyModel, load_model
 from async_grpo.learner.packing import Packed, pack
-from async_grpo.learner.published import Published
 from async_grpo.learner.rows import Row, Stopwatch, TokenBatch, decode_rows, learning_rate, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
+from async_grpo.learner.weights import Published
+from async_grpo.learner.zero import Collectives
 
 Fetch = Callable[[int, Sequence[int]], wire.Buffer]
 
@@ -323,20 +323,20 @@ class Learner:
         Each rank may have a directory of its own. Raises StorageFailure, on every rank.
         """
         kept = {"updates": self.updates, "state": state, "reference_moved": self._reference_moved}
-        store.save(self.engine, directory, kept, rank=self.rank, layout=self._layout())
+        checkpoint.save(self.engine, directory, kept, rank=self.rank, layout=self._layout())
         if self._reference_moved:
-            store.save_weights(zero.whole(_module(self._reference)), directory, writes=self.rank == 0)
+            checkpoint.save_weights(zero.whole(_module(self._reference)), directory, writes=self.rank == 0)
 
     def load(self, directory: str) -> dict[str, Any]:
         """Continue from `save` and return its `state`, with the reference as it was if it had been refreshed.
 
         Raises ValueError if the ZeRO stage or the dtype differ, with stage 3 also the ranks, or a file is missing.
         """
-        saved = store.load(self.engine, directory, rank=self.rank, layout=self._layout())
+        saved = checkpoint.load(self.engine, directory, rank=self.rank, layout=self._layout())
         self.updates = saved["updates"]
         self._reference_moved = saved["reference_moved"] and self._reference is not None
         if self._reference_moved:
-            store.load_weights(_module(self._reference), directory, writable=zero.gathered)
+            checkpoint.load_weights(_module(self._reference), directory, writable=zero.gathered)
         return saved["state"]
 
     def _layout(self) -> dict[str, Any]:
@@ -351,7 +351,7 @@ class Learner:
 
         Collective. Raises StorageFailure, on every rank.
         """
-        store.export(self.engine.module.hf, self.named_weights(), directory, writes=self.rank == 0)
+        checkpoint.export(self.engine.module.hf, self.named_weights(), directory, writes=self.rank == 0)
         if self.config.model.lora is not None:
             adapters.export(self.engine.module.hf, Path(directory) / "adapter", writes=self.rank == 0)
 

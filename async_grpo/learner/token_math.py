@@ -22,14 +22,13 @@ from async_grpo.algo.advantages import ESTIMATORS, place_rewards, token_advantag
 from async_grpo.algo.aggregation import aggregate_loss
 from async_grpo.algo.importance import importance_weights, interpolated_anchor, opsm_mask, rejection_mask
 from async_grpo.algo.kl import kl_penalty
-from async_grpo.algo.loss_metrics import loss_metrics
 from async_grpo.algo.losses import RATIO_FREE, SELECTING, Clip, LossOptions, policy_loss
-from async_grpo.algo.metrics import MetricSums
+from async_grpo.algo.metrics import MetricSums, loss_metrics
 from async_grpo.algo.selection import select_tokens, token_hashes
 from async_grpo.batching import RowKey, RowValue
 from async_grpo.config.schema import Config
-from async_grpo.learner.collectives import Collectives
 from async_grpo.learner.rows import Row, TokenBatch
+from async_grpo.learner.zero import Collectives
 
 
 class TokenMath:

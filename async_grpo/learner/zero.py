@@ -2,6 +2,9 @@
 
 Runs in: learner ranks. Hides where a parameter lives: with stages 0 to 2 every rank holds it whole, with stage 3 a rank holds a
 slice and reading it is collective. DeepSpeed is imported inside functions, because it chooses its accelerator when imported.
+
+Sums, maxima and concatenations over the learner ranks. Hides the device that the process group communicates from. Invariant: every rank calls the same functions in the
+same order, whatever it holds, and all get the same result.
 """
 
 from __future__ import annotations
@@ -151,3 +154,40 @@ def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     for key, value in extra.items():
         merged[key] = _merged(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
     return merged
+
+
+class Collectives:
+    """`device`: where the group's tensors must lie ("cpu" for gloo, a CUDA device for NCCL)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._world_size = device, dist.get_world_size()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in the shape and on the device of `tensor`."""
+        total = tensor.to(self._device, copy=True)
+        dist.all_reduce(total)
+        return total.to(tensor.device)
+
+    def maximum(self, value: int) -> int:
+        """Largest value of any rank."""
+        tensor = torch.tensor(value, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Concatenation over the ranks along the first dimension, whose length may differ between them."""
+        lengths = torch.zeros(self._world_size, dtype=torch.int64, device=self._device)
+        lengths[dist.get_rank()] = len(tensor)
+        dist.all_reduce(lengths)
+        longest = int(lengths.max())
+        padded = torch.zeros(longest, *tensor.shape[1:], dtype=tensor.dtype, device=self._device)
+        padded[: len(tensor)] = tensor.to(self._device)
+        parts = [torch.empty_like(padded) for _ in range(self._world_size)]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths.tolist(), strict=True)]).to(tensor.device)
+
+    def union(self, values: Sequence[int]) -> list[int]:
+        """Values of all ranks, sorted, each once."""
+        gathered: list[Any] = [None] * self._world_size
+        dist.all_gather_object(gathered, list(values))
+        return sorted({value for part in gathered for value in part})

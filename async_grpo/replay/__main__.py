@@ -26,7 +26,8 @@ from rich.text import Text
 
 from async_grpo.config import yaml12
 from async_grpo.errors import RunError, SetupError
-from async_grpo.replay.facts import (
+from async_grpo.replay.history import History, read_history
+from async_grpo.replay.inspection import (
     GONE,
     SORT_KEYS,
     Column,
@@ -44,7 +45,6 @@ from async_grpo.replay.facts import (
     why_none,
     why_unknown,
 )
-from async_grpo.replay.history import History, read_history
 from async_grpo.replay.journal import segments
 from async_grpo.replay.ledger import State
 from async_grpo.wire import Group, Rollout, WireError

@@ -16,7 +16,7 @@ OVERDUE = "no result in time and no word from its actor"
 
 
 class Issue(NamedTuple):
-    """A new id (attempt 1), or one that waited (the next attempt), goes to an actor. `version` is the live one, or the one it began with (`continued`)."""
+    """A new id (attempt 1), or one that waited (the next attempt), goes to an actor. `version` is the live one, or the one it began with (`partial`)."""
 
     group_id: int
     attempt: int

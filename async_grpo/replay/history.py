@@ -10,15 +10,35 @@ lead to the newest one (`lineage`) are walked in order, and the snapshot at the 
 
 Invariants: memory grows by one small record per group and never by a frame; a journal that is being written, cut off or damaged gives
 notes, not errors, as long as one segment can be read.
+
+Which segments of a journal follow from each other. Hides that a run which resumed from a checkpoint leaves branches behind: every segment names its parent,
+the segment and the record after which it goes on, so that a history is the way from a segment back to its ancestors, read forwards.
+
+What the journal tells another start of a run: the history up to its end, and the results in it. Hides the walk over the segments that lead to the newest one (`lineage`), and where results are.
+Invariants: the history ends where the first damage is; a result is given only if it is of the very attempt that was asked for and its
+frame passes every check of the wire.
+
+The batches that a run recorded, in the order in which it trained them: a queue that only repeats. Hides the journal. Invariant: it serves exactly the recorded
+groups, by the attempt that was trained; one that cannot be read is an error, never left out.
+
+The groups of a few learner steps, from the part of a journal that tells of them. Hides which part that is: of the segments that lead to the newest one (`lineage`), from the last that
+begins before the steps to the last that begins in them, and of that one the events up to the end of the steps. `history` reads whole runs; this
+takes as long for a long run as for a short one.
+
+Invariants: what starts of the run took back does not count; memory has a place for each result of these steps or later, never a frame.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from async_grpo.errors import SetupError
 from async_grpo.replay.events import (
     Close,
     Done,
@@ -35,10 +55,58 @@ from async_grpo.replay.events import (
     TakeBatch,
     from_wire,
 )
-from async_grpo.replay.journal import JournalDamage, JournalError, Record, Segment, segment_path
-from async_grpo.replay.ledger import Ledger, Place, State
-from async_grpo.replay.lineage import Link, lineage
-from async_grpo.wire import Group, GroupMeta, WireError, decode_group, decode_meta
+from async_grpo.replay.journal import JournalDamage, JournalError, Record, Segment, segment_path, segments
+from async_grpo.replay.ledger import Entry, Ledger, Place, State
+from async_grpo.replay.rules import QueueSettings
+from async_grpo.wire import Batch, Group, GroupMeta, WireError, decode_group, decode_meta, pack_frames
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A segment, and the last of its records that belongs to the history; None for all that are there."""
+
+    segment: Segment
+    until: int | None
+
+    def records(self) -> Iterator[Record]:
+        """The records after the snapshot. Raises JournalDamage where one is damaged or the segment ends before its successor begins."""
+        for record in self.segment.records():
+            if self.until is not None and record.sequence > self.until:
+                return
+            yield record
+        if self.until is not None and self.segment.sequence < self.until:
+            raise JournalDamage(f"{self.segment.path} ends with record {self.segment.sequence}, and the next segment goes on after {self.until}")
+
+
+def lineage(directory: Path, *, first: int | None = None, whole: bool = False) -> tuple[list[Link], list[str]]:
+    """The history that ends in the newest segment (with `first`: in its newest descendant) from the oldest ancestor (`first`) on.
+
+    whole: an ancestor that cannot be read ends the history before it, instead of beginning after it. Returns the links, and a note for
+    every segment that cannot be read. Raises JournalError if no segment, or not `first`, can be read.
+    """
+    opened: dict[int, Segment] = {}
+    notes = []
+    for number in segments(directory):
+        try:
+            opened[number] = Segment(directory, number)
+        except JournalError as error:
+            if segment_path(directory, number).exists():  # deleted meanwhile: an old one that nobody needs
+                notes.append(str(error))
+    for number in sorted(opened, reverse=True):
+        links = _ancestry(opened, number, first)
+        oldest = links[0].segment
+        broken = oldest.parent is not None and segment_path(directory, oldest.parent[0]).exists()
+        if oldest.number == first or first is None and not (whole and broken):
+            return links, notes
+    raise JournalError(notes[0] if notes else f"there is no journal in {directory}")
+
+
+def _ancestry(opened: dict[int, Segment], number: int, first: int | None) -> list[Link]:
+    links = [Link(opened[number], None)]
+    while (segment := links[0].segment).number != first and segment.parent is not None and segment.parent[0] in opened:
+        links.insert(0, Link(opened[segment.parent[0]], segment.parent[1]))
+    return links
+
 
 OPEN_SEGMENTS = 8
 """Segments that stay mapped while frames are read; a batch of one learner step lies in one or two."""
@@ -292,3 +360,230 @@ def _ended(record: GroupRecord, ledger: Ledger) -> State | None:
 def _add_frame(record: GroupRecord, place: Place) -> None:
     others = tuple((attempt, known) for attempt, known in record.frames if attempt != record.attempt)
     record.frames = (*others, (record.attempt, place))
+
+
+class Past:
+    """A run's history up to its end: the ledger there, the batches that were taken on the way, and where results are."""
+
+    def __init__(self, snapshot: dict[str, Any]) -> None:
+        """No more than a snapshot: results are not at hand."""
+        self.snapshot, self.ledger = snapshot, Ledger.from_snapshot(snapshot["ledger"])
+        self.batches: dict[int, list[int]] = {}
+        self.weighed: dict[int, tuple[int, int]] = {}
+        """Learner step -> tokens of its batch with weight in the loss, and without."""
+        self.results: dict[int, Entry] = {}
+        """Group -> as it was when its latest result came; in the order of completion."""
+        self.last: Segment | None = None
+        self.notes: list[str] = []
+
+    def read(self, links: list[Link], *, step: int) -> None:
+        """The segments in order, up to the last one, the first damage, or a start of the run that went behind `step`: another branch."""
+        for link in links:
+            snapshot, ledger = link.segment.snapshot, link.segment.snapshot["ledger"]
+            if snapshot["start"] != self.snapshot["start"] and (ledger["training_step"] or ledger["steps"]) < step:
+                return
+            self._enter(link.segment)
+            try:
+                for record in link.records():
+                    self._note(event_of(record, link.segment), record.place, link.segment)
+            except JournalDamage as error:
+                self.notes.append(f"what came later is not taken over, because {error}")
+                return
+
+    def _enter(self, segment: Segment) -> None:
+        """A segment begins. At another start of the run its snapshot has taken back the batches that were lost then."""
+        taken_back = segment.snapshot["start"] != self.snapshot["start"]
+        self.snapshot, self.ledger, self.last = segment.snapshot, Ledger.from_snapshot(segment.snapshot["ledger"]), segment
+        if taken_back:
+            self.batches = {step: ids for step, ids in self.batches.items() if step <= self.ledger.steps}
+            self.weighed = {step: tokens for step, tokens in self.weighed.items() if step <= self.ledger.steps}
+        for entry in (*self.ledger.entries.values(), *self.ledger.unused.values()):
+            if entry.place is not None:
+                self.results[entry.group_id] = replace(entry)
+        if self.ledger.training_step is not None:
+            self._takes(self.ledger.training_step, sorted(self.ledger.training))
+
+    def _note(self, event: Event, place: Place | None, segment: Segment) -> None:
+        apply_record(self.ledger, event, place, segment)
+        if isinstance(event, Put) and place is not None:
+            self.results.pop(event.group_id, None)  # the last one now
+            self.results[event.group_id] = replace(self.ledger.entries[event.group_id])
+        if isinstance(event, TakeBatch):
+            self._takes(event.step, list(event.group_ids))
+
+    def _takes(self, step: int, group_ids: list[int]) -> None:
+        self.batches[step] = group_ids
+        self.weighed[step] = self.ledger.tokens.in_training(group_ids)
+
+
+def find_past(directory: Path, snapshot: dict[str, Any] | None, settings: QueueSettings, identity: str) -> tuple[Past | None, str]:
+    """The history that leads from the checkpoint, or from the beginning of the run; None if this journal does not have it, and why not."""
+    foreign = "the journal in the run's directory is of another run, or of other settings, and is not read"
+    if snapshot is not None and snapshot["segment"] not in segments(directory):
+        return None, foreign
+    try:
+        links, notes = lineage(directory, first=None if snapshot is None else snapshot["segment"], whole=True)
+    except JournalError as error:
+        return None, f"the journal is not read, because {error}"
+    first = links[0].segment.snapshot
+    if snapshot is None:
+        begun = first["ledger"]
+        if begun["steps"] or begun["next_group_id"] or settings.trained_steps or first["identity"] != identity:
+            return None, foreign
+    elif first["journal"] != snapshot["journal"]:
+        return None, foreign
+    past = Past(first)
+    past.read(links, step=settings.trained_steps)
+    past.notes += notes
+    return past, ""
+
+
+class Results:
+    """Frames at their places, each segment opened once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._segments: dict[int, Segment] = {}
+
+    def read(self, place: Place | None, group_id: int, attempt: int, settings: QueueSettings) -> tuple[GroupMeta, bytes]:
+        """Metadata and frame of this very attempt. Raises WireError."""
+        if place is None:
+            raise WireError("the journal has no frame of it")
+        try:
+            segment = self._segments.get(place.segment) or Segment(self._directory, place.segment)
+        except JournalError as error:
+            raise WireError(str(error)) from error
+        self._segments[place.segment] = segment
+        frame = bytes(segment.payload(place))
+        meta = decode_meta(frame, max_bytes=settings.max_frame_bytes)
+        if (meta.group_id, meta.attempt) != (group_id, attempt):
+            raise WireError(f"the journal has group {meta.group_id} attempt {meta.attempt} in the place of group {group_id} attempt {attempt}")
+        return meta, frame
+
+
+def event_of(record: Record, segment: Segment) -> Event:
+    try:
+        return from_wire(record.body)
+    except (ValueError, TypeError, LookupError) as error:
+        raise JournalDamage(f"{segment.path} holds a record {record.sequence} that is no event: {error}") from error
+
+
+def apply_record(ledger: Ledger, event: Event, place: Place | None, segment: Segment) -> None:
+    try:
+        ledger.apply(event, place=place)
+    except (RuntimeError, TypeError, LookupError) as error:
+        raise JournalDamage(f"{segment.path} tells what cannot have happened: {error}") from error
+
+
+class RecordedQueue:
+    """The queue's side of the loop and of the learner, from `<run directory>/journal`."""
+
+    def __init__(self, directory: str) -> None:
+        """Raises JournalError for a journal that cannot be read."""
+        self._history: History = read_history(Path(directory))
+
+    async def get_batch(self, step: int) -> Batch | None:
+        """The groups that learner step `step` trained. Raises SetupError when the journal does not have them."""
+        if step not in self._history.steps:
+            raise SetupError(f"the journal in {self._history.directory} has no learner step {step}")
+        try:
+            return Batch(step, tuple(decode_meta(self._history.frame(group_id)) for group_id in self._history.steps[step]))
+        except (LookupError, WireError) as error:
+            raise SetupError(f"learner step {step} cannot be repeated: {error}") from error
+
+    async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
+        """Their frames, as the queue would serve them."""
+        return pack_frames([self._history.frame(group_id) for group_id in group_ids])
+
+    async def metrics(self) -> dict[str, float]:
+        """None: nothing is admitted, ordered or counted here."""
+        return {}
+
+    async def digests(self) -> dict[int, str]:
+        """Digest of the weights of every version that was live, where the run recorded one."""
+        return {version: digest for version, digest in self._history.live.items() if digest}
+
+
+@dataclass(slots=True)
+class Result:
+    """Where a result is; the learner `step` that took it, None for none so far; `waits`: it is ready for one."""
+
+    place: Place
+    step: int | None = None
+    waits: bool = True
+
+
+class Stretch:
+    """Batches of the steps `first` to `last` and the one after them, and the results that were there meanwhile. Raises JournalError where nothing can be read."""
+
+    def __init__(self, directory: Path, *, first: int, last: int) -> None:
+        self._first, self._last = first, last
+        self.steps: dict[int, tuple[int, ...]] = {}
+        self.results: dict[int, Result] = {}
+        links, self.notes = lineage(directory)
+        self._segments: dict[int, Segment] = {}
+        chosen = _part(links, first=first, last=last)
+        for link in chosen:
+            self._enter(link.segment)
+            try:
+                for event, place in _events(link):
+                    if isinstance(event, TakeBatch) and event.step > last + 1 and link is chosen[-1]:
+                        break
+                    self._take(event, place)
+            except (JournalDamage, ValueError) as error:
+                self.notes.append(f"what came later in its segment is unknown: {error}")
+        needed = {result.place.segment for result in self.results.values()}
+        self._segments = {link.segment.number: link.segment for link in links if link.segment.number in needed}
+
+    def meta(self, group_id: int) -> GroupMeta | None:
+        """What the group's frame says beside the tokens; None where its segment is gone. Raises WireError for one that is damaged."""
+        place = self.results[group_id].place
+        if place.segment not in self._segments:
+            return None
+        meta = decode_meta(self._segments[place.segment].payload(place))
+        if meta.group_id != group_id:
+            raise WireError(f"the journal has group {meta.group_id} in the place of group {group_id}")
+        return meta
+
+    def _enter(self, segment: Segment) -> None:
+        """What its snapshot does not know of was taken back, or has ended."""
+        ledger = Ledger.from_snapshot(segment.snapshot["ledger"])
+        self.steps = {step: ids for step, ids in self.steps.items() if step <= ledger.steps}
+        for result in self.results.values():
+            if result.step is None or result.step > ledger.steps:
+                result.step, result.waits = None, False
+        for group_id, entry in ledger.entries.items():
+            if entry.place is not None:
+                self.results[group_id] = Result(entry.place)
+        if ledger.training_step is not None:
+            self._batch(ledger.training_step, tuple(sorted(ledger.training)))
+
+    def _take(self, event: Event, place: Place | None) -> None:
+        if isinstance(event, Put) and place is not None:
+            self.results[event.group_id] = Result(place)
+        elif isinstance(event, TakeBatch):
+            self._batch(event.step, event.group_ids)
+        elif isinstance(event, Expire | Drop) and event.group_id in self.results:
+            self.results[event.group_id].waits = False
+
+    def _batch(self, step: int, group_ids: tuple[int, ...]) -> None:
+        if step >= self._first:
+            self.steps[step] = group_ids
+        for group_id in group_ids:
+            if step < self._first:
+                self.results.pop(group_id, None)  # it left before these steps
+            elif group_id in self.results:
+                self.results[group_id].step, self.results[group_id].waits = step, False
+
+
+def _part(links: list[Link], *, first: int, last: int) -> list[Link]:
+    """The links that tell of these steps. Steps only go back where the run started again, so the last place counts."""
+    begins = [link.segment.snapshot["ledger"]["steps"] for link in links]
+    start = max((index for index, steps in enumerate(begins) if steps < first), default=0)
+    end = max((index for index, steps in enumerate(begins) if steps <= last), default=-1)
+    return links[start : end + 1]
+
+
+def _events(link: Link) -> Iterator[tuple[Event, Place | None]]:
+    for record in link.records():
+        yield from_wire(record.body), record.place

@@ -5,7 +5,7 @@ Runs in: the replay queue's process (writing), and whoever looks at a run (readi
     <directory>/00000012.journal   magic, format version, segment number; then records. The first record is a snapshot of the ledger.
     record      magic | body length u32 | payload length u64 | sequence number u64 | crc32 of these and the body | body (msgpack) | payload
 
-A snapshot names the segment's parent: the segment and the record after which it goes on (`lineage`).
+A snapshot names the segment's parent: the segment and the record after which it goes on (`history.lineage`).
 
 The payload is a group's frame, which carries a checksum of its own (`wire`). A segment appears under its name with its snapshot in it, or
 not at all. What a reader finds at the end of a segment, or in it:
@@ -33,10 +33,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgpack
 
-from async_grpo.durable import settle_folder
 from async_grpo.errors import RunError
 from async_grpo.replay.events import Event, to_wire
 from async_grpo.replay.ledger import Place
+from async_grpo.runtime.storage import settle_folder
 from async_grpo.wire import Buffer
 
 Fsync = Literal["group", "interval", "never"]

@@ -24,7 +24,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from async_grpo.replay import events
-from async_grpo.replay.tokens import Tokens
+from async_grpo.replay.token_ledger import Tokens
 from async_grpo.wire import GroupMeta, GroupTicket
 
 RECENT_GROUPS = 8192

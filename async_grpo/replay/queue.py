@@ -10,12 +10,12 @@ the journal; rollout actors see tickets, the loop sees batches. A result on its 
 With R = rollout_batch_size, K = max_staleness and s learner steps done:
 
     admission   `admission`: fewer than B = (K + 1) R groups hold a slot; tickets go only to engines that serve the live version
-    order       `departure`: the R first ready groups by `order` leave. With `wait` only if everything that stays behind can still be
+    order       `order`: the R first ready groups by `order` leave. With `wait` only if everything that stays behind can still be
                 trained in time (`rules.can_leave`; order `fifo`: only the next R ids); with `mask` and `expire` as soon as there are R
     release     slots of trained groups return when their weights are live; rejected, failed and expired groups free theirs at once
     deadline    a ticket that is out for longer than `ticket_timeout_s` is taken back, whatever its actor does
-    again       a learner that went back to a checkpoint asks for steps that are trained: it gets the recorded batches (`recorded`), or
-                the steps are discarded (`recovery`) and `run_epoch` is raised, for their version numbers will be written once more
+    again       a learner that went back to a checkpoint asks for steps that are trained: it gets the recorded batches (`history.RecordedQueue`), or
+                the steps are discarded (`resume`) and `run_epoch` is raised, for their version numbers will be written once more
 
 Invariants: every token that is trained with weight has 0 <= lag <= K, asserted when a batch leaves; every change is an event, in the
 journal before it is in the ledger, and there before the call is answered; `put` is idempotent on (group_id, attempt) and `get_batch` on
@@ -32,18 +32,16 @@ from typing import Any, Literal
 import numpy as np
 
 from async_grpo.replay import events
-from async_grpo.replay.admission import Admission
-from async_grpo.replay.continued import Continued
-from async_grpo.replay.departure import Departure
+from async_grpo.replay.admission import Admission, Retirement
+from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.journal import Writer, snapshot_facts
 from async_grpo.replay.ledger import Entry, Ledger, State
-from async_grpo.replay.no_signal import check_signal
-from async_grpo.replay.pressure import Pressure, batch_metrics
-from async_grpo.replay.recorded import RecordedQueue
-from async_grpo.replay.reports import Report, Reports
-from async_grpo.replay.retirement import Retirement
+from async_grpo.replay.limits import check_signal
+from async_grpo.replay.metrics import Pressure, batch_metrics
+from async_grpo.replay.order import Departure
+from async_grpo.replay.partial import Continued
 from async_grpo.replay.rules import QueueSettings, Verdict, check_bound, problem_of, rejection
-from async_grpo.replay.tokens import masked_tokens, token_counts
+from async_grpo.replay.token_ledger import Report, Reports, masked_tokens, token_counts
 from async_grpo.wire import Batch, Buffer, GroupMeta, GroupTicket, WireError, decode_meta, pack_frames, peek_ticket
 
 MAX_SKIPS = 4096

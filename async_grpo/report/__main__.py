@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from async_grpo.errors import RunError, SetupError
-from async_grpo.outbox import without_password
+from async_grpo.observe.tracking.outbox import without_password
 from async_grpo.report.data import RunData, read_run
+from async_grpo.report.gantt import Window, read_window
 from async_grpo.report.sync import sync
-from async_grpo.report.window import Window, read_window
 
 DIRECTORY, PAGE = "report", "report.html"
 
@@ -37,10 +37,9 @@ def write(run_dir: Path, *, steps: tuple[int, int] | None) -> Path:
 
 
 def _write(data: RunData, window: Window | None, out: Path) -> Path:
-    from async_grpo.report import drawing, plots
+    from async_grpo.report import plots
     from async_grpo.report.gantt import gantt
-    from async_grpo.report.page import page
-    from async_grpo.report.words import PLOTS
+    from async_grpo.report.page import PLOTS, page
 
     draw: dict[str, Callable[[], plots.Figure | None]] = {
         "learning": partial(plots.learning, data), "lag": partial(plots.lag_histogram, data), "length_by_lag": partial(plots.length_by_lag, data),
@@ -48,9 +47,9 @@ def _write(data: RunData, window: Window | None, out: Path) -> Path:
         "timeline": partial(gantt, window),
     }
     for name, one in draw.items():
-        if not drawing.write_png(one, out / f"{name}.png"):
+        if not plots.write_png(one, out / f"{name}.png"):
             (out / f"{name}.png").unlink(missing_ok=True)  # of an earlier report
-    pictures = [(plot, drawing.as_svg(draw[plot.name], name=plot.name)) for plot in PLOTS]
+    pictures = [(plot, plots.as_svg(draw[plot.name], name=plot.name)) for plot in PLOTS]
     config = data.directory / "config.yaml"
     text = page(
         data, title=_title(data), pictures=pictures, notes=partial(_notes, window),

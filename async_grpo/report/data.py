@@ -16,9 +16,9 @@ from typing import Any
 
 from async_grpo.config import yaml12
 from async_grpo.errors import SetupError
-from async_grpo.outbox import METRICS, SAMPLES
-from async_grpo.status_file import STATUS
-from async_grpo.timeline import read_timeline
+from async_grpo.observe.console.status_file import STATUS
+from async_grpo.observe.console.timeline import read_timeline
+from async_grpo.observe.tracking.outbox import METRICS, SAMPLES
 
 ROWS = 3000
 SAMPLE_BYTES = 8 << 20

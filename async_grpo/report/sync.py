@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_grpo.outbox import METRICS, STATE, Outbox, TrackingError, one_line, without_password
-from async_grpo.tracking_mlflow import Delivery
+from async_grpo.observe.tracking.mlflow_sender import Delivery
+from async_grpo.observe.tracking.outbox import METRICS, STATE, Outbox, TrackingError, one_line, without_password
 
 
 def sync(run_dir: Path) -> list[str]:

@@ -3,7 +3,7 @@
 Runs in: the driver, the rollout actors and verifier children. Hides the package. Problems are generated from seeds: training problem i
 comes from `first + i`, where `first` is a function of the run's seed; held-out problems come from seeds that no run trains on and are
 the same for every run. Reward `correct`: the data set's score, in [0, 1]; the verdict is 1 exactly when that score is at least 1. An answer that a
-scorer would evaluate, and that does not look like a number, list or formula, is scored like none (`evaluated`).
+scorer would evaluate, and that does not look like a number, list or formula, is scored like none (`safe_answers`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from async_grpo.config import schema
-from async_grpo.tasks import answers, evaluated
+from async_grpo.tasks import answers, safe_answers
 from async_grpo.tasks.base import Problem, Score, TaskError, parse_options
 from async_grpo.tasks.chat import TAGS, PromptOptions
 
@@ -68,7 +68,7 @@ class ReasoningGym:
     def score(self, response: str, reference: Any) -> Score:
         answer, entry = answers.tagged(response, "answer"), ast.literal_eval(reference)
         answer = response.strip() if answer is None else answer
-        if not evaluated.admitted(answer, self._options.dataset):
+        if not safe_answers.admitted(answer, self._options.dataset):
             answer = ""
         value = float(self._dataset.score_answer(answer, entry))
         return Score({"correct": value}, float(value >= 1.0))

@@ -17,8 +17,8 @@ import time
 from collections import Counter
 from typing import Any
 
-from async_grpo import stacks
 from async_grpo.config import schema
+from async_grpo.runtime import stacks
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Score, check_score
 

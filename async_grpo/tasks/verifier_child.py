@@ -13,8 +13,8 @@ import resource
 import sys
 from typing import Any, BinaryIO
 
-from async_grpo import stacks
-from async_grpo.leftovers import die_with_parent
+from async_grpo.runtime import stacks
+from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.tasks import pipe
 
 _SPARE_CPU_S = 2

@@ -25,7 +25,11 @@ from typing import Any, Protocol
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import LearnerLost, RunError, SetupError, Stalled
-from async_grpo.weights.base import (
+from async_grpo.weights.checks import LearnerSide as CheckedLearner
+from async_grpo.weights.checks import Probes, PublicationTimes, SelfCheck, Tolerance
+from async_grpo.weights.delivery import GRACE_S, EngineHandle, Outcome, demand, everybody, grace, looked_at
+from async_grpo.weights.pinning import EngineSet, Pin, Present, unpinned
+from async_grpo.weights.transport import (
     Announcement,
     Receipt,
     Staged,
@@ -35,12 +39,6 @@ from async_grpo.weights.base import (
     TransferStuck,
     Version,
 )
-from async_grpo.weights.delivery import GRACE_S, EngineHandle, Outcome, demand, everybody, grace, looked_at
-from async_grpo.weights.lending import EngineSet, Pin, Present, unpinned
-from async_grpo.weights.probes import Probes, PublicationTimes
-from async_grpo.weights.self_check import LearnerSide as CheckedLearner
-from async_grpo.weights.self_check import SelfCheck
-from async_grpo.weights.verification import Tolerance
 
 ATTEMPTS = 3
 

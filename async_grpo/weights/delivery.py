@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from async_grpo.config.weight_sync import Deadlines
-from async_grpo.weights.base import Announcement, Receipt, TokenSequence, TornTransfer
+from async_grpo.config.schema import Deadlines
+from async_grpo.weights.transport import Announcement, Receipt, TokenSequence, TornTransfer
 
 GRACE_S = 5.0
 UNDER_WAY = 2

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from async_grpo.weights.base import TornTransfer, TransferMismatch
 from async_grpo.weights.layout import Layout, checksum, mismatch
+from async_grpo.weights.transport import TornTransfer, TransferMismatch
 
 T = TypeVar("T")
 _SIGN = 2**63

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from async_grpo.errors import SetupError
-from async_grpo.weights.base import Announcement, WeightOwner
 from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
+from async_grpo.weights.transport import Announcement, WeightOwner
 
 
 class IpcSender:

@@ -23,11 +23,11 @@ from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-from async_grpo.config.weight_sync import Deadlines
+from async_grpo.config.schema import Deadlines
 from async_grpo.errors import SetupError
-from async_grpo.weights.base import Announcement, TornTransfer, TransferStuck, WeightOwner
 from async_grpo.weights.guard import UNDER_WAY, GuardedGroup, within
 from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
+from async_grpo.weights.transport import Announcement, TornTransfer, TransferStuck, WeightOwner
 
 PACKED_BYTES = 2**28
 ABORT_S = 10.0

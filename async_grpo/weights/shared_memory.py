@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_grpo.leftovers import is_gone, owner
-from async_grpo.weights.base import Announcement, TornTransfer, WeightOwner
+from async_grpo.runtime.lifetime import is_gone, owner
 from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
+from async_grpo.weights.transport import Announcement, TornTransfer, WeightOwner
 
 SEGMENT_DIR = Path("/dev/shm")
 _HEADER = struct.Struct("<8sQ")

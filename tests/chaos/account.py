@@ -9,7 +9,7 @@ from collections import defaultdict
 import torch
 from safetensors.torch import load_file
 
-from async_grpo import checkpoint
+from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.replay.history import read_history
 from tests.chaos.harness import Run
 

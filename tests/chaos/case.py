@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.harness import Run
-from tests.models import write_model
+from tests.support.models import write_model
 
 R, K, ACTORS = 4, 3, 2
 """B = (K + 1) R = 16 groups may be out or waiting: those of the step in training, as many that are ready, and some for every actor."""

@@ -6,7 +6,7 @@ import os
 import sys
 
 from async_grpo import run, trainer
-from async_grpo.cluster import actor_manager, learner_group
+from async_grpo.cluster import learner_group, rollout_actors
 from tests.chaos import watched
 
 
@@ -23,7 +23,7 @@ class WatchedTrainer(trainer.Trainer):
 
 def main() -> int:
     os.environ[watched.DRIVER] = str(os.getpid())
-    actor_manager.RolloutProcess = watched.WatchedRollout
+    rollout_actors.RolloutProcess = watched.WatchedRollout
     learner_group.LearnerProcess = watched.WatchedLearner
     trainer.Trainer = WatchedTrainer
     return run.main(sys.argv[1:])

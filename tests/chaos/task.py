@@ -10,7 +10,7 @@ from typing import Any
 from async_grpo.config import schema
 from async_grpo.tasks.arithmetic import Arithmetic
 from async_grpo.tasks.base import Score
-from tests.mixed_task import Mixed
+from tests.support.mixed_task import Mixed
 
 
 class Chaotic(Mixed):

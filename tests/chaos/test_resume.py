@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from async_grpo import checkpoint
+from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.replay.history import read_history
-from async_grpo.weights.base import parse_label
+from async_grpo.weights.transport import parse_label
 from tests.chaos.harness import Entry, Run
 from tests.chaos.watched import ACCESS
-from tests.models import write_model
+from tests.support.models import write_model
 
 EVERY, R, KILLS = 2, 3, 3
 STEPS_PER_START = 2 * EVERY

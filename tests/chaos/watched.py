@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo import durable
 from async_grpo.cluster import processes
 from async_grpo.config.schema import Config
+from async_grpo.runtime import storage
 from async_grpo.wire import Buffer, peek_ticket
 
 DRIVER, ACCESS = "CHAOS_DRIVER", "CHAOS_ACCESS"
@@ -178,14 +178,14 @@ class Accesses:
 
 def pretend_full(sign: Path) -> None:
     """Let the disk be full for checkpoints while this file is there, on machines that cannot mount a small one."""
-    move = durable.move
+    move = storage.move
 
-    def full(source: Path, target: Path) -> durable.FileSum:
+    def full(source: Path, target: Path) -> storage.FileSum:
         if sign.exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
         return move(source, target)
 
-    durable.move = full
+    storage.move = full
 
 
 def state_digests(learner: Any) -> tuple[str, str]:

@@ -1,0 +1,241 @@
+"""Checkpoint directories: when one is complete, which is newest, which may go.
+
+Runs in: the driver (begin, commit, latest, prune) and learner ranks (which only write files below a begun directory). Hides the
+layout and the order of writes:
+
+    <run_dir>/checkpoints/step_000123/
+        learner/        the learner's own files (weights, optimizer, RNG states)
+        hf/             the model as any Hugging Face tool reads it
+        queue.json      the replay queue's ledger at that moment, and the segment of its journal that starts with it
+        partial.msgpack the beginnings of responses that were being generated, with `checkpoint.partial_rollouts`
+        manifest.json   what the caller wants to remember, and every file with its size and sha256, summed by who wrote it
+
+Invariants: a checkpoint is written under a temporary name and renamed last, after the manifest and every file are on the disk, so a
+directory with a final name is complete or damaged afterwards, never half-written; `latest` returns only one whose files are all
+there with their sizes; `verify` reads every file before anything is unpickled; `prune` never removes the newest complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_grpo.runtime import storage
+from async_grpo.runtime.storage import FileSum
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 2
+
+_NAME = re.compile(r"step_(\d{6,})")
+_TEMPORARY, _REPLACED, _SUPERSEDED = ".tmp", ".old", ".superseded-"
+_PICKLED = "learner"
+_READERS = 8
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is incomplete, damaged or written by another format."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a learner begins: a checkpoint's directory and step, or the initial model (None, 0)."""
+
+    path: Path | None
+    step: int
+
+    @property
+    def learner(self) -> str | None:
+        """What the ranks load."""
+        return None if self.path is None else str(self.path / "learner")
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """The queue at that moment."""
+        return None if self.path is None else json.loads((self.path / "queue.json").read_text(encoding="utf-8"))
+
+
+def path_for(run_dir: Path, step: int) -> Path:
+    """Final directory of the checkpoint after `step` learner steps; nothing is created."""
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def draft_for(run_dir: Path, step: int) -> Path:
+    """Temporary directory of the checkpoint after `step` learner steps; nothing is created."""
+    return path_for(run_dir, step).with_suffix(_TEMPORARY)
+
+
+def begin(run_dir: Path, step: int) -> Path:
+    """Create and return the empty temporary directory (with `learner/` and `hf/`) to write the checkpoint of `step` into.
+
+    What an interrupted attempt at the same step left there is removed.
+    """
+    directory = draft_for(run_dir, step)
+    if directory.exists():
+        shutil.rmtree(directory)
+    for part in ("learner", "hf"):
+        (directory / part).mkdir(parents=True)
+    return directory
+
+
+def discard(run_dir: Path, step: int) -> None:
+    """Remove what was begun for this step and will not be finished, as far as the disk allows."""
+    shutil.rmtree(draft_for(run_dir, step), ignore_errors=True)
+
+
+def commit(directory: Path, manifest: dict[str, Any], written: Mapping[str, FileSum] | None = None) -> Path:
+    """Seal a directory that `begin` returned and give it its final name, which is returned.
+
+    `manifest` is any JSON map; `format_version` and `files` are added. written: files that are on the disk, as their writers describe
+    them; all others are read here. A checkpoint of the same step is replaced (a resumed run writes its steps again). Raises
+    CheckpointError for a directory that `begin` did not make, or that lacks a file of `written`.
+    """
+    if not directory.name.endswith(_TEMPORARY) or not _NAME.fullmatch(directory.name.removesuffix(_TEMPORARY)):
+        raise CheckpointError(f"{directory} was not made by checkpoint.begin")
+    final = directory.with_name(directory.name.removesuffix(_TEMPORARY))
+    files: dict[str, FileSum] = dict(written or {})
+    for path in _files(directory):
+        name = str(path.relative_to(directory))
+        if name not in files:
+            files[name] = storage.settle(path)
+    _check_sizes(directory, files)
+    with open(directory / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump({**manifest, "format_version": FORMAT_VERSION, "files": files}, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in {directory, *(path.parent for path in _files(directory))}:
+        storage.settle_folder(folder)
+    if final.exists():
+        # A directory cannot be replaced in one step; `latest` finds the old one where this ends between the two.
+        retired = final.with_name(final.name + _REPLACED)
+        if retired.exists():
+            shutil.rmtree(retired)
+        os.rename(final, retired)
+        os.rename(directory, final)
+        shutil.rmtree(retired)
+    else:
+        os.rename(directory, final)
+    storage.settle_folder(final.parent)
+    return final
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The manifest of a complete checkpoint; raises CheckpointError with what is wrong otherwise.
+
+    Checks that every file is there with its size; contents are checked by `verify`.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} has no {MANIFEST}: it is not a checkpoint, or was never finished") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path / MANIFEST} is not readable JSON: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION or not isinstance(manifest.get("files"), dict):
+        raise CheckpointError(f"{path / MANIFEST} is not a manifest of format {FORMAT_VERSION}; use the program version that wrote it")
+    _check_sizes(path, manifest["files"])
+    return manifest
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Like `read`, and compares the sha256 of every file. Raises CheckpointError, also for a file of the learner that nobody listed."""
+    manifest = read(path)
+    listed = manifest["files"]
+    for file in _files(path / _PICKLED):
+        if (name := str(file.relative_to(path))) not in listed:
+            raise CheckpointError(f"{path} is not as it was written: {name} has been added")
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = readers.map(lambda name: storage.sha256(path / name), listed)
+    for name, digest in zip(listed, found, strict=True):
+        if listed[name]["sha256"] != digest:
+            raise CheckpointError(f"{path} is damaged: the contents of {name} have changed")
+    return manifest
+
+
+def step_of(path: Path) -> int:
+    """The number of learner steps that a checkpoint directory's name states."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path} is not named like a checkpoint (step_000123)")
+    return int(match[1])
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run directory, or None. Incomplete and damaged ones are passed over.
+
+    One that was about to be replaced by another of its step when the run ended gets its name back: call it only while no run writes there.
+    """
+    for replaced in (run_dir / "checkpoints").glob(f"step_*{_REPLACED}"):
+        if not (final := replaced.with_name(replaced.name.removesuffix(_REPLACED))).exists():
+            replaced.rename(final)
+    return next((path for path in reversed(_finished(run_dir)) if _is_complete(path)), None)
+
+
+def set_aside(run_dir: Path, after: int) -> list[Path]:
+    """Rename the checkpoints of later steps than `after`: the run goes on from there and writes its own. Returns the new names.
+
+    They can be read by path still; `latest`, `steps` and `prune` are not told by their step numbers any more.
+    """
+    renamed = []
+    for path in _finished(run_dir):
+        if step_of(path) > after:
+            number = next(number for number in range(1, 10**6) if not path.with_name(f"{path.name}{_SUPERSEDED}{number}").exists())
+            renamed.append(path.rename(path.with_name(f"{path.name}{_SUPERSEDED}{number}")))
+    return renamed
+
+
+def steps(run_dir: Path) -> list[int]:
+    """Steps of the complete checkpoints of a run directory, ascending."""
+    return [step_of(path) for path in _finished(run_dir) if _is_complete(path)]
+
+
+def prune(run_dir: Path, keep: int) -> list[Path]:
+    """Remove all but the `keep` newest complete checkpoints, and everything older than them; returns what was removed.
+
+    Unfinished directories newer than those are left alone: one of them may be being written. Raises ValueError for keep < 1.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, not {keep}")
+    complete = [path for path in _finished(run_dir) if _is_complete(path)]
+    if not complete:
+        return []
+    oldest = step_of(complete[-keep:][0])
+    removed = []
+    for path in sorted((run_dir / "checkpoints").iterdir()):
+        match = _NAME.match(path.name)
+        if match and _SUPERSEDED not in path.name and int(match[1]) < oldest:
+            shutil.rmtree(path)
+            removed.append(path)
+    return removed
+
+
+def _finished(run_dir: Path) -> list[Path]:
+    folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        read(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
+
+
+def _check_sizes(path: Path, files: Mapping[str, FileSum]) -> None:
+    for name, entry in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is damaged: {name} is missing")
+        if file.stat().st_size != entry["size"]:
+            raise CheckpointError(f"{path} is damaged: {name} has {file.stat().st_size} bytes instead of {entry['size']}")

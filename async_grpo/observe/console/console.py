@@ -1,0 +1,265 @@
+"""What a person sees while a run goes on: phases with seconds, a panel or one line per interval of steps, a table at the end.
+
+Runs in: the driver. Hides the difference between a terminal (one panel that is refreshed, lines above it) and a file or pipe (plain lines
+without control characters), and how often a line is worth printing.
+
+Invariants: one line per call at most; the last step is always printed; text from outside (answers, error messages) can neither
+move the cursor nor change colours, nor can what other threads and children write to standard error; the cursor is back when the run has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, Self, TextIO
+
+import rich.box
+import rich.console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from async_grpo.observe.console.panel import panel, rate, visible
+from async_grpo.observe.console.progress import Progress
+from async_grpo.observe.console.stderr import StderrLines, same_terminal
+
+_TERMINAL_INTERVAL_S = 1.0
+_PLAIN_INTERVAL_S = 2.0
+_VERDICT_INTERVAL_S = 30.0
+_PLAIN_WIDTH = 120
+_LONG_PHASE_S = 60.0
+_EXIT_CODES = {"FINISHED": 0, "KILLED": 0, "FAILED": 1}
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+# Metric key, label, format: the columns of a step line in their order. `time/learner_idle` is a share of the step's time.
+_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("rollout/score", "score {}", _number),
+    ("rollout/accuracy", "accuracy {}", _share),
+    ("train/lag_mean", "lag {}", _number),
+    ("train/lag_max", "max {}", "{:.0f}".format),
+    ("rollout/response_length", "length {}", "{:.1f}".format),
+    ("train/tokens_per_s", "{} tok/s", rate),
+    ("time/learner_idle", "idle {}", _share),
+    ("train/grad_norm", "grad {}", _number),
+    ("train/entropy", "entropy {}", _number),
+)
+
+
+class Record(Protocol):
+    """What keeps the progress for others; see `status_file`."""
+
+    def event(self, kind: str, /, **facts: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+class Screen:
+    """A stream, and on a terminal a panel at its end that is refreshed every second."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.terminal = stream.isatty()
+        # The stream alone decides: environment variables that force colours must not put control characters into log files.
+        self.out = rich.console.Console(
+            file=stream, force_terminal=self.terminal, highlight=False, markup=False, emoji=False,
+            width=None if self.terminal else _PLAIN_WIDTH,
+        )  # fmt: skip
+        self._live: Live | None = None
+        self._stderr: StderrLines | None = None
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def follow(self, facts: Callable[[], Mapping[str, Any]], *, title: str = "", now: Callable[[], float] = time.time) -> None:
+        """On a terminal: keep a panel of `facts()` at the end of the stream until `stop`."""
+        with self._lock:
+            if self._live is None and self.terminal:
+                self._live = Live(
+                    get_renderable=lambda: self._panel(facts(), now(), title), console=self.out, refresh_per_second=1, transient=True,
+                    redirect_stdout=False, redirect_stderr=False,
+                )
+                self._live.start(refresh=True)
+                if same_terminal(self.out.file.fileno()):
+                    self._stderr = StderrLines(self.print)
+
+    def refresh(self) -> None:
+        """Draw the panel now, if there is one."""
+        with self._lock:
+            if self._live is not None:
+                self._live.refresh()
+
+    def stop(self) -> None:
+        """Remove the panel."""
+        with self._lock:
+            (live, self._live), (stderr, self._stderr) = (self._live, None), (self._stderr, None)
+        if stderr is not None:
+            stderr.stop()
+        if live is not None:
+            live.stop()
+
+    def print(self, text: str, *, style: str | None = None) -> None:
+        """A line above the panel."""
+        self.out.print(Text(visible(text), style=style or ""), soft_wrap=True)
+
+    def print_panel(self, facts: Mapping[str, Any], *, now: float, title: str = "") -> None:
+        """The panel once, for good."""
+        self.stop()
+        self.out.print(self._panel(facts, now, title))
+
+    def _panel(self, facts: Mapping[str, Any], now: float, title: str) -> rich.console.RenderableType:
+        width, height = self.out.size
+        return panel(facts, width=width, height=height if self.terminal else 1000, now=now, title=title)
+
+
+class Console:
+    """Prints to one stream (standard output if None). Thread-safe. `clock` gives seconds and only moves forward."""
+
+    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._screen = Screen(stream if stream is not None else sys.stdout)
+        self._terminal = self._screen.terminal
+        self._clock = clock
+        self._interval = _TERMINAL_INTERVAL_S if self._terminal else _PLAIN_INTERVAL_S
+        self._last_line = -math.inf
+        self._said = ("", -math.inf)
+        self._lock = threading.RLock()
+        self._record: Record | None = None
+        self.progress = Progress()
+        """What the panel shows, for a status file."""
+
+    def begin_run(self) -> Progress:
+        """Another run begins; what a record of it is to keep."""
+        self.progress = Progress()
+        return self.progress
+
+    def attach(self, record: Record) -> None:
+        """From now on `record` is told what happens and when."""
+        self._record = record
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Announce a phase of the start or the end, and print its seconds when the block is left."""
+        started, over, progress = self._clock(), threading.Event(), self.progress  # another run may begin inside
+        progress.enter(text)
+        if self._terminal:
+            self._screen.follow(lambda: self.progress.facts())
+        else:
+            self._screen.print(f"{text} ...")
+            threading.Thread(target=self._remind, args=(text, started, over), name="async_grpo-phase", daemon=True).start()
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            over.set()
+            self.event("phase", begin=progress.leave(text), text=text, failed=failed)
+            seconds = f"{'failed after ' if failed else ''}{self._clock() - started:.1f} s"
+            self._screen.print(f"{text} ... {seconds}", style="red" if failed else None)
+
+    def info(self, *texts: str) -> None:
+        """Print each as a line."""
+        for text in texts:
+            self._say(text)
+
+    def error(self, text: str) -> None:
+        """Print a line that starts with `error:`."""
+        self._say(f"error: {text}", style="bold red")
+
+    def weights_arrive(self, measured: dict[str, float]) -> None:
+        """Print what the check of the weight transport at the start measured, if there was one."""
+        if measured:
+            self.info(
+                "weights arrive: after a test publication the engines' log-probs differ from the learner's by at most "
+                f"{measured['weights/self_check_error']:.1e} (the test moved them by {measured['weights/self_check_moved']:.2f})"
+            )
+
+    def logged(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """Show what was logged of learner step `step` of `total`, unless a line was shown a moment ago; the last step always is.
+
+        Metrics that are missing or not finite are left out, unknown ones are ignored; those of an evaluation change the panel only.
+        """
+        self.progress.logged(step, total, metrics)
+        now, last = self._clock(), step >= total
+        with self._lock:
+            if "time/step" not in metrics or (now - self._last_line < self._interval and not last):
+                return
+            self._last_line = now
+        if self._terminal:
+            self._screen.follow(lambda: self.progress.facts())
+            self._screen.refresh()
+        if last or not self._terminal:
+            self._screen.print(_step_line(step, total, metrics))
+
+    def verdict(self, *, kind: str, text: str) -> None:
+        """Show in the panel who is the bottleneck; where there is none, as a line if it is another one, and now and then."""
+        self.progress.say(kind=kind, text=text)
+        with self._lock:
+            now, (said, said_at) = self._clock(), self._said
+            if not self._terminal and (kind != said or now - said_at >= _VERDICT_INTERVAL_S):
+                self._said = kind, now
+                self._screen.print(f"verdict: {text}")
+
+    def published(self, version: int, seconds: float) -> None:
+        """A version became live, `seconds` after it was staged."""
+        self.event("publication", version=version, begin=time.time() - seconds)
+
+    def event(self, kind: str, /, **facts: Any) -> None:
+        """Tell the record that something is over; `facts` are plain values."""
+        if self._record is not None:
+            self._record.event(kind, **facts)
+
+    def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
+        """Print a two-column table; outside a terminal every row is one line, whatever its length, so that commands can be copied."""
+        self._screen.stop()
+        if not self._terminal:
+            width = max((len(visible(name)) for name, _ in rows), default=0)
+            for line in (title, *(f"  {visible(name):{width}}   {value}" for name, value in rows)):
+                self._screen.print(line)
+            return
+        table = Table(title=visible(title), title_justify="left", show_header=False, box=rich.box.SIMPLE)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(Text(visible(name)), Text(visible(value)))
+        self._screen.out.print(table)
+
+    def stopped(self, status: str) -> None:
+        """The run was taken down and ended as FINISHED, FAILED or KILLED (somebody asked it to)."""
+        if not self.progress.ended:
+            self.end(_EXIT_CODES[status], "")
+
+    def end(self, code: int, message: str) -> None:
+        """Remove the panel, and tell the record how the run ended; the last call counts."""
+        self._screen.stop()
+        self.progress.end(code, message)
+        if self._record is not None:
+            self._record.close()
+
+    def _say(self, text: str, *, style: str | None = None) -> None:
+        self._screen.print(text, style=style)
+        self.progress.note(text)
+        self.event("note", text=text, error=style is not None)
+
+    def _remind(self, text: str, started: float, over: threading.Event) -> None:
+        """Where nobody sees a clock run: a line a minute."""
+        while not over.wait(_LONG_PHASE_S):
+            self._screen.print(f"{text} ... {self._clock() - started:.0f} s so far")
+
+
+def _step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
+    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    parts += [label.format(show(metrics[key])) for key, label, show in _COLUMNS if math.isfinite(metrics.get(key, math.nan))]
+    return "  ".join(parts)

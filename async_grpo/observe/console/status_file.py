@@ -1,0 +1,155 @@
+"""`status.json`: how a run is doing, for those who look at it from outside.
+
+Runs in: the driver, in a thread of its own (writing); the status command (reading). Hides how a reader finds out that the writer is gone.
+
+Invariants: a reader sees a whole file, the one before or the new one; no learner step waits for it; it is written every `EVERY_S` while there is
+something new, else every `BEAT_S`, so that its age says whether the driver lives where its process cannot be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from async_grpo.errors import EXIT_MEANING, SetupError
+from async_grpo.observe.console.progress import Progress
+from async_grpo.observe.console.timeline import Timeline
+from async_grpo.runtime import lifetime, stacks
+
+STATUS = "status.json"
+FORMAT = 1
+EVERY_S, BEAT_S = 2.0, 10.0
+SILENT_S = 60.0
+"""A file this old, of a process that nobody here can see, is of a run that is gone, or of a node that is."""
+SLOW_FACTOR, SLOW_S = 10.0, 120.0
+"""A learner step that takes this many times as long as the ones before it, and at least so long, is worth a word."""
+
+_log = logging.getLogger(__name__)
+
+
+class StatusFile:
+    """Writes what `progress` knows, and the timeline, until `close`."""
+
+    def __init__(self, run_dir: Path, progress: Progress, *, run: str) -> None:
+        self._path, self._progress = run_dir / STATUS, progress
+        self._timeline = Timeline(run_dir)
+        self._who = {
+            "format": FORMAT, "run": run, "run_dir": str(run_dir), "host": socket.gethostname(), "pid": os.getpid(), "owner": lifetime.owner(),
+            "begun": stacks.begun(os.getpid()),
+        }
+        self._written, self._full = 0.0, False
+        self._ending: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        with contextlib.suppress(SetupError):  # the first start here
+            progress.remember(read_status(run_dir))
+        self.event("start", host=self._who["host"], pid=self._who["pid"])
+        self._write(force=True)
+        self._thread = threading.Thread(target=self._run, name="async_grpo-status", daemon=True)
+        self._thread.start()
+
+    def event(self, kind: str, /, **facts: Any) -> None:
+        """Something is over, or happened now; `facts` are plain values."""
+        self._timeline.add({"time": time.time(), "kind": kind} | facts)
+
+    def close(self) -> None:
+        """Write the last state. A second call does nothing new."""
+        self._closing.set()
+        facts = self._progress.facts()
+        ending = {"exit_code": facts.get("exit_code"), "message": facts.get("message", "")}
+        if ending != self._ending:
+            self._ending = ending
+            self.event("end", **ending)
+        self._write(force=True)
+
+    def _run(self) -> None:
+        while not self._closing.wait(EVERY_S):
+            self._write(force=False)
+
+    def _write(self, *, force: bool) -> None:
+        with self._lock:
+            try:
+                self._timeline.flush()
+                facts, now = self._progress.facts(), time.time()
+                if not force and facts == self._last and now - self._written < BEAT_S:
+                    return
+                temporary = self._path.with_suffix(".tmp")
+                temporary.write_text(json.dumps(self._who | {"written": now} | facts) + "\n", encoding="utf-8")
+                os.replace(temporary, self._path)
+                self._written, self._last, self._full = now, facts, False
+            except OSError as error:
+                if not self._full:
+                    _log.warning("%s cannot be written (%s); training goes on", self._path, error.strerror)
+                self._full = True
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What is the matter with a run, in words; `kind` for programs."""
+
+    kind: Literal["running", "ended", "killed", "silent", "slow"]
+    text: str
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """The file's content. Raises SetupError if there is none, or it is another format's."""
+    path = run_dir / STATUS
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SetupError(f"{run_dir} has no {STATUS}: it is no run directory (run.dir), or the run has not begun") from error
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{path} cannot be read: {error}") from error
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise SetupError(f"{path} is not of this version of async_grpo")
+    return facts
+
+
+def condition(facts: dict[str, Any], *, now: float) -> Condition:
+    """Whether the run goes on, has ended, or was killed, as far as can be told from here."""
+    if "exit_code" in facts:
+        code = facts["exit_code"]
+        message = facts.get("message") or EXIT_MEANING.get(code, "")
+        return Condition("ended", f"ended {ago(now - facts['ended'])} ago with exit code {code}: {message}")
+    age, alive = now - facts["written"], _is_alive(facts)
+    where = f"process {facts['pid']} on {facts['host']}"
+    if alive is False:
+        return Condition(
+            "killed", f"{where} is gone without saying how it ended: it was killed about {ago(age)} ago; the same command continues the run"
+        )
+    if age > SILENT_S:
+        return Condition("silent", f"{where} has written nothing for {ago(age)}: it is stopped or gone, or its storage is")
+    usual, step_at = facts["metrics"].get("seconds_per_step"), facts["step_at"]
+    if usual is not None and facts["phase"] == "training" and now - step_at > max(SLOW_S, SLOW_FACTOR * usual):
+        return Condition("slow", f"the last learner step ended {ago(now - step_at)} ago; the ones before took {usual:.3g} s each")
+    return Condition("running", "")
+
+
+def ago(seconds: float) -> str:
+    """A duration for people."""
+    seconds = max(0, round(seconds))
+    if seconds < 100:
+        return f"{seconds} s"
+    minutes, hours = seconds // 60, seconds // 3600
+    if minutes < 100:
+        return f"{minutes} min"
+    return f"{hours} h" if hours < 72 else f"{hours // 24} days"
+
+
+def _is_alive(facts: dict[str, Any]) -> bool | None:
+    """Whether its process runs; None where process ids are other ones than here."""
+    own, theirs = lifetime.owner().partition(".")[0], facts["owner"].partition(".")[0]
+    if own != theirs:
+        return None
+    with contextlib.suppress(OSError):
+        state = stacks.status(facts["pid"]).get("State", "X")[0]
+        return state not in "ZX" and stacks.begun(facts["pid"]) == facts["begun"]
+    return False

@@ -1,0 +1,243 @@
+"""Sends to MLflow what an outbox says it does not have.
+
+Runs in: the tracker's sender thread, or `python -m async_grpo.report --sync`. Hides MLflow's client, which is imported when the
+first call is made.
+
+Invariants: what is sent twice changes nothing, because a point keeps the time of its row, a run carries a key, and files replace each
+other; nothing is acknowledged before the server has it, except for what it refuses for good, which is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.observe.tracking.outbox import METRICS, Entry, Outbox, one_line
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_PARAMETERS_PER_CALL, _PARAMETER_LENGTH, _TAG_LENGTH = 100, 500, 5000
+_METRICS_PER_CALL = 900
+_RUN_KEY = "async_grpo.key"
+_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "60",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true", "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""Unless the user has set them: short time-outs, no retries (the tracker repeats), nothing printed, no host but the tracking server."""
+
+
+class Delivery:
+    """Sends an outbox. Used by one thread."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._clients: dict[str, MlflowClient] = {}
+        self.refused = 0
+        """Points and parameters that were refused for good, and lines that are no rows; they are not sent again."""
+        self.refusal = ""
+        """Why the last one was."""
+
+    def connect(self) -> None:
+        """Create or continue the current MLflow run."""
+        self._connect(self._outbox.entries[-1])
+
+    def send(self, stop: Callable[[], bool] = lambda: False, *, earlier: bool = True) -> None:
+        """Send what MLflow does not have, the newest run first and `earlier` ones if asked to; between calls, `stop()` ends it early.
+
+        Raises what MLflow raises, except for what it refuses for good.
+        """
+        from mlflow.exceptions import MlflowException
+
+        for entry in reversed(self._outbox.entries[0 if earlier else -1 :]):
+            client = self._connect(entry)
+            try:
+                for part in (self._send_parameters, self._send_tags, self._send_rows, self._send_samples, self._send_artifacts, self._register):
+                    if stop():
+                        return
+                    part(client, entry, stop)
+            except MlflowException as error:
+                if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                    entry.status_sent = None  # `_connect` is to find out whether the run is gone
+                raise
+        self._outbox.save_sometimes()
+
+    def uri(self, entry: Entry) -> str:
+        """The entry's tracking URI."""
+        return entry.uri or f"sqlite:///{self._outbox.run_dir / 'mlflow.db'}"
+
+    def _connect(self, entry: Entry) -> MlflowClient:
+        from mlflow.exceptions import MlflowException
+
+        client = self._client(self.uri(entry))
+        try:
+            if entry.run_id is not None:
+                self._tell_status(client, entry)
+                return client
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            self._outbox.forget(entry)  # another server than before, or a run that somebody deleted
+        experiment = self._experiment(client, entry)
+        found = client.search_runs([experiment], f"tags.`{_RUN_KEY}` = '{entry.key}'", max_results=1)  # created, but the answer was lost
+        run = found[0] if found else client.create_run(experiment, entry.created, {_RUN_KEY: entry.key}, entry.name)
+        entry.run_id, entry.status_sent = run.info.run_id, run.info.status
+        self._tell_status(client, entry)
+        self._outbox.save()
+        return client
+
+    def _tell_status(self, client: MlflowClient, entry: Entry) -> None:
+        """Before anything else is sent: it is to be right even if time runs out."""
+        status = entry.status
+        if status == entry.status_sent:
+            return
+        if status == "RUNNING":
+            client.update_run(entry.run_id, status=status)
+        else:
+            client.set_terminated(entry.run_id, status, entry.ended)
+        entry.status_sent = status
+        self._outbox.save()
+
+    def _client(self, uri: str) -> MlflowClient:
+        if uri not in self._clients:
+            for name, value in _ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+            # The schema migration of a new database logs a hundred lines through these, and every failed connection a page.
+            for name in ("alembic", "mlflow.tracking.fluent", "mlflow.store.db"):
+                logging.getLogger(name).setLevel(logging.WARNING)
+            logging.getLogger("mlflow.store.db.utils").setLevel(logging.ERROR)
+            warnings.filterwarnings("ignore", module=r"mlflow\.")  # deprecations inside MLflow, none of which a user can act on
+            from mlflow import MlflowClient
+
+            if not uri.startswith("http"):
+                from mlflow.store.db import utils
+
+                utils.MAX_RETRY_COUNT = 1  # else a database that is gone holds the thread for minutes
+            self._clients[uri] = MlflowClient(tracking_uri=uri)
+        return self._clients[uri]
+
+    def _experiment(self, client: MlflowClient, entry: Entry) -> str:
+        from mlflow.exceptions import MlflowException
+
+        if (found := client.get_experiment_by_name(entry.experiment)) is not None:
+            return found.experiment_id
+        # A server decides where its artifacts go; a local database would put them into the working directory.
+        location = (self._outbox.run_dir / "mlartifacts").as_uri() if entry.uri is None else None
+        try:
+            return client.create_experiment(entry.experiment, artifact_location=location)
+        except MlflowException:
+            # Another run created it in between.
+            if (found := client.get_experiment_by_name(entry.experiment)) is None:
+                raise
+            return found.experiment_id
+
+    def _send_parameters(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+        from mlflow.entities import Param
+
+        parameters = [] if entry.parameters_sent else [Param(key, value[:_PARAMETER_LENGTH]) for key, value in entry.parameters.items()]
+        for start in range(0, len(parameters), _PARAMETERS_PER_CALL):
+            self._send_halves(lambda part: client.log_batch(entry.run_id, params=part), parameters[start : start + _PARAMETERS_PER_CALL])
+        entry.parameters_sent = True
+
+    def _send_tags(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+        from mlflow.entities import RunTag
+
+        if not entry.tags_sent and entry.tags:
+            tags, entry.tags_sent = dict(entry.tags), True  # what is set meanwhile is sent the next time
+            try:
+                self._send_halves(lambda part: client.log_batch(entry.run_id, tags=part), [RunTag(k, v[:_TAG_LENGTH]) for k, v in tags.items()])
+            except BaseException:
+                entry.tags_sent = False
+                raise
+
+    def _send_rows(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+        while not stop() and (lines := self._outbox.lines(entry)):
+            batch: list[bytes] = []
+            points: list[Any] = []
+            for line in lines:
+                more = self._points(line)
+                if batch and len(points) + len(more) > _METRICS_PER_CALL:
+                    self._send_batch(client, entry, batch, points)
+                    batch, points = [], []
+                    if stop():
+                        return
+                batch.append(line)
+                points += more
+            self._send_batch(client, entry, batch, points)
+
+    def _send_batch(self, client: MlflowClient, entry: Entry, lines: list[bytes], points: list[Any]) -> None:
+        for start in range(0, len(points), _METRICS_PER_CALL):
+            self._send_halves(lambda part: client.log_batch(entry.run_id, metrics=part), points[start : start + _METRICS_PER_CALL])
+        self._outbox.acknowledge(entry, lines)
+
+    def _send_halves(self, call: Callable[[list[Any]], object], items: list[Any]) -> None:
+        """Send the items together; where one is to blame for a refusal, all others."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            call(items)
+        except MlflowException as error:
+            if error.get_http_status_code() != 400:
+                raise
+            if len(items) == 1:
+                self._refuse(one_line(error))
+            else:
+                self._send_halves(call, items[: len(items) // 2])
+                self._send_halves(call, items[len(items) // 2 :])
+
+    def _points(self, line: bytes) -> list[Any]:
+        from mlflow.entities import Metric
+
+        try:
+            row = json.loads(line)
+            step, when = row.pop("step"), round(row.pop("time") * 1000)
+            return [Metric(key, float(value), when, step) for key, value in row.items() if value is not None]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self._refuse(f"a line of {METRICS} is not a row of metrics: {one_line(error)}")
+            return []
+
+    def _refuse(self, reason: str) -> None:
+        self.refused, self.refusal = self.refused + 1, reason
+
+    def _send_samples(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+        rows, position = self._outbox.samples(entry)
+        if rows:
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
+            client.log_dict(entry.run_id, table, "samples.json")
+            client.set_tag(entry.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": "samples.json", "type": "table"}]))
+        entry.samples_sent = position
+
+    def _send_artifacts(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+        while entry.artifacts and not stop():
+            name = entry.artifacts[0]
+            path = self._outbox.run_dir / name
+            if path.is_dir():
+                client.log_artifacts(entry.run_id, str(path), artifact_path=entry.places.get(name, path.name))
+            elif path.exists():
+                client.log_artifact(entry.run_id, str(path))
+            self._outbox.remove_artifact(entry, name)
+
+    def _register(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+        """Make versions of registered models, once each; one that this run has made already is left as it is."""
+        from mlflow.exceptions import MlflowException
+
+        for name, artifact in list(entry.models.items()) if not entry.artifacts else []:
+            try:
+                try:
+                    client.create_registered_model(name)
+                except MlflowException as error:
+                    if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                        raise
+                if not any(version.run_id == entry.run_id for version in client.search_model_versions(f"run_id = '{entry.run_id}'") if version.name == name):
+                    uri = f"{client.get_run(entry.run_id).info.artifact_uri}/{artifact}"
+                    client.create_model_version(name, uri, run_id=entry.run_id, tags={_RUN_KEY: entry.key})
+            except MlflowException as error:
+                if error.get_http_status_code() != 400:
+                    raise
+                self._refuse(f"the model could not be registered as {name}: {one_line(error)}")
+            del entry.models[name]

@@ -1,0 +1,184 @@
+"""EngineCore's process, started before vLLM asks for it.
+
+Runs in: rollout actors, and in the process that is started. vLLM's front end imports some 6,000 modules and then spawns EngineCore, which
+imports them all again: ten seconds of CPU time after ten seconds. Here the second process starts at once and imports beside the first; when
+vLLM spawns EngineCore, it gets this one. Hides how multiprocessing spawns.
+
+Invariants: from the hand-over on the process has the environment of a spawned one. Where it cannot have it (libraries that are loaded before
+its first line), or it died, vLLM spawns its own. It cannot be given open files, and vLLM that wants that is an error. Either way EngineCore runs on its cores. A process that nobody took ends, and so does one
+whose parent dies.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import importlib.util
+import io
+import json
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import reduction, resource_tracker, spawn, util
+from multiprocessing.context import SpawnProcess, set_spawning_popen
+from multiprocessing.popen_spawn_posix import Popen
+from pathlib import Path
+
+from async_grpo.runtime.lifetime import die_with_parent
+
+MODULES = (
+    "async_grpo.runtime.light_imports",
+    "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker", "vllm.model_executor.model_loader",
+    "vllm.distributed.weight_transfer.nccl_engine", "vllm.model_executor.model_loader.reload",
+)
+"""What EngineCore will need. Not the worker extension: it looks at the environment when it is imported."""
+ENGINE_CORE = "EngineCore"
+_LENGTH_BYTES = 8
+
+
+class EarlyProcess:
+    """A process that imports what EngineCore will need, and then waits."""
+
+    def __init__(self, *, cores: Collection[int], modules: Sequence[str] = MODULES) -> None:
+        """cores: on which EngineCore will run; empty for any. It imports `modules` wherever there is room."""
+        self._cores = sorted(cores)
+        self._preload = preload()
+        self._tracker = resource_tracker.getfd()
+        self.sentinel, child_w = os.pipe()
+        child_r, self.writer = os.pipe()
+        code = f"from async_grpo.rollout.early_process import main; main({os.getpid()}, {self._tracker}, {child_r}, {[*modules]})"
+        command = [os.fsdecode(spawn.get_executable()), *util._args_from_interpreter_flags(), "-c", code, "--multiprocessing-fork"]
+        with _environment(PYTHONPATH=os.pathsep.join(os.path.abspath(entry) for entry in sys.path), LD_PRELOAD=self._preload):
+            self.pid = util.spawnv_passfds(spawn.get_executable(), command, [self._tracker, child_r, child_w])
+        os.close(child_r)
+        os.close(child_w)
+        self._waits = True
+        self.finalizer = weakref.finalize(self, util.close_fds, self.sentinel, self.writer)  # at its end of file the process goes
+
+    @contextmanager
+    def offered(self) -> Iterator[None]:
+        """Inside the block vLLM's EngineCore becomes this process; after it the process is EngineCore or gone."""
+        usual = SpawnProcess._Popen
+
+        def choose(process: SpawnProcess) -> Popen:
+            fits = process.name == ENGINE_CORE and self._waits and os.environ.get("LD_PRELOAD", "") == self._preload and self._lives()
+            if fits:
+                return _Taken(process, self)
+            spawned = usual(process)
+            if process.name == ENGINE_CORE and self._cores:
+                os.sched_setaffinity(spawned.pid, self._cores)
+            return spawned
+
+        SpawnProcess._Popen = staticmethod(choose)
+        try:
+            yield
+        finally:
+            SpawnProcess._Popen = staticmethod(usual)
+            self.end()
+
+    def take(self) -> bytes:
+        """What to send ahead; from now on the process is the caller's."""
+        self._waits = False
+        self.finalizer.detach()
+        facts = json.dumps({"environment": dict(os.environ), "cores": self._cores}).encode()
+        return len(facts).to_bytes(_LENGTH_BYTES, "little") + facts
+
+    def end(self) -> None:
+        """End the process, unless it was taken."""
+        if self._waits:
+            self._waits = False
+            self.finalizer()
+            os.kill(self.pid, 9)
+            os.waitpid(self.pid, 0)
+
+    def _lives(self) -> bool:
+        if os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+            return True
+        self._waits = False
+        self.finalizer()
+        return False
+
+
+class _Taken(Popen):
+    """What multiprocessing knows of EngineCore's process."""
+
+    def __init__(self, process: SpawnProcess, early: EarlyProcess) -> None:
+        self._early = early
+        super().__init__(process)
+
+    def _launch(self, process: SpawnProcess) -> None:
+        data = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process.name), data)
+            reduction.dump(process, data)
+        finally:
+            set_spawning_popen(None)
+        if self._fds:
+            raise RuntimeError("EngineCore wants open files of its parent, which a process that runs already cannot be given")
+        ahead = self._early.take()
+        self.pid, self.sentinel = self._early.pid, self._early.sentinel
+        self.finalizer = util.Finalize(self, util.close_fds, (self._early.sentinel, self._early.writer))
+        with open(self._early.writer, "wb", closefd=False) as pipe:
+            pipe.write(ahead)
+            pipe.write(data.getbuffer())
+
+
+def main(parent: int, tracker: int, pipe: int, modules: Sequence[str]) -> None:
+    """The process: import, wait, and become what the parent says."""
+    import setproctitle
+
+    die_with_parent(parent)
+    setproctitle.getproctitle()  # finds where the title goes, between arguments and environment as they were at the start
+    for name in modules:
+        importlib.import_module(name)
+    facts = json.loads(_read(pipe, int.from_bytes(_read(pipe, _LENGTH_BYTES), "little")))
+    os.environ.clear()
+    os.environ.update(facts["environment"])
+    tempfile.tempdir = None  # a module may have asked for it; it is another one now
+    if facts["cores"]:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), facts["cores"])
+    spawn.spawn_main(tracker_fd=tracker, pipe_handle=pipe)
+
+
+def _read(pipe: int, size: int) -> bytes:
+    """Exactly so many bytes. Ends the process when the parent wants nothing of it."""
+    found = b""
+    while len(found) < size:
+        part = os.read(pipe, size - len(found))
+        if not part:
+            sys.exit(0)
+        found += part
+    return found
+
+
+def preload() -> str:
+    """What vLLM's CPU platform makes of LD_PRELOAD: PyTorch's own OpenMP library, and its allocator where it brings one."""
+    libraries = os.environ.get("LD_PRELOAD", "")
+    torch, vllm = (Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "vllm"))
+    if not any(name in libraries for name in ("libomp", "libgomp", "libiomp")):
+        found = [path for folder in (torch.parent / "torch.libs", torch / "lib") for path in glob.glob(str(folder / "libgomp*.so*"))]
+        libraries = ":".join(filter(None, [libraries, *found[:1]]))
+    if "libtcmalloc" not in libraries:
+        found = [path for name in ("libtcmalloc_minimal*.so*", "libtcmalloc.so*") for path in glob.glob(str(vllm / "libs" / name))]
+        libraries = ":".join(filter(None, [*found[:1], libraries]))
+    return libraries
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """These variables for processes that start inside the block; an empty value is none."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        os.environ.update({name: value for name, value in values.items() if value})
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

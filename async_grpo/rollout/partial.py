@@ -1,0 +1,290 @@
+"""Responses that are being generated, as a checkpoint keeps them and as a resumed run continues them.
+
+Runs in: rollout actors (what is under way; continuing) and the driver (the file). Hides the file `partial.msgpack` in a checkpoint: a msgpack
+list with one row per group (`Beginning`, and how many bytes it has), and behind it the groups, msgpack maps of plain values and arrays as bytes.
+
+    generate --so far--> encode -> driver -> partial.msgpack -> PartialFile.take -> known -> prompt + tokens so far -> generate -> joined
+
+Invariants: tokens, log-probs and version labels of a beginning are never changed; what is generated behind it carries its own; a response
+that had ended stays as it is. Nothing is unpickled, every length is checked, and what does not fit the group (another prompt, other
+sizes, another ticket) is not used: the group is then generated from its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgpack
+import numpy as np
+
+from async_grpo.replay.partial import Beginning
+from async_grpo.rollout.engine import Completion, Sampling
+from async_grpo.weights.transport import parse_label
+from async_grpo.wire import GroupTicket
+
+FILE = "partial.msgpack"
+_NUMBERS = itertools.count()
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_ROW = len(Beginning._fields) + 1
+_MAX_NAME = 64
+
+
+class PartialError(ValueError):
+    """A file of beginnings that is not one."""
+
+
+class Engine(Protocol):
+    """The engine as responses see it."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = "") -> list[Completion]: ...
+    def so_far(self, name: str) -> dict[int, Completion]: ...
+    def cut_off(self, name: str) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One call of the engine, for the responses from `first` on."""
+
+    name: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    first: int
+
+
+class Growing:
+    """The responses to one prompt while they are generated."""
+
+    def __init__(
+        self, engine: Engine, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling], *, known: Sequence[Completion] = ()
+    ) -> None:
+        """wanted: how to sample, in the order of the responses. known: their beginnings, one each, or nothing."""
+        self.ticket, self.prompt_ids = ticket, prompt_ids
+        self._engine, self._known = engine, list(known)
+        self._answers: dict[int, Completion] = {}
+        self.tokens = sum(len(one.token_ids) for one in self._known)
+        """Tokens there are in the end, also of responses that were cut off."""
+        firsts = itertools.accumulate((sampling.n for sampling in wanted), initial=0)
+        if known:
+            each = [replace(sampling, n=1) for sampling in wanted for _ in range(sampling.n)]
+            self._requests = [
+                _Request(_name(), prompt_ids + start.token_ids.tolist(), replace(one, max_tokens=one.max_tokens - len(start.token_ids)), index)
+                for index, (one, start) in enumerate(zip(each, known, strict=True)) if not start.finish_reason
+            ]
+        else:
+            self._requests = [_Request(_name(), prompt_ids, sampling, first) for sampling, first in zip(wanted, firsts, strict=False)]
+
+    async def finish(self) -> list[Completion]:
+        """All responses, generated at the same time."""
+        tasks = [asyncio.ensure_future(self._generate(request)) for request in self._requests]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # when one failed, the others must not go on for nobody
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [self._response(index, None) for index in range(len(self._known) or len(self._answers))]
+
+    def so_far(self) -> list[Completion]:
+        """What there is of the responses; empty as long as there is nothing."""
+        told: dict[int, Completion] = {}
+        for request in self._requests:
+            told |= {request.first + index: one for index, one in self._engine.so_far(request.name).items()}
+        count = len(self._known) or sum(request.sampling.n for request in self._requests)
+        return [self._response(index, told.get(index)) for index in range(count)] if told or self._answers or self._known else []
+
+    async def _generate(self, request: _Request) -> None:
+        try:
+            answers = await self._engine.generate(request.prompt_ids, request.sampling, name=request.name)
+        except BaseException:
+            self.tokens += self._engine.cut_off(request.name)
+            raise
+        self.tokens += sum(len(answer.token_ids) for answer in answers)
+        self._answers |= {request.first + index: answer for index, answer in enumerate(answers)}
+
+    def _response(self, index: int, grown: Completion | None) -> Completion:
+        grown = self._answers.get(index, grown)
+        if not self._known:
+            return grown or EMPTY
+        return self._known[index] if grown is None else join(self._known[index], grown)
+
+
+EMPTY = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], "", 0.0)
+"""A response without a token yet."""
+
+
+def join(start: Completion, rest: Completion) -> Completion:
+    """A response of two parts: each token keeps its log-prob and its label."""
+    at, labels = len(start.token_ids), list(start.labels)
+    for label, first, end in rest.labels:
+        goes_on = labels and labels[-1][0] == label
+        labels.append((label, labels.pop()[1] if goes_on else first + at, end + at))
+    return Completion(
+        token_ids=np.concatenate([start.token_ids, rest.token_ids]), logprobs=np.concatenate([start.logprobs, rest.logprobs]), labels=labels,
+        finish_reason=rest.finish_reason, first_token=rest.first_token,
+    )
+
+
+def encode(growing: Growing, *, max_bytes: int) -> tuple[Beginning, bytes] | None:
+    """The beginnings of one group; None where there is no token yet, or more than `max_bytes`."""
+    ticket, responses = growing.ticket, growing.so_far()
+    tokens = sum(len(one.token_ids) for one in responses)
+    if not tokens:
+        return None
+    newest = max(parse_label(label).step for one in responses for label, _, _ in one.labels)
+    open_ones = sum(not one.finish_reason for one in responses)
+    packed = msgpack.packb({
+        "prompt": np.asarray(growing.prompt_ids, _INT32).tobytes(),
+        "responses": [
+            {
+                "tokens": one.token_ids.astype(_INT32).tobytes(), "logprobs": one.logprobs.astype(_FLOAT32).tobytes(),
+                "labels": [list(span) for span in one.labels], "finish": one.finish_reason,
+            }
+            for one in responses
+        ],
+    })
+    if len(packed) > max_bytes:
+        return None
+    return Beginning(ticket.group_id, ticket.attempt, ticket.policy_version, newest, open_ones, tokens), packed
+
+
+async def encode_all(groups: Sequence[Growing], *, max_bytes: int) -> list[tuple[Beginning, bytes]]:
+    """`encode` of those that have something to tell."""
+    found = []
+    for growing in groups:
+        if (one := encode(growing, max_bytes=max_bytes)) is not None:
+            found.append(one)
+        await asyncio.sleep(0)  # other calls must not wait for all of them
+    return found
+
+
+def write_file(directory: Path, groups: Sequence[tuple[Beginning, bytes]]) -> None:
+    """Write the file of a checkpoint; no file where there is nothing."""
+    if groups:
+        rows = msgpack.packb([[*beginning, len(packed)] for beginning, packed in groups])
+        with open(directory / FILE, "wb") as file:
+            file.writelines([rows, *(packed for _, packed in groups)])
+
+
+class PartialFile:
+    """The beginnings in a checkpoint. Its file stays open, so that it can be read after the checkpoint was pruned."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises PartialError for what is not such a file, OSError if it cannot be read."""
+        self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - closed by `close`
+        try:
+            self._places = self._index(os.fstat(self._file.fileno()).st_size)
+        except PartialError:
+            self._file.close()
+            raise
+
+    @classmethod
+    def at(cls, path: Path) -> PartialFile | None:
+        """The file of a checkpoint; None if there is none, or the checkpoint was pruned."""
+        try:
+            return cls(path)
+        except FileNotFoundError:
+            return None
+
+    @property
+    def beginnings(self) -> list[Beginning]:
+        """What the queue has to know."""
+        return [beginning for beginning, _, _ in self._places.values()]
+
+    def packed(self, group_id: int) -> bytes:
+        """One group as it was encoded."""
+        _, offset, length = self._places[group_id]
+        self._file.seek(offset)
+        return self._file.read(length)
+
+    def take(self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling], counts: Counter[str]) -> list[Completion]:
+        """The beginnings of the responses that this ticket stands for, at most once; empty where they do not fit it, or cannot be read."""
+        try:
+            known = self._take(ticket, prompt_ids, wanted)
+        except (PartialError, OSError):  # as good as none; the file was whole when the run began
+            counts["continued_unreadable"] += 1
+            return []
+        counts["continued_tokens"] += sum(len(one.token_ids) for one in known)
+        return known
+
+    def _take(self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling]) -> list[Completion]:
+        known = self._places.get(ticket.group_id)
+        if known is None or (known[0].attempt, known[0].version) != (ticket.attempt, ticket.policy_version):
+            return []
+        packed = self.packed(ticket.group_id)
+        del self._places[ticket.group_id]
+        prompt, responses = _decode(packed)
+        limits = [sampling.max_tokens for sampling in wanted for _ in range(sampling.n)]
+        if prompt != prompt_ids or len(responses) != len(limits):
+            return []
+        if any(len(one.token_ids) + (not one.finish_reason) > limit for one, limit in zip(responses, limits, strict=True)):
+            return []
+        return responses
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+    def _index(self, size: int) -> dict[int, tuple[Beginning, int, int]]:
+        unpacker = _unpacker(self._file, size)
+        try:
+            rows, offset = unpacker.unpack(), unpacker.tell()
+        except (msgpack.UnpackException, ValueError, RecursionError) as error:
+            raise PartialError(f"{self._file.name} is not a file of responses: {error}") from error
+        places = {}
+        for row in rows if type(rows) is list else [rows]:
+            if type(row) is not list or len(row) != _ROW or any(type(value) is not int or value < 0 for value in row):
+                raise PartialError(f"{self._file.name} is not a file of responses: it does not begin with a list of groups")
+            *facts, length = row
+            places[row[0]] = Beginning(*facts), offset, length
+            offset += length
+        if offset != size:
+            raise PartialError(f"{self._file.name} announces {offset} bytes and has {size}")
+        return places
+
+
+def _unpacker(file: BinaryIO | None, size: int) -> msgpack.Unpacker:
+    limit = max(size, 1)
+    return msgpack.Unpacker(
+        file, raw=False, strict_map_key=True, max_buffer_size=limit, max_str_len=_MAX_NAME, max_bin_len=limit, max_ext_len=0, max_array_len=limit,
+        max_map_len=8,
+    )
+
+
+def _decode(packed: bytes) -> tuple[list[int], list[Completion]]:
+    """Prompt and beginnings of one group."""
+    unpacker = _unpacker(None, len(packed))
+    unpacker.feed(packed)
+    try:
+        group = unpacker.unpack()
+        return np.frombuffer(group["prompt"], _INT32).tolist(), [_response_of(one) for one in group["responses"]]
+    except (msgpack.UnpackException, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise PartialError(f"these are not the responses of a group: {error}") from error
+
+
+def _response_of(plain: dict[str, Any]) -> Completion:
+    tokens, logprobs = np.frombuffer(plain["tokens"], _INT32), np.frombuffer(plain["logprobs"], _FLOAT32)
+    labels, at = [], 0
+    for label, first, end in plain["labels"]:
+        parse_label(label)
+        if first != at or not first < end:
+            raise ValueError(f"a span of tokens [{first}, {end}) follows {at}")
+        labels.append((label, first, end))
+        at = end
+    if not len(tokens) == len(logprobs) == at or plain["finish"] not in ("", "stop", "length") or plain["finish"] and not len(tokens):
+        raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} log-probs, versions of {at} and the end {str(plain['finish'])[:20]!r} do not fit")
+    if len(tokens) and not (tokens.min() >= 0 and -math.inf < logprobs.min() and logprobs.max() <= 1e-3):
+        raise ValueError("a token is negative, or a log-prob not finite or positive")
+    return Completion(tokens, logprobs, labels, plain["finish"], time.time())
+
+
+def _name() -> str:
+    return f"p{next(_NUMBERS)}"

@@ -1,0 +1,84 @@
+"""What a rollout actor tells of its engine: tokens, and what it spends its time on, from the stages of its groups.
+
+Runs in: rollout actors. Hides which cause wins where several hold: weights, generation, evaluation, the verifier, no ticket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+from async_grpo.replay.token_ledger import Report, Told
+from async_grpo.runtime.time_ledger import ENGINE_CAUSES, TimeByCause
+
+
+class EngineTime:
+    """Seconds by cause of one engine, from when it first produces or evaluates."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+        self._clock, self._time = clock, TimeByCause(ENGINE_CAUSES, clock=clock, wall=wall)
+        self._stages: dict[tuple[int, int], str] = {}
+        self._count: Counter[str] = Counter()
+        self._inside: Counter[str] = Counter()
+        self._told_at = 0.0
+        self.is_producing = False
+
+    def producing(self, on: bool) -> None:
+        """It takes tickets from now on, or no more."""
+        self.is_producing = on
+        if not on:
+            self._stages.clear()
+            self._count.clear()
+        self._look()
+
+    def stage(self, key: tuple[int, int], stage: str | None) -> None:
+        """A group (id, attempt) is at this stage now; None: it is gone."""
+        before = self._stages.pop(key, None)
+        if before is not None:
+            self._count[before] -= 1
+        if stage is not None:
+            self._stages[key] = stage
+            self._count[stage] += 1
+        self._look()
+
+    @contextmanager
+    def during(self, cause: Literal["paused", "evaluating"]) -> Iterator[None]:
+        """Inside the block the engine takes weights, or evaluates."""
+        self._inside[cause] += 1
+        self._look()
+        try:
+            yield
+        finally:
+            self._inside[cause] -= 1
+            self._look()
+
+    def report(self, sampled: Mapping[str, int], counts: Mapping[str, float], *, every_s: float = 0.0) -> Report | None:
+        """What the queue is told: tokens that the engine `sampled`, what the actor `counts`, and seconds. None if it was told less than `every_s` ago."""
+        now = self._clock()
+        if every_s and now - self._told_at < every_s:
+            return None
+        self._told_at = now
+        told = Told(
+            sampled=sampled["total"], probes=sampled["probes"], evaluated=sampled["evaluated"], continued=int(counts["continued_tokens"]),
+            reprefilled=int(counts["reprefilled"]),
+        )
+        return Report(told, self._time.began, tuple(self._time.seconds().items()))
+
+    def _look(self) -> None:
+        cause = self._cause()
+        if cause != self._time.cause and (self._time.began or self.is_producing or cause == "evaluating"):
+            self._time.switch(cause)
+
+    def _cause(self) -> str:
+        if self._inside["paused"]:
+            return "paused"
+        if self._count["generating"]:
+            return "working"
+        if self._inside["evaluating"]:
+            return "evaluating"
+        if not self.is_producing:
+            return "other"
+        return "verifying" if self._count["verifying"] else "blocked"

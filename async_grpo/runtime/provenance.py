@@ -1,0 +1,98 @@
+"""Which code, tokenizer and data a checkpoint comes from, and whether a run may go on from it.
+
+Runs in: the driver. Hides git and the files that a tokenizer has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import SetupError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_TOKENIZER = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")
+_VOCABULARY = ("tokenizer.json", "vocab", "merges", "added_tokens", "tokenizer.model", "spiece.model")
+_GIT_TIMEOUT_S = 10.0
+
+
+def code_version() -> dict[str, Any]:
+    """The installed package's `version`, and its git `commit` and whether it is `dirty`; outside a checkout the `digest` of its files."""
+    try:
+        version = {"version": importlib.metadata.version("async_grpo")}
+    except importlib.metadata.PackageNotFoundError:
+        version = {}  # sent along with a job, and not installed
+    if (_PACKAGE.parent / ".git").exists() and (commit := git("rev-parse", "HEAD")) and (status := git("status", "--porcelain", "--", ".")) is not None:
+        return version | {"commit": commit, "dirty": bool(status)}
+    return version | {"digest": _digest(sorted(_PACKAGE.rglob("*.py")), _PACKAGE)}
+
+
+def tokenizer_fingerprint(model_dir: str, *, trust_remote_code: bool) -> str:
+    """Digest of what decides which text a token id stands for. model_dir: a directory, or the name of a model on the hub."""
+    source = Path(model_dir)
+    if source.is_dir():
+        files = [source / "tokenizer.json"]
+        if not files[0].is_file():
+            files = sorted(path for path in source.iterdir() if path.name.startswith(_VOCABULARY))
+        return _digest(files, source)
+    vocabulary = load_tokenizer(model_dir, trust_remote_code=trust_remote_code).get_vocab()
+    return hashlib.sha256(repr(sorted(vocabulary.items(), key=lambda item: item[1])).encode()).hexdigest()
+
+
+def copy_tokenizer(model_dir: str, target: Path, *, trust_remote_code: bool) -> None:
+    """Write the tokenizer of a model beside the exported weights."""
+    source = Path(model_dir)
+    if source.is_dir():
+        for file in source.iterdir():
+            if file.name.startswith(_TOKENIZER):
+                shutil.copy2(file, target / file.name)
+    else:
+        load_tokenizer(model_dir, trust_remote_code=trust_remote_code).save_pretrained(target)
+
+
+def check_origin(manifest: dict[str, Any], *, data: str, tokenizer: str) -> str | None:
+    """What to tell the user about going on from a checkpoint with these fingerprints of data and tokenizer, or None.
+
+    Raises SetupError for another tokenizer: everything that the model has learnt would be about other text.
+    """
+    step = manifest["step"]
+    if manifest.get("tokenizer_fingerprint", tokenizer) != tokenizer:
+        raise SetupError(
+            f"the tokenizer of the model differs from the one that the checkpoint of step {step} was trained with, so its token ids mean other "
+            "text; give the model the tokenizer back, or start anew with another run.dir"
+        )
+    if manifest.get("data_fingerprint", data) != data:
+        return f"warning: the training data are not those of the checkpoint of step {step}: group ids pose other problems than before it"
+    return None
+
+
+def git(*arguments: str) -> str | None:
+    """What git says about the package's directory; None where it has nothing to say."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, encoding="utf-8", errors="surrogateescape",
+            timeout=_GIT_TIMEOUT_S, check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _digest(files: list[Path], root: Path) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root)} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def load_tokenizer(model_dir: str, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of a model, in a directory or on the hub."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)

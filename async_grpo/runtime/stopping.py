@@ -1,0 +1,119 @@
+"""Asking a run to end: by SIGTERM, SIGINT, or a call.
+
+Runs in: the driver. Hides how a wait is cut short. Invariants: a request never interrupts what must be whole (a learner step that
+trains, a publication, a checkpoint); whatever else the main thread waits for gives way within `POLL_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any, Self
+
+from async_grpo.errors import StopRequested
+from async_grpo.runtime.lifetime import kill_descendants
+
+POLL_S = 0.2
+SHORT_GRACE_S = 60.0
+RAYS_GRACE_S = 3.0
+
+
+class Stop:
+    """Whether somebody asked the run to end. Safe in signal handlers and in any thread."""
+
+    def __init__(self) -> None:
+        self._requested = threading.Event()
+
+    def set(self) -> None:
+        """Ask."""
+        self._requested.set()
+
+    def is_set(self) -> bool:
+        """Whether somebody asked."""
+        return self._requested.is_set()
+
+    def check(self) -> None:
+        """Raise StopRequested if somebody asked."""
+        if self._requested.is_set():
+            raise StopRequested("the run was asked to end")
+
+    def watching(self, work: Callable[[str], None]) -> Callable[[str], None]:
+        """`work`, which raises StopRequested instead once somebody asked."""
+
+        def checked(text: str) -> None:
+            self.check()
+            work(text)
+
+        return checked
+
+    def result(self, future: Future[Any], *, stoppable: bool) -> Any:
+        """The future's result; it is cancelled when the wait ends otherwise: `stoppable` with StopRequested, once somebody asked."""
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        try:
+            while not done.wait(POLL_S):
+                if stoppable:
+                    self.check()
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class Signals:
+    """SIGTERM and SIGINT inside the block: the first asks the run to end, the second ends it at once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say` prints a line."""
+        self._say = say
+        self._trainer: Any = None
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def attach(self, trainer: Any) -> None:
+        """From now on the request goes to this trainer; at once if it has been made already."""
+        self._trainer = trainer
+        if self.requested:
+            trainer.request_stop()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.requested:
+            if os.isatty(1):
+                os.write(1, b"\x1b[?25h")  # the cursor, which the panel hides
+            os.write(1, f"\nerror: exit code {128 + number}: a second signal ({name}) ended the run at once\n".encode())
+            kill_descendants()  # the kernel would end most of them; Ray's agents take minutes to notice
+            if self._trainer is not None:
+                self._trainer.abandon()
+            os._exit(128 + number)
+        self.requested = True
+        if self._trainer is not None:
+            self._trainer.request_stop()
+        text = f"{name}: the run ends after the learner step that is being trained, and saves; a second signal ends it at once"
+        threading.Thread(target=self._say, args=(text,), daemon=True).start()  # the main thread may be in the middle of printing
+
+
+def grace_period() -> str | None:
+    """What the user of a Ray job should know about `ray job stop`; None outside a job."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+        return None
+    seconds = float(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", RAYS_GRACE_S))
+    line = f"`ray job stop` gives this run {seconds:g} s to save before it is killed"
+    if seconds < SHORT_GRACE_S:
+        line += (
+            ", which is too short for a learner step and a checkpoint of a real model: set RAY_JOB_STOP_WAIT_TIME_S to 600 in the env_vars of "
+            "the job's runtime_env (docs/jobs.md); what is killed continues from its last checkpoint"
+        )
+    return line

@@ -1,0 +1,192 @@
+"""A small model that already knows the task a little, so that RL has something to sharpen: built once, then cached.
+
+Runs in: the driver (`ensure_warm_start`, which needs no torch when the cache has the model) and a child process of it (`warm_start`,
+with all cores as torch threads). The child keeps the driver small and its threads to itself. Hides where models are kept and under
+which key, and the child; `model` hides how the model is taught.
+
+Invariants: a directory under its final name is complete; two processes that build the same model at the same time end with one of
+the two, equal in all that matters; the key covers everything that the weights depend on.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from async_grpo.config.schema import Config, WarmStart
+from async_grpo.tasks.base import Task
+from async_grpo.tasks.registry import load_task, problem_index
+
+RECIPE_VERSION = 3
+"""Raised whenever the same settings would lead to other weights."""
+
+_REPORT = "warm_start.json"
+_PROGRESS = "progress: "
+_LAST_LINES = 15
+
+
+class WarmStartError(RuntimeError):
+    """The model could not be built; the message ends with what the child process printed last."""
+
+
+def ensure_warm_start(config: Config, *, progress: Callable[[str], None], timeout_s: float) -> str:
+    """Directory of the warm-started model: from the cache, or built by a child process that takes at most `timeout_s`.
+
+    `progress` gets a line now and then. Raises WarmStartError (the child failed or took too long) and TaskError.
+    """
+    directory = cache_path(config, load_task(config.task, config.seed))
+    if is_cached(directory):
+        progress(f"warm start: using {directory}")
+        return str(directory)
+    _run_child(config, progress, timeout_s)
+    if not is_cached(directory):
+        raise WarmStartError(f"the warm start ended without a model in {directory}; is something deleting files there?")
+    return str(directory)
+
+
+def warm_start(config: Config, *, progress: Callable[[str], None]) -> str:
+    """Directory with a Hugging Face Qwen2 model (safetensors, float32), its tokenizer and `warm_start.json` (what was done).
+
+    Built in this process unless it is cached. Raises ValueError if the task has no solutions or uses characters that the model does
+    not know.
+    """
+    settings = _settings(config)
+    task = load_task(config.task, config.seed)
+    directory = cache_path(config, task)
+    if is_cached(directory):
+        return str(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    from async_grpo.warm_start import model as warm_start_model
+
+    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        report = warm_start_model.train(
+            settings, seed=config.seed, batch=lambda start, count: _pairs(config.seed, task, start, count), progress=progress, out=draft
+        )
+        (draft / _REPORT).write_text(json.dumps(report.as_dict(), indent=1), encoding="utf-8")
+        draft.chmod(0o755)
+        _publish(draft, directory)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # still there only after an error or a lost race
+    progress(
+        f"warm start: {report.clean_steps} + {report.blur_steps} supervised steps in {report.seconds:.0f} s, "
+        f"greedy accuracy {report.blurred.greedy:.0%}, sampled {report.blurred.sampled:.0%}"
+    )
+    return str(directory)
+
+
+def cache_path(config: Config, task: Task) -> Path:
+    """Directory that the model of this configuration and task has in the cache, whether it exists or not."""
+    settings = _settings(config)
+    key = {
+        "recipe": RECIPE_VERSION,
+        "settings": settings.model_dump(mode="json", exclude={"cache_dir"}),
+        "seed": config.seed,
+        "task": config.task.name,
+        "train": config.task.train,
+        "options": config.task.options,
+        "fingerprint": task.fingerprint,
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
+    return Path(settings.cache_dir).expanduser().absolute() / "warm_start" / digest
+
+
+def is_cached(directory: Path) -> bool:
+    """Whether this directory of the cache holds a finished model."""
+    return (directory / _REPORT).is_file()
+
+
+def _settings(config: Config) -> WarmStart:
+    if config.model.warm_start is None:
+        raise ValueError("model.warm_start is not set; there is nothing to warm-start")
+    return config.model.warm_start
+
+
+def _pairs(seed: int, task: Task, start: int, count: int) -> list[tuple[str, str]]:
+    """Training pairs at these positions of an order of their own, which RL's order of problems does not follow."""
+    pairs = []
+    for position in range(start, start + count):
+        problem = task.train(problem_index(seed, f"{task.fingerprint} warm start", position, len(task)))
+        if not isinstance(problem.prompt, str) or problem.solution is None:
+            raise ValueError(
+                "this task has no plain-text prompts with solutions to warm-start on; set model.path instead of model.warm_start"
+            )
+        pairs.append((problem.prompt, problem.solution))
+    return pairs
+
+
+def _publish(draft: Path, directory: Path) -> None:
+    try:
+        os.replace(draft, directory)
+    except OSError:
+        # A directory that is not empty cannot be replaced: another process was faster with the same model.
+        if not is_cached(directory):
+            raise
+
+
+def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float) -> None:
+    """Run this module as a process; every wait ends at the deadline and the child never outlives the call.
+
+    The caller's OMP_NUM_THREADS is meant for processes that share the machine; while the child runs, nothing else does.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+    deadline = time.monotonic() + timeout_s
+    child = subprocess.Popen(
+        [sys.executable, "-m", "async_grpo.warm_start"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace",
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
+    )  # fmt: skip
+    assert child.stdin is not None and child.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+    reader = threading.Thread(target=_read_lines, args=(child.stdout, lines), name="warm-start-output", daemon=True)
+    last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+    try:
+        reader.start()
+        try:
+            child.stdin.write(config.model_dump_json())
+            child.stdin.close()
+        except BrokenPipeError:
+            last.append("(the process ended before it read its settings)")
+        while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+            if line.startswith(_PROGRESS):
+                progress(line.removeprefix(_PROGRESS))
+            else:
+                last.append(line)
+        code = child.wait(max(0.1, deadline - time.monotonic()))
+    except (queue.Empty, subprocess.TimeoutExpired) as error:
+        raise WarmStartError(f"the warm start took longer than {timeout_s:.0f} s; lower model.warm_start.max_steps{_tail(last)}") from error
+    finally:
+        child.kill()
+        child.wait()
+    if code != 0:
+        raise WarmStartError(f"the warm start failed with exit code {code}{_tail(last)}")
+
+
+def _read_lines(stream: TextIO, lines: queue.Queue[str | None]) -> None:
+    for line in stream:
+        lines.put(line.rstrip("\n"))
+    lines.put(None)
+
+
+def _tail(last: collections.deque[str]) -> str:
+    return f"; its last lines:\n{chr(10).join(last)}" if last else ""
+
+
+def main() -> None:
+    """The child process: the configuration as JSON on standard input, progress lines on standard output."""
+    config = Config.model_validate_json(sys.stdin.read())
+    warm_start(config, progress=lambda text: print(f"{_PROGRESS}{text}", flush=True))
+

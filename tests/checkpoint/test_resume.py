@@ -1,0 +1,70 @@
+"""Which recorded steps a learner alone can repeat, and from where."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.checkpoint.resume import differences, plan_rerun
+from async_grpo.config.load import dump
+from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
+from async_grpo.replay.journal import segment_path, segments
+from async_grpo.replay.resume import JournalSettings, open_queue
+from tests.replay.test_queue import queue_settings
+from tests.support.frames import frame_of
+
+
+def record(run_dir: Path, *, steps: int, saved: tuple[int, ...]) -> None:
+    """A run of this many steps with checkpoints after some of them, each of which begins a segment."""
+    async def live() -> None:
+        queue = open_queue(replace(queue_settings(), total_steps=99), JournalSettings(str(run_dir / "journal"), "start", fsync="never"))
+        for step in range(1, steps + 1):
+            tickets = await queue.acquire("a", step - 1, [], 2)
+            await queue.put("a", [frame_of(ticket) for ticket in tickets])
+            assert await queue.get_batch(step) is not None
+            await queue.live(step)
+            if step in saved:
+                await queue.snapshot()
+                (checkpoint.begin(run_dir, step) / "queue.json").write_text("{}")
+                checkpoint.commit(checkpoint.path_for(run_dir, step).with_suffix(".tmp"), {"step": step})
+
+    asyncio.run(live())
+
+
+def test_it_begins_as_early_as_it_can(tmp_path: Path) -> None:
+    record(tmp_path, steps=9, saved=(3, 6))
+    assert plan_rerun(tmp_path, after=None, until=99) == plan_rerun(tmp_path, after=0, until=9)
+    whole = plan_rerun(tmp_path, after=None, until=99)
+    assert (whole.first, whole.last, whole.checkpoint) == (1, 9, None)
+    later = plan_rerun(tmp_path, after=6, until=8)
+    assert (later.first, later.last, later.checkpoint) == (7, 8, checkpoint.path_for(tmp_path, 6))
+    segment_path(tmp_path / "journal", segments(tmp_path / "journal")[0]).unlink()  # as when the oldest checkpoint is of step 3
+    kept = plan_rerun(tmp_path, after=None, until=99)
+    assert (kept.first, kept.last, kept.checkpoint) == (4, 9, checkpoint.path_for(tmp_path, 3))
+
+
+@pytest.mark.parametrize("after", [0, 2, 9, 40])
+def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, after: int) -> None:
+    record(tmp_path, steps=9, saved=(3, 6, 9))
+    segment_path(tmp_path / "journal", segments(tmp_path / "journal")[0]).unlink()
+    with pytest.raises(SetupError, match=f"after step {after}: the journal has steps 4 to 9, .* --after 3, --after 6$"):
+        plan_rerun(tmp_path, after=after, until=99)
+
+
+def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="has no journal"):
+        plan_rerun(tmp_path, after=None, until=9)
+
+
+def test_settings_that_matter_to_the_learner_are_told_apart(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"total_steps": 9}, "model": {"path": "m"}})
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert list(differences(config, tmp_path / "config.yaml")) == []
+    other = Config.model_validate({"run": {"total_steps": 8}, "model": {"path": "m"}, "learner": {"lr": 3e-5}, "evaluation": {"max_samples": 3}})
+    assert list(differences(other, tmp_path / "config.yaml")) == ["learner.lr: 1e-06 -> 3e-05"]
+    assert list(differences(other, tmp_path / "nothing.yaml")) == []

@@ -1,0 +1,63 @@
+"""The queue as a Ray actor: the driver never maps a token array, and a crowd of calls does not lock out `put`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+
+from async_grpo.cluster import queue as queue_module
+from async_grpo.cluster.queue import QueueProcess
+from async_grpo.replay.queue import ReplayQueue
+from tests.replay.test_queue import ids, queue_settings
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict:
+    """Measured by a driver process of its own, whose peak memory is not that of the test process."""
+    done = subprocess.run([sys.executable, "-m", "tests.support.queue_driver"], check=False, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_the_drivers_peak_memory_is_flat_in_the_size_of_groups(measured):
+    small, large = measured["small"], measured["large"]
+    assert small["passed_mb"] < 0.3 and large["passed_mb"] > 90, "groups of about 1 KB, then of about 1 MB"
+    assert large["fetched_mb"] > 90
+    assert large["peak_mb"] - small["peak_mb"] < 10, measured
+
+
+def test_more_than_a_thousand_waiting_calls_do_not_lock_out_put(measured):
+    assert measured["crowd"]["answered"] == 1_200 and measured["crowd"]["put_bytes"] > 0
+
+
+@pytest.fixture
+def queue(monkeypatch) -> QueueProcess:
+    """The class of the process, here, with a patience that no test waits out."""
+    monkeypatch.setattr(queue_module, "TICKET_PATIENCE_S", 60.0)
+    queue = QueueProcess.__new__(QueueProcess)
+    vars(queue).update(vars(ReplayQueue(queue_settings(max_staleness=0))))
+    return queue
+
+
+async def test_an_actor_without_a_ticket_waits_at_the_queue_until_there_is_one(queue):
+    tickets = await queue.acquire("a", 0, [], 2)
+    waiting = asyncio.create_task(queue.acquire("a", 0, ids(tickets), 1))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await queue.fail("a", tickets[:1], "gone")
+    [again] = await asyncio.wait_for(waiting, 10)
+    assert (again.group_id, again.attempt) == (tickets[0].group_id, tickets[0].attempt + 1)
+
+
+async def test_nobody_waits_who_missed_a_publication_or_wants_nothing_or_when_the_run_is_over(queue):
+    tickets = await queue.acquire("a", 0, [], 2)
+    assert await asyncio.wait_for(queue.acquire("a", -1, ids(tickets), 1), 10) == []
+    assert await asyncio.wait_for(queue.acquire("a", 0, ids(tickets), 0), 10) == []
+    waiting = asyncio.create_task(queue.acquire("a", 0, ids(tickets), 1))
+    await asyncio.sleep(0.05)
+    await queue.close()
+    assert await asyncio.wait_for(waiting, 10) is None

@@ -1,0 +1,493 @@
+"""The configuration: what is accepted, what is refused and in which words, and where a run may write."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from async_grpo.config import docs, yaml12
+from async_grpo.config.docs import settings
+from async_grpo.config.load import ConfigError, dump, load_config, preflight_files, resolve
+from async_grpo.config.peers import PEERS
+from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
+from async_grpo.tasks.registry import create_task
+
+ROOT = Path(__file__).resolve().parents[2]
+NOW = datetime(2031, 2, 3, 4, 5, 6)
+BASE = """\
+run: {total_steps: 2}
+model:
+  warm_start: {}
+rollout:
+  group_size: 4
+"""
+PACKAGE = "/tmp/ray/session_2031-02-03_04-05-06_1_2/runtime_resources/working_dir_files/_ray_pkg_0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+@pytest.fixture
+def load_text(tmp_path: Path):
+    def load(text: str, *overrides: str) -> Config:
+        (tmp_path / "c.yaml").write_text(text)
+        return load_config(tmp_path / "c.yaml", overrides)
+
+    return load
+
+
+def refused(path: str | Path, *overrides: str) -> str:
+    """The message of the refusal, which always has the agreed form."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert 1 <= len(message.splitlines()) <= 2, message  # the exit code has the third line
+    assert message.isprintable() or "\n" in message
+    for jargon in ("Traceback", "pydantic", "validation error", "[type=", "input_value"):
+        assert jargon not in message
+    return message
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_configuration_loads_and_survives_a_dump(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    (tmp_path / "copy.yaml").write_text(dump(config))
+    assert load_config(tmp_path / "copy.yaml") == config
+    assert config.run.name == path.stem
+    create_task(config.task, config.seed)  # checks the task's options; reads no data
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-4", 1e-4), ("1E5", 1e5), ("-.5", -0.5), ("1.", 1.0), ("3", 3), ("010", 10), ("0x1F", 31), ("0o17", 15), ("+2", 2), ("on", "on"),
+     ("yes", "yes"), ("True", True), ("~", None), ("", None), ("1:30", "1:30"), ("2031-01-01", "2031-01-01"), ("1_000", "1_000"),
+     ("'1e-4'", "1e-4"), ("[1e3, off]", [1000.0, "off"]), ("{a: {b: 1e-6}}", {"a": {"b": 1e-6}}), (".inf", float("inf"))],
+)  # fmt: skip
+def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
+    read, _ = yaml12.read(text)
+    assert read == value and type(read) is type(value)
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.text()
+        | st.from_regex(r"[-+0-9.eExo:_]{1,8}", fullmatch=True),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=6,
+    )
+)
+def test_what_is_written_is_read_back(value: object) -> None:
+    assert yaml12.read(yaml12.write(value))[0] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("run: {total_steps: 2}\nrun: {total_steps: 3}\n", ["line 2", "`run` is given twice"]),
+        ("run:\n  total_steps: 2\n  total_steps: 3\n", ["line 3", "`total_steps` is given twice"]),
+        ("run: [\n", ["not valid YAML"]),
+        ("run:\n\ttotal_steps: 2\n", ["line 2", "a tab; YAML is indented with spaces"]),
+        ("run:\n  total_steps: 2\n   name: x\n", ["line 3", "indentation"]),
+        ("run\n  total_steps: 2\n", ["line 2", "a colon too many or too few"]),
+        ("run: {name: 'x}\n", ["a quotation mark or a bracket is not closed"]),
+        ("run:\n  name\n  total_steps: 1\n", ["line 3", "colon"]),
+        ("run: !!python/object/apply:os.getcwd []\n", ["not valid YAML", "tag"]),
+        ("1: 2\n", ["the key 1 is not text"]),
+        ("- run\n", ["mapping of sections", '["run"]']),
+        ("run: &a\n  x: *a\n", ["not valid YAML", "recursive"]),
+        ("a: \x01\n", ["characters"]),
+        ("[" * 1200, ["nested too deeply"]),
+        ("seed: " + "9" * 5000, ["a number in it cannot be read"]),
+        ("seed: 0x" + "f" * 5000, ["a number in it cannot be read"]),
+        ("---\nseed: 1\n---\nseed: 2\n", ["another document"]),
+        ("rollout:\n  group_size: eight\n", ["line 2", "`rollout.group_size`", '"eight"', "an integer >= 1"]),
+    ],
+)
+def test_unusable_files_are_refused(text: str, fragments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    message = refused(tmp_path / "bad.yaml")
+    assert "bad.yaml" in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    assert "does not exist" in refused(tmp_path / "none.yaml")
+    assert "cannot be read" in refused(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xff}")
+    assert "not UTF-8" in refused(tmp_path / "latin.yaml")
+
+
+def test_an_empty_file_and_an_empty_section_are_configurations_without_settings(load_text) -> None:
+    config = load_text("# nothing\n", "run.total_steps=1", "model.warm_start={}")
+    assert config.rollout.group_size == Config.model_fields["rollout"].default.group_size
+    assert load_text("rollout:\ncluster:\n  engine:\nrun: {total_steps: 1}\nmodel: {warm_start: {}}\n").cluster == config.cluster
+
+
+# ---- overrides ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_overrides(base: Path) -> None:
+    config = load_config(
+        base,
+        ["learner.lr=3e-5", "run.total_steps=null", "run.epochs=2", "task.rewards.format=0.5", "task.options={digits: 3}",
+         "rollout.seeded=on", "model.warm_start.layers=3", "learner.betas=[0.8, 0.9]", "seed=1", "seed=2",
+         "learner.deepspeed.zero_optimization.overlap_comm=true"],
+    )  # fmt: skip
+    assert (config.learner.lr, config.run.total_steps, config.run.epochs, config.seed) == (3e-5, None, 2, 2)
+    assert config.task.rewards == {"format": 0.5} and config.task.options == {"digits": 3}
+    assert config.rollout.seeded == "on" and config.rollout.group_size == 4 and config.learner.betas == [0.8, 0.9]
+    assert config.model.warm_start is not None and config.model.warm_start.layers == 3
+    assert config.learner.deepspeed == {"zero_optimization": {"overlap_comm": True}}
+
+
+def test_an_override_changes_one_place_of_an_aliased_mapping(load_text) -> None:
+    text = BASE + "weight_sync: {deadlines: &d {stage_s: 5}}\ntask: {options: *d}\n"
+    config = load_text(text, "task.options.stage_s=9")
+    assert config.weight_sync.deadlines.stage_s == 5 and config.task.options == {"stage_s": 9}
+
+
+@pytest.mark.parametrize("text", ["rollout", "=3", "rollout..group_size=3", ".seed=1", "--seed"])
+def test_malformed_overrides_are_refused(text: str, base: Path) -> None:
+    assert "section.key=value" in refused(base, text)
+
+
+def test_an_override_is_named_as_the_place_of_the_mistake(base: Path) -> None:
+    assert 'override "rollout.group_size=two"' in refused(base, "rollout.group_size=two")
+    assert "not valid YAML" in refused(base, "learner.betas=[0.9")
+    assert '{"x": 3}; allowed is an integer' in refused(base, "rollout.group_size.x=3")
+
+
+# ---- unknown keys -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("rollout.group_siz=4", "Did you mean `rollout.group_size`?"),
+        ("rolout.group_size=4", "Did you mean `rollout`?"),
+        ("group_size=4", "`group_size` is `rollout.group_size` here."),
+        ("learner.group_size=4", "`group_size` is `rollout.group_size` here."),
+        ("learner.LR=1e-5", "Did you mean `learner.lr`?"),
+        ("replay.Max-Staleness=1", "Did you mean `replay.max_staleness`?"),
+        ("lr=1e-5", "`lr` is `learner.lr` here."),
+        ("replay.metric=acc", "`metric` is `replay.filter_groups.metric` here."),
+        ("enable=true", "`replay.filter_groups.enable` or `replay.journal.enable` or `algorithm.overlong_buffer.enable`"),
+        ("model.warm_start.layer=3", "Did you mean `model.warm_start.layers`?"),
+        ("rollout.num_return_sequences_in_group=8", "`num_return_sequences_in_group` is `rollout.group_size` here."),
+        ("num_generations=8", "`num_generations` is `rollout.group_size` here."),
+        ("actor_rollout_ref.rollout.n=8", "`actor_rollout_ref.rollout.n` is `rollout.group_size` here."),
+        ("data={train_batch_size: 4}", "`data.train_batch_size` is `rollout.rollout_batch_size` here."),
+        ("algorithm.epsilon_high=0.3", "`epsilon_high` is `algorithm.clip_ratio_high` here."),
+        ("async_generation_ratio=1", "`async_generation_ratio` is `replay.max_staleness` here."),
+        ("learner.learning_rates=1", "Did you mean `learner.lr`?"),
+        ("replay.xyzzy=1", "The keys of `replay` are max_staleness, order,"),
+        ("xyzzy=1", "The sections are seed, run, model,"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_ours(override: str, answer: str, base: Path) -> None:
+    message = refused(base, override)
+    assert "is not a setting" in message
+    assert answer in message
+
+
+def test_peers_keys_lead_to_settings_and_are_not_settings() -> None:
+    assert set(PEERS.values()) <= set(settings())
+    assert not {name for name, setting in settings().items() if "." not in name or not setting.section} & set(PEERS)
+
+
+@pytest.mark.parametrize(
+    "peer", ["eps_clip", "max_completion_length", "n_samples_per_prompt", "beta", "total_epochs", "pg_clip", "metric_to_filter"]
+)
+def test_peers_keys_are_answered_at_top_level(peer: str, base: Path) -> None:
+    assert f"`{peer}` is `{PEERS[peer]}` here." in refused(base, f"{peer}=1")
+
+
+def test_the_first_of_several_problems_is_told_and_the_others_are_counted(base: Path) -> None:
+    message = refused(base, "rollout.group_size=x", "seed=-1", "run.nam=x")
+    assert "`run.nam` is not a setting" in message and "(2 more problems in this configuration.)" in message
+    message = refused(base, "rollout.top_k=3", "rollout.group_size=1")
+    assert "`rollout.top_k` is 3" in message and "(1 more problem in this configuration.)" in message
+
+
+# ---- every key, mutated -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(settings()))
+def test_every_key_refuses_a_wrong_type(name: str, base: Path) -> None:
+    for wrong in ("[1, x]", "7" if "text" in settings()[name].allowed else '"\\e[31m many words"'):
+        message = refused(base, f"{name}={wrong}")
+        assert f"`{name}" in message and "allowed is" in message
+
+
+@pytest.mark.parametrize("name", [name for name, setting in settings().items() if "mapping" not in setting.allowed])
+def test_every_key_has_neighbours_that_do_not_exist(name: str, base: Path) -> None:
+    message = refused(base, f"{name}_=1")
+    assert f"`{name}_` is not a setting" in message and f"Did you mean `{name}" in message
+
+
+@pytest.mark.parametrize("name", [name for name, setting in settings().items() if not setting.section and " >" in setting.allowed])
+def test_every_number_refuses_what_is_out_of_its_range(name: str, base: Path) -> None:
+    wrong = "[-1.0, -1.0]" if "list" in settings()[name].allowed else "-1"
+    message = refused(base, f"{name}={wrong}")
+    assert f"`{name}" in message and "allowed is" in message
+
+
+# ---- rules --------------------------------------------------------------------------------------------------------------------------
+
+RULES: list[tuple[list[str], list[str]]] = [
+    (["run.total_steps=null"], ["`run.total_steps`", "`run.epochs`", "neither"]),
+    ([f"learner.ppo_epochs={10**40}"], ["`learner.ppo_epochs` is an integer of 41 digits", "2^53"]),
+    ([f"cluster.engine.max_num_seqs={10**4000}"], ["`cluster.engine.max_num_seqs` is an integer of 4001 digits"]),
+    (["watchdog.step_timeout_s=1e300"], ["`watchdog.step_timeout_s` is 1e+300", "> 0 and <= 1e+08"]),
+    ([f"seed={2**32}"], ["`seed` is 4294967296", "< 4294967296"]),
+    (["run.epochs=1"], ["`run.total_steps`", "`run.epochs`", "both"]),
+    (["run.name=.."], ["`run.name` is .."]),
+    (["model.warm_start=null"], ["`model.path`", "`model.warm_start`", "neither"]),
+    (["model.path=a/b"], ["`model.path`", "`model.warm_start`", "both"]),
+    (["model.warm_start={hidden_size: 100, heads: 8}"], ["hidden_size` is 100", "32, 64"]),
+    (["learner.ppo_mini_batch_size=7"], ["rollout_batch_size` is 32", "ppo_mini_batch_size` 7"]),
+    (["learner.ppo_mini_batch_size=64"], ["not a multiple"]),
+    (["weight_sync.every_steps=3"], ["every_steps` is 3", "2 x 32 = 64", "3 x 32 = 96", "never return"]),
+    (["weight_sync.every_steps=2", "replay.max_staleness=0"], ["`weight_sync.every_steps` is 2", "+ 1 = 1"]),
+    (["rollout.top_p=0.9"], ["`rollout.top_p` is 0.9", "renormalise"]),
+    (["rollout.top_k=20"], ["`rollout.top_k` is 20", "renormalise"]),
+    (["rollout.group_size=1"], ["`rollout.group_size` is 1", "at least 2"]),
+    (["rollout.response_length=8", "algorithm.overlong_buffer.enable=true"], ["len` is 16", "`rollout.response_length`, 8"]),
+    (["algorithm.clip_schedule={kind: exponential, rate: 1.5}"], ["clip_schedule.rate` is 1.5", "at most 1"]),
+    (["algorithm.importance.level=token"], ["importance.level: token", "`algorithm.anchor: recomputed`"]),
+    (["algorithm.importance.lower=2"], ["importance.lower` is 2", "below"]),
+    (["model.reference=a/b"], ["`model.reference`", "use_kl_loss"]),
+    (["learner.tokens_per_micro_batch=1023"], ["is 1023", "512 + ", "= 1024"]),
+    (["cluster.rollout_actors={min: 3, max: 2}"], ["rollout_actors.min` is 3", "2"]),
+    (["cluster.layout=colocated", "cluster.device=cpu"], ["colocated", "cpu"]),
+    (["cluster.layout=colocated", "cluster.engine.tensor_parallel_size=2"], ["tensor_parallel_size` is 2"]),
+    (["cluster.layout=colocated", "cluster.rollout_actors.max=2"], ["rollout_actors.max` is 2", "equal `learner.ranks`, 1"]),
+    (["cluster.layout=colocated", "cluster.rollout_actors.min=2"], ["rollout_actors.min` is 2", "at most `learner.ranks`, 1"]),
+    (["cluster.device=cpu", "weight_sync.backend=nccl"], ["backend: nccl` needs GPUs"]),
+    (["cluster.device=cpu", "weight_sync.backend=ipc", "cluster.layout=colocated"], ["backend: ipc` needs GPUs"]),
+    (["weight_sync.backend=ipc"], ["backend: ipc`", "colocated"]),
+    (["weight_sync.backend=nccl", "cluster.layout=colocated"], ["backend: nccl`", "one GPU"]),
+    (["replay.filter_groups={enable: true, metric: ''}"], ["metric` is empty", "score, acc"]),
+    (["learner.deepspeed.zero_optimization=3"], ["zero_optimization` is 3", "a mapping"]),
+    (["tracking.register_model=adder", "tracking.mlflow=false"], ["register_model` is adder", "`tracking.mlflow` is false"]),
+    (["tracking.register_model=adder", "tracking.log_model_max_gb=0"], ["register_model` is adder", "log_model_max_gb` is 0"]),
+    (["algorithm.clip_ratio_low=1.5"], ["clip_ratio_low` is 1.5", "<= 1"]),
+    *(([f"learner.deepspeed.{key}=1"], [f"`learner.deepspeed.{key}`", "must not be given"]) for key in sorted(REFUSED_DEEPSPEED_KEYS)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), RULES, ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> None:
+    message = refused(base, *overrides)
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["learner.ppo_mini_batch_size=8"],
+        ["weight_sync.every_steps=2"],
+        ["replay.max_staleness=0"],
+        ["rollout.response_length=16", "algorithm.overlong_buffer.enable=true"],
+        ["rollout.response_length=8", "algorithm.overlong_buffer.enable=false"],
+        ["algorithm.clip_schedule={kind: exponential, rate: 1}"],
+        ["algorithm.clip_schedule={kind: harmonic, rate: 5}"],
+        ["algorithm.importance.level=token", "algorithm.anchor=recomputed"],
+        ["algorithm.kl_loss_coef=0.1"],
+        ["algorithm.use_kl_loss=true", "model.reference=a/b"],
+        ["model.warm_start=null", "model.path=a/b"],
+        ["learner.tokens_per_micro_batch=1024"],
+        ["cluster.device=cpu", "model.dtype=bfloat16", "weight_sync.backend=shared_memory"],
+        ["cluster.layout=colocated", "learner.ranks=2", "cluster.rollout_actors={min: 1, max: 2}", "weight_sync.backend=ipc"],
+        ["replay.filter_groups={enable: true, metric: format}"],
+        ["learner.deepspeed={zero_optimization: {overlap_comm: true}}"],
+    ],
+    ids=" ".join,
+)
+def test_what_the_rules_admit(overrides: list[str], base: Path) -> None:
+    load_config(base, overrides)
+
+
+def test_every_name_in_the_table_of_migration_is_answered_with_ours() -> None:
+    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    lines = page[page.index("| here | verl |"):].split("\n\n")[0].splitlines()[2:]
+    ours = {name.rpartition(".")[2] for name in settings()}
+    names = {name.partition(":")[0].rpartition(".")[2] for line in lines for cell in line.split("|")[2:] for name in re.findall("`([^`]+)`", cell)}
+    assert len(lines) > 20 and len(names) > 50
+    functions, suffixes = {"get_soft_overlong_punishment", "reinforce"}, {"_high"}
+    assert names - ours - set(PEERS) - functions - suffixes == set()
+
+
+def test_the_largest_lag_in_optimizer_updates(base: Path) -> None:
+    """Weights before step s; the token is trained by the last update of step s + K."""
+    for staleness, epochs, size, updates in ((0, 1, 32, 0), (1, 1, 32, 1), (1, 1, 8, 7), (2, 3, 16, 17)):
+        config = load_config(base, [f"replay.max_staleness={staleness}", f"learner.ppo_epochs={epochs}", f"learner.ppo_mini_batch_size={size}"])
+        assert config.max_lag_updates == updates
+
+
+def test_the_rules_hold_for_a_configuration_built_in_python() -> None:
+    with pytest.raises(ValidationError, match=r"exactly one of `run\.total_steps`"):
+        Config()
+
+
+# ---- run.dir ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("directory", "cwd", "environ", "expected"),
+    [
+        ("runs/{name}", "/data/here", {}, "/data/here/runs/n"),
+        ("runs/{name}-{time}", "/data/here", {}, "/data/here/runs/n-20310203-040506"),
+        ("../runs/./x", "/data/here", {}, "/data/runs/x"),
+        ("/abs/{time}", "/data/here", {}, "/abs/20310203-040506"),
+        ("~/runs", "/data/here", {"HOME": "/home/u"}, "/home/u/runs"),
+        ("runs/x", "/data/here", {"ASYNC_GRPO_HOME": "/keep"}, "/data/here/runs/x"),
+        ("runs/x", PACKAGE, {"HOME": "/home/u"}, "/home/u/async_grpo/runs/x"),
+        ("runs/x", PACKAGE, {"HOME": "/home/u", "ASYNC_GRPO_HOME": "/keep"}, "/keep/runs/x"),
+        ("runs/x", PACKAGE + "/below", {"HOME": "/home/u", "ASYNC_GRPO_HOME": "~/k"}, "/home/u/k/runs/x"),
+        ("runs/x", "/other/_ray_pkg_0123", {"HOME": "/home/u"}, "/home/u/async_grpo/runs/x"),
+        ("/abs/x", PACKAGE, {"HOME": "/home/u"}, "/abs/x"),
+    ],
+)
+def test_where_a_run_is_kept(directory: str, cwd: str, environ: dict[str, str], expected: str, base: Path) -> None:
+    config = load_config(base, [f"run.dir={directory}", "run.name=n"], now=NOW, cwd=cwd, environ=environ)
+    assert config.run.dir == expected
+    assert resolve(config, now=datetime(2040, 1, 1), cwd="/elsewhere", environ={}) == config
+
+
+@pytest.mark.parametrize(
+    ("directory", "environ", "fragment"),
+    [
+        (PACKAGE + "/runs/x", {}, "deletes after the job"),
+        ("runs/x", {"ASYNC_GRPO_HOME": PACKAGE}, "deletes after the job"),
+        ("runs/x", {"ASYNC_GRPO_HOME": "here"}, "must be an absolute directory"),
+        ("runs/{nmae}", {}, "placeholders"),
+        ("''", {}, "placeholders"),
+        ('"a\\0b"', {}, "placeholders"),
+    ],
+)
+def test_where_a_run_cannot_be_kept(directory: str, environ: dict[str, str], fragment: str, base: Path) -> None:
+    with pytest.raises(ConfigError, match=fragment) as caught:
+        load_config(base, [f"run.dir={directory}"], now=NOW, cwd=PACKAGE, environ={"HOME": "/home/u", **environ})
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_a_package_behind_a_link_is_recognised(base: Path, tmp_path: Path) -> None:
+    package = tmp_path / "_ray_pkg_01"
+    package.mkdir()
+    (tmp_path / "link").symlink_to(package)
+    config = load_config(base, ["run.dir=runs"], cwd=tmp_path / "link", environ={"HOME": "/home/u"})
+    assert config.run.dir == "/home/u/async_grpo/runs"
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def preflight(base: Path, tmp_path: Path):
+    def check(*overrides: str) -> None:
+        preflight_files(load_config(base, [f"run.dir={tmp_path}/run", *overrides]))
+
+    return check
+
+
+def test_good_files_pass_and_the_run_directory_exists_afterwards(preflight, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text("")
+    preflight(
+        "model.warm_start=null", f"model.path={tmp_path}/model", f"task.train={tmp_path}/data.jsonl", "task.eval=openai/gsm8k:main:test"
+    )
+    assert (tmp_path / "run").is_dir() and not list((tmp_path / "run").iterdir())
+    preflight("model.warm_start=null", "model.path=Qwen/Qwen2.5-0.5B-Instruct", f"checkpoint.resume={tmp_path}/model")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragment"),
+    [
+        (["model.warm_start=null", "model.path={tmp}/none"], "`model.path` is .* is not a directory"),
+        (["model.warm_start=null", "model.path={tmp}"], "has no config.json"),
+        (["model.warm_start=null", "model.path=gpt2"], "organisation/name"),
+        (["model.warm_start=null", "model.path=a/b/c"], "organisation/name"),
+        (["algorithm.use_kl_loss=true", "model.reference=./none"], "`model.reference`"),
+        (["task.train={tmp}/none"], "`task.train` is .* no such file"),
+        (["task.eval=none.jsonl"], "`task.eval` is .* no such file"),
+        (["task.eval=none.json"], "`task.eval` is .* no such file"),
+        (["task.train=./none:default:train"], "`task.train` is .* no such file"),
+        (["task.train={tmp}/folder.jsonl"], "`task.train` is .* is a directory"),
+        (["checkpoint.resume={tmp}/none"], "`checkpoint.resume` is .* allowed is auto, never"),
+        (["checkpoint.resume=''"], "allowed is auto, never"),
+        (["run.dir={tmp}/file/run"], "`run.dir` is .* cannot be created or written"),
+        (["run.dir={tmp}/file"], "`run.dir` is .* cannot be created or written"),
+        (["run.dir=/proc/async_grpo_run"], "`run.dir` is .* cannot be created or written"),
+    ],
+)
+def test_missing_files_are_refused(overrides: list[str], fragment: str, preflight, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=fragment) as caught:
+        preflight(*(text.replace("{tmp}", str(tmp_path)) for text in overrides))
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "checkpoints"])
+def test_a_new_run_does_not_start_in_the_directory_of_another(name: str, preflight, tmp_path: Path) -> None:
+    preflight("checkpoint.resume=never")
+    (tmp_path / "run" / name).mkdir()
+    preflight("checkpoint.resume=auto")
+    with pytest.raises(ConfigError, match=r"already holds a run(.|\n)*checkpoint\.resume=auto"):
+        preflight("checkpoint.resume=never")
+
+
+# ---- reference page, layers ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_page_is_up_to_date_and_describes_every_setting() -> None:
+    assert docs.PAGE.read_text(encoding="utf-8") == docs.render(), "run python -m async_grpo.config.docs"
+    assert [name for name, setting in settings().items() if not setting.section and not setting.description] == []
+
+
+def test_the_configuration_needs_pydantic_and_yaml_only() -> None:
+    code = (
+        "import sys; import async_grpo.config.load, async_grpo.config.docs; "
+        "print([name for name in ('torch', 'ray', 'vllm', 'deepspeed', 'mlflow', 'numpy', 'transformers') if name in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert result.stdout.strip() == "[]"
+
+
+def test_local_models_and_data_become_absolute_unless_inside_a_package(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    values = {"run": {"total_steps": 1}, "model": {"path": "model"}, "task": {"name": "jsonl", "train": "rows.jsonl", "eval": "org/data:main"}}
+    config = resolve(Config.model_validate(values), now=NOW, cwd=tmp_path, environ={})
+    assert (config.model.path, config.task.train) == (str(tmp_path / "model"), str(tmp_path / "rows.jsonl"))
+    assert config.task.eval == "org/data:main", "a hub name stays what it is"
+    package = tmp_path / "_ray_pkg_0123456789abcdef"
+    package.mkdir()
+    (package / "model").mkdir()
+    inside = resolve(Config.model_validate(values), now=NOW, cwd=package, environ={"ASYNC_GRPO_HOME": str(tmp_path / "home")})
+    assert inside.model.path == "model"

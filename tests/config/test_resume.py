@@ -1,0 +1,196 @@
+"""What a resumed run may change: every key has a mark, and another value does what the mark says."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.config import resume
+from async_grpo.config.docs import settings
+from async_grpo.config.load import load_config
+from async_grpo.config.resume import compare, marks
+from async_grpo.config.schema import Config
+from async_grpo.config.section import Section
+from async_grpo.errors import SetupError
+from async_grpo.trainer import Trainer
+
+SECTIONS = ("model.warm_start", "model.lora", "evaluation.task")
+FIXED = {
+    "seed", "model.path", "model.dtype", "model.warm_start", "model.lora", "model.freeze", "task.name", "learner.zero_stage",
+    *(name for name in marks() if name.startswith(("model.warm_start.", "model.lora.")) and name != "model.warm_start.cache_dir"),
+}
+WARNED = {
+    "run.total_steps", "run.epochs", "model.reference", "model.reference_refresh_steps", "model.lm_head_fp32",
+    "task.train", "task.eval", "task.options", "task.rewards", "task.verifier.on_error",
+    *(name for name in marks() if name.startswith("rollout.") and name != "rollout.group_timeout_s"),
+    "replay.max_staleness", "replay.order", "replay.on_stale", "replay.journal.enable",
+    *(name for name in marks() if name.startswith("replay.filter_groups.") and name != "replay.filter_groups.max_num_gen_batches"),
+    *(name for name in marks() if name.startswith("algorithm.")),
+    *(name for name in marks() if name.startswith("learner.") and name != "learner.gradient_checkpointing" and name not in FIXED),
+    "weight_sync.every_steps", "weight_sync.kv_cache", "cluster.device",
+    *(name for name in marks() if name.startswith("evaluation.task")),
+}
+TRAINS = FIXED | {
+    "run.total_steps", "run.epochs", "model.reference", "model.reference_refresh_steps", "model.lm_head_fp32", "task.rewards", "cluster.device",
+    "replay.max_staleness", "replay.on_stale",
+    *(f"rollout.{key}" for key in ("rollout_batch_size", "group_size", "response_length", "temperature", "top_p", "top_k")),
+    *(name for name in WARNED if name.startswith(("algorithm.", "learner."))),
+}
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate({"run": {"total_steps": 9}, "model": {"path": "m"}} | sections)
+
+
+def with_sections(name: str) -> Config:
+    """A configuration in which the key `name` exists."""
+    if name.startswith("model.warm_start."):
+        return config(model={"warm_start": {}})
+    if name.startswith("evaluation.task."):
+        return config(evaluation={"task": {}})
+    return config(model={"path": "m", "lora": {}}) if name.startswith("model.lora.") else config(learner={"schedule": "cosine"})
+
+
+def other(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, list):
+        return [*value, "x"]
+    return {"x": 1.0} if isinstance(value, dict) or value is None else f"{value}-other"
+
+
+def saved_with(now: Config, name: str) -> dict[str, Any]:
+    """The settings `now` as a checkpoint holds them, with another value of the key `name`."""
+    saved = json.loads(json.dumps(now.model_dump(mode="json")))
+    *path, last = name.split(".")
+    node = saved
+    for key in path:
+        node = node[key]
+    node[last] = {} if name in SECTIONS else other(node[last])
+    return saved
+
+
+@pytest.mark.parametrize("name", list(marks()))
+def test_every_key_does_what_its_mark_says(name: str) -> None:
+    now = with_sections(name)
+    changes = compare(saved_with(now, name), now)
+    if name == "run.dir":
+        assert changes == compare(now.model_dump(mode="json"), now), "a run may be moved"
+        return
+    assert [change.key for change in changes.all] == [name] and (changes.unknown, changes.missing) == ([], [])
+    refusal, lines = changes.refusal(Path("ckpt")), list(changes.lines())
+    if name in FIXED:
+        assert len(refusal.splitlines()) == 1 and refusal.startswith(f"`{name}` is ") and "ckpt was made with" in refusal
+        assert "Set it back, or start anew with another run.dir." in refusal and lines == []
+    elif name in WARNED:
+        assert refusal == "" and len(lines) == 1
+        assert lines[0].startswith(f"resumed with another {name}: ") and " -> " in lines[0] and lines[0].endswith(")")
+    else:
+        assert (refusal, lines) == ("", [])
+    assert changes.trains_differently is (name in TRAINS)
+
+
+def test_the_marks_cover_the_schema() -> None:
+    """A key without a mark would raise in `marks`; here it is also in the table above, or free on purpose."""
+    assert set(marks()) == {name for name, setting in settings().items() if not setting.section} | set(SECTIONS)
+    assert all(mark.reason for mark in marks().values() if mark.level != "free")
+    free = set(marks()) - FIXED - WARNED
+    assert {name.split(".")[0] for name in free} <= {"run", "task", "rollout", "wire", "replay", "learner", "weight_sync", "evaluation",
+                                                     "checkpoint", "tracking", "watchdog", "cluster", "model"}  # fmt: skip
+    assert {name for name in free if name.startswith(("model.", "rollout.", "learner."))} == {
+        "model.warm_start.cache_dir", "model.trust_remote_code", "rollout.group_timeout_s", "learner.gradient_checkpointing",
+    }
+
+
+def test_a_key_without_a_mark_is_found() -> None:
+    class Bare(Section):
+        size: int = 3
+
+    class Around(Section):
+        bare: Bare = Bare()
+
+    with pytest.raises(ValueError, match=r"`bare\.size` has no mark"):
+        resume._collect(Around, "", None, {})
+
+
+def test_the_length_of_a_run_matters_to_a_learner_with_a_schedule_only() -> None:
+    for schedule, trains in (("constant", False), ("linear", True)):
+        now = config(learner={"schedule": schedule})
+        changes = compare(saved_with(now, "run.total_steps"), now)
+        assert [str(change) for change in changes.warned] == ["run.total_steps: 10 -> 9"] and changes.trains_differently is trains
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+@pytest.mark.parametrize("name", sorted(marks()))
+def test_the_digest_says_the_same_as_the_comparison(name: str) -> None:
+    now = with_sections(name)
+    if name in SECTIONS:
+        then = {
+            "model.lora": config(model={"path": "m", "lora": {}}), "model.warm_start": config(model={"warm_start": {}}),
+            "evaluation.task": config(learner={"schedule": "cosine"}, evaluation={"task": {}}),
+        }[name]
+    else:
+        then = now.model_copy(deep=True)  # a value that no file could hold is one too
+        *path, last = name.split(".")
+        node = then
+        for key in path:
+            node = getattr(node, key)
+        object.__setattr__(node, last, other(getattr(node, last)))
+    assert (resume.training_digest(then) != resume.training_digest(now)) is (name in TRAINS)
+
+
+def test_sections_that_appear_or_disappear_are_one_change() -> None:
+    plain, lora = config(), config(model={"path": "m", "lora": {"rank": 4}})
+    for there, here in ((plain, lora), (lora, plain)):
+        changes = compare(there.model_dump(mode="json"), here)
+        assert [change.key for change in changes.fixed] == ["model.lora"] and changes.missing == []
+
+
+def test_settings_of_another_version_are_noted_and_count_as_unchanged() -> None:
+    now = config(replay={"order": "fifo"})
+    saved = copy.deepcopy(now.model_dump(mode="json"))
+    del saved["replay"]["order"], saved["watchdog"]
+    saved["learner"]["momentum"], saved["learner"]["deepspeed"] = 0.9, {"anything": {"goes": 1}}
+    saved["reward"] = {"kind": "x"}
+    changes = compare(saved, now)
+    assert [change.key for change in changes.all] == ["learner.deepspeed"]
+    assert changes.unknown == ["learner.momentum", "reward"]
+    assert changes.missing[0] == "replay.order" and all(name.startswith("watchdog.") for name in changes.missing[1:])
+    _, unknown, missing = changes.lines()
+    assert "do not exist any more learner.momentum, reward" in unknown and "replay.order" in missing and "taken as unchanged" in missing
+    everything = list(compare({}, now).lines())
+    assert len(everything) == 1 and "seed, run.name" in everything[0] and " more" in everything[0]
+
+
+def test_another_number_of_ranks_is_refused_where_the_parameters_are_sliced() -> None:
+    for stage, refuses in ((1, False), (2, False), (3, True)):
+        now = config(learner={"ranks": 2, "zero_stage": stage})
+        assert bool(compare(saved_with(now, "learner.ranks"), now).refusal(Path("c"))) is refuses
+
+
+def test_several_fixed_keys_are_one_message() -> None:
+    now = config(seed=9, learner={"zero_stage": 2})
+    changes = compare(config().model_dump(mode="json"), now)
+    assert changes.refusal(Path("c")).endswith("another run.dir. So it is with learner.zero_stage.")
+
+
+@pytest.mark.parametrize("resumed_by", ["auto", "path"])
+def test_a_trainer_refuses_a_checkpoint_of_other_fixed_settings(tmp_path: Path, resumed_by: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"run: {{total_steps: 5, dir: {tmp_path}/run}}\nmodel: {{warm_start: {{}}}}\nrollout: {{response_length: 8, prompt_length: 8}}\n")
+    before = load_config(tmp_path / "c.yaml")
+    checkpoint.begin(Path(before.run.dir), 2)
+    saved = checkpoint.commit(checkpoint.path_for(Path(before.run.dir), 2).with_suffix(".tmp"), {"step": 2, "config": before.model_dump(mode="json")})
+    more = [] if resumed_by == "auto" else [f"checkpoint.resume={saved}", f"run.dir={tmp_path}/another"]
+    load_config(tmp_path / "c.yaml", ["learner.lr=3e-5", *more]).build().check()
+    for override, key in (("learner.zero_stage=2", "learner.zero_stage"), ("model.warm_start.layers=3", "model.warm_start.layers"), ("seed=4", "seed")):
+        with pytest.raises(SetupError, match=f"`{key}` is .*step_000002 was made with") as caught:
+            Trainer(load_config(tmp_path / "c.yaml", [override, *more])).check()
+        assert len(str(caught.value).splitlines()) == 1

@@ -1,0 +1,135 @@
+"""A reference that follows the policy, on disk and in memory; the float32 head; what row mathematics keeps over a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from async_grpo.learner.learner import Learner
+from async_grpo.learner.model import load_model
+from async_grpo.learner.packing import pack
+from async_grpo.planning import RowMath
+from tests.support.learners import STEP, free_port, make_case, make_config, set_rank, split, write_neighbour
+from tests.support.models import write_model
+from tests.test_loop import WEIGHTS, batch_of, config
+
+SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("models")
+    policy = write_model(path / "policy")
+    other = write_model(path / "other", hidden=32 * 4)
+    return {"policy": policy, "reference": write_neighbour(policy, str(path / "reference")), "other": other}
+
+
+def open_learner(models: dict[str, str], case, *, stage: int, refresh: int, reference: str = "reference") -> Learner:
+    set_rank(0, 1, free_port())
+    settings = make_config(
+        model={"reference": models[reference], "reference_refresh_steps": refresh},
+        learner={"zero_stage": stage, "deepspeed": SHARD_ALL, "tokens_per_micro_batch": 48},
+    )
+    return Learner(settings, model_dir=models["policy"], fetch=case.fetch, device="cpu", total_updates=10)
+
+
+def step(learner: Learner, case) -> float:
+    """One learner step (number 3); its mean KL to the reference."""
+    learner.begin(case.plan([split(range(12), 2)]))
+    learner.assign(case.values, 0.0)
+    learner.update(0)
+    total, count = learner.end()["sums"]["train/kl"]
+    return total / count
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_refreshed_reference_is_the_policy_and_survives_a_checkpoint(stage: int, models: dict[str, str], tmp_path: Path) -> None:
+    case = make_case(models["policy"])
+    learner = open_learner(models, case, stage=stage, refresh=STEP)
+    try:
+        assert step(learner, case) > 1e-4, "the first step is measured against the reference that was given"
+        assert step(learner, case) < 1e-12, "step 3 refreshed it: now it is the policy of the step before"
+        learner.save(str(tmp_path), {})
+        after = step(learner, case)
+    finally:
+        learner.close()
+    learner = open_learner(models, case, stage=stage, refresh=STEP)
+    try:
+        learner.load(str(tmp_path))
+        assert step(learner, case) == after
+    finally:
+        learner.close()
+
+
+def test_a_refreshed_reference_stays_when_a_resumed_run_does_not_refresh(models: dict[str, str], tmp_path: Path) -> None:
+    case = make_case(models["policy"])
+    learner = open_learner(models, case, stage=1, refresh=STEP + 1)
+    try:
+        assert min(step(learner, case), step(learner, case)) > 1e-4, "no refresh is due at step 3"
+        learner.save(str(tmp_path / "unmoved"), {})
+        learner.config = learner.config.model_copy(update={"model": learner.config.model.model_copy(update={"reference_refresh_steps": STEP})})
+        step(learner, case)
+        learner.save(str(tmp_path / "moved"), {})
+    finally:
+        learner.close()
+    learner = open_learner(models, case, stage=1, refresh=0)
+    try:
+        learner.load(str(tmp_path / "moved"))
+        assert step(learner, case) < 1e-12
+        learner.save(str(tmp_path / "again"), {})
+        assert (tmp_path / "again" / "reference.pt").is_file(), "it is kept for the next resume too"
+        (tmp_path / "moved" / "reference.pt").unlink()
+        with pytest.raises(ValueError, match=r"reference\.pt is missing"):
+            learner.load(str(tmp_path / "moved"))
+    finally:
+        learner.close()
+
+
+def test_a_reference_of_another_shape_cannot_be_refreshed(models: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"reference_refresh_steps.*another architecture"):
+        open_learner(models, make_case(models["policy"]), stage=1, refresh=2, reference="other")
+    import deepspeed
+
+    deepspeed.comm.destroy_process_group()  # the failed learner has no `close`
+
+
+def test_the_float32_head_computes_logits_in_float32(models: dict[str, str]) -> None:
+    rng = np.random.default_rng(0)
+    rows = [(rng.integers(3, 100, 4), rng.integers(3, 100, 20)) for _ in range(3)]
+    packed, got = pack(rows, torch.device("cpu")), {}
+    for float32 in (False, True):
+        model = load_model(
+            models["policy"], dtype=torch.bfloat16, longest_row=64, gradient_checkpointing=False, trust_remote_code=False, float32_head=float32
+        )
+        got[float32] = model(packed, 1.0, False)[0]
+    states = model.hf.base_model(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, row_layout=packed.layout
+    ).last_hidden_state[0][packed.predictors]
+    logits = states.float() @ model.hf.get_output_embeddings().weight.float().T
+    wanted = torch.log_softmax(logits, -1).gather(-1, packed.targets[:, None])[:, 0]
+    assert torch.allclose(got[True], wanted, atol=1e-5)
+    assert (got[False] - wanted).abs().max() > 1e-4
+    got[True].sum().backward()
+    assert model.hf.get_output_embeddings().weight.grad.dtype == torch.bfloat16
+
+
+def test_row_mathematics_continues_from_its_state() -> None:
+    settings = config(
+        reward_norm="running", adv_estimator="raw", add_token_level_kl=True,
+        kl_ctrl={"type": "adaptive", "target_kl": 0.01, "horizon": 100.0, "kl_coef": 0.2},
+    )
+    through, first = RowMath(settings, WEIGHTS), RowMath(settings, WEIGHTS)
+    through.values(batch_of(4), dict.fromkeys(_keys(4), 0.0))
+    first.values(batch_of(4), dict.fromkeys(_keys(4), 0.0))
+    second = RowMath(settings, WEIGHTS, first.state())
+    assert second.kl_coef == through.kl_coef < 0.2
+    kl_sums = {key: 0.1 * key[1] for key in _keys(5)}
+    assert second.values(batch_of(5), kl_sums) == through.values(batch_of(5), kl_sums)
+    assert second.state() == through.state() != first.state()
+
+
+def _keys(step: int) -> list[tuple[int, int]]:
+    return [(group.group_id, index) for group in batch_of(step).groups for index in range(len(group.rows))]

@@ -1,0 +1,255 @@
+"""What reaches the stream: how often, in which form, and without control characters where nobody looks at a screen."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from async_grpo.observe.console.console import Console
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+METRICS = {
+    "rollout/score": 0.5, "rollout/accuracy": 0.37, "train/lag_mean": 0.81, "train/lag_max": 1.0, "rollout/response_length": 4.21,
+    "train/tokens_per_s": 412.4, "time/learner_idle": 0.12, "time/step": 0.1, "train/grad_norm": float("nan"), "other": 3.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _terminal_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_plain_step_lines_are_rare_and_complete() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, clock=clock)
+    for step in range(1, 101):
+        console.logged(step, 100, METRICS)
+        clock.now += 0.125
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/100", "17/100", "33/100", "49/100", "65/100", "81/100", "97/100", "100/100"]
+    assert lines[-1] == (
+        "step 100/100  score 0.50  accuracy 37%  lag 0.81  max 1  length 4.2  412 tok/s  idle 12%"
+    )
+
+
+def test_a_verdict_is_a_line_when_it_is_another_one_and_every_half_minute() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, clock=clock)
+    for second in range(70):
+        clock.now = 100.0 + second
+        console.verdict(kind="learner" if second < 20 else "engines", text=f"at {second}")
+    assert stream.getvalue().splitlines() == [f"verdict: at {second}" for second in (0, 20, 50)]
+
+
+def test_plain_output_has_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stream = io.StringIO()
+    console = Console(stream)
+    console.info("[bold]answer[/bold] \x1b[31mred\r " + "x" * 300)
+    console.error("lost engine 2")
+    console.summary("Result\x07", [("accuracy", "37% -> 91%"), ("run", "/a" * 100 + "\x1b]0;title\x07")])
+    with console.phase("starting 1 engine"):
+        pass
+    text = stream.getvalue()
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert "[bold]answer[/bold] \\x1b[31mred\\r " + "x" * 300 + "\n" in text
+    assert "error: lost engine 2\n" in text
+    assert "accuracy   37% -> 91%" in text
+    assert "/a" * 100 in text, "a row outside a terminal is one line"
+
+
+def test_phases_report_seconds_and_failures() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, clock=clock)
+    with console.phase("starting 1 engine"):
+        clock.now += 14.2
+    with pytest.raises(OSError, match="gone"), console.phase("saving"):
+        clock.now += 1.5
+        raise OSError("gone")
+    assert stream.getvalue().splitlines() == [
+        "starting 1 engine ...", "starting 1 engine ... 14.2 s", "saving ...", "saving ... failed after 1.5 s"
+    ]  # fmt: skip
+
+
+def test_a_run_may_begin_inside_a_phase() -> None:
+    console = Console(io.StringIO())
+    with console.phase("everything"):
+        progress = console.begin_run()
+        with console.phase("inside"):
+            assert progress.facts()["phase"] == "inside"
+    assert console.progress is progress and progress.facts()["phase"] == "starting"
+
+
+def test_evaluations_and_checkpoints_print_no_step_line() -> None:
+    stream = io.StringIO()
+    console = Console(stream, clock=Clock())
+    console.logged(5, 10, {"eval/accuracy_greedy": 0.5})
+    console.logged(5, 10, {"checkpoint/mib": 3.0})
+    assert stream.getvalue() == "" and console.progress.facts()["evaluations"] == [[5, 0.5]]
+
+
+SCRIPT = """
+import os, sys, time
+from async_grpo.observe.console.console import Console
+console = Console()
+with console.phase("starting engines"):
+    time.sleep(0.2)
+metrics = {"time/step": 0.1, "time/wait": 0.02, "rollout/response_tokens": 50.0, "rollout/score": 0.5, "train/lag_mean": 0.8, "train/lag_max": 1.0,
+    "replay/ready": 7.0, "replay/capacity": 64.0, "replay/live_version": 3.0, "cluster/rollout_actors": 2.0, "train/tokens_per_s": 500.0,
+    "time/learner_idle": 0.2}
+console.verdict(kind="engines", text="learner idle 41 %: " + "add rollout actors " * 12)
+for step in range(1, 31):
+    console.logged(step, 30, metrics | {"rollout/score": step / 30, "replay/live_version": step})
+    if step == 10:
+        console.info("a rollout actor \x1b[31mdied\x07")
+    if step == 15 and len(sys.argv) > 2:
+        print("resize", file=sys.stderr, flush=True)
+        while os.get_terminal_size(1).columns != int(sys.argv[2]):
+            time.sleep(0.01)
+        console.info("resized")
+    if step == 20:
+        console._screen.refresh()
+    time.sleep(float(sys.argv[1]))
+console.summary("finished", [("accuracy", "37 % -> 91 %")])
+console.end(0, "")
+"""
+
+
+def in_terminal(columns: int, rows: int, *, resized: tuple[int, int] | None = None) -> str:
+    """What a run writes to a pseudo-terminal of this size, which may change its size in the middle."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "0.05", *([str(resized[0])] if resized else [])], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while ready := select.select([ours, process.stderr], [], [], 60)[0]:
+            if process.stderr in ready and os.read(process.stderr.fileno(), 4096).startswith(b"resize") and resized:
+                fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", resized[1], resized[0], 0, 0))
+            if ours in ready:
+                written += os.read(ours, 65536)
+    except OSError as error:  # EIO: the other side is closed
+        assert error.errno == errno.EIO
+    finally:
+        process.kill()
+        os.close(ours)
+        assert process.wait(timeout=20) in (0, -9)
+    return written.decode()
+
+
+NOISE = """
+import os, subprocess, sys, threading, time
+from async_grpo.observe.console.console import Console
+console = Console()
+def fails():
+    raise ValueError("in a thread")
+with console.phase("starting engines"):
+    console._screen.refresh()
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join()
+    subprocess.run(["sh", "-c", "echo from a child >&2"], check=True)
+    os.write(2, b"\\x1b[31mraw\\x1b[0m\\x1b[2J\\n")
+    os.write(2, b" 10%\\r 90%\\r100%")
+    late = subprocess.Popen(["sh", "-c", "read line; echo late >&2 && echo it lives"], stdin=subprocess.PIPE)
+console.end(0, "")
+print("after the panel", file=sys.stderr)
+late.communicate(b"go", timeout=20)
+"""
+
+
+def on_a_terminal(script: str) -> tuple[str, int]:
+    """What a script writes to a pseudo-terminal of its own, 40 lines of 140 characters, and its exit code (-9: it did not end by itself)."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    written = b""
+    try:
+        while select.select([ours], [], [], 60)[0]:
+            written += os.read(ours, 65536)
+        process.kill()
+    except OSError as error:  # EIO: the other side is closed
+        assert error.errno == errno.EIO
+    finally:
+        os.close(ours)
+    return written.decode(), process.wait(timeout=20)
+
+
+def test_what_others_write_to_stderr_comes_above_the_panel() -> None:
+    text, code = on_a_terminal(NOISE)
+    assert code == 0
+    panel, _, rest = text.partition("after the panel")
+    lines = [line for frame in frames(panel) for line in frame]
+    for line in ("ValueError: in a thread", "from a child", "raw\\x1b[2J", "100%"):
+        assert line in lines, f"{line} has a line of its own"
+    assert "\x1b[2J" not in text and "\x1b[31m" not in text and "90%" not in text
+    assert "it lives" in rest, "a child that still writes there is not killed by it"
+
+
+def test_the_traceback_of_a_script_that_dies_with_the_panel_on_is_shown() -> None:
+    text, code = on_a_terminal("from async_grpo.observe.console.console import Console\nc = Console()\nc._screen.follow(c.progress.facts)\nraise ValueError('unforeseen')")
+    assert code == 1 and "ValueError: unforeseen" in text
+
+
+def frames(text: str) -> list[list[str]]:
+    """Lines as they were written between two erasures of a line, without escape sequences."""
+    return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).replace("\r", "").split("\n") for frame in text.split("\x1b[2K")]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(140, 40), (60, 24), (24, 5)])
+def test_a_terminal_gets_a_panel_that_fits(columns: int, rows: int) -> None:
+    text = in_terminal(columns, rows)
+    shown = frames(text)
+    assert any("step" in line and "elapsed" in line for frame in shown for line in frame if columns > 30) or columns <= 30
+    assert max(len(line) for frame in shown for line in frame if "31mdied" not in line and "score" not in line and " ... " not in line) <= columns
+    assert max(len(frame) for frame in shown) <= rows + 8, "a few lines are printed above the panel"
+    assert "\\x1b[31mdied\\x07" in text and "\x1b[31m" not in text and "\x07" not in text
+    if rows > 8:
+        assert all(word in text for word in ("reward", "tokens/s", "lag mean 0.80", "actors up 2", "version 3", "verdict", "learner idle 41 %"))
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is back"
+    assert "finished" in frames(text)[-1][-1] or "finished" in text[text.rindex("\x1b[?25h") :], "the table comes after the panel"
+
+
+def test_a_terminal_may_change_its_size() -> None:
+    text = in_terminal(120, 30, resized=(30, 6))
+    assert "Traceback" not in text and "step 30/30" in text
+    before, after = text.split("resized", 1)
+    assert any("tokens/s" in line for frame in frames(before) for line in frame)
+    drawn = [line for frame in frames(after) for line in frame if line.startswith("step 20/30")]
+    assert drawn and max(map(len, drawn)) <= 30 and "tokens/s" not in after[after.index("step 20/30") :], "one line, that fits"
+
+
+def test_a_pipe_gets_lines_without_control_characters() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, "0"], capture_output=True, text=True, timeout=60, check=True)
+    assert all(character.isprintable() or character == "\n" for character in done.stdout)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["starting engines ...", lines[1]] and lines[1].startswith("starting engines ... 0.")
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/30", "30/30"]
+    assert lines[-2:] == ["finished", "  accuracy   37 % -> 91 %"]

@@ -1,0 +1,191 @@
+"""status.json and the command that shows it: rates against a plain computation, and what became of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from async_grpo import status
+from async_grpo.errors import SetupError
+from async_grpo.observe.console.panel import panel, sparkline
+from async_grpo.observe.console.progress import CURVE_POINTS, Curve, Progress
+from async_grpo.observe.console.status_file import STATUS, StatusFile, condition, read_status
+from async_grpo.observe.console.timeline import EARLIER, TIMELINE, Timeline, read_timeline
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_rates_and_shares_are_those_of_the_window() -> None:
+    clock, chance = Clock(), random.Random(1)
+    progress, rows = Progress(clock=clock), []
+    totals = dict.fromkeys(("goodput/generated", "time/learner/working", "time/learner/starved", "time/engine/working", "time/engine/paused"), 500.0)
+    for step in range(101, 201):
+        clock.now += (seconds := chance.uniform(0.2, 2.0))
+        starved, paused = chance.uniform(0, seconds), chance.uniform(0, seconds)
+        for name, more in (("goodput/generated", chance.randrange(900)), ("time/learner/starved", starved), ("time/learner/working", seconds - starved),
+                           ("time/engine/paused", paused), ("time/engine/working", seconds - paused)):
+            totals[name] += more
+        row = totals | {"time/step": seconds, "time/wait": starved, "rollout/response_tokens": float(chance.randrange(500))}
+        rows.append((clock.now, step, row))
+        progress.logged(step, 400, row)
+    metrics = progress.facts()["metrics"]
+    window = [row for row in rows if row[0] >= clock.now - 30]
+    before = rows[rows.index(window[0]) - 1]
+    seconds = clock.now - before[0]
+    spent = {name: window[-1][2][name] - before[2][name] for name in totals}
+    assert metrics["tokens_generated_per_s"] == pytest.approx(spent["goodput/generated"] / seconds)
+    assert metrics["tokens_trained_per_s"] == pytest.approx(sum(row["rollout/response_tokens"] for _, _, row in window) / seconds)
+    assert metrics["learner_idle"] == pytest.approx(spent["time/learner/starved"] / seconds)
+    assert metrics["engine_idle"] == pytest.approx(spent["time/engine/paused"] / seconds)
+    assert metrics["seconds_per_step"] == pytest.approx(seconds / len(window))
+    assert progress.facts()["eta_s"] == pytest.approx(200 * seconds / len(window))
+
+
+def test_what_nobody_measured_is_absent() -> None:
+    progress = Progress()
+    assert progress.facts()["metrics"] == {} and "eta_s" not in progress.facts()
+    progress.logged(1, 2, {"time/step": 1.0, "rollout/score": float("nan")})
+    facts = progress.facts()
+    assert "rollout/score" not in facts["metrics"] and not {"engine_idle", "tokens_generated_per_s"} & set(facts["metrics"])
+    json.dumps(facts, allow_nan=False)
+    drawn = panel(facts, width=80, height=24, now=time.time())
+    assert len(drawn.renderables) == 2, "the headline and the seconds per step"
+
+
+def test_a_curve_keeps_few_points_and_its_mean() -> None:
+    curve, values = Curve(), [random.Random(2).random() for _ in range(5000)]
+    for value in values:
+        curve.add(value)
+    whole = curve.points
+    assert CURVE_POINTS / 2 <= len(whole) <= CURVE_POINTS
+    for index in (0, 7, len(whole) - 1):
+        part = values[index * curve.stride : (index + 1) * curve.stride]
+        assert whole[index] == pytest.approx(sum(part) / len(part))
+
+
+def test_sparklines_go_from_low_to_high() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█" and sparkline([3, 3, 3], 9) == "▁▁▁" and sparkline([], 5) == "" == sparkline([1], 0)
+    assert sparkline([float("nan"), 1, 2], 5) == "▁█"
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> dict[str, object]:
+    """Of a run of this process, between two learner steps."""
+    progress = Progress()
+    for step in (1, 2, 3):
+        progress.logged(step, 10, {"time/step": 1.0, "time/wait": 0.1, "rollout/score": 0.5, "rollout/response_tokens": 5.0, "train/lag_max": 1.0})
+    file = StatusFile(tmp_path, progress, run="mine")
+    file.close()
+    return read_status(tmp_path)
+
+
+def test_the_status_tells_what_became_of_a_run(facts: dict[str, object]) -> None:
+    now = facts["written"]
+    assert condition(facts, now=now).kind == "running"
+    assert condition(facts | {"exit_code": 4, "message": "an engine died", "ended": now - 120}, now=now).text == (
+        "ended 2 min ago with exit code 4: an engine died"
+    )
+    assert condition(facts | {"begun": facts["begun"] + 1}, now=now).kind == "killed", "the process id is another process's by now"
+    elsewhere = facts | {"owner": "otherhost.1", "host": "other"}
+    assert condition(elsewhere, now=now + 30).kind == "running"
+    assert condition(elsewhere, now=now + 300).kind == "silent"
+    late = facts | {"written": now + 1000, "metrics": {"seconds_per_step": 2.0}}
+    assert condition(late, now=now + 1000).kind == "slow"
+
+
+def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from async_grpo.observe.console.console import Console; from async_grpo.observe.console.status_file import StatusFile\n"
+        "console = Console(); console.attach(StatusFile(Path(sys.argv[1]), console.begin_run(), run='mine'))\n"
+        "console.logged(1, 9, {'time/step': 1.0, 'rollout/score': 0.25})\n"
+        "with console.phase('evaluating'): print('there', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / STATUS).exists() or read_status(tmp_path)["phase"] != "evaluating":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert condition(read_status(tmp_path), now=time.time()).kind == "running"
+    finally:
+        process.kill()
+        process.wait(timeout=20)
+        process.stdout.close()
+    assert condition(read_status(tmp_path), now=time.time()).kind == "killed"
+    shown = subprocess.run(
+        [sys.executable, "-m", "async_grpo.status", str(tmp_path), "--follow"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    assert "step 1/9" in shown and "evaluating" in shown and "it was killed" in shown and "reward" in shown
+
+
+def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.main([str(tmp_path)]) == 2
+    assert "no run directory" in capsys.readouterr().err
+    (tmp_path / STATUS).write_text('{"format": 99}')
+    with pytest.raises(SetupError, match="not of this version"):
+        read_status(tmp_path)
+
+
+def test_the_end_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress()
+    file = StatusFile(tmp_path, progress, run="mine")
+    progress.end(3, "no learning signal is left")
+    file.close()
+    assert status.main([str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["condition"], told["exit_code"], told["pid"]) == ("ended", 3, os.getpid())
+    assert status.main([str(tmp_path)]) == 0
+    assert "exit code 3: no learning signal is left" in capsys.readouterr().out
+
+
+def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / STATUS).mkdir()
+    progress = Progress()
+    file = StatusFile(tmp_path, progress, run="mine")
+    progress.logged(1, 2, {"time/step": 1.0})
+    file.close()
+
+
+def test_a_timeline_is_bounded_and_survives_a_cut(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    for index in range(60):
+        timeline.add({"time": float(index), "kind": "note", "text": "x" * 200_000})
+        timeline.flush()
+    with open(tmp_path / TIMELINE, "ab") as file:
+        file.write(b'{"time": 61.0, "kind": "no')
+    assert sum((tmp_path / name).stat().st_size for name in (TIMELINE, EARLIER)) < 10 * 2**20
+    kept = [event["time"] for event in read_timeline(tmp_path)]
+    assert kept == [float(index) for index in range(60 - len(kept), 60)] and len(kept) > 20
+
+
+def test_a_resumed_run_continues_the_curves(tmp_path: Path) -> None:
+    def start(steps: range) -> list[float]:
+        progress = Progress()
+        file = StatusFile(tmp_path, progress, run="mine")
+        for step in steps:
+            progress.logged(step, 500, {"time/step": 1.0, "rollout/score": float(step)})
+            if step % 100 == 0:
+                progress.logged(step, 500, {"eval/accuracy_greedy": step / 1000})
+        file.close()
+        return progress.facts()["reward"]
+
+    whole = start(range(1, 301))
+    assert start(range(201, 301)) == pytest.approx(whole, abs=4), "the steps after 200 were taken back"
+    assert read_status(tmp_path)["evaluations"] == [[100, 0.1], [200, 0.2], [300, 0.3]]
+    start(range(1, 3))
+    assert read_status(tmp_path)["evaluations"] == [] and len(read_status(tmp_path)["reward"]) == 2

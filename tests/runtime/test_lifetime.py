@@ -1,0 +1,85 @@
+"""What a killed process would leave behind: directories that the next start removes, and children that go with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from async_grpo.runtime import lifetime
+
+ROOT = Path(__file__).parents[2]
+CHAIN = """
+import os, subprocess, sys, time
+from async_grpo.runtime.lifetime import die_with, die_with_parent
+
+role, tie, ancestor = sys.argv[1:]
+if role == "last":
+    die_with(int(ancestor)) if tie == "ancestor" else die_with_parent(os.getppid())
+    print(os.getpid(), flush=True)
+else:
+    if role == "first":
+        ancestor = str(os.getpid())
+    following = {"first": "middle", "middle": "last"}[role] if tie == "ancestor" else "last"
+    subprocess.Popen([sys.executable, "-c", os.environ["CHAIN"], following, tie, ancestor])
+    print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("tie", "length", "stop"), [("parent", 2, True), ("ancestor", 3, False)])
+def test_descendants_of_a_killed_process_are_killed(tie: str, length: int, stop: bool) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CHAIN": CHAIN}
+    first = subprocess.Popen([sys.executable, "-c", CHAIN, "first", tie, "0"], stdout=subprocess.PIPE, text=True, env=environment)
+    pids: list[int] = []
+    try:
+        pids = [int(first.stdout.readline()) for _ in range(length)]
+        assert all(map(alive, pids)) and first.pid in pids
+        if stop:  # the kernel's signal reaches one that cannot run
+            [last] = set(pids) - {first.pid}
+            os.kill(last, signal.SIGSTOP)
+        first.kill()
+        wait_until_gone(pids)
+    finally:
+        first.kill()
+        first.wait(timeout=10)
+        first.stdout.close()
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_directory_goes_once_its_owner_is_gone(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(lifetime.tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(timeout=30)
+    processes = lifetime.owner().partition(".")[0]
+    abandoned, elsewhere, other = (tmp_path / name for name in (
+        f"async_grpo-engine-{processes}.{ended.pid}-a", f"async_grpo-engine-ffffffff1.{ended.pid}-a", f"async_grpo-other-{processes}.{ended.pid}-a",
+    ))
+    for path in (abandoned, elsewhere, other):
+        path.mkdir()
+        (path / "socket").write_text("")
+    mine = lifetime.own_directory("engine")
+    assert {path.name for path in tmp_path.iterdir()} == {mine.name, elsewhere.name, other.name}
+    assert mine.stat().st_mode & 0o077 == 0 and lifetime.own_directory("engine") != mine and mine.exists()
+    assert not lifetime.is_gone(lifetime.owner()) and lifetime.is_gone(f"{processes}.{ended.pid}")

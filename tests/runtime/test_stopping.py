@@ -1,0 +1,213 @@
+"""How a run ends: by request and by signals, with which code, and what it leaves to look at."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray.exceptions
+
+from async_grpo import errors, run
+from async_grpo.errors import EXIT_MEANING, StopRequested
+from async_grpo.learner.learner import NonFinite
+from async_grpo.observe.console.console import Console
+from async_grpo.replay.rules import StalenessError
+from async_grpo.runtime import stopping
+from tests.runtime.test_lifetime import wait_until_gone
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_stoppable_wait_gives_way_and_others_do_not() -> None:
+    stop, waiting, done = stopping.Stop(), Future(), Future()
+    done.set_result(7)
+    stop.set()
+    assert stop.result(done, stoppable=False) == 7
+    with pytest.raises(StopRequested):
+        stop.result(waiting, stoppable=True)
+    assert waiting.cancelled()
+    later: Future[int] = Future()
+    threading.Timer(2 * stopping.POLL_S, later.set_result, [8]).start()
+    assert stop.result(later, stoppable=False) == 8, "what must be whole is not cut short"
+    with pytest.raises(StopRequested):
+        stop.watching(pytest.fail)("a line")
+
+
+def test_an_error_of_the_work_is_raised_and_a_stop_asked_meanwhile_ends_the_wait() -> None:
+    stop, failing, waiting = stopping.Stop(), Future(), Future()
+    failing.set_exception(KeyError("no"))
+    with pytest.raises(KeyError):
+        stop.result(failing, stoppable=True)
+    threading.Timer(stopping.POLL_S, stop.set).start()
+    with pytest.raises(StopRequested):
+        stop.result(waiting, stoppable=True)
+
+
+CHILD = """
+import os, subprocess, sys, time
+from async_grpo.runtime.stopping import Signals
+
+def say(text):  # whole lines, whichever thread says them
+    os.write(1, f"{text}\\n".encode())
+
+class Trainer:
+    def request_stop(self): say("requested")
+    def abandon(self): say("abandoned")
+
+with Signals(say) as signals:
+    if sys.argv[1] == "early":
+        say("ready")
+        while not signals.requested:
+            time.sleep(0.01)
+    signals.attach(Trainer())
+    started = subprocess.Popen(["sh", "-c", "echo $$; sleep 600 > /dev/null & wait"])
+    if sys.argv[1] == "late":
+        say("ready")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, when: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD, when], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        first = {child.stdout.readline(), child.stdout.readline()} if when == "late" else {child.stdout.readline()}
+        assert "ready\n" in first
+        child.send_signal(number)
+        first |= {child.stdout.readline() for _ in range(2 if when == "late" else 3)}
+        [shell] = [int(line) for line in first if line.strip().isdigit()]
+        assert "requested\n" in first and any(line.startswith(f"{number.name}: the run ends after") for line in first)
+        child.send_signal(number)
+        assert child.wait(timeout=30) == 128 + number
+        rest = child.stdout.read()
+        wait_until_gone([shell])
+        assert f"exit code {128 + number}: a second signal ({number.name})" in rest and "abandoned" in rest
+    finally:
+        child.kill()
+        child.wait(timeout=10)
+        child.stdout.close()
+
+
+def test_handlers_are_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with stopping.Signals(print):
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(None, "gives this run 3 s"), ("600", "gives this run 600 s"), ("5", "is too short")])
+def test_a_job_is_told_how_long_it_has(monkeypatch, seconds: str | None, expected: str) -> None:
+    monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert stopping.grace_period() is None
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    if seconds is not None:
+        monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", seconds)
+    line = stopping.grace_period()
+    assert expected in line and "\n" not in line and ("RAY_JOB_STOP_WAIT_TIME_S to 600" in line) is (seconds != "600")
+
+
+class Ending:
+    """A trainer whose run ends with an error."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.step_under_way, self.stopped = run_dir, 12, []
+
+    @property
+    def system(self) -> None:
+        raise errors.RunError("there are no processes to look at")
+
+    def stop(self, status: str, *, ending: tuple[int, str] | None = None) -> None:
+        self.stopped.append(status)
+        self.ending = ending
+
+
+def remote(error: Exception) -> Exception:
+    """The error as it arrives from a process of the run, in a task group of the driver."""
+    copy = pickle.loads(pickle.dumps(error))
+    told = ray.exceptions.RayTaskError("update", "a traceback", copy, proctitle="learner", pid=1, ip="127.0.0.1")
+    return ExceptionGroup("unhandled errors", [told.as_instanceof_cause()])
+
+
+@pytest.mark.parametrize(("error", "code", "ids"), [
+    (NonFinite("loss", [41, 7]), 6, [7, 41]),
+    (NonFinite("gradient norm of update 0, nan,", [3]), 6, [3]),
+    (StalenessError("step 12 would train group 9"), 6, None),
+    (errors.VerifierFailed("group 3 could not be scored"), 4, None),
+    (errors.Stalled("no batch"), 5, None),
+    (KeyError("a bug"), 1, None),
+])
+def test_errors_end_with_their_code_and_non_finite_groups_are_kept(tmp_path, capsys, error, code, ids) -> None:
+    trainer = Ending(tmp_path)
+
+    def work() -> None:
+        raise remote(error)
+
+    assert run._guarded(trainer, Console(), work) == code and trainer.stopped == ["FAILED"]
+    assert trainer.ending[0] == code and trainer.ending[1], "the report tells of it"
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == f"error: exit code {code}: {EXIT_MEANING[code]}"
+    path = tmp_path / "non_finite.json"
+    assert path.exists() is (ids is not None)
+    if ids is not None:
+        assert json.loads(path.read_text()) == {"step": 12, "group_ids": ids, "reason": str(error)}
+        assert any(str(path) in line for line in out)
+
+
+def test_a_stop_during_the_start_is_exit_0(tmp_path, capsys) -> None:
+    trainer = Ending(tmp_path)
+
+    def work() -> None:
+        raise StopRequested("the run was asked to end")
+
+    assert run._guarded(trainer, Console(), work) == 0 and trainer.stopped == ["KILLED"]
+    assert capsys.readouterr().out.splitlines() == [run.STOPPED_EARLY, f"exit code 0: {EXIT_MEANING[0]}"]
+
+
+def test_the_documented_table_is_the_one_of_the_code() -> None:
+    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "jobs.md").read_text(), re.MULTILINE))
+    assert rows == {str(code): meaning for code, meaning in EXIT_MEANING.items()}
+
+
+def test_every_error_that_ends_a_run_has_a_documented_code() -> None:
+    for base in (errors.RunError, NonFinite):
+        assert {kind.exit_code for kind in [base, *base.__subclasses__()]} <= set(EXIT_MEANING)
+
+
+def test_waiting_for_groups_ends_when_asked() -> None:
+    import asyncio
+
+    from async_grpo.loop import Loop
+
+    class Queue:
+        async def get_batch(self, step: int) -> None:
+            loop.stopping = True
+
+    class Publisher:
+        async def refresh(self, version: int) -> None:
+            return None
+
+    loop = object.__new__(Loop)
+
+    async def main() -> None:
+        loop._config = SimpleNamespace(watchdog=SimpleNamespace(step_timeout_s=60.0))
+        loop._queue, loop._publisher, loop.stopping = Queue(), Publisher(), False
+        loop._failure = asyncio.get_running_loop().create_future()
+        await asyncio.wait_for(loop._take(1), 30)
+
+    began = time.monotonic()
+    with pytest.raises(StopRequested, match="learner step 1"):
+        asyncio.run(main())
+    assert time.monotonic() - began < 30

@@ -1,0 +1,109 @@
+"""A real run that is killed while responses are under way, and continues them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.config.schema import Config
+from async_grpo.observe.console.console import Console
+from async_grpo.replay.history import read_history
+from async_grpo.replay.ledger import State
+from async_grpo.rollout.partial import FILE, PartialFile
+from async_grpo.trainer import Trainer
+from tests.support.models import write_model
+from tests.weights.test_inflight import learner_logprobs
+
+STEPS, TOKENS = 4, 600
+ROOT = Path(__file__).resolve().parents[2]
+TOLD = re.compile(r"(\d+) responses of (\d+) groups continue from ([\d,]+) tokens")
+
+
+def settings(home: Path) -> Config:
+    return Config.model_validate({
+        "seed": 5, "run": {"name": "partial", "dir": str(home / "run"), "total_steps": STEPS}, "model": {"path": str(home / "model")},
+        "task": {"name": "tests.support.mixed_task:Mixed"}, "rollout": {"rollout_batch_size": 2, "group_size": 8, "prompt_length": 32, "response_length": TOKENS},
+        "replay": {"max_staleness": 1, "filter_groups": {"enable": False}}, "algorithm": {"use_kl_loss": False},
+        "learner": {"lr": 1e-9, "tokens_per_micro_batch": 4096}, "weight_sync": {"self_check": False},
+        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False, "report": False}, "checkpoint": {"partial_rollouts": True},
+        "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}},
+    })
+
+
+def first_start(home: Path) -> None:
+    """One step, then a checkpoint in the middle of long responses, and the end of the process."""
+
+    async def under_way(trainer: Trainer) -> None:
+        async with asyncio.timeout(60):
+            while not [one for one, _ in await trainer.system.actors.alive()[0].partials() if one.responses == 8 and one.tokens > 40]:
+                await asyncio.sleep(0.02)
+
+    with open(home / "first.txt", "w") as log:
+        trainer = Trainer(settings(home), console=Console(log))
+        trainer.train(steps=1)
+        asyncio.run_coroutine_threadsafe(under_way(trainer), trainer._loop).result(timeout=90)
+        trainer.save(keep_groups=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1100)
+def test_a_run_that_was_killed_continues_the_responses_of_its_checkpoint(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory).float().eval()
+    with torch.no_grad():
+        model.lm_head.weight[1].zero_()  # the end of a response is rarer
+    model.save_pretrained(directory)
+    died = subprocess.run(
+        [sys.executable, "-c", f"from pathlib import Path; from tests.system.test_partial_run import first_start; first_start(Path({str(tmp_path)!r}))"],
+        cwd=ROOT, timeout=560, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False, capture_output=True, text=True,
+    )
+    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
+    path = checkpoint.latest(tmp_path / "run")
+    assert path is not None and FILE in checkpoint.verify(path)["files"], "its sum is in the manifest"
+    file = PartialFile(path / FILE)
+    left = read_history(tmp_path / "run" / "journal")
+    in_flight = {one.group_id: one for one in file.beginnings if left.groups[one.group_id].state == State.IN_FLIGHT}
+    assert in_flight, "nothing was under way when it was killed"
+    with open(tmp_path / "second.txt", "w") as log, Trainer(settings(tmp_path), console=Console(log)) as trainer:
+        metrics = trainer.train()
+        counts = asyncio.run_coroutine_threadsafe(trainer.system.queue.counts(), trainer._loop).result(timeout=60)
+    text = (tmp_path / "second.txt").read_text()
+    responses, groups, tokens = (int(number.replace(",", "")) for number in TOLD.search(text).groups())
+    assert (responses, groups, tokens) == tuple(
+        sum(numbers) for numbers in zip(*[(one.responses, 1, one.tokens) for one in in_flight.values()], strict=True)
+    ), text
+    assert 0 < metrics["rollout/continued_tokens"] <= tokens
+    history = read_history(tmp_path / "run" / "journal")
+    assert sorted(history.steps) == list(range(1, STEPS + 1)) and {len(ids) for ids in history.steps.values()} == {2}
+    assert (counts["invalid"], counts["failed"], counts["trained"]) == (0, 0, 2 * STEPS)
+    trained = {group_id for ids in history.steps.values() for group_id in ids}
+    assert trained & in_flight.keys(), "none of them was trained"
+    for group_id in trained & in_flight.keys():
+        group, beginning = history.group(group_id), in_flight[group_id]
+        assert (group.attempt, group.policy_version) == (beginning.attempt, beginning.version)
+        _, known = unpacked(file, group_id)
+        for one, start in zip(group.rollouts, known, strict=True):
+            size = len(start.token_ids)
+            assert one.response_ids[:size].tolist() == start.token_ids.tolist(), "a token was changed"
+            assert one.behavior_logprobs[:size].tolist() == start.logprobs.tolist()
+            assert len(one.response_ids) == size if start.finish_reason else len(one.response_ids) > size
+            expected = learner_logprobs(model, group.prompt_ids.tolist(), one.response_ids, 1.0)
+            assert np.abs(one.behavior_logprobs - expected).max() < 1e-4
+
+
+def unpacked(file: PartialFile, group_id: int):
+    from async_grpo.rollout.partial import _decode
+
+    return _decode(file.packed(group_id))
