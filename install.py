@@ -1,9 +1,11 @@
-"""Makes `.venv` with everything that async_grpo needs, or returns at once when nothing changed. The Makefile runs it.
+"""Makes `.venv` with everything that async_grpo needs, or returns at once when nothing changed. The
+Makefile runs it.
 
-Runs in: the machine's own Python, standard library only. It hides which package set fits the machine (CUDA or CPU), where the CPU
-build of torch comes from, and that uv, which resolves the packages, does not read pip's configuration. Invariants: the stamp in
-`.venv` names the packages only after a complete installation; an environment holds one set, and a change of set starts an empty
-environment; each error is one sentence that says what to do.
+Runs in: the machine's own Python, standard library only. It hides which package set fits the
+machine (CUDA or CPU), where the CPU build of torch comes from, and that uv, which resolves the
+packages, does not read pip's configuration. Invariants: the stamp in `.venv` names the packages
+only after a complete installation; an environment holds one set, and a change of set starts an
+empty environment; each error is one sentence that says what to do.
 """
 
 import sys
@@ -12,7 +14,9 @@ PYTHONS = ((3, 11), (3, 12), (3, 13))
 
 
 def check_python(version: tuple) -> None:
-    """Return for a supported Python; otherwise start this program again with one from PATH, or exit with a sentence."""
+    """Return for a supported Python; otherwise start this program again with one from PATH, or exit
+    with a sentence.
+    """
     import os
     import shutil
     import subprocess
@@ -22,10 +26,17 @@ def check_python(version: tuple) -> None:
     for major, minor in PYTHONS:
         other = shutil.which(f"python{major}.{minor}")
         # A name on PATH may be a shim that starts nothing, so the candidate has to answer.
-        if other and subprocess.call([other, "-c", "import venv"], stderr=subprocess.DEVNULL, timeout=60) == 0:
+        if (
+            other
+            and subprocess.call([other, "-c", "import venv"], stderr=subprocess.DEVNULL, timeout=60)
+            == 0
+        ):
             os.execv(other, [other, *sys.argv])
     found = f"{version[0]}.{version[1]}"
-    sys.exit(f"async_grpo needs Python 3.11, 3.12 or 3.13, and this is Python {found}: make install PYTHON=/path/to/python3.12")
+    sys.exit(
+        f"async_grpo needs Python 3.11, 3.12 or 3.13, and this is Python {found}: make "
+        "install PYTHON=/path/to/python3.12"
+    )
 
 
 # Before anything that an older Python cannot load, so that it too gives the sentence above.
@@ -59,18 +70,32 @@ PROBE_SECONDS = 180
 INSTALL_SECONDS = 3600
 
 NETWORK = (
-    r"dns error|error sending request|Failed to fetch|[Cc]onnection (refused|reset|error|broken)|NewConnectionError|ProxyError|timed out"
+    r"dns error|error sending request|Failed to fetch|[Cc]onnection "
+    r"(refused|reset|error|broken)|NewConnectionError|ProxyError|timed out"
 )
 KNOWN_ERRORS = (
-    (NETWORK + "|from versions: none",
-     "a package source could not be reached: check the network, or the proxy and index settings that `pip config list` shows"),
-    (r"No space left on device|os error 28", "the disk is full: free space, or move the checkout to a larger disk"),
-    (r"(gcc|cc|c\+\+|g\+\+)['\"`]? failed|unable to execute|No such file or directory: '(gcc|cc)'|CompileError",
-     "a package has to be compiled and no working C compiler was found: install one (Debian, Ubuntu: apt install build-essential)"),
-    (r"No solution found|ResolutionImpossible|No matching distribution",
-     "the package sources of this machine do not offer a fitting set of the packages in packages.toml: the lines above name the package"),
+    (
+        NETWORK + "|from versions: none",
+        "a package source could not be reached: check the network, or the proxy and index "
+        "settings that `pip config list` shows",
+    ),
+    (
+        r"No space left on device|os error 28",
+        "the disk is full: free space, or move the checkout to a larger disk",
+    ),
+    (
+        r"(gcc|cc|c\+\+|g\+\+)['\"`]? failed|unable to execute|No such file or directory: "
+        r"'(gcc|cc)'|CompileError",
+        "a package has to be compiled and no working C compiler was found: install one "
+        "(Debian, Ubuntu: apt install build-essential)",
+    ),
+    (
+        r"No solution found|ResolutionImpossible|No matching distribution",
+        "the package sources of this machine do not offer a fitting set of the packages "
+        "in packages.toml: the lines above name the package",
+    ),
     (r"[Pp]ermission denied", "a file may not be written: check who owns the checkout and .venv"),
-)  # fmt: skip
+)
 
 
 class InstallError(Exception):
@@ -89,10 +114,12 @@ class Sources:
     certificate: str | None = None
 
     def environment(self) -> dict[str, str]:
-        """The same sources as uv's variables; variables (not arguments), so that passwords in an address stay out of process lists.
+        """The same sources as uv's variables; variables (not arguments), so that passwords in an
+        address stay out of process lists.
 
-        What the user set for uv comes first. pip takes the best version over all indexes, uv the first index that knows a name;
-        uv is told to do as pip does, because the sources were written for pip.
+        What the user set for uv comes first. pip takes the best version over all indexes, uv the
+        first index that knows a name; uv is told to do as pip does, because the sources were
+        written for pip.
         """
         env = dict(os.environ)
         if self.index and not env.keys() & {"UV_DEFAULT_INDEX", "UV_INDEX_URL"}:
@@ -124,14 +151,23 @@ class Answer:
 def parse_pip_config(listing: str) -> Sources:
     """Sources out of `pip config list`, whose lines are `section.key='value'`.
 
-    pip's order of precedence: `:env:` over a command's own section over `global`. Addresses that add up are united over all sections.
+    pip's order of precedence: `:env:` over a command's own section over `global`. Addresses that
+    add up are united over all sections.
     """
     sections = {"global": 0, "install": 1, ":env:": 2}
-    lines = [m.groups() for m in re.finditer(r"^(global|install|:env:)\.([a-z-]+)=(.*)$", listing, re.MULTILINE)]
-    settings = [(key, ast.literal_eval(value)) for _, key, value in sorted(lines, key=lambda line: sections[line[0]])]
+    lines = [
+        m.groups()
+        for m in re.finditer(r"^(global|install|:env:)\.([a-z-]+)=(.*)$", listing, re.MULTILINE)
+    ]
+    settings = [
+        (key, ast.literal_eval(value))
+        for _, key, value in sorted(lines, key=lambda line: sections[line[0]])
+    ]
 
     def united(key: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(word for name, value in settings if name == key for word in value.split()))
+        return tuple(
+            dict.fromkeys(word for name, value in settings if name == key for word in value.split())
+        )
 
     last = dict(settings)
     return Sources(
@@ -144,11 +180,15 @@ def parse_pip_config(listing: str) -> Sources:
     )
 
 
-def choose_sources(kind: str, configured: Sources, pins: dict, probe: Callable[[str, Sources], Answer]) -> Sources:
-    """Sources that give the torch build of this set; `probe(requirement, sources)` asks the resolver.
+def choose_sources(
+    kind: str, configured: Sources, pins: dict, probe: Callable[[str, Sources], Answer]
+) -> Sources:
+    """Sources that give the torch build of this set; `probe(requirement, sources)` asks the
+    resolver.
 
-    CPU: what the machine is configured with and, only if that lacks the CPU build, PyTorch's own index in addition. GPU: a local
-    version such as 2.13.0+cpu sorts above PyPI's CUDA build, so find-links that hold one are left out.
+    CPU: what the machine is configured with and, only if that lacks the CPU build, PyTorch's own
+    index in addition. GPU: a local version such as 2.13.0+cpu sorts above PyPI's CUDA build, so
+    find-links that hold one are left out.
     """
     index = pins["installer"]["cpu_torch_index"]
     if kind == "cpu":
@@ -156,15 +196,23 @@ def choose_sources(kind: str, configured: Sources, pins: dict, probe: Callable[[
         answer = probe(wanted, configured)
         if answer.version:
             return configured
-        print(f"      {wanted} is not in the configured package sources; asking {index} as well", flush=True)
+        print(
+            f"      {wanted} is not in the configured package sources; asking {index} as well",
+            flush=True,
+        )
         extended = replace(configured, extra_indexes=(*configured.extra_indexes, index))
         answer = probe(wanted, extended)
         if answer.version:
             return extended
-        why = "which cannot be reached from here" if re.search(NETWORK, answer.output) else "for this Python and processor"
+        why = (
+            "which cannot be reached from here"
+            if re.search(NETWORK, answer.output)
+            else "for this Python and processor"
+        )
         raise InstallError(
             f"{wanted} is neither in the configured package sources nor at {index}, {why}: "
-            "download its wheel elsewhere and run `pip config set global.find-links /folder/of/the/wheel`"
+            "download its wheel elsewhere and run `pip config set global.find-links "
+            "/folder/of/the/wheel`"
         )
     wanted = next(line for line in pins["base"] if line.startswith("torch=="))
     for sources in (configured, replace(configured, find_links=())):
@@ -173,7 +221,10 @@ def choose_sources(kind: str, configured: Sources, pins: dict, probe: Callable[[
             raise InstallError(explain(answer.output))
         if "+cpu" not in answer.version:
             return sources
-    raise InstallError(f"the configured package sources give a CPU build for {wanted}: remove it from them, or make install SET=cpu")
+    raise InstallError(
+        f"the configured package sources give a CPU build for {wanted}: remove it from "
+        "them, or make install SET=cpu"
+    )
 
 
 def explain(output: str) -> str:
@@ -181,7 +232,9 @@ def explain(output: str) -> str:
     for pattern, sentence in KNOWN_ERRORS:
         if re.search(pattern, output):
             return sentence
-    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")
+    last = next(
+        (line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output"
+    )
     return f"the installation stopped with: {last}"
 
 
@@ -204,28 +257,48 @@ def can_compile() -> bool:
 
 def compiler_hint() -> str:
     """What to install so that `can_compile` becomes true."""
-    return f"install them (Debian, Ubuntu: apt install build-essential python{sys.version_info[0]}.{sys.version_info[1]}-dev) and repeat"
+    return (
+        "install them (Debian, Ubuntu: apt install build-essential "
+        f"python{sys.version_info[0]}.{sys.version_info[1]}-dev) and repeat"
+    )
 
 
 def state(kind: str) -> dict[str, str]:
-    """What the stamp records: another value of any entry means that the environment is not the wanted one."""
-    digest = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in ("packages.toml", "setup.py")))
-    return {"set": kind, "root": str(ROOT), "compiler": "yes" if can_compile() else "no", "packages": digest.hexdigest()}
+    """What the stamp records: another value of any entry means that the environment is not the
+    wanted one.
+    """
+    digest = hashlib.sha256(
+        b"".join((ROOT / name).read_bytes() for name in ("packages.toml", "setup.py"))
+    )
+    return {
+        "set": kind,
+        "root": str(ROOT),
+        "compiler": "yes" if can_compile() else "no",
+        "packages": digest.hexdigest(),
+    }
 
 
 def installed() -> dict[str, str]:
-    """The stamp of `.venv`, in which `packages` is empty until an installation is complete; {} without a stamp or a working Python."""
+    """The stamp of `.venv`, in which `packages` is empty until an installation is complete; {}
+    without a stamp or a working Python.
+    """
     return json.loads(STAMP.read_text()) if STAMP.exists() and PYTHON.exists() else {}
 
 
 def resolve_set(wanted: str) -> str:
-    """The set to use: an explicit one, else the one that `.venv` has, else the one that fits the machine."""
+    """The set to use: an explicit one, else the one that `.venv` has, else the one that fits the
+    machine.
+    """
     return wanted if wanted != "auto" else installed().get("set") or detect()
 
 
 def run(command: list[str], *, env: dict[str, str], deadline_s: float) -> None:
-    """Run a command and pass its lines on as they come, without the list of single packages; raise InstallError if it fails."""
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """Run a command and pass its lines on as they come, without the list of single packages; raise
+    InstallError if it fails.
+    """
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     timer = threading.Timer(deadline_s, process.kill)
     timer.start()
     lines: list[str] = []
@@ -237,43 +310,79 @@ def run(command: list[str], *, env: dict[str, str], deadline_s: float) -> None:
     timed_out = not timer.is_alive()
     timer.cancel()
     if code:
-        raise InstallError(f"gave up after {deadline_s:.0f} s: try again" if timed_out else explain("".join(lines)))
+        raise InstallError(
+            f"gave up after {deadline_s:.0f} s: try again" if timed_out else explain("".join(lines))
+        )
 
 
 def make_venv(kind: str) -> None:
-    """An environment with this Python, emptied first when it belongs to another set or another place; a foreign one is adopted."""
+    """An environment with this Python, emptied first when it belongs to another set or another
+    place; a foreign one is adopted.
+    """
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
-            raise InstallError(f"this Python has no {module} module: install it (Debian, Ubuntu: apt install python{version}-venv)")
+            raise InstallError(
+                f"this Python has no {module} module: install it (Debian, Ubuntu: apt "
+                f"install python{version}-venv)"
+            )
     if shutil.disk_usage(ROOT).free < FREE_GB[kind] * 1e9:
-        raise InstallError(f"the {kind} packages need {FREE_GB[kind]} GB and {ROOT} has less: free space, or move the checkout")
+        raise InstallError(
+            f"the {kind} packages need {FREE_GB[kind]} GB and {ROOT} has less: free space, "
+            "or move the checkout"
+        )
     if kind == "gpu" and not can_compile():
-        raise InstallError(f"Triton compiles GPU kernels at run time and needs gcc and Python.h: {compiler_hint()}")
+        raise InstallError(
+            f"Triton compiles GPU kernels at run time and needs gcc and Python.h: {compiler_hint()}"
+        )
     before, now = installed(), state(kind)
     # pip comes last when an environment is made: without it the making was interrupted.
     usable = PYTHON.exists() and (VENV / "bin" / "pip").exists()
     if not usable or (before and (before["set"], before["root"]) != (now["set"], now["root"])):
-        # Not sys.executable: that may be the Python inside the very environment that is emptied here.
+        # Not sys.executable: that may be the Python inside the very environment that is emptied
+        # here.
         base = Path(sys.base_prefix) / "bin" / f"python{version}"
-        run([str(base if base.exists() else sys.executable), "-m", "venv", "--clear", str(VENV)], env=dict(os.environ), deadline_s=300)
+        run(
+            [str(base if base.exists() else sys.executable), "-m", "venv", "--clear", str(VENV)],
+            env=dict(os.environ),
+            deadline_s=300,
+        )
     STAMP.write_text(json.dumps({**now, "packages": ""}))
 
 
 def probe_with_uv(requirement: str, sources: Sources) -> Answer:
-    """Ask uv which version of one requirement it would take for `.venv`; nothing is downloaded but index pages."""
+    """Ask uv which version of one requirement it would take for `.venv`; nothing is downloaded but
+    index pages.
+    """
     options = ["--no-deps", "--no-header", "--no-annotate", "--quiet", "--python", str(PYTHON)]
     command = [str(VENV / "bin" / "uv"), "pip", "compile", *options, "-"]
     done = subprocess.run(
-        command, check=False, input=requirement, env=sources.environment(), cwd=ROOT, capture_output=True, text=True, timeout=PROBE_SECONDS
+        command,
+        check=False,
+        input=requirement,
+        env=sources.environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PROBE_SECONDS,
     )
-    found = re.search(r"^[\w.-]+==(\S+)", done.stdout, re.MULTILINE) if done.returncode == 0 else None
+    found = (
+        re.search(r"^[\w.-]+==(\S+)", done.stdout, re.MULTILINE) if done.returncode == 0 else None
+    )
     return Answer(version=found and found[1], output=done.stderr)
 
 
 def install_packages(kind: str, pins: dict, sources: Sources) -> None:
     """All packages in one call of the resolver, async_grpo itself editable."""
-    command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "-e", f".[{kind},{EXTRAS}]"]
+    command = [
+        str(VENV / "bin" / "uv"),
+        "pip",
+        "install",
+        "--python",
+        str(PYTHON),
+        "-e",
+        f".[{kind},{EXTRAS}]",
+    ]
     left_out = list(pins["installer"]["cpu_leave_out"]) if kind == "cpu" else []
     if not can_compile():
         left_out += pins["installer"]["needs_compiler"]
@@ -288,32 +397,58 @@ def install_packages(kind: str, pins: dict, sources: Sources) -> None:
 
 def check(kind: str) -> None:
     """Load torch once and say what it sees."""
-    code = "import torch; print(torch.__version__, torch.version.cuda or 'CPU', torch.cuda.device_count())"
-    done = subprocess.run([str(PYTHON), "-c", code], check=False, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    code = (
+        "import torch; print(torch.__version__, torch.version.cuda or 'CPU', "
+        "torch.cuda.device_count())"
+    )
+    done = subprocess.run(
+        [str(PYTHON), "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
     if done.returncode:
-        raise InstallError(f"torch does not load: {done.stderr.strip().splitlines()[-1]}; make clean, then make install")
+        raise InstallError(
+            f"torch does not load: {done.stderr.strip().splitlines()[-1]}; make clean, "
+            "then make install"
+        )
     version, cuda, gpus = done.stdout.split()[-3:]
-    print(f"      torch {version}, " + (f"CUDA {cuda}, {gpus} GPU(s)" if kind == "gpu" else "CPU"), flush=True)
+    print(
+        f"      torch {version}, " + (f"CUDA {cuda}, {gpus} GPU(s)" if kind == "gpu" else "CPU"),
+        flush=True,
+    )
     if kind == "gpu" and gpus == "0":
         raise InstallError(
-            f"torch sees no GPU: it needs an NVIDIA driver for CUDA {cuda} (`nvidia-smi` shows yours): update it, or make install SET=cpu"
+            f"torch sees no GPU: it needs an NVIDIA driver for CUDA {cuda} (`nvidia-smi` "
+            "shows yours): update it, or make install SET=cpu"
         )
 
 
 def install(kind: str) -> None:
-    """Bring `.venv` to the wanted set. Errors: InstallError, after which a repeated call goes on where this one stopped."""
+    """Bring `.venv` to the wanted set. Errors: InstallError, after which a repeated call goes on
+    where this one stopped.
+    """
     start = time.monotonic()
     pins = tomllib.loads((ROOT / "packages.toml").read_text(encoding="utf-8"))
     print(f"[1/4] {VENV} for the {kind} packages", flush=True)
     if kind == "cpu" and detect() == "gpu":
-        print("      this machine has an NVIDIA GPU: `make install SET=gpu` would use it", flush=True)
+        print(
+            "      this machine has an NVIDIA GPU: `make install SET=gpu` would use it", flush=True
+        )
     make_venv(kind)
     print("[2/4] resolver", flush=True)
     pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check"]
     run([*pip, "install", "--quiet", pins["installer"]["uv"]], env=dict(os.environ), deadline_s=600)
-    listing = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT).stdout
+    listing = subprocess.run(
+        [*pip, "config", "list"], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    ).stdout
     sources = choose_sources(kind, parse_pip_config(listing), pins, probe_with_uv)
-    print("[3/4] packages: about 4 GB (CPU) or 10 GB (GPU), which takes minutes the first time", flush=True)
+    print(
+        "[3/4] packages: about 4 GB (CPU) or 10 GB (GPU), which takes minutes the first time",
+        flush=True,
+    )
     install_packages(kind, pins, sources)
     print("[4/4] check", flush=True)
     check(kind)
@@ -323,16 +458,27 @@ def install(kind: str) -> None:
 
 def main() -> int:
     """Exit code 0 with a complete `.venv`, 1 with one sentence on stderr otherwise."""
-    parser = argparse.ArgumentParser(description="Make .venv with everything that async_grpo needs.")
-    parser.add_argument("--set", choices=("auto", "cpu", "gpu"), default="auto", help="package set; auto keeps that of an existing .venv")
-    parser.add_argument("--which", action="store_true", help="only print the set that would be used")
+    parser = argparse.ArgumentParser(
+        description="Make .venv with everything that async_grpo needs."
+    )
+    parser.add_argument(
+        "--set",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="package set; auto keeps that of an existing .venv",
+    )
+    parser.add_argument(
+        "--which", action="store_true", help="only print the set that would be used"
+    )
     args = parser.parse_args()
     try:
         kind = resolve_set(args.set)
         if args.which:
             print(kind)
         elif sys.platform != "linux":
-            raise InstallError("vLLM's packages exist for Linux only: use a Linux machine, WSL or a container")
+            raise InstallError(
+                "vLLM's packages exist for Linux only: use a Linux machine, WSL or a container"
+            )
         elif installed() != state(kind):
             install(kind)
     except InstallError as error:
@@ -340,7 +486,11 @@ def main() -> int:
         return 1
     except subprocess.TimeoutExpired as error:
         name = Path(error.cmd[0]).name
-        print(f"error: {name} gave no answer within {error.timeout:.0f} s: check the network and try again", file=sys.stderr)
+        print(
+            f"error: {name} gave no answer within {error.timeout:.0f} s: check the network "
+            "and try again",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("error: interrupted; the same command goes on from here", file=sys.stderr)

@@ -1,9 +1,11 @@
 """From the groups of a learner step to the micro-batches of every rank.
 
-Runs in: the driver (plain Python). Hides the dealing of rows: rows of a group belong in the same micro-batch, where they share their prompt,
-and ranks should have equally much to do. Invariants: every row of an update is on exactly one rank and in one
-micro-batch; all ranks have the same number of micro-batches in an update (ranks that communicate in forward and backward would wait for
-each other otherwise); the same input gives the same plan on every process and in every run, so a resumed run repeats it.
+Runs in: the driver (plain Python). Hides the dealing of rows: rows of a group belong in the same
+micro-batch, where they share their prompt, and ranks should have equally much to do. Invariants:
+every row of an update is on exactly one rank and in one micro-batch; all ranks have the same number
+of micro-batches in an update (ranks that communicate in forward and backward would wait for each
+other otherwise); the same input gives the same plan on every process and in every run, so a resumed
+run repeats it.
 """
 
 from __future__ import annotations
@@ -14,22 +16,30 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 ATTENTION_TOKENS = 8192
-"""Row length at which attention costs about as much as the rest of the model; weighs the sum of L^2 against the sum of L."""
+"""Row length at which attention costs about as much as the rest of the model; weighs the sum of L^2
+against the sum of L.
+"""
 REPEATED = 2
-"""Attention works on rows with their prompts in front, shared or not: a micro-batch's rows hold at most this many times the token budget."""
+"""Attention works on rows with their prompts in front, shared or not: a micro-batch's rows hold at
+most this many times the token budget.
+"""
 
 
 RowKey = tuple[int, int]
 """(group_id, place of the row in its group)."""
 RowShape = tuple[Hashable, int, int]
-"""(prompt, its length, length of the response). Rows of a micro-batch with the same prompt share its computation."""
+"""(prompt, its length, length of the response). Rows of a micro-batch with the same prompt share
+its computation.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One response to train. `row` is its place in the group; lengths in tokens of prompt and response.
+    """One response to train. `row` is its place in the group; lengths in tokens of prompt and
+    response.
 
-    `weight` is the loss weight of each of its tokens, with the global normaliser; 0 keeps the row out of the loss.
+    `weight` is the loss weight of each of its tokens, with the global normaliser; 0 keeps the row
+    out of the loss.
     """
 
     group_id: int
@@ -46,7 +56,9 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class RowValue:
-    """What a row is worth: its advantage; for estimators with returns, its reward and the reward of its prompt's greedy response."""
+    """What a row is worth: its advantage; for estimators with returns, its reward and the reward of
+    its prompt's greedy response.
+    """
 
     value: float
     baseline: float = 0.0
@@ -54,10 +66,12 @@ class RowValue:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank does in a learner step: `updates[u][m]` are its rows of micro-batch m of optimizer update u.
+    """What one rank does in a learner step: `updates[u][m]` are its rows of micro-batch m of
+    optimizer update u.
 
-    `group_ids`: the groups whose payload the rank needs, ascending. A micro-batch without rows keeps the rank in step with the others.
-    `epoch_updates`: optimizer updates in one epoch. A row is in one update of each epoch, on any rank.
+    `group_ids`: the groups whose payload the rank needs, ascending. A micro-batch without rows
+    keeps the rank in step with the others. `epoch_updates`: optimizer updates in one epoch. A row
+    is in one update of each epoch, on any rank.
     """
 
     step: int
@@ -68,34 +82,57 @@ class RankPlan:
     @property
     def rows(self) -> dict[RowKey, PlanRow]:
         """Every row that this rank works on, once, in the order of their keys."""
-        rows = {row.key: row for update in self.updates for batch in update for row in batch}  # its weight may differ between epochs
+        rows = {
+            row.key: row for update in self.updates for batch in update for row in batch
+        }  # its weight may differ between epochs
         return {key: rows[key] for key in sorted(rows)}
 
     @property
     def owned(self) -> frozenset[RowKey]:
-        """The rows that this rank speaks for: those of its first epoch, so that each row of the step is owned by one rank."""
-        return frozenset(row.key for update in self.updates[: self.epoch_updates] for batch in update for row in batch)
+        """The rows that this rank speaks for: those of its first epoch, so that each row of the
+        step is owned by one rank.
+        """
+        return frozenset(
+            row.key
+            for update in self.updates[: self.epoch_updates]
+            for batch in update
+            for row in batch
+        )
 
 
-def minibatches(group_ids: Sequence[int], *, seed: int, step: int, epoch: int, groups_per_minibatch: int) -> list[list[int]]:
-    """Groups of each optimizer update of one epoch: a permutation by hash of (seed, step, epoch), cut into minibatches.
+def minibatches(
+    group_ids: Sequence[int], *, seed: int, step: int, epoch: int, groups_per_minibatch: int
+) -> list[list[int]]:
+    """Groups of each optimizer update of one epoch: a permutation by hash of (seed, step, epoch),
+    cut into minibatches.
 
-    Depends on the set of ids alone, not on their order. The last minibatch is smaller if the division leaves a rest; ids inside a
-    minibatch are ascending. Raises ValueError for a repeated id or a minibatch size below 1.
+    Depends on the set of ids alone, not on their order. The last minibatch is smaller if the
+    division leaves a rest; ids inside a minibatch are ascending. Raises ValueError for a repeated
+    id or a minibatch size below 1.
     """
     if groups_per_minibatch < 1 or len(set(group_ids)) != len(group_ids):
-        raise ValueError(f"minibatches of {groups_per_minibatch} groups from ids {list(group_ids)}; at least 1 group each, and no id twice")
+        raise ValueError(
+            f"minibatches of {groups_per_minibatch} groups from ids {list(group_ids)}; at "
+            "least 1 group each, and no id twice"
+        )
 
     def key(group_id: int) -> tuple[bytes, int]:
-        return hashlib.blake2b(f"{seed}/{step}/{epoch}/{group_id}".encode(), digest_size=16).digest(), group_id
+        return hashlib.blake2b(
+            f"{seed}/{step}/{epoch}/{group_id}".encode(), digest_size=16
+        ).digest(), group_id
 
     order = sorted(group_ids, key=key)
-    return [sorted(order[start : start + groups_per_minibatch]) for start in range(0, len(order), groups_per_minibatch)]
+    return [
+        sorted(order[start : start + groups_per_minibatch])
+        for start in range(0, len(order), groups_per_minibatch)
+    ]
 
 
 def micro_batches(rows: Sequence[RowShape], token_budget: int) -> list[list[int]]:
-    """Positions of the rows in order, cut into micro-batches of at most `token_budget` tokens, each prompt counted once, and REPEATED times
-    that with every row's prompt; a single longer row is a micro-batch of its own."""
+    """Positions of the rows in order, cut into micro-batches of at most `token_budget` tokens, each
+    prompt counted once, and REPEATED times that with every row's prompt; a single longer row is a
+    micro-batch of its own.
+    """
     batches: list[list[int]] = []
     prompts: set[Hashable] = set()
     room = attended = 0
@@ -116,19 +153,36 @@ def micro_batches(rows: Sequence[RowShape], token_budget: int) -> list[list[int]
 def deal(rows: Sequence[RowShape], *, ranks: int, token_budget: int) -> list[list[list[int]]]:
     """Positions of the rows by rank and micro-batch: result[rank][micro_batch].
 
-    Rows of a prompt share it where they are in one micro-batch, but whole groups cannot be dealt as evenly as single rows. So the rows of
-    each prompt are dealt whole, in halves, quarters and so on, largest first to the rank with the least to do, and the deal whose slowest
-    rank is fastest is taken, the coarsest of equals. A row costs its tokens, those of a shared prompt once, and L^2 for attention. All ranks
-    have the same number of micro-batches, at least one; missing ones are empty. Raises ValueError for arguments below 1.
+    Rows of a prompt share it where they are in one micro-batch, but whole groups cannot be dealt as
+    evenly as single rows. So the rows of each prompt are dealt whole, in halves, quarters and so
+    on, largest first to the rank with the least to do, and the deal whose slowest rank is fastest
+    is taken, the coarsest of equals. A row costs its tokens, those of a shared prompt once, and L^2
+    for attention. All ranks have the same number of micro-batches, at least one; missing ones are
+    empty. Raises ValueError for arguments below 1.
     """
     if ranks < 1 or token_budget < 1:
-        raise ValueError(f"{ranks} ranks with {token_budget} tokens per micro-batch; both must be at least 1")
+        raise ValueError(
+            f"{ranks} ranks with {token_budget} tokens per micro-batch; both must be at least 1"
+        )
     answered: dict[Hashable, list[int]] = {}
-    for position in sorted(range(len(rows)), key=lambda position: (-sum(rows[position][1:]), position)):
+    for position in sorted(
+        range(len(rows)), key=lambda position: (-sum(rows[position][1:]), position)
+    ):
         answered.setdefault(rows[position][0], []).append(position)
     largest, pieces, deals = max(map(len, answered.values()), default=1), 1, []
     while True:
-        deals.append(_dealt(rows, [places[start::pieces] for places in answered.values() for start in range(min(pieces, len(places)))], ranks, token_budget))
+        deals.append(
+            _dealt(
+                rows,
+                [
+                    places[start::pieces]
+                    for places in answered.values()
+                    for start in range(min(pieces, len(places)))
+                ],
+                ranks,
+                token_budget,
+            )
+        )
         if pieces >= largest or ranks == 1:
             break
         pieces *= 2
@@ -137,15 +191,25 @@ def deal(rows: Sequence[RowShape], *, ranks: int, token_budget: int) -> list[lis
     return [batches + [[] for _ in range(count - len(batches))] for batches in dealt]
 
 
-def _dealt(rows: Sequence[RowShape], pieces: Sequence[list[int]], ranks: int, token_budget: int) -> tuple[float, list[list[list[int]]]]:
-    """What the slowest rank has to do, and the micro-batches of every rank, when each piece goes to one rank."""
+def _dealt(
+    rows: Sequence[RowShape], pieces: Sequence[list[int]], ranks: int, token_budget: int
+) -> tuple[float, list[list[list[int]]]]:
+    """What the slowest rank has to do, and the micro-batches of every rank, when each piece goes to
+    one rank.
+    """
     loads = [_cost(rows, piece) for piece in pieces]
     waiting, mine = [(0.0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]
     for index in sorted(range(len(pieces)), key=lambda index: (-loads[index], pieces[index])):
         load, rank = heapq.heappop(waiting)
         heapq.heappush(waiting, (load + loads[index], rank))
         mine[rank] += pieces[index]
-    dealt = [[[places[k] for k in batch] for batch in micro_batches([rows[place] for place in places], token_budget)] for places in mine]
+    dealt = [
+        [
+            [places[k] for k in batch]
+            for batch in micro_batches([rows[place] for place in places], token_budget)
+        ]
+        for places in mine
+    ]
     return max(sum(_cost(rows, batch) for batch in batches) for batches in dealt), dealt
 
 
@@ -153,17 +217,38 @@ def _cost(rows: Sequence[RowShape], positions: Sequence[int]) -> float:
     """Of rows in one micro-batch, in tokens."""
     prompts = {rows[position][0]: rows[position][1] for position in positions}
     shapes = [rows[position][1:] for position in positions]
-    return sum(prompts.values()) + sum(length + (prompt + length) ** 2 / ATTENTION_TOKENS for prompt, length in shapes)
+    return sum(prompts.values()) + sum(
+        length + (prompt + length) ** 2 / ATTENTION_TOKENS for prompt, length in shapes
+    )
 
 
 def make_rank_plans(
-    step: int, updates_rows: list[list[PlanRow]], *, ranks: int, token_budget: int, epoch_updates: int
+    step: int,
+    updates_rows: list[list[PlanRow]],
+    *,
+    ranks: int,
+    token_budget: int,
+    epoch_updates: int,
 ) -> list[RankPlan]:
-    """The plan of every rank for one learner step, from the rows of each optimizer update in order."""
+    """The plan of every rank for one learner step, from the rows of each optimizer update in
+    order.
+    """
     updates: list[list[tuple[tuple[PlanRow, ...], ...]]] = [[] for _ in range(ranks)]
     for rows in updates_rows:
-        dealt = deal([(row.group_id, row.prompt_length, row.length) for row in rows], ranks=ranks, token_budget=token_budget)
+        dealt = deal(
+            [(row.group_id, row.prompt_length, row.length) for row in rows],
+            ranks=ranks,
+            token_budget=token_budget,
+        )
         for rank, batches in enumerate(dealt):
-            updates[rank].append(tuple(tuple(rows[position] for position in batch) for batch in batches))
-    groups = [sorted({row.group_id for batches in plan for batch in batches for row in batch}) for plan in updates]
-    return [RankPlan(step, tuple(ids), tuple(plan), epoch_updates) for ids, plan in zip(groups, updates, strict=True)]
+            updates[rank].append(
+                tuple(tuple(rows[position] for position in batch) for batch in batches)
+            )
+    groups = [
+        sorted({row.group_id for batches in plan for batch in batches for row in batch})
+        for plan in updates
+    ]
+    return [
+        RankPlan(step, tuple(ids), tuple(plan), epoch_updates)
+        for ids, plan in zip(groups, updates, strict=True)
+    ]

@@ -1,6 +1,7 @@
 """Why a run ends, and with which exit code.
 
-Runs in: any process. An exception that ends a run carries its exit code as a class attribute; one without is a bug and exits with 1.
+Runs in: any process. An exception that ends a run carries its exit code as a class attribute; one
+without is a bug and exits with 1.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ EXIT_MEANING = {
     1: "an unexpected error; the traceback above says where",
     2: "the configuration, an input file or the cluster's resources do not fit",
     3: "the data has no learning signal left, or too many groups failed",
-    4: "a process died too often, or one died that cannot be replaced, or checkpoints cannot be written",
+    4: "a process died too often, or one died that cannot be replaced, or checkpoints cannot "
+    "be written",
     5: "the run stalled: a wait reached its deadline",
-    6: "the numbers are wrong: a loss or gradient is not finite, an engine does not compute with the learner's weights, or a token is too old",
+    6: "the numbers are wrong: a loss or gradient is not finite, an engine does not compute "
+    "with the learner's weights, or a token is too old",
     7: "the journal of the replay queue cannot be written or read",
 }
 
@@ -36,13 +39,17 @@ class SetupError(RunError):
 
 
 class FaultBudgetSpent(RunError):
-    """More processes died than `cluster.restart_budget` allows, or one that has no replacement, or checkpoints fail for good."""
+    """More processes died than `cluster.restart_budget` allows, or one that has no replacement, or
+    checkpoints fail for good.
+    """
 
     exit_code = 4
 
 
 class LearnerLost(FaultBudgetSpent):
-    """A learner rank died, or does not answer (`silent`): its gang starts again from the last checkpoint, or the run ends."""
+    """A learner rank died, or does not answer (`silent`): its gang starts again from the last
+    checkpoint, or the run ends.
+    """
 
     def __init__(self, message: str, *, silent: bool = False) -> None:
         super().__init__(message)

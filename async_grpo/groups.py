@@ -1,6 +1,8 @@
-"""What crosses a process: tickets, groups with their tokens, and what the driver knows of them without tokens.
+"""What crosses a process: tickets, groups with their tokens, and what the driver knows of them
+without tokens.
 
-Runs in: any process. Hides nothing; `wire` turns groups into bytes and back, and names these types too.
+Runs in: any process. Hides nothing; `wire` turns groups into bytes and back, and names these types
+too.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupTicket:
-    """Permission to produce one group. `policy_version` is the live version at the time of issue (of the first one, for a
-    group that a resumed run continues), in this `run_epoch`.
+    """Permission to produce one group. `policy_version` is the live version at the time of issue
+    (of the first one, for a group that a resumed run continues), in this `run_epoch`.
 
-    A run that discards learner steps writes their version numbers a second time, with other weights: it raises its epoch by one.
+    A run that discards learner steps writes their version numbers a second time, with other
+    weights: it raises its epoch by one.
     """
 
     group_id: int
@@ -47,8 +50,9 @@ class VersionSpan:
 class Rollout:
     """One sampled response.
 
-    response_ids [L] int32; behavior_logprobs [L] float32, under the distribution each token was sampled from; loss_mask [L] uint8,
-    1 on tokens the policy sampled; versions cover [0, L) in order; rewards: raw value by component; verdict: 0/1 or None.
+    response_ids [L] int32; behavior_logprobs [L] float32, under the distribution each token was
+    sampled from; loss_mask [L] uint8, 1 on tokens the policy sampled; versions cover [0, L) in
+    order; rewards: raw value by component; verdict: 0/1 or None.
     """
 
     response_ids: np.ndarray
@@ -63,10 +67,12 @@ class Rollout:
 
 @dataclass(slots=True)
 class Group:
-    """The rollouts of one prompt: filtered, journaled, trained or dropped whole. prompt_ids [P] int32.
+    """The rollouts of one prompt: filtered, journaled, trained or dropped whole. prompt_ids [P]
+    int32.
 
-    actor_id: of the actor's process, which has one engine. times: Unix seconds when the ticket came (`queued`), the first token of the
-    group, the last token of all responses (`done`), and the last reward (`scored`).
+    actor_id: of the actor's process, which has one engine. times: Unix seconds when the ticket came
+    (`queued`), the first token of the group, the last token of all responses (`done`), and the last
+    reward (`scored`).
     """
 
     group_id: int
@@ -83,7 +89,8 @@ class Group:
 class RowMeta:
     """What the driver knows of one rollout: lengths in tokens, rewards and versions, never tokens.
 
-    Nobody changes one. It is not frozen because that makes it four times as expensive to make, and the queue makes one per rollout.
+    Nobody changes one. It is not frozen because that makes it four times as expensive to make, and
+    the queue makes one per rollout.
     """
 
     role: Role
@@ -143,11 +150,31 @@ class Batch:
     groups: tuple[GroupMeta, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As plain tuples: the queue sends the facts of every group to the driver, and pickling objects costs it three times as much."""
+        """As plain tuples: the queue sends the facts of every group to the driver, and pickling
+        objects costs it three times as much.
+        """
         plain = [
             (
-                group.group_id, group.attempt, group.policy_version, group.actor_id, group.prompt_length, group.times, group.nbytes, group.run_epoch,
-                [(row.role, row.length, row.mask_tokens, row.rewards, row.verdict, row.finish_reason, row.versions) for row in group.rows],
+                group.group_id,
+                group.attempt,
+                group.policy_version,
+                group.actor_id,
+                group.prompt_length,
+                group.times,
+                group.nbytes,
+                group.run_epoch,
+                [
+                    (
+                        row.role,
+                        row.length,
+                        row.mask_tokens,
+                        row.rewards,
+                        row.verdict,
+                        row.finish_reason,
+                        row.versions,
+                    )
+                    for row in group.rows
+                ],
             )
             for group in self.groups
         ]
@@ -155,7 +182,30 @@ class Batch:
 
 
 def _batch(step: int, plain: list[tuple[Any, ...]]) -> Batch:
-    return Batch(step, tuple(
-        GroupMeta(group_id, attempt, version, actor_id, prompt_length, tuple(RowMeta(*row) for row in rows), times, nbytes, run_epoch)
-        for group_id, attempt, version, actor_id, prompt_length, times, nbytes, run_epoch, rows in plain
-    ))
+    return Batch(
+        step,
+        tuple(
+            GroupMeta(
+                group_id,
+                attempt,
+                version,
+                actor_id,
+                prompt_length,
+                tuple(RowMeta(*row) for row in rows),
+                times,
+                nbytes,
+                run_epoch,
+            )
+            for (
+                group_id,
+                attempt,
+                version,
+                actor_id,
+                prompt_length,
+                times,
+                nbytes,
+                run_epoch,
+                rows,
+            ) in plain
+        ),
+    )

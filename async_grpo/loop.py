@@ -3,21 +3,24 @@
 Runs in: the driver. Sees ids, lengths, raw rewards and versions, never tokens.
 
        tickets (group_id, attempt, policy_version)
-     +-------------------------------------------+
-     v                                           |
-    RolloutActor x N  -- groups (msgpack) -->  ReplayQueue  -- metadata -->  loop: plan, row mathematics
-     vLLM engine, verifier children             | owns admission, order       |
-     ^                                          |                             v  begin / update / end
-     |                                          +---- payload -->  Learner rank x M (DeepSpeed): token mathematics
-     +------------- weights, version v -------------------------------------+
+     +------------------------------------------+
+     v                                          |
+    RolloutActor x N -- groups (msgpack) --> ReplayQueue -- metadata --> loop: plan, row mathematics
+     vLLM engine, verifier children             | owns admission, order    |
+     ^                                          |                          v  begin / update / end
+     |                                          +---- payload --> Learner rank x M (DeepSpeed):
+     |                                                              token mathematics
+     +------------- weights, version v ------------------------------------+
 
-One learner step:  take(step) -> plan -> begin -> row values -> assign -> update x (epochs x minibatches) -> end
-                   -> publish(version = step) -> log
+One learner step: take(step) -> plan -> begin -> row values -> assign
+                  -> update x (epochs x minibatches) -> end -> publish(version = step) -> log
 
-A learner that went back to a checkpoint repeats the recorded steps after it (`repeat`): the same without publications.
+A learner that went back to a checkpoint repeats the recorded steps after it (`repeat`): the same
+without publications.
 
-Invariants: step numbers start at 1 and the weights after step s are version s; a batch has exactly `rollout_batch_size` groups; nothing
-waits longer than `watchdog.step_timeout_s`, and a failure elsewhere (`fail`) ends every wait at once.
+Invariants: step numbers start at 1 and the weights after step s are version s; a batch has exactly
+`rollout_batch_size` groups; nothing waits longer than `watchdog.step_timeout_s`, and a failure
+elsewhere (`fail`) ends every wait at once.
 """
 
 from __future__ import annotations
@@ -69,12 +72,26 @@ class Loop:
     """Trains step by step. `log(step, metrics)` is called after every step."""
 
     def __init__(
-        self, config: Config, *, queue: QueueSide, learner: LearnerSide, publisher: Publisher, weights: dict[str, float],
-        total_steps: int, steps_done: int, log: Callable[[int, dict[str, float]], None], row_state: dict[str, Any] | None = None,
+        self,
+        config: Config,
+        *,
+        queue: QueueSide,
+        learner: LearnerSide,
+        publisher: Publisher,
+        weights: dict[str, float],
+        total_steps: int,
+        steps_done: int,
+        log: Callable[[int, dict[str, float]], None],
+        row_state: dict[str, Any] | None = None,
         taken: Callable[[Batch], None] | None = None,
     ) -> None:
         """taken(batch): told of every batch before it is trained."""
-        self._config, self._queue, self._learner, self._publisher = config, queue, learner, publisher
+        self._config, self._queue, self._learner, self._publisher = (
+            config,
+            queue,
+            learner,
+            publisher,
+        )
         self._weights, self.total_steps, self._log, self._taken = weights, total_steps, log, taken
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.go_back(steps_done, row_state)
@@ -98,14 +115,18 @@ class Loop:
             self._failure.exception()  # looked at: nobody may be waiting any more
 
     def go_back(self, steps_done: int, row_state: dict[str, Any] | None) -> None:
-        """The learner is at this step now; row_state: what `row_state` returned there, None for the initial model."""
+        """The learner is at this step now; row_state: what `row_state` returned there, None for the
+        initial model.
+        """
         self.steps_done = self._published = steps_done
         self._row_math = RowMath(self._config, self._weights, row_state)
 
     async def repeat(
         self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]
     ) -> tuple[int, list[int]]:
-        """Train the recorded steps up to `until` again; how many versions have a `recorded` digest, and those whose weights have another one."""
+        """Train the recorded steps up to `until` again; how many versions have a `recorded` digest,
+        and those whose weights have another one.
+        """
         compared, different = 0, []
         while self.steps_done < until:
             self.phase = f"repeating learner step {self.steps_done + 1}"
@@ -140,8 +161,16 @@ class Loop:
             published = await self._publish(step)
         self.phase = f"collecting the metrics of learner step {step}"
         wall = time.perf_counter() - started
-        metrics |= sums.means() | await self._guard(self._queue.metrics()) | self._publisher.measurements()
-        metrics |= self._times(wall=wall, wait=taken - started, train=trained - taken, publish=published, metrics=metrics)
+        metrics |= (
+            sums.means() | await self._guard(self._queue.metrics()) | self._publisher.measurements()
+        )
+        metrics |= self._times(
+            wall=wall,
+            wait=taken - started,
+            train=trained - taken,
+            publish=published,
+            metrics=metrics,
+        )
         self._log(step, metrics)
         self.phase, self.latest = BETWEEN, metrics
         return metrics
@@ -166,7 +195,10 @@ class Loop:
     @contextmanager
     def held(self) -> Iterator[None]:
         """In the block the publication waits for an evaluation of the version before."""
-        before, self.phase = self.phase, "waiting for an evaluation before the next version is published"
+        before, self.phase = (
+            self.phase,
+            "waiting for an evaluation before the next version is published",
+        )
         with self.time.during("evaluating"):
             yield
         self.phase = before
@@ -198,10 +230,19 @@ class Loop:
             if batch is not None:
                 return batch
             if time.monotonic() > deadline:
-                counts = {name: int(value) for name, value in (await self._queue.metrics()).items() if value and "/" in name}
-                raise Stalled(f"no batch for learner step {step} within watchdog.step_timeout_s = {timeout_s:g} s; the queue has {counts}")
+                counts = {
+                    name: int(value)
+                    for name, value in (await self._queue.metrics()).items()
+                    if value and "/" in name
+                }
+                raise Stalled(
+                    f"no batch for learner step {step} within watchdog.step_timeout_s = "
+                    f"{timeout_s:g} s; the queue has {counts}"
+                )
             if stoppable and self.stopping:
-                raise StopRequested(f"the run was asked to end while learner step {step} waited for its groups")
+                raise StopRequested(
+                    f"the run was asked to end while learner step {step} waited for its groups"
+                )
             await self._guard(self._publisher.refresh(step - 1))
             await asyncio.sleep(POLL_S)
 
@@ -214,16 +255,25 @@ class Loop:
         finally:
             task.cancel()
 
-    def _times(self, *, wall: float, wait: float, train: float, publish: float, metrics: dict[str, float]) -> dict[str, float]:
+    def _times(
+        self, *, wall: float, wait: float, train: float, publish: float, metrics: dict[str, float]
+    ) -> dict[str, float]:
         for name, value in (("wall", wall), ("wait", wait), ("train", train), ("publish", publish)):
             self.seconds[name] += value
         self.durations.append(wall)
         self.tokens += int(metrics["rollout/response_tokens"])
-        self.lag_sum += metrics.get("train/lag_mean", 0.0)  # absent when no token of the batch is in the loss
+        self.lag_sum += metrics.get(
+            "train/lag_mean", 0.0
+        )  # absent when no token of the batch is in the loss
         self.lag_max = max(self.lag_max, metrics.get("train/lag_max", 0.0))
         return {
-            "time/step": wall, "time/wait": wait, "time/train": train, "time/publish": publish, "time/learner_idle": wait / wall,
-            "train/tokens_per_s": metrics["rollout/response_tokens"] / wall, **self.time_metrics(),
+            "time/step": wall,
+            "time/wait": wait,
+            "time/train": train,
+            "time/publish": publish,
+            "time/learner_idle": wait / wall,
+            "train/tokens_per_s": metrics["rollout/response_tokens"] / wall,
+            **self.time_metrics(),
         }
 
     def time_metrics(self) -> dict[str, float]:

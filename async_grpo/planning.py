@@ -1,14 +1,19 @@
-"""Row mathematics of a learner step: from the metadata of a batch to a plan for every learner rank, and one number per row.
+"""Row mathematics of a learner step: from the metadata of a batch to a plan for every learner rank,
+and one number per row.
 
-Runs in: the driver. One number per row is computed here and nowhere else; everything per token happens on the ranks.
+Runs in: the driver. One number per row is computed here and nowhere else; everything per token
+happens on the ranks.
 
-    lengths, finish reasons -> rows in the loss -> global normalisers -> weight per row                            (`plans`)
-    raw rewards x weights -> clip -> + overlong penalty -> normalised -> - token KL of the row                    (`values`)
-        -> group statistics -> advantage per row -> whitened over tokens -> clipped
-    estimators with returns get the normalised reward instead; token KL, returns, whitening and clip are done on the ranks
+    lengths, finish reasons -> rows in the loss -> global normalisers -> weight per row  (`plans`)
+    raw rewards x weights -> clip -> + overlong penalty -> normalised -> - token KL of the row
+        -> group statistics -> advantage per row -> whitened over tokens -> clipped      (`values`)
 
-Invariants: groups are filtered and normalised whole; what lasts from step to step (running reward statistics, the adaptive KL
-coefficient) changes in `values`, once per learner step in the order of consumption, and is part of the checkpoint.
+Estimators with returns get the normalised reward instead; token KL, returns, whitening and clip are
+done on the ranks.
+
+Invariants: groups are filtered and normalised whole; what lasts from step to step (running reward
+statistics, the adaptive KL coefficient) changes in `values`, once per learner step in the order of
+consumption, and is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,24 +38,37 @@ Sums = Mapping[str, float]
 
 
 def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
-    """How the rewards of one response become its shaped reward; the queue's filter uses the same."""
+    """How the rewards of one response become its shaped reward; the queue's filter uses the
+    same.
+    """
     algorithm, buffer = config.algorithm, config.algorithm.overlong_buffer
     return Shaping(
-        dict(weights), response_length=config.rollout.response_length, clip=algorithm.reward_clip,
-        overlong_length=buffer.len if buffer.enable else 0, overlong_factor=buffer.penalty_factor,
+        dict(weights),
+        response_length=config.rollout.response_length,
+        clip=algorithm.reward_clip,
+        overlong_length=buffer.len if buffer.enable else 0,
+        overlong_factor=buffer.penalty_factor,
     )
 
 
 class RowMath:
-    """Plans and row values of one learner step after the other. `weights` are the reward components' weights."""
+    """Plans and row values of one learner step after the other. `weights` are the reward
+    components' weights.
+    """
 
-    def __init__(self, config: Config, weights: Mapping[str, float], state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: Config, weights: Mapping[str, float], state: dict[str, Any] | None = None
+    ) -> None:
         self._config, self._weights = config, dict(weights)
         self._shaping = shaping(config, weights)
         self._estimator = ESTIMATORS[config.algorithm.adv_estimator]
         control, state = config.algorithm.kl_ctrl, state or {}
-        self._moments = RunningMoments.from_dict(state["moments"]) if "moments" in state else RunningMoments()
-        coef = state.get("kl_coef", control.kl_coef) if control.type == "adaptive" else control.kl_coef
+        self._moments = (
+            RunningMoments.from_dict(state["moments"]) if "moments" in state else RunningMoments()
+        )
+        coef = (
+            state.get("kl_coef", control.kl_coef) if control.type == "adaptive" else control.kl_coef
+        )
         self._adaptive = AdaptiveKL(coef=coef, target=control.target_kl, horizon=control.horizon)
 
     @property
@@ -63,44 +81,84 @@ class RowMath:
         return {"moments": self._moments.to_dict(), "kl_coef": self._adaptive.coef}
 
     def plans(self, batch: Batch) -> list[RankPlan]:
-        """Which rank trains which rows in which update, with the weight of each row's tokens in the loss."""
+        """Which rank trains which rows in which update, with the weight of each row's tokens in the
+        loss.
+        """
         config, rows = self._config, _rows(batch, "train")
         prompts = {group.group_id: group.prompt_length for group in batch.groups}
         updates = []
         for epoch in range(config.learner.ppo_epochs):
             for ids in minibatches(
-                list(prompts), seed=config.seed, step=batch.step, epoch=epoch, groups_per_minibatch=config.mini_batch_groups
+                list(prompts),
+                seed=config.seed,
+                step=batch.step,
+                epoch=epoch,
+                groups_per_minibatch=config.mini_batch_groups,
             ):
                 members = set(ids)
                 chosen = {key: row for key, row in rows.items() if key[0] in members}
                 per_row = row_weights(
-                    config.algorithm.loss_agg_mode, [self._loss_tokens(row) for row in chosen.values()],
-                    max_response_length=config.rollout.response_length, group_index=[group_id for group_id, _ in chosen],
+                    config.algorithm.loss_agg_mode,
+                    [self._loss_tokens(row) for row in chosen.values()],
+                    max_response_length=config.rollout.response_length,
+                    group_index=[group_id for group_id, _ in chosen],
                 )
-                updates.append([
-                    PlanRow(key[0], key[1], prompts[key[0]], row.length, weight)
-                    for (key, row), weight in zip(chosen.items(), per_row, strict=True)
-                ])
+                updates.append(
+                    [
+                        PlanRow(key[0], key[1], prompts[key[0]], row.length, weight)
+                        for (key, row), weight in zip(chosen.items(), per_row, strict=True)
+                    ]
+                )
         return make_rank_plans(
-            batch.step, updates, ranks=config.learner.ranks, token_budget=config.learner.tokens_per_micro_batch,
+            batch.step,
+            updates,
+            ranks=config.learner.ranks,
+            token_budget=config.learner.tokens_per_micro_batch,
             epoch_updates=len(updates) // config.learner.ppo_epochs,
         )
 
-    def values(self, batch: Batch, kl_sums: Mapping[RowKey, float]) -> tuple[dict[RowKey, RowValue], dict[str, float]]:
-        """The value of every row to train, and the metrics of the rows. `kl_sums`: token KL per row, if it is part of the reward."""
-        algorithm, rows, greedy = self._config.algorithm, _rows(batch, "train"), _rows(batch, "baseline")
+    def values(
+        self, batch: Batch, kl_sums: Mapping[RowKey, float]
+    ) -> tuple[dict[RowKey, RowValue], dict[str, float]]:
+        """The value of every row to train, and the metrics of the rows. `kl_sums`: token KL per
+        row, if it is part of the reward.
+        """
+        algorithm, rows, greedy = (
+            self._config.algorithm,
+            _rows(batch, "train"),
+            _rows(batch, "baseline"),
+        )
         everyone = rows | greedy
-        shaped = {key: self._shaping.shape(row.rewards, row.length) for key, row in everyone.items()}
-        normed = dict(zip(everyone, normalize_rewards(
-            _tensor(shaped.values()), _groups(everyone), reward_norm=algorithm.reward_norm, reward_shift=algorithm.reward_shift,
-            reward_scale=algorithm.reward_scale, counted=torch.tensor([key in rows for key in everyone]), running=self._moments,
-        ).tolist(), strict=True))
+        shaped = {
+            key: self._shaping.shape(row.rewards, row.length) for key, row in everyone.items()
+        }
+        normed = dict(
+            zip(
+                everyone,
+                normalize_rewards(
+                    _tensor(shaped.values()),
+                    _groups(everyone),
+                    reward_norm=algorithm.reward_norm,
+                    reward_shift=algorithm.reward_shift,
+                    reward_scale=algorithm.reward_scale,
+                    counted=torch.tensor([key in rows for key in everyone]),
+                    running=self._moments,
+                ).tolist(),
+                strict=True,
+            )
+        )
         metrics = self._metrics(batch, rows, greedy, shaped)
         if self._estimator.returns:
             baselines = {key[0]: normed[key] for key in greedy}
-            values = {key: RowValue(normed[key], baselines[key[0]] if self._estimator.baseline else 0.0) for key in rows}
+            values = {
+                key: RowValue(normed[key], baselines[key[0]] if self._estimator.baseline else 0.0)
+                for key in rows
+            }
         else:
-            final = [normed[key] - (self.kl_coef * kl_sums[key] if algorithm.add_token_level_kl else 0.0) for key in rows]
+            final = [
+                normed[key] - (self.kl_coef * kl_sums[key] if algorithm.add_token_level_kl else 0.0)
+                for key in rows
+            ]
             values = dict(zip(rows, map(RowValue, self._advantages(rows, final)), strict=True))
             metrics |= _spread("rollout/advantage", [value.value for value in values.values()])
         if algorithm.add_token_level_kl:
@@ -110,16 +168,24 @@ class RowMath:
     def _advantages(self, rows: Mapping[RowKey, RowMeta], rewards: list[float]) -> list[float]:
         algorithm = self._config.algorithm
         advantages = row_advantages(
-            algorithm.adv_estimator, _tensor(rewards), _groups(rows), lengths=_tensor(row.mask_tokens for row in rows.values()),
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo, adv_std_level=algorithm.adv_std_level,
+            algorithm.adv_estimator,
+            _tensor(rewards),
+            _groups(rows),
+            lengths=_tensor(row.mask_tokens for row in rows.values()),
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            adv_std_level=algorithm.adv_std_level,
             asymre_shift=algorithm.asymre_shift,
         )
         return finish_advantages(
-            advantages, _tensor(self._loss_tokens(row) for row in rows.values()),
-            whiten_advantages=algorithm.whiten_advantages or self._estimator.whitens, advantage_clip=algorithm.advantage_clip,
+            advantages,
+            _tensor(self._loss_tokens(row) for row in rows.values()),
+            whiten_advantages=algorithm.whiten_advantages or self._estimator.whitens,
+            advantage_clip=algorithm.advantage_clip,
         ).tolist()
 
-    def _steer_kl(self, rows: Mapping[RowKey, RowMeta], kl_sums: Mapping[RowKey, float]) -> dict[str, float]:
+    def _steer_kl(
+        self, rows: Mapping[RowKey, RowMeta], kl_sums: Mapping[RowKey, float]
+    ) -> dict[str, float]:
         """Metrics of the token KL in the reward; the adaptive coefficient changes after its use."""
         means = [kl_sums[key] / row.mask_tokens for key, row in rows.items() if row.mask_tokens]
         if not means:
@@ -131,10 +197,18 @@ class RowMath:
 
     def _loss_tokens(self, row: RowMeta) -> int:
         """Tokens of a row in the loss."""
-        return 0 if self._config.algorithm.mask_truncated and row.finish_reason == "length" else row.mask_tokens
+        return (
+            0
+            if self._config.algorithm.mask_truncated and row.finish_reason == "length"
+            else row.mask_tokens
+        )
 
     def _metrics(
-        self, batch: Batch, rows: Mapping[RowKey, RowMeta], greedy: Mapping[RowKey, RowMeta], shaped: Mapping[RowKey, float]
+        self,
+        batch: Batch,
+        rows: Mapping[RowKey, RowMeta],
+        greedy: Mapping[RowKey, RowMeta],
+        shaped: Mapping[RowKey, float],
     ) -> dict[str, float]:
         metas, n = list(rows.values()), len(rows)
         truncated = [row.finish_reason == "length" for row in metas]
@@ -145,8 +219,10 @@ class RowMath:
             "rollout/response_tokens": float(sum(row.length for row in metas)),
             "rollout/truncated": sum(truncated) / n,
             "rollout/masked_rows": sum(self._loss_tokens(row) == 0 for row in metas) / n,
-            "rollout/mixed_version_rows": sum(row.min_version != row.max_version for row in metas) / n,
-            "rollout/versions_per_row": sum(row.max_version - row.min_version + 1 for row in metas) / n,
+            "rollout/mixed_version_rows": sum(row.min_version != row.max_version for row in metas)
+            / n,
+            "rollout/versions_per_row": sum(row.max_version - row.min_version + 1 for row in metas)
+            / n,
             **durations(batch),
         }
         out |= _spread("rollout/score", [score(row.rewards, self._weights) for row in metas])
@@ -161,7 +237,12 @@ class RowMath:
 
 
 def _rows(batch: Batch, role: str) -> dict[RowKey, RowMeta]:
-    return {(group.group_id, index): row for group in batch.groups for index, row in enumerate(group.rows) if row.role == role}
+    return {
+        (group.group_id, index): row
+        for group in batch.groups
+        for index, row in enumerate(group.rows)
+        if row.role == role
+    }
 
 
 def _tensor(numbers: Any) -> torch.Tensor:
@@ -175,30 +256,50 @@ def _groups(rows: Mapping[RowKey, RowMeta]) -> torch.Tensor:
 def durations(batch: Batch) -> dict[str, float]:
     """Means over groups, in seconds, and tokens per second of the response that took longest."""
     groups = batch.groups
-    spent = {"first_token": ("queued", "first_token"), "generate": ("queued", "done"), "verify": ("done", "scored")}
+    spent = {
+        "first_token": ("queued", "first_token"),
+        "generate": ("queued", "done"),
+        "verify": ("done", "scored"),
+    }
     out = {
-        f"rollout/{name}_s": sum(group.times[end] - group.times[start] for group in groups) / len(groups) for name, (start, end) in spent.items()
+        f"rollout/{name}_s": sum(group.times[end] - group.times[start] for group in groups)
+        / len(groups)
+        for name, (start, end) in spent.items()
     }
     decoding = sum(group.times["done"] - group.times["first_token"] for group in groups)
     if decoding > 0:
-        out["rollout/tokens_per_s_per_response"] = sum(max(row.length for row in group.rows) - 1 for group in groups) / decoding
+        out["rollout/tokens_per_s_per_response"] = (
+            sum(max(row.length for row in group.rows) - 1 for group in groups) / decoding
+        )
     return out
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:
-    """Mean under `name`, with the population's standard deviation and the largest absolute value."""
+    """Mean under `name`, with the population's standard deviation and the largest absolute
+    value.
+    """
     mean = sum(values) / len(values)
     std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
     return {name: mean, f"{name}_std": std, f"{name}_abs_max": max(abs(value) for value in values)}
 
 
 def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, float]:
-    """Share of groups without spread in the shaped reward, and of those that are all wrong or all right."""
-    members = [[(group.group_id, index) for index, row in enumerate(group.rows) if row.role == "train"] for group in batch.groups]
-    verdicts = [{row.verdict for row in group.rows if row.role == "train"} for group in batch.groups]
+    """Share of groups without spread in the shaped reward, and of those that are all wrong or all
+    right.
+    """
+    members = [
+        [(group.group_id, index) for index, row in enumerate(group.rows) if row.role == "train"]
+        for group in batch.groups
+    ]
+    verdicts = [
+        {row.verdict for row in group.rows if row.role == "train"} for group in batch.groups
+    ]
     count = len(batch.groups)
     return {
-        "rollout/zero_std_groups": sum(zero_variance([shaped[key] for key in keys]) for keys in members) / count,
+        "rollout/zero_std_groups": sum(
+            zero_variance([shaped[key] for key in keys]) for keys in members
+        )
+        / count,
         "rollout/all_wrong_groups": sum(seen == {0.0} for seen in verdicts) / count,
         "rollout/all_right_groups": sum(seen == {1.0} for seen in verdicts) / count,
     }
@@ -211,7 +312,8 @@ def _by_correctness(metas: list[RowMeta]) -> dict[str, float]:
         return {}
     out = {"rollout/accuracy": sum(row.verdict for row in judged) / len(judged)}
     for name, lengths in (
-        ("right", [row.length for row in judged if row.verdict >= 1]), ("wrong", [row.length for row in judged if row.verdict < 1]),
+        ("right", [row.length for row in judged if row.verdict >= 1]),
+        ("wrong", [row.length for row in judged if row.verdict < 1]),
     ):
         if lengths:
             out[f"rollout/response_length_{name}"] = sum(lengths) / len(lengths)

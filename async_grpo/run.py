@@ -1,7 +1,7 @@
 """The command line: `python -m async_grpo.run configs/quickstart.yaml [section.key=value ...]`.
 
-Runs in: the driver. Exit codes: see `async_grpo.errors`. The last line of the output names the code and its meaning, because
-`ray job` reports only success or failure.
+Runs in: the driver. Exit codes: see `async_grpo.errors`. The last line of the output names the code
+and its meaning, because `ray job` reports only success or failure.
 
 What a finished run tells the person who started it.
 """
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
 
 
-
 NO_SIGNAL = 3
 STOPPED_EARLY = "stopped as asked, before there was anything to save; the same command starts again"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -37,12 +36,33 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what the YAML file says; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m async_grpo.run", description="Asynchronous GRPO training from one YAML file.")
+    parser = argparse.ArgumentParser(
+        prog="python -m async_grpo.run",
+        description="Asynchronous GRPO training from one YAML file.",
+    )
     parser.add_argument("config", help="YAML file, for example configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace those of the file")
-    parser.add_argument("--dry-run", action="store_true", help="print what the run would be and need, and start nothing")
-    parser.add_argument("--replay", metavar="RUN_DIR", help="train the learner alone on the batches that this run recorded")
-    parser.add_argument("--after", metavar="STEP", type=int, help="with --replay: begin at the run's checkpoint of this step")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings that replace those of the file",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what the run would be and need, and start nothing",
+    )
+    parser.add_argument(
+        "--replay",
+        metavar="RUN_DIR",
+        help="train the learner alone on the batches that this run recorded",
+    )
+    parser.add_argument(
+        "--after",
+        metavar="STEP",
+        type=int,
+        help="with --replay: begin at the run's checkpoint of this step",
+    )
     arguments = parser.parse_intermixed_args(argv)  # settings may follow --replay
     console = Console()
     with Signals(console.info) as signals:
@@ -53,7 +73,10 @@ def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> i
     try:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.after is not None and arguments.replay is None:
-            raise ConfigError("--after needs --replay RUN_DIR; a run continues from its newest checkpoint by itself, or from checkpoint.resume=PATH")
+            raise ConfigError(
+                "--after needs --replay RUN_DIR; a run continues from its newest "
+                "checkpoint by itself, or from checkpoint.resume=PATH"
+            )
         trainer = config.build(console=console)
         if not arguments.dry_run:
             trainer.check()
@@ -66,7 +89,9 @@ def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> i
     if arguments.dry_run:
         return _guarded(trainer, console, lambda: _dry_run(trainer, console))
     if arguments.replay is not None:
-        return _guarded(trainer, console, lambda: _replay(trainer, console, arguments.replay, arguments.after))
+        return _guarded(
+            trainer, console, lambda: _replay(trainer, console, arguments.replay, arguments.after)
+        )
     return _guarded(trainer, console, lambda: _train(trainer, console))
 
 
@@ -77,7 +102,9 @@ def _train(trainer, console: Console) -> None:
         console.info(line)
     trainer.start()
     limit = trainer.config.watchdog.step_timeout_s
-    with watched(trainer.system.event_loop, seconds=limit, stuck=lambda: _stuck(trainer, console, limit)):
+    with watched(
+        trainer.system.event_loop, seconds=limit, stuck=lambda: _stuck(trainer, console, limit)
+    ):
         _train_on(trainer, console)
 
 
@@ -95,7 +122,9 @@ def _train_on(trainer, console: Console) -> None:
             except Exception as second:  # noqa: BLE001 - shown; the run ends for the first reason
                 console.error("and what was learnt could not be saved: " + _coded(second)[1])
         raise
-    final = trainer.save()  # before the evaluation: what goes wrong there must not cost the training
+    final = (
+        trainer.save()
+    )  # before the evaluation: what goes wrong there must not cost the training
     if not trainer.stop_requested:
         _evaluate_last(trainer, console)
         log_model(trainer.config, console, trainer.tracker, final / "hf")
@@ -107,14 +136,18 @@ def _train_on(trainer, console: Console) -> None:
 
 
 def _evaluate_last(trainer, console: Console) -> None:
-    """Training is complete and saved: what dies or takes too long now costs this evaluation, not the run. Wrong numbers and bugs end it."""
+    """Training is complete and saved: what dies or takes too long now costs this evaluation, not
+    the run. Wrong numbers and bugs end it.
+    """
     try:
         trainer.evaluate()
     except Exception as error:
         code, reason = _coded(error)
         if code not in (FaultBudgetSpent.exit_code, Stalled.exit_code):
             raise
-        console.error(f"the final evaluation is missing, but training is complete and saved: {reason}")
+        console.error(
+            f"the final evaluation is missing, but training is complete and saved: {reason}"
+        )
 
 
 def _dry_run(trainer, console: Console) -> None:
@@ -128,12 +161,21 @@ def _replay(trainer, console: Console, source: str, after: int | None) -> None:
         compared = trainer.replay(source, after=after)
     trainer.stop()
     count = len(compared.same) + len(compared.different)
-    equal = f"bit-equal at all {count} publications" if not compared.different else (
-        f"different from version {compared.different[0]} on ({len(compared.same)} of {count} publications are bit-equal)"
+    equal = (
+        f"bit-equal at all {count} publications"
+        if not compared.different
+        else (
+            f"different from version {compared.different[0]} on ({len(compared.same)} of "
+            f"{count} publications are bit-equal)"
+        )
     )
-    console.summary("repeated", [
-        ("weights", equal if count else "not compared: the run recorded no digests"), ("metrics", str(trainer.run_dir / "metrics.jsonl")),
-    ])
+    console.summary(
+        "repeated",
+        [
+            ("weights", equal if count else "not compared: the run recorded no digests"),
+            ("metrics", str(trainer.run_dir / "metrics.jsonl")),
+        ],
+    )
 
 
 def _guarded(trainer, console: Console, work: Callable[[], None]) -> int:
@@ -175,8 +217,13 @@ def _post_mortem(trainer, console: Console, code: int, message: str) -> None:
 
 
 def _stuck(trainer, console: Console, limit_s: float) -> None:
-    """The event loop of the driver does not turn, so nothing can be taken down in an orderly way: with the driver, Ray ends its processes."""
-    message = f"the driver's own event loop has not turned for watchdog.step_timeout_s = {limit_s:g} s; the stacks of the driver say where it is"
+    """The event loop of the driver does not turn, so nothing can be taken down in an orderly way:
+    with the driver, Ray ends its processes.
+    """
+    message = (
+        f"the driver's own event loop has not turned for watchdog.step_timeout_s = {limit_s:g} "
+        "s; the stacks of the driver say where it is"
+    )
     try:
         _post_mortem(trainer, console, Stalled.exit_code, message)
         trainer.abandon()
@@ -187,7 +234,9 @@ def _stuck(trainer, console: Console, limit_s: float) -> None:
 
 
 def _stop_after_error(trainer, console: Console, code: int, first: str) -> None:
-    """Take the run down; what goes wrong here is shown, but does not replace the `first` error, which ended the run."""
+    """Take the run down; what goes wrong here is shown, but does not replace the `first` error,
+    which ended the run.
+    """
     try:
         trainer.stop("FAILED", ending=(code, first))
     except Exception as error:  # noqa: BLE001 - shown; the exit code is the first error's
@@ -196,7 +245,9 @@ def _stop_after_error(trainer, console: Console, code: int, first: str) -> None:
 
 
 def _explained(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error; one that carries no code is a bug and comes with its traceback."""
+    """Exit code and message of an error; one that carries no code is a bug and comes with its
+    traceback.
+    """
     code, message = _coded(error)
     if code == 1:
         print(_plain("".join(traceback.format_exception(error))), file=sys.stderr, end="")
@@ -204,11 +255,21 @@ def _explained(error: BaseException) -> tuple[int, str]:
 
 
 def _innermost(error: BaseException) -> list[BaseException]:
-    """The errors inside the layers that a remote call or a task group put around them, without the traceback that a remote call prepends."""
+    """The errors inside the layers that a remote call or a task group put around them, without the
+    traceback that a remote call prepends.
+    """
     layers, innermost = [error], []
     for current in layers:  # grows while it is read
-        inside = current.exceptions if isinstance(current, BaseExceptionGroup) else (getattr(current, "cause", None),)
-        inside = [layer for layer in inside if isinstance(layer, BaseException) and all(layer is not known for known in layers)]
+        inside = (
+            current.exceptions
+            if isinstance(current, BaseExceptionGroup)
+            else (getattr(current, "cause", None),)
+        )
+        inside = [
+            layer
+            for layer in inside
+            if isinstance(layer, BaseException) and all(layer is not known for known in layers)
+        ]
         layers.extend(inside)
         if not inside:
             innermost.append(current)
@@ -235,15 +296,26 @@ def _plain(text: str) -> str:
 
 def _keep_group_ids(trainer, console: Console, error: BaseException, message: str) -> None:
     """Write down the groups that an error names, for whoever wants to look at them."""
-    ids = sorted({group_id for one in _innermost(error) for group_id in getattr(one, "group_ids", ())})
+    ids = sorted(
+        {group_id for one in _innermost(error) for group_id in getattr(one, "group_ids", ())}
+    )
     if ids:
         path = trainer.run_dir / "non_finite.json"
         try:
-            path.write_text(json.dumps({"step": trainer.step_under_way, "group_ids": ids, "reason": message}), encoding="utf-8")
+            path.write_text(
+                json.dumps({"step": trainer.step_under_way, "group_ids": ids, "reason": message}),
+                encoding="utf-8",
+            )
         except OSError as failure:
-            console.error(f"the ids of their groups could not be written to {path} ({failure.strerror}): {ids}")
+            console.error(
+                f"the ids of their groups could not be written to {path} "
+                f"({failure.strerror}): {ids}"
+            )
             return
-        console.info(f"their ids are in {path}; look at one with: python -m async_grpo.replay {trainer.run_dir} --group ID --text")
+        console.info(
+            f"their ids are in {path}; look at one with: python -m async_grpo.replay "
+            f"{trainer.run_dir} --group ID --text"
+        )
 
 
 def _end(console: Console, code: int, message: str) -> int:
@@ -257,8 +329,6 @@ def _end(console: Console, code: int, message: str) -> int:
     return code
 
 
-
-
 def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     """Rows (label, text) of the closing table, from the running trainer and its last checkpoint."""
     system, config = trainer.system, trainer.config
@@ -268,40 +338,90 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     rows += [
         (
             "learner steps",
-            f"{steps} in {seconds:.0f} s ({seconds / max(steps, 1):.2f} s each); {trainer.steps_done} of {trainer.total_steps} in all",
+            f"{steps} in {seconds:.0f} s ({seconds / max(steps, 1):.2f} s each); "
+            f"{trainer.steps_done} of {trainer.total_steps} in all",
         ),
-        ("tokens trained", f"{loop.tokens:,} response tokens, {loop.tokens / seconds:,.0f} per second"),
+        (
+            "tokens trained",
+            f"{loop.tokens:,} response tokens, {loop.tokens / seconds:,.0f} per second",
+        ),
         (
             "staleness",
-            f"mean {loop.lag_sum / max(steps, 1):.2f}, largest {loop.lag_max:.0f} learner steps (bound {config.replay.max_staleness})",
+            f"mean {loop.lag_sum / max(steps, 1):.2f}, largest {loop.lag_max:.0f} learner "
+            f"steps (bound {config.replay.max_staleness})",
         ),
-        ("publications", f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of its time for them"),
-        ("learner time", f"{loop.seconds['train'] / seconds:.0%} training, {loop.seconds['wait'] / seconds:.0%} waiting for groups"),
+        (
+            "publications",
+            f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of "
+            "its time for them",
+        ),
+        (
+            "learner time",
+            f"{loop.seconds['train'] / seconds:.0%} training, "
+            f"{loop.seconds['wait'] / seconds:.0%} waiting for groups",
+        ),
     ]
     rows += goodput(loop.latest)
     if trainer.verdict is not None:
         rows.append(("verdict", trainer.verdict.text))
     checks = system.coordinator.measurements()
     if checks["weights/probes"]:
-        rows.append((
-            "weights checked", f"{checks['weights/probes']:.0f} times while training; engines and learner differ by {checks['weights/drift']:.1e} at most"
-        ))
+        rows.append(
+            (
+                "weights checked",
+                f"{checks['weights/probes']:.0f} times while training; engines and learner "
+                f"differ by {checks['weights/drift']:.1e} at most",
+            )
+        )
     if times.repeated or times.dropped:
-        rows.append(("publication faults", f"{times.repeated} transfers repeated, {times.dropped} engines dropped"))
+        rows.append(
+            (
+                "publication faults",
+                f"{times.repeated} transfers repeated, {times.dropped} engines dropped",
+            )
+        )
     if system.actors.restarts:
         rows.append(("restarts", f"{system.actors.restarts} rollout actors replaced"))
     if system.queue_restarts:
-        rows.append(("queue restarts", f"{system.queue_restarts}; the replay queue's process went on from its journal"))
+        rows.append(
+            (
+                "queue restarts",
+                f"{system.queue_restarts}; the replay queue's process went on from its journal",
+            )
+        )
     if system.gang.restarts:
-        rows.append(("learner restarts", f"{system.gang.restarts}; its ranks repeated the recorded steps after a checkpoint"))
+        rows.append(
+            (
+                "learner restarts",
+                f"{system.gang.restarts}; its ranks repeated the recorded steps after a checkpoint",
+            )
+        )
     rows.append(("checkpoint", f"{checkpoint} (Hugging Face format in hf/)"))
     if trainer.tracker is not None and trainer.tracker.summary is not None:
         rows.append(("MLflow", trainer.tracker.summary))
     if config.replay.journal.enable:
-        rows.append(("groups", f"python -m async_grpo.replay {trainer.run_dir} shows what was generated and trained"))
-    rows.append(("next", f"python -m async_grpo.run {trainer.run_dir}/config.yaml{_longer(trainer)} continues this run"))
+        rows.append(
+            (
+                "groups",
+                f"python -m async_grpo.replay {trainer.run_dir} shows what was generated "
+                "and trained",
+            )
+        )
+    rows.append(
+        (
+            "next",
+            f"python -m async_grpo.run {trainer.run_dir}/config.yaml{_longer(trainer)} "
+            "continues this run",
+        )
+    )
     if config.replay.max_staleness:
-        rows.append(("to compare", "the same run with replay.max_staleness=0 is synchronous: engines and learner take turns"))
+        rows.append(
+            (
+                "to compare",
+                "the same run with replay.max_staleness=0 is synchronous: engines and "
+                "learner take turns",
+            )
+        )
     return rows
 
 
@@ -310,7 +430,11 @@ def _longer(trainer: Trainer) -> str:
     run = trainer.config.run
     if trainer.steps_done < trainer.total_steps:
         return ""
-    return f" run.total_steps={2 * run.total_steps}" if run.total_steps is not None else f" run.epochs={2 * (run.epochs or 1)}"
+    return (
+        f" run.total_steps={2 * run.total_steps}"
+        if run.total_steps is not None
+        else f" run.epochs={2 * (run.epochs or 1)}"
+    )
 
 
 def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
@@ -319,12 +443,20 @@ def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
     (first, before), (last, after) = trainer.evaluations[0], trainer.evaluations[-1]
     rows = []
     n, other = trainer.config.evaluation.n, trainer.config.evaluation.task
-    keys = [("eval/accuracy_greedy", "held-out accuracy, greedy"), ("eval/pass_at_1", "held-out accuracy, sampled")]
+    keys = [
+        ("eval/accuracy_greedy", "held-out accuracy, greedy"),
+        ("eval/pass_at_1", "held-out accuracy, sampled"),
+    ]
     keys += [(f"eval/pass_at_{k}", f"held-out pass@{k}") for k in list(powers_of_two(n))[1:][-1:]]
     for key, label in keys:
         if key in after:
             text = f"{after[key]:.1%} after step {last}"
-            rows.append((label, text if last == first or key not in before else f"{before[key]:.1%} -> {text}"))
+            rows.append(
+                (
+                    label,
+                    text if last == first or key not in before else f"{before[key]:.1%} -> {text}",
+                )
+            )
     whose = "none of them in training" if other is None else f"of task {other.name}"
     return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, {whose}")]
 
@@ -334,8 +466,16 @@ def goodput(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     if "goodput/generated" not in metrics:
         return []
     generated = max(metrics["goodput/generated"], 1.0)
-    parts = sorted(((metrics[f"goodput/{place}"] / generated, place) for place in PLACES), reverse=True)
-    return [("goodput", f"{generated:,.0f} tokens generated: " + ", ".join(f"{share:.1%} {place}" for share, place in parts if share >= 0.001))]
+    parts = sorted(
+        ((metrics[f"goodput/{place}"] / generated, place) for place in PLACES), reverse=True
+    )
+    return [
+        (
+            "goodput",
+            f"{generated:,.0f} tokens generated: "
+            + ", ".join(f"{share:.1%} {place}" for share, place in parts if share >= 0.001),
+        )
+    ]
 
 
 if __name__ == "__main__":

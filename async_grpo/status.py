@@ -1,7 +1,8 @@
 """`python -m async_grpo.status RUN_DIR`: the panel of a run, from another shell.
 
-Runs in: a process of its own, on any machine that sees the run's directory; it only reads. Exit code 2 with one sentence for what is no run
-directory. Invariant: off a terminal there are no control characters, and `--follow` ends when the run has.
+Runs in: a process of its own, on any machine that sees the run's directory; it only reads. Exit
+code 2 with one sentence for what is no run directory. Invariant: off a terminal there are no
+control characters, and `--follow` ends when the run has.
 """
 
 from __future__ import annotations
@@ -22,10 +23,21 @@ EVERY_S, PLAIN_EVERY_S = 2.0, 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m async_grpo.status", description="How a run is doing, seen from another shell.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory (run.dir)")
-    parser.add_argument("--follow", action="store_true", help="go on showing it until the run has ended; Ctrl-C stops looking, not the run")
-    parser.add_argument("--json", action="store_true", help="print what is known as one JSON object")
+    parser = argparse.ArgumentParser(
+        prog="python -m async_grpo.status",
+        description="How a run is doing, seen from another shell.",
+    )
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="the run's directory (run.dir)"
+    )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="go on showing it until the run has ended; Ctrl-C stops looking, not the run",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print what is known as one JSON object"
+    )
     arguments = parser.parse_args(argv)
     try:
         if arguments.json:
@@ -51,7 +63,11 @@ def _show(run_dir: Path, *, follow: bool) -> int:
             facts = read_status(run_dir)
         state = condition(facts, now=time.time())
         quiet_since = facts.get("ended", facts["written"])
-        screen.print_panel(facts, now=time.time() if state.kind in ("running", "slow") else quiet_since, title=title)
+        screen.print_panel(
+            facts,
+            now=time.time() if state.kind in ("running", "slow") else quiet_since,
+            title=title,
+        )
         if state.text:
             screen.print(state.text, style=None if facts.get("exit_code") == 0 else "bold red")
     return 0

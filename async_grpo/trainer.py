@@ -1,10 +1,11 @@
 """A run, from its configuration to its end: everything built, connected, and taken down again.
 
-Runs in: the driver. `Config.build()` returns a Trainer; its calls block, so that a script or a notebook can drive it step by step,
-while an event loop in a thread of its own keeps rollout actors, publications and health probes going between the calls.
+Runs in: the driver. `Config.build()` returns a Trainer; its calls block, so that a script or a
+notebook can drive it step by step, while an event loop in a thread of its own keeps rollout actors,
+publications and health probes going between the calls.
 
-Invariants: whatever way a run ends, `stop` leaves no process, shared-memory segment or open MLflow run behind; a checkpoint is taken
-between learner steps only.
+Invariants: whatever way a run ends, `stop` leaves no process, shared-memory segment or open MLflow
+run behind; a checkpoint is taken between learner steps only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.directory import Origin
-from async_grpo.checkpoint.resume import changes, differences, find_checkpoint, has_past, plan_rerun, verified
+from async_grpo.checkpoint.resume import (
+    changes,
+    differences,
+    find_checkpoint,
+    has_past,
+    plan_rerun,
+    verified,
+)
 from async_grpo.checkpoint.saver import Saver, saver_of
 from async_grpo.cluster.connection import connect
 from async_grpo.config.load import dump, preflight_files, resolve
@@ -68,12 +76,16 @@ class Trainer:
         self._saver: Saver | None = None
         self._rl_seconds = 0.0
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="async_grpo-loop", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="async_grpo-loop", daemon=True
+        )
 
     # ---- the calls of a user ----
 
     def check(self) -> None:
-        """Find everything that is wrong with the configuration, its files and its task, before any process starts. Raises SetupError."""
+        """Find everything that is wrong with the configuration, its files and its task, before any
+        process starts. Raises SetupError.
+        """
         try:
             preflight_files(self.config)
             task = load_task(self.config.task, self.config.seed)
@@ -86,65 +98,117 @@ class Trainer:
         except (TaskError, ValueError) as error:
             raise SetupError(str(error)) from error
         run, batch = self.config.run, self.config.rollout.rollout_batch_size
-        self.total_steps = run.total_steps if run.total_steps is not None else (run.epochs or 0) * problems // batch
+        self.total_steps = (
+            run.total_steps
+            if run.total_steps is not None
+            else (run.epochs or 0) * problems // batch
+        )
         if self.total_steps < 1:
-            raise SetupError(f"{run.epochs} epochs of {problems} problems are less than one batch of {batch} groups; raise run.epochs")
+            raise SetupError(
+                f"{run.epochs} epochs of {problems} problems are less than one batch of "
+                f"{batch} groups; raise run.epochs"
+            )
         self._checkpoint = find_checkpoint(self.config, total_steps=self.total_steps)
         self._changes = changes(self.config, self._checkpoint)
 
     def start(self) -> None:
-        """Start the run's processes, verify the weight transport, and continue from a checkpoint if there is one."""
+        """Start the run's processes, verify the weight transport, and continue from a checkpoint if
+        there is one.
+        """
         if self._started:
             return
         if self._system is not None:
             raise RunError("the start failed; call stop, and build a new trainer")
         self.check()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        self.console.attach(StatusFile(self.run_dir, self.console.begin_run(), run=self.config.run.name))
+        self.console.attach(
+            StatusFile(self.run_dir, self.console.begin_run(), run=self.config.run.name)
+        )
         manifest = verified(self._checkpoint)
         self.console.info(
-            f"staleness bound: {self.config.replay.max_staleness} learner steps, {self.config.max_lag_updates} optimizer updates; at most "
+            f"staleness bound: {self.config.replay.max_staleness} learner steps, "
+            f"{self.config.max_lag_updates} optimizer updates; at most "
             f"{self.config.max_outstanding} groups under way"
         )
         model_dir = self._model_dir()
         notes = self.model_notes  # None: the model has just been made
-        self.console.info(*(look(self.config, load_task(self.config.task, self.config.seed), model_dir=model_dir) if notes is None else notes))
+        self.console.info(
+            *(
+                look(
+                    self.config, load_task(self.config.task, self.config.seed), model_dir=model_dir
+                )
+                if notes is None
+                else notes
+            )
+        )
         self._saver = saver_of(
-            self.config, model_dir=model_dir, manifest=manifest, total_steps=self.total_steps, data=self._fingerprint, console=self.console, log=self._log
+            self.config,
+            model_dir=model_dir,
+            manifest=manifest,
+            total_steps=self.total_steps,
+            data=self._fingerprint,
+            console=self.console,
+            log=self._log,
         )
         with self.console.phase("starting Ray"):
             self._thread.start()
             system_of, session = connect(self.config, self._loop)
             self._system = system = system_of(
-                self.config, total_steps=self.total_steps, weights=self._task_weights, problems=self._problems,
-                fingerprint=self._fingerprint, key=uuid.uuid4().hex[:8],
+                self.config,
+                total_steps=self.total_steps,
+                weights=self._task_weights,
+                problems=self._problems,
+                fingerprint=self._fingerprint,
+                key=uuid.uuid4().hex[:8],
             )
             system.connect(session)
         self._tracker = begin_tracking(
-            self.config, resume_run_id=manifest and manifest["mlflow_run_id"], resumed=manifest is not None or has_past(self.config), note=self.console.info
+            self.config,
+            resume_run_id=manifest and manifest["mlflow_run_id"],
+            resumed=manifest is not None or has_past(self.config),
+            note=self.console.info,
         )
         with self.console.phase("starting engines and learner"):
-            origin, self._logged = Origin(self._checkpoint, manifest["step"] if manifest else 0), last_logged_step(self.run_dir)
+            origin, self._logged = (
+                Origin(self._checkpoint, manifest["step"] if manifest else 0),
+                last_logged_step(self.run_dir),
+            )
             starting = system.start(
-                model_dir=model_dir, origin=origin, log=self._log, note=self.console.info, idle=self._saver.wait, took_back=self._took_back,
+                model_dir=model_dir,
+                origin=origin,
+                log=self._log,
+                note=self.console.info,
+                idle=self._saver.wait,
+                took_back=self._took_back,
                 show=self._tracker.log_samples,
             )
             self._run(starting, stoppable=True)
             self._logged = self.steps_done
-        with self.console.phase("connecting weights" + (" and checking them" if self.config.weight_sync.self_check else "")):
+        with self.console.phase(
+            "connecting weights"
+            + (" and checking them" if self.config.weight_sync.self_check else "")
+        ):
             self.console.weights_arrive(self._run(system.open_weights(), stoppable=True))
         system.coordinator.announce = self.console.published
         self._tracker.tag("run_epoch", str(system.run_epoch))
         self.console.info(*self._tracker.ready())
         self._started = True
         for path in checkpoint.set_aside(self.run_dir, manifest["step"] if manifest else 0):
-            self.console.info(f"a checkpoint of a later step is set aside, because this run goes its own way: {path}")
+            self.console.info(
+                "a checkpoint of a later step is set aside, because this run goes its own "
+                f"way: {path}"
+            )
         self.console.info(*self._changes.lines())
         if self.steps_done:
-            self.console.info(f"resumed {self._checkpoint if manifest else 'the journal'} at step {self.steps_done} of {self.total_steps}")
+            self.console.info(
+                f"resumed {self._checkpoint if manifest else 'the journal'} at step "
+                f"{self.steps_done} of {self.total_steps}"
+            )
 
     def train(self, steps: int | None = None) -> dict[str, float]:
-        """Train until the end of the run, or `steps` more learner steps; metrics of the last step."""
+        """Train until the end of the run, or `steps` more learner steps; metrics of the last
+        step.
+        """
         self.start()
         system, metrics = self._running(), {}
         last = self.total_steps if steps is None else min(self.total_steps, self.steps_done + steps)
@@ -152,7 +216,9 @@ class Trainer:
         while True:
             metrics = self._train(last) or metrics
             self._run(system.settle())
-            if self.steps_done >= last or self._stop_requested.is_set():  # a learner that died while it settled may be at an earlier step
+            if (
+                self.steps_done >= last or self._stop_requested.is_set()
+            ):  # a learner that died while it settled may be at an earlier step
                 break
         self._rl_seconds += time.perf_counter() - started
         return metrics
@@ -169,14 +235,24 @@ class Trainer:
             self._saver.check()
             if (verdict := self._verdicts.observe(metrics)) is not None:
                 self.console.verdict(kind=verdict.kind, text=verdict.text)
-            if saving and self.steps_done // saving > before // saving and self.steps_done < self.total_steps:
+            if (
+                saving
+                and self.steps_done // saving > before // saving
+                and self.steps_done < self.total_steps
+            ):
                 self._save(keep_groups=False, wait=False)
-            if evaluation and self._held_out and self.steps_done // evaluation > before // evaluation and self.steps_done < self.total_steps:
+            if (
+                evaluation
+                and self._held_out
+                and self.steps_done // evaluation > before // evaluation
+                and self.steps_done < self.total_steps
+            ):
                 self._run(system.evaluate_beside(self._held_out, self._evaluated))
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the newest weights, and pass@k of `evaluation.n` samples; the learner waits for it.
+        """Held-out accuracy of the newest weights, and pass@k of `evaluation.n` samples; the
+        learner waits for it.
 
         Empty when the task has no held-out problems, or somebody asks the run to end meanwhile.
         """
@@ -187,32 +263,42 @@ class Trainer:
         with self.console.phase(f"evaluating on {self._held_out} held-out problems"):
             self._run(self._running().settle())  # a publication is not cut short
             try:
-                result, samples = self._run(self._running().evaluate(self._held_out), stoppable=True)
+                result, samples = self._run(
+                    self._running().evaluate(self._held_out), stoppable=True
+                )
             except StopRequested:
                 return {}
         self._evaluated(self.steps_done, result, samples)
         return result
 
     def add_rollout_actor(self) -> str:
-        """Start one more rollout actor and return its id once it serves. May be called from another thread while `train` runs.
+        """Start one more rollout actor and return its id once it serves. May be called from another
+        thread while `train` runs.
 
-        Raises PlacementError where the cluster has no room, RunError when there are `cluster.rollout_actors.max` or it did not start.
+        Raises PlacementError where the cluster has no room, RunError when there are
+        `cluster.rollout_actors.max` or it did not start.
         """
         return self._run(self._running().actors.add())
 
     def remove_rollout_actor(self, actor_id: str) -> None:
-        """Let one rollout actor finish its groups, and end it for good. Raises ValueError for an unknown id, RunError below `min`."""
+        """Let one rollout actor finish its groups, and end it for good. Raises ValueError for an
+        unknown id, RunError below `min`.
+        """
         self._run(self._running().actors.remove(actor_id))
 
     def save(self, *, keep_groups: bool = False) -> Path:
-        """Write a checkpoint of the run as it is now, with the model in Hugging Face format, and return its directory when it is complete.
+        """Write a checkpoint of the run as it is now, with the model in Hugging Face format, and
+        return its directory when it is complete.
 
-        The journal forgets the groups that no kept checkpoint needs, unless `keep_groups`. Raises FaultBudgetSpent if it cannot be written.
+        The journal forgets the groups that no kept checkpoint needs, unless `keep_groups`. Raises
+        FaultBudgetSpent if it cannot be written.
         """
         return self._save(keep_groups=keep_groups, wait=True)
 
     def restore(self, path: str | Path) -> None:
-        """Continue from this checkpoint instead of the configured one; before `start`. Raises SetupError if it is not complete."""
+        """Continue from this checkpoint instead of the configured one; before `start`. Raises
+        SetupError if it is not complete.
+        """
         if self._system is not None:
             raise RunError("restore comes before start: a running system cannot be set back")
         self.config = self.config.model_copy(
@@ -221,56 +307,96 @@ class Trainer:
         self.check()
 
     def replay(self, source: str | Path, *, after: int | None = None) -> Comparison:
-        """Train the learner alone on the batches that the run in directory `source` recorded, in its order; no engine is started.
+        """Train the learner alone on the batches that the run in directory `source` recorded, in
+        its order; no engine is started.
 
-        Begins at the checkpoint of step `after` in `source`, by default as early as it can, and ends with `run.total_steps` or the last
-        step recorded. Metrics go to this run's directory. Returns which published weights are the recorded ones, bit for bit. Raises SetupError for what cannot be repeated.
+        Begins at the checkpoint of step `after` in `source`, by default as early as it can, and
+        ends with `run.total_steps` or the last step recorded. Metrics go to this run's directory.
+        Returns which published weights are the recorded ones, bit for bit. Raises SetupError for
+        what cannot be repeated.
         """
         if self._system is not None:
             raise RunError("a replay is a run of its own; build another trainer")
         source = Path(source).expanduser().resolve()
         if source == self.run_dir:
-            raise SetupError(f"a replay writes its own metrics: set run.dir to another directory than {source}")
+            raise SetupError(
+                f"a replay writes its own metrics: set run.dir to another directory than {source}"
+            )
         self.check()
         course = plan_rerun(source, after=after, until=self.total_steps)
-        self.console.info(*[f"other than recorded: {line}" for line in differences(self.config, source / "config.yaml")])
-        self.console.info(f"steps {course.first} to {course.last}, " + (f"from {course.checkpoint}" if course.checkpoint else "from the initial model"))
-        (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier replay: they are compared with each other
+        self.console.info(
+            *[
+                f"other than recorded: {line}"
+                for line in differences(self.config, source / "config.yaml")
+            ]
+        )
+        self.console.info(
+            f"steps {course.first} to {course.last}, "
+            + (f"from {course.checkpoint}" if course.checkpoint else "from the initial model")
+        )
+        (self.run_dir / "metrics.jsonl").unlink(
+            missing_ok=True
+        )  # of an earlier replay: they are compared with each other
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         from async_grpo.cluster.learner_replay import Rerun
 
         rerun = self._rerun = Rerun(
-            self.config, source=str(source / "journal"), total_steps=self.total_steps, weights=self._task_weights, key=uuid.uuid4().hex[:8]
+            self.config,
+            source=str(source / "journal"),
+            total_steps=self.total_steps,
+            weights=self._task_weights,
+            key=uuid.uuid4().hex[:8],
         )
         self._shown_steps = course.last
         model_dir = self._model_dir()
         self._thread.start()
         rerun.connect()
-        self._tracker = Tracker(self.config, run_dir=self.run_dir, resume_run_id=None, note=self.console.info)
+        self._tracker = Tracker(
+            self.config, run_dir=self.run_dir, resume_run_id=None, note=self.console.info
+        )
         self._tracker.start()
-        return self._run(rerun.run(
-            model_dir=model_dir, checkpoint=None if course.checkpoint is None else str(course.checkpoint / "learner"),
-            first=course.first, last=course.last, log=self._log,
-        ), stoppable=True)
+        return self._run(
+            rerun.run(
+                model_dir=model_dir,
+                checkpoint=None
+                if course.checkpoint is None
+                else str(course.checkpoint / "learner"),
+                first=course.first,
+                last=course.last,
+                log=self._log,
+            ),
+            stoppable=True,
+        )
 
     def request_stop(self) -> None:
-        """Ask `start` or `train` to end: not in the middle of a learner step (safe in a signal handler)."""
+        """Ask `start` or `train` to end: not in the middle of a learner step (safe in a signal
+        handler).
+        """
         self._stop_requested.set()
         if self._system is not None:
             self._system.request_stop()
 
     def abandon(self) -> None:
-        """Remove what would outlive this process if it ended now (for the last act of a signal handler)."""
+        """Remove what would outlive this process if it ended now (for the last act of a signal
+        handler).
+        """
         if self._system is not None:
             self._system.abandon()
 
     def stop(self, status: str = "FINISHED", *, ending: tuple[int, str] | None = None) -> None:
-        """Stop every process of the run, write its report and close tracking. Safe to call twice, and after an error.
+        """Stop every process of the run, write its report and close tracking. Safe to call twice,
+        and after an error.
 
-        ending: exit code and message, of which the report is to tell; without it the code that `status` stands for.
+        ending: exit code and message, of which the report is to tell; without it the code that
+        `status` stands for.
         """
         replayed = self._rerun is not None
-        system, self._system, self._rerun, self._started = self._system or self._rerun, None, None, False
+        system, self._system, self._rerun, self._started = (
+            self._system or self._rerun,
+            None,
+            None,
+            False,
+        )
         try:
             if system is not None and self._thread.is_alive():
                 try:
@@ -295,7 +421,9 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         self.stop("FINISHED" if error is None else "FAILED")
 
     @property
@@ -326,7 +454,9 @@ class Trainer:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Who limited the last interval of learner steps, and what to change; None while none is complete."""
+        """Who limited the last interval of learner steps, and what to change; None while none is
+        complete.
+        """
         return self._verdicts.latest
 
     @property
@@ -342,7 +472,9 @@ class Trainer:
     # ---- inside ----
 
     def _run(self, work: Coroutine[Any, Any, Any], *, stoppable: bool = False) -> Any:
-        return self._stop_requested.result(asyncio.run_coroutine_threadsafe(work, self._loop), stoppable=stoppable)
+        return self._stop_requested.result(
+            asyncio.run_coroutine_threadsafe(work, self._loop), stoppable=stoppable
+        )
 
     def _running(self) -> System:
         if self._system is None:
@@ -350,21 +482,34 @@ class Trainer:
         return self._system
 
     def _took_back(self, step: int) -> None:
-        """The steps after this one are discarded: what was saved and logged of them is of another history."""
+        """The steps after this one are discarded: what was saved and logged of them is of another
+        history.
+        """
         checkpoint.set_aside(self.run_dir, step)
         self._saver.saved_at, self._logged = None, step
 
     def _finish_saving(self, *, failed: bool) -> None:
-        """Let a checkpoint that is under way be completed; after a failure it gets a short while only."""
+        """Let a checkpoint that is under way be completed; after a failure it gets a short while
+        only.
+        """
         if self._saver is not None:
-            self._run(self._saver.close(SAVING_AFTER_FAILURE_S if failed else self.config.watchdog.step_timeout_s))
+            self._run(
+                self._saver.close(
+                    SAVING_AFTER_FAILURE_S if failed else self.config.watchdog.step_timeout_s
+                )
+            )
 
     def _save(self, *, keep_groups: bool, wait: bool) -> Path:
-        """Write a checkpoint; without `wait` it is completed while training goes on, and a failure is only said and counted."""
+        """Write a checkpoint; without `wait` it is completed while training goes on, and a failure
+        is only said and counted.
+        """
         system, step = self._running(), self.steps_done
         # What a finished run leaves can be looked at and replayed.
         forget = step < self.total_steps and not self.stop_requested and not keep_groups
-        facts = {"run_epoch": system.run_epoch, "mlflow_run_id": self._tracker.run_id if self._tracker else None}
+        facts = {
+            "run_epoch": system.run_epoch,
+            "mlflow_run_id": self._tracker.run_id if self._tracker else None,
+        }
         return self._run(self._saver.save(system, step=step, facts=facts, forget=forget, wait=wait))
 
     def _model_dir(self) -> str:
@@ -374,20 +519,31 @@ class Trainer:
         from async_grpo.warm_start.cache import WarmStartError, ensure_warm_start
 
         try:
-            return ensure_warm_start(self.config, progress=self._stop_requested.watching(self.console.info), timeout_s=WARM_START_TIMEOUT_S)
+            return ensure_warm_start(
+                self.config,
+                progress=self._stop_requested.watching(self.console.info),
+                timeout_s=WARM_START_TIMEOUT_S,
+            )
         except WarmStartError as error:
             raise SetupError(str(error)) from error
 
-    def _evaluated(self, step: int, result: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        """Keep the result of one evaluation, which may be of an earlier step than the last one that was logged."""
+    def _evaluated(
+        self, step: int, result: dict[str, float], samples: list[dict[str, Any]]
+    ) -> None:
+        """Keep the result of one evaluation, which may be of an earlier step than the last one that
+        was logged.
+        """
         self.evaluations.append((step, result))
         self._log(step, result)
         if self._tracker is not None:
-            self._tracker.log_samples([{"step": step, "source": "evaluation", **sample} for sample in samples])
+            self._tracker.log_samples(
+                [{"step": step, "source": "evaluation", **sample} for sample in samples]
+            )
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         if "train/repeated" in metrics and step <= self._logged:
-            return  # a step that is trained again was logged the first time, if its log came that far
+            # a step that is trained again was logged the first time, if its log came that far
+            return
         if "train/loss" in metrics:
             self._logged = max(step, self._logged)
         if self._tracker is not None:

@@ -1,6 +1,7 @@
 """Everything that crosses a process boundary, and its codec.
 
-Runs in: rollout actors (encode), the replay queue (metadata), learner ranks (decode). Hides the byte layout of a group (`groups` says what one is):
+Runs in: rollout actors (encode), the replay queue (metadata), learner ranks (decode). Hides the
+byte layout of a group (`groups` says what one is):
 
     offset  size  content
     0       4     magic b"AGRP"
@@ -8,17 +9,23 @@ Runs in: rollout actors (encode), the replay queue (metadata), learner ranks (de
     6       2     zero
     8       4     header length h
     12      4     crc32 of everything after these 16 bytes
-    16      h     msgpack map (padded to 8 bytes): ids, prompt length, times, and the facts of the rollouts as columns
-    16+h          int32 prompt tokens | int32 response tokens of all rows | float32 behaviour log-probs | uint8 loss mask, little endian
+    16      h     msgpack map (padded to 8 bytes): ids, prompt length, times, and the facts of the
+                  rollouts as columns
+    16+h          little endian: int32 prompt tokens | int32 response tokens of all rows
+                  | float32 behaviour log-probs | uint8 loss mask
 
-The columns, of n rollouts with s version spans: roles [n], lengths [n], verdicts [n], finish_reasons [n], reward_names [c], rewards [c n]
-(component by component, nil where a rollout lacks it), span_counts [n], span_versions [s], span_tokens [s]. A column is checked with a
-few passes in C where a map per rollout costs a dozen Python calls each: the queue decodes every group of the run in one process.
+The columns, of n rollouts with s version spans: roles [n], lengths [n], verdicts [n],
+finish_reasons [n], reward_names [c], rewards [c n] (component by component, nil where a rollout
+lacks it), span_counts [n], span_versions [s], span_tokens [s]. A column is checked with a few
+passes in C where a map per rollout costs a dozen Python calls each: the queue decodes every group
+of the run in one process.
 
-Invariants: facts only (advantages and ratios are derived later); nothing is ever unpickled, and bytes from anywhere give a group or a
-WireError, nothing else; every length is checked against the frame, and the frame against its limit, before an array is made; the header
-has exactly its keys, and under them numbers, strings, and flat lists or one flat map of those; a decoded group has finite log-probs and a
-version for every token. `decode_meta` never copies or widens a token array, so a reader of metadata costs the same for any response length.
+Invariants: facts only (advantages and ratios are derived later); nothing is ever unpickled, and
+bytes from anywhere give a group or a WireError, nothing else; every length is checked against the
+frame, and the frame against its limit, before an array is made; the header has exactly its keys,
+and under them numbers, strings, and flat lists or one flat map of those; a decoded group has finite
+log-probs and a version for every token. `decode_meta` never copies or widens a token array, so a
+reader of metadata costs the same for any response length.
 """
 
 from __future__ import annotations
@@ -33,11 +40,33 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from async_grpo.groups import Batch, Group, GroupMeta, GroupTicket, Rollout, RowMeta, VersionSpan, WireError
+from async_grpo.groups import (
+    Batch,
+    Group,
+    GroupMeta,
+    GroupTicket,
+    Rollout,
+    RowMeta,
+    VersionSpan,
+    WireError,
+)
 
 __all__ = [
-    "Batch", "Buffer", "Group", "GroupMeta", "GroupTicket", "Rollout", "RowMeta", "VersionSpan", "WireError", "decode_group", "decode_meta",
-    "encode_group", "pack_frames", "peek_ticket", "unpack_frames",
+    "Batch",
+    "Buffer",
+    "Group",
+    "GroupMeta",
+    "GroupTicket",
+    "Rollout",
+    "RowMeta",
+    "VersionSpan",
+    "WireError",
+    "decode_group",
+    "decode_meta",
+    "encode_group",
+    "pack_frames",
+    "peek_ticket",
+    "unpack_frames",
 ]
 
 WIRE_VERSION = 4
@@ -48,10 +77,26 @@ _MAGIC = b"AGRP"
 _FIXED = struct.Struct("<4sHHII")
 _BATCH = struct.Struct("<4sI")
 _BATCH_MAGIC = b"AGRB"
-_KEYS = frozenset({
-    "group_id", "attempt", "policy_version", "run_epoch", "actor_id", "prompt_length", "times", "roles", "lengths", "verdicts", "finish_reasons",
-    "reward_names", "rewards", "span_counts", "span_versions", "span_tokens",
-})
+_KEYS = frozenset(
+    {
+        "group_id",
+        "attempt",
+        "policy_version",
+        "run_epoch",
+        "actor_id",
+        "prompt_length",
+        "times",
+        "roles",
+        "lengths",
+        "verdicts",
+        "finish_reasons",
+        "reward_names",
+        "rewards",
+        "span_counts",
+        "span_versions",
+        "span_tokens",
+    }
+)
 _ROLES, _FINISH_REASONS = frozenset({"train", "baseline"}), frozenset({"stop", "length"})
 _INTEGER, _TEXT, _NUMBER = frozenset({int}), frozenset({str}), frozenset({int, float})
 _NUMBER_OR_NONE = _NUMBER | {type(None)}
@@ -61,13 +106,16 @@ _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 def encode_group(group: Group, *, max_bytes: int | None = None) -> bytes:
     """One group as a frame of at most `max_bytes`.
 
-    Raises WireError for anything that must not be trained (lengths, non-finite values, aborts), and for a frame that is too large.
+    Raises WireError for anything that must not be trained (lengths, non-finite values, aborts), and
+    for a frame that is too large.
     """
     arrays = _arrays_of(group)
     try:
         packed = msgpack.packb(_header_of(group), use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"group {group.group_id} has a value that is not a plain number or string: {error}") from error
+        raise WireError(
+            f"group {group.group_id} has a value that is not a plain number or string: {error}"
+        ) from error
     packed += b"\0" * (-len(packed) % 8)
     checksum = zlib.crc32(packed)
     for array in arrays:
@@ -78,12 +126,16 @@ def encode_group(group: Group, *, max_bytes: int | None = None) -> bytes:
 
 
 def decode_meta(frame: Buffer, *, max_bytes: int | None = None) -> GroupMeta:
-    """Metadata of a frame, every rule of the format checked; `max_bytes` first. Raises WireError."""
+    """Metadata of a frame, every rule of the format checked; `max_bytes` first. Raises
+    WireError.
+    """
     return _meta(*_open(frame, max_bytes=max_bytes))
 
 
 def peek_ticket(frame: Buffer) -> tuple[int, int] | None:
-    """(group_id, attempt) of a frame that `decode_meta` refuses, or None where its header cannot be trusted either."""
+    """(group_id, attempt) of a frame that `decode_meta` refuses, or None where its header cannot be
+    trusted either.
+    """
     try:
         header, _, _ = _open(frame)
         return _natural(header, "group_id"), _natural(header, "attempt")
@@ -100,21 +152,37 @@ def decode_group(frame: Buffer) -> Group:
     prompt, tokens = ids[: meta.prompt_length], ids[meta.prompt_length :]
     rollouts = [
         Rollout(
-            response_ids=tokens[start:stop], behavior_logprobs=logprobs[start:stop], loss_mask=mask[start:stop],
-            versions=_spans(row), rewards=row.rewards, verdict=row.verdict, finish_reason=row.finish_reason, role=row.role,
+            response_ids=tokens[start:stop],
+            behavior_logprobs=logprobs[start:stop],
+            loss_mask=mask[start:stop],
+            versions=_spans(row),
+            rewards=row.rewards,
+            verdict=row.verdict,
+            finish_reason=row.finish_reason,
+            role=row.role,
         )
         for row, (start, stop) in zip(meta.rows, pairwise(bounds), strict=True)
     ]
     return Group(
-        group_id=meta.group_id, attempt=meta.attempt, policy_version=meta.policy_version, actor_id=meta.actor_id,
-        prompt_ids=prompt, rollouts=rollouts, times=meta.times, run_epoch=meta.run_epoch,
+        group_id=meta.group_id,
+        attempt=meta.attempt,
+        policy_version=meta.policy_version,
+        actor_id=meta.actor_id,
+        prompt_ids=prompt,
+        rollouts=rollouts,
+        times=meta.times,
+        run_epoch=meta.run_epoch,
     )
 
 
 def pack_frames(frames: list[Buffer]) -> np.ndarray:
-    """Several frames as one uint8 array, which Ray moves out of band. Every frame starts at a multiple of 8 bytes."""
+    """Several frames as one uint8 array, which Ray moves out of band. Every frame starts at a
+    multiple of 8 bytes.
+    """
     views = [_byte_view(frame) for frame in frames]
-    head = _BATCH.pack(_BATCH_MAGIC, len(views)) + struct.pack(f"<{len(views)}Q", *[len(view) for view in views])
+    head = _BATCH.pack(_BATCH_MAGIC, len(views)) + struct.pack(
+        f"<{len(views)}Q", *[len(view) for view in views]
+    )
     out = np.empty(len(head) + sum(_padded(len(view)) for view in views), np.uint8)
     out[: len(head)] = np.frombuffer(head, np.uint8)
     at = len(head)
@@ -150,30 +218,50 @@ def _header_of(group: Group) -> dict[str, Any]:
     rows = group.rollouts
     names = list(dict.fromkeys(chain.from_iterable(row.rewards for row in rows)))
     rewards = [row.rewards.get(name) for name in names for row in rows]
-    if None in rewards and any(None in row.rewards.values() for row in rows):  # on the wire it means that the component is missing
+    if None in rewards and any(
+        None in row.rewards.values() for row in rows
+    ):  # on the wire it means that the component is missing
         raise WireError(f"group {group.group_id} has a reward component without a value")
     spans = [span for row in rows for span in row.versions]
     return {
-        "group_id": group.group_id, "attempt": group.attempt, "policy_version": group.policy_version, "run_epoch": group.run_epoch,
-        "actor_id": group.actor_id, "prompt_length": len(group.prompt_ids), "times": group.times, "roles": [row.role for row in rows],
-        "lengths": [len(row.response_ids) for row in rows], "verdicts": [row.verdict for row in rows],
-        "finish_reasons": [row.finish_reason for row in rows], "reward_names": names, "rewards": rewards,
-        "span_counts": [len(row.versions) for row in rows], "span_versions": [span.policy_version for span in spans],
+        "group_id": group.group_id,
+        "attempt": group.attempt,
+        "policy_version": group.policy_version,
+        "run_epoch": group.run_epoch,
+        "actor_id": group.actor_id,
+        "prompt_length": len(group.prompt_ids),
+        "times": group.times,
+        "roles": [row.role for row in rows],
+        "lengths": [len(row.response_ids) for row in rows],
+        "verdicts": [row.verdict for row in rows],
+        "finish_reasons": [row.finish_reason for row in rows],
+        "reward_names": names,
+        "rewards": rewards,
+        "span_counts": [len(row.versions) for row in rows],
+        "span_versions": [span.policy_version for span in spans],
         "span_tokens": [span.end - span.start for span in spans],
     }
 
 
 def _arrays_of(group: Group) -> list[np.ndarray]:
-    """The arrays of the frame, part by part. Also refuses what a header cannot say: lengths that differ, spans that do not join."""
+    """The arrays of the frame, part by part. Also refuses what a header cannot say: lengths that
+    differ, spans that do not join.
+    """
     ids, logprobs, masks = [_cast(group, "prompt_ids", group.prompt_ids, _INT32)], [], []
     for index, row in enumerate(group.rollouts):
         lengths = (len(row.response_ids), len(row.behavior_logprobs), len(row.loss_mask))
         if not lengths[0] == lengths[1] == lengths[2]:
-            raise WireError(f"group {group.group_id} rollout {index}: {lengths} tokens, log-probs and mask entries; they must be equal")
+            raise WireError(
+                f"group {group.group_id} rollout {index}: {lengths} tokens, log-probs and "
+                "mask entries; they must be equal"
+            )
         at = 0
         for span in row.versions:
             if span.start != at:
-                raise WireError(f"group {group.group_id} rollout {index}: a version span starts at {span.start} instead of {at}")
+                raise WireError(
+                    f"group {group.group_id} rollout {index}: a version span starts at "
+                    f"{span.start} instead of {at}"
+                )
             at = span.end
         ids.append(_cast(group, "response_ids", row.response_ids, _INT32))
         logprobs.append(_cast(group, "behavior_logprobs", row.behavior_logprobs, _FLOAT32))
@@ -182,16 +270,22 @@ def _arrays_of(group: Group) -> list[np.ndarray]:
 
 
 def _cast(group: Group, name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A part of the frame, the array itself where it can be. Integers must survive: a wrapped id or mask would be trained as another."""
+    """A part of the frame, the array itself where it can be. Integers must survive: a wrapped id or
+    mask would be trained as another.
+    """
     raw = np.ascontiguousarray(values)
     if raw.dtype == dtype:
         return raw
     if raw.dtype.kind not in "biuf":
-        raise WireError(f"group {group.group_id} has {name} of type {raw.dtype}; they must be numbers")
+        raise WireError(
+            f"group {group.group_id} has {name} of type {raw.dtype}; they must be numbers"
+        )
     with np.errstate(over="ignore", invalid="ignore"):
         out = raw.astype(dtype)
     if dtype != _FLOAT32 and (out != raw).any():
-        raise WireError(f"group {group.group_id} has {name} that are not natural numbers of type {dtype.name}")
+        raise WireError(
+            f"group {group.group_id} has {name} that are not natural numbers of type {dtype.name}"
+        )
     return out
 
 
@@ -206,10 +300,14 @@ def _padded(size: int) -> int:
     return size + -size % 8
 
 
-def _open(frame: Buffer, *, verify: bool = True, max_bytes: int | None = None) -> tuple[dict[str, Any], memoryview, int]:
+def _open(
+    frame: Buffer, *, verify: bool = True, max_bytes: int | None = None
+) -> tuple[dict[str, Any], memoryview, int]:
     view = _byte_view(frame)
     if max_bytes is not None and len(view) > max_bytes:
-        raise WireError(f"a frame of {len(view)} bytes is larger than wire.max_frame_bytes, {max_bytes}")
+        raise WireError(
+            f"a frame of {len(view)} bytes is larger than wire.max_frame_bytes, {max_bytes}"
+        )
     if len(view) < _FIXED.size:
         raise WireError(f"a frame needs {_FIXED.size} bytes, got {len(view)}")
     magic, version, zero, header_length, checksum = _FIXED.unpack_from(view)
@@ -223,8 +321,14 @@ def _open(frame: Buffer, *, verify: bool = True, max_bytes: int | None = None) -
     if verify and zlib.crc32(view[_FIXED.size :]) != checksum:
         raise WireError("checksum mismatch")
     unpacker = msgpack.Unpacker(
-        raw=False, max_buffer_size=max(header_length, 1), strict_map_key=True, max_str_len=MAX_STRING_BYTES, max_bin_len=0, max_ext_len=0,
-        max_array_len=header_length, max_map_len=header_length,
+        raw=False,
+        max_buffer_size=max(header_length, 1),
+        strict_map_key=True,
+        max_str_len=MAX_STRING_BYTES,
+        max_bin_len=0,
+        max_ext_len=0,
+        max_array_len=header_length,
+        max_map_len=header_length,
     )
     unpacker.feed(view[_FIXED.size : offset])
     try:
@@ -237,46 +341,90 @@ def _open(frame: Buffer, *, verify: bool = True, max_bytes: int | None = None) -
 
 
 def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
-    """Every rule of the format behind the envelope. A value is used only after its type is checked, so nothing but WireError is raised."""
+    """Every rule of the format behind the envelope. A value is used only after its type is checked,
+    so nothing but WireError is raised.
+    """
     if header.keys() != _KEYS:
-        raise WireError(f"the header has other keys than those of a group; missing: {sorted(_KEYS - header.keys())}")
+        raise WireError(
+            "the header has other keys than those of a group; missing: "
+            f"{sorted(_KEYS - header.keys())}"
+        )
     prompt_length, lengths = _natural(header, "prompt_length"), _list(header, "lengths", _INTEGER)
     n_rows = len(lengths)
     if prompt_length < 1 or n_rows < 1 or min(lengths) < 1:
-        raise WireError(f"{prompt_length} prompt tokens and {n_rows} rollouts; both, and every response, must have at least 1")
+        raise WireError(
+            f"{prompt_length} prompt tokens and {n_rows} rollouts; both, and every "
+            "response, must have at least 1"
+        )
     bounds = list(accumulate(lengths))
     ids, logprobs, mask = _arrays(view, offset, prompt_length, bounds[-1])
     if ids.min() < 0:
         raise WireError("a token id is negative")
-    if not (logprobs.min() > -np.inf and logprobs.max() <= 1e-3):  # both comparisons are false for NaN; no copy of the array is made
-        raise WireError(f"rollout {_row_of(~((logprobs > -np.inf) & (logprobs <= 1e-3)), bounds)} has a log-prob that is not finite or positive")
+    if not (
+        logprobs.min() > -np.inf and logprobs.max() <= 1e-3
+    ):  # both comparisons are false for NaN; no copy of the array is made
+        raise WireError(
+            f"rollout {_row_of(~((logprobs > -np.inf) & (logprobs <= 1e-3)), bounds)} has "
+            "a log-prob that is not finite or positive"
+        )
     if mask.max() > 1:
         raise WireError(f"rollout {_row_of(mask > 1, bounds)} has a loss mask other than 0 and 1")
-    roles, finish_reasons = _one_of(header, "roles", n_rows, _ROLES), _one_of(header, "finish_reasons", n_rows, _FINISH_REASONS)
+    roles, finish_reasons = (
+        _one_of(header, "roles", n_rows, _ROLES),
+        _one_of(header, "finish_reasons", n_rows, _FINISH_REASONS),
+    )
     mask_tokens = np.add.reduceat(mask, [0, *bounds[:-1]], dtype=np.int64).tolist()
     rewards, verdicts = _rewards(header, n_rows), _finite(header, "verdicts", n_rows)
-    rows = map(RowMeta, roles, lengths, mask_tokens, rewards, verdicts, finish_reasons, _versions(header, bounds))
+    rows = map(
+        RowMeta,
+        roles,
+        lengths,
+        mask_tokens,
+        rewards,
+        verdicts,
+        finish_reasons,
+        _versions(header, bounds),
+    )
     actor_id, times = header["actor_id"], header["times"]
     if type(actor_id) is not str:
         raise WireError("actor_id must be a string")
-    if type(times) is not dict or not _TEXT.issuperset(map(type, times)) or not _NUMBER.issuperset(map(type, times.values())):
+    if (
+        type(times) is not dict
+        or not _TEXT.issuperset(map(type, times))
+        or not _NUMBER.issuperset(map(type, times.values()))
+    ):
         raise WireError("times must be numbers by name")
     if not all(map(math.isfinite, times.values())):
         raise WireError("times must be finite")
     return GroupMeta(
-        _natural(header, "group_id"), _natural(header, "attempt"), _natural(header, "policy_version"), actor_id, prompt_length, tuple(rows),
-        {name: float(value) for name, value in times.items()}, len(view), _natural(header, "run_epoch"),
+        _natural(header, "group_id"),
+        _natural(header, "attempt"),
+        _natural(header, "policy_version"),
+        actor_id,
+        prompt_length,
+        tuple(rows),
+        {name: float(value) for name, value in times.items()},
+        len(view),
+        _natural(header, "run_epoch"),
     )
 
 
-def _arrays(view: memoryview, offset: int, prompt_length: int, n_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Views of the prompt and response tokens, log-probs and mask, after the announced lengths agree with the frame's."""
+def _arrays(
+    view: memoryview, offset: int, prompt_length: int, n_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Views of the prompt and response tokens, log-probs and mask, after the announced lengths
+    agree with the frame's.
+    """
     expected = offset + 4 * prompt_length + 9 * n_tokens
     if expected != len(view):
-        raise WireError(f"a frame with {prompt_length} + {n_tokens} tokens has {expected} bytes, this one {len(view)}")
+        raise WireError(
+            f"a frame with {prompt_length} + {n_tokens} tokens has {expected} bytes, this "
+            f"one {len(view)}"
+        )
     n_ids = prompt_length + n_tokens
     return (
-        np.frombuffer(view, _INT32, n_ids, offset), np.frombuffer(view, _FLOAT32, n_tokens, offset + 4 * n_ids),
+        np.frombuffer(view, _INT32, n_ids, offset),
+        np.frombuffer(view, _FLOAT32, n_tokens, offset + 4 * n_ids),
         np.frombuffer(view, _UINT8, n_tokens, offset + 4 * (n_ids + n_tokens)),
     )
 
@@ -286,11 +434,15 @@ def _row_of(bad: np.ndarray, bounds: list[int]) -> int:
     return bisect_right(bounds, int(bad.argmax()))
 
 
-def _list(header: dict[str, Any], name: str, types: frozenset[type], count: int | None = None) -> list[Any]:
+def _list(
+    header: dict[str, Any], name: str, types: frozenset[type], count: int | None = None
+) -> list[Any]:
     """A flat list of `count` values, all exactly of these types. A boolean is not an integer."""
     column = header[name]
     if type(column) is not list or not types.issuperset(map(type, column)):
-        raise WireError(f"{name} must be a list of {' or '.join(sorted(kind.__name__ for kind in types))}")
+        raise WireError(
+            f"{name} must be a list of {' or '.join(sorted(kind.__name__ for kind in types))}"
+        )
     if count is not None and len(column) != count:
         raise WireError(f"{name} has {len(column)} entries instead of {count}")
     return column
@@ -300,14 +452,18 @@ def _one_of(header: dict[str, Any], name: str, count: int, allowed: frozenset[st
     column = _list(header, name, _TEXT, count)
     if not allowed.issuperset(column):
         index = next(index for index, value in enumerate(column) if value not in allowed)
-        raise WireError(f"rollout {index} has {column[index]!r:.40} in {name}, not one of {sorted(allowed)}")
+        raise WireError(
+            f"rollout {index} has {column[index]!r:.40} in {name}, not one of {sorted(allowed)}"
+        )
     return column
 
 
 def _finite(header: dict[str, Any], name: str, count: int) -> list[float | None]:
     """A column of finite numbers, or None where a rollout has none."""
     column = _list(header, name, _NUMBER_OR_NONE, count)
-    if not all(map(math.isfinite, filter(None, column))):  # the filter takes None away, and zeros, which are finite
+    if not all(
+        map(math.isfinite, filter(None, column))
+    ):  # the filter takes None away, and zeros, which are finite
         raise WireError(f"{name} must be finite")
     return [None if value is None else float(value) for value in column]
 
@@ -321,18 +477,28 @@ def _rewards(header: dict[str, Any], n_rows: int) -> list[dict[str, float]]:
     columns = [values[start : start + n_rows] for start in range(0, len(values), n_rows)]
     rewards = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     if None in values:
-        rewards = [{name: value for name, value in row.items() if value is not None} for row in rewards]
+        rewards = [
+            {name: value for name, value in row.items() if value is not None} for row in rewards
+        ]
         if not all(rewards):
             raise WireError(f"rollout {rewards.index({})} has no reward")
     return rewards
 
 
 def _versions(header: dict[str, Any], bounds: list[int]) -> list[tuple[tuple[int, int], ...]]:
-    """(version, tokens) of each span of each rollout; they cover each response exactly. `bounds`: where the responses end."""
-    counts, versions = _list(header, "span_counts", _INTEGER, len(bounds)), _list(header, "span_versions", _INTEGER)
+    """(version, tokens) of each span of each rollout; they cover each response exactly. `bounds`:
+    where the responses end.
+    """
+    counts, versions = (
+        _list(header, "span_counts", _INTEGER, len(bounds)),
+        _list(header, "span_versions", _INTEGER),
+    )
     tokens = _list(header, "span_tokens", _INTEGER, len(versions))
     if min(counts) < 1 or sum(counts) != len(versions) or min(versions) < 0 or min(tokens) < 1:
-        raise WireError(f"{len(versions)} version spans for {len(bounds)} rollouts, or a negative version, or a span without tokens")
+        raise WireError(
+            f"{len(versions)} version spans for {len(bounds)} rollouts, or a negative "
+            "version, or a span without tokens"
+        )
     stops, covered = list(accumulate(counts)), list(accumulate(tokens))
     for index, (stop, bound) in enumerate(zip(stops, bounds, strict=True)):
         if covered[stop - 1] != bound:
@@ -343,7 +509,10 @@ def _versions(header: dict[str, Any], bounds: list[int]) -> list[tuple[tuple[int
 
 def _spans(row: RowMeta) -> list[VersionSpan]:
     ends = accumulate(tokens for _, tokens in row.versions)
-    return [VersionSpan(version, end - tokens, end) for (version, tokens), end in zip(row.versions, ends, strict=True)]
+    return [
+        VersionSpan(version, end - tokens, end)
+        for (version, tokens), end in zip(row.versions, ends, strict=True)
+    ]
 
 
 def _natural(header: dict[str, Any], name: str) -> int:

@@ -1,13 +1,19 @@
-"""Time and peak memory of the mathematics: `python -m benchmarks.algo [--parts advantages losses logprobs] [--quick]`.
+"""Time and peak memory of the mathematics: `python -m benchmarks.algo [--parts advantages losses
+logprobs] [--quick]`.
 
-    advantages   every estimator for 100,000 rollouts in groups of 8: one number per row, and [B, T] tensors of 32 tokens     against grpo
-    losses       every policy loss, forward and backward, for 1,000,000 packed tokens in 2,000 rows; selections, diagnostics   against ppo_clip
-    logprobs     chunked log-probs, forward and backward, for 4,096 tokens, hidden size 896, vocabulary 151,936 (float32)     against naive
+    advantages   every estimator for 100,000 rollouts in groups of 8: one number per row, and [B, T]
+                 tensors of 32 tokens     against grpo
+    losses       every policy loss, forward and backward, for 1,000,000 packed tokens in 2,000 rows;
+                 selections, diagnostics   against ppo_clip
+    logprobs     chunked log-probs, forward and backward, for 4,096 tokens, hidden size 896,
+                 vocabulary 151,936 (float32)     against naive
 
-Each case runs alone in a process of its own with one thread, in several rounds over all cases of a part. Seconds are CPU seconds: with
-one thread they hardly depend on what else the machine does, where wall time does. A ratio compares with the reference case of the same
-round: printed is the median over the rounds, with the smallest and the largest. Memory is the resident peak above the level with the
-inputs in place. A case that would not fit into the memory that is free is left out and says so.
+Each case runs alone in a process of its own with one thread, in several rounds over all cases of a
+part. Seconds are CPU seconds: with one thread they hardly depend on what else the machine does,
+where wall time does. A ratio compares with the reference case of the same round: printed is the
+median over the rounds, with the smallest and the largest. Memory is the resident peak above the
+level with the inputs in place. A case that would not fit into the memory that is free is left out
+and says so.
 """
 
 from __future__ import annotations
@@ -51,7 +57,9 @@ class Sizes:
     vocabulary: int = 151_936
 
 
-QUICK = Sizes(rollouts=800, width=8, tokens=5_000, rows=20, hidden=16, positions=128, vocabulary=1_000)
+QUICK = Sizes(
+    rollouts=800, width=8, tokens=5_000, rows=20, hidden=16, positions=128, vocabulary=1_000
+)
 Work = Callable[[], None]
 
 
@@ -65,13 +73,19 @@ def advantages_case(name: str, sizes: Sizes) -> Work:
     if layout == "rows":
         return lambda: void(row_advantages(estimator, rewards, groups, lengths=lengths))
     mask = torch.arange(sizes.width) < lengths.unsqueeze(-1)
-    token_rewards = (mask.cumsum(-1) == lengths.unsqueeze(-1)).float() * mask * rewards.float().unsqueeze(-1)
+    token_rewards = (
+        (mask.cumsum(-1) == lengths.unsqueeze(-1)).float() * mask * rewards.float().unsqueeze(-1)
+    )
     baselines = rewards.roll(1) if ESTIMATORS[estimator].baseline else None
-    return lambda: void(compute_advantages(estimator, token_rewards, mask, groups, reward_baselines=baselines))
+    return lambda: void(
+        compute_advantages(estimator, token_rewards, mask, groups, reward_baselines=baselines)
+    )
 
 
 def loss_case(name: str, sizes: Sizes) -> Work:
-    """`<loss>`, `select/<loss>` or `diagnostics` (by micro-batches) on random tokens with ratios on both sides of the clip interval."""
+    """`<loss>`, `select/<loss>` or `diagnostics` (by micro-batches) on random tokens with ratios on
+    both sides of the clip interval.
+    """
     random = torch.Generator().manual_seed(0)
 
     def normal() -> Tensor:
@@ -82,34 +96,58 @@ def loss_case(name: str, sizes: Sizes) -> Work:
     anchor = normal() * 0.5 - 1
     logprobs = (anchor + 0.2 * normal()).requires_grad_()
     common = {
-        "anchor_logprobs": anchor, "advantages": torch.randn(sizes.rows, generator=random)[row_index],
+        "anchor_logprobs": anchor,
+        "advantages": torch.randn(sizes.rows, generator=random)[row_index],
         "loss_mask": (torch.rand(sizes.tokens, generator=random) > 0.05).to(torch.uint8),
         "staleness": torch.randint(0, 5, (sizes.rows,), generator=random)[row_index],
-    }  # fmt: skip
+    }
     behavior = anchor + 0.05 * normal()
 
     def select(loss: str) -> Tensor:
         positions = torch.arange(sizes.tokens)
         hashes = token_hashes(0, 1, row_index // GROUP_SIZE, row_index % GROUP_SIZE, positions)
-        return select_tokens(loss, logprobs=logprobs.detach(), clip=CLIP, hashes=hashes, options=DEFAULT_OPTIONS, **common)
+        return select_tokens(
+            loss,
+            logprobs=logprobs.detach(),
+            clip=CLIP,
+            hashes=hashes,
+            options=DEFAULT_OPTIONS,
+            **common,
+        )
 
     def loss(kind: str, selection: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        return policy_loss(kind, logprobs, behavior_logprobs=behavior, clip=CLIP, row_index=row_index, selection=selection, **common)
+        return policy_loss(
+            kind,
+            logprobs,
+            behavior_logprobs=behavior,
+            clip=CLIP,
+            row_index=row_index,
+            selection=selection,
+            **common,
+        )
 
     if name.startswith("select/"):
         return lambda: void(select(name.removeprefix("select/")))
     if name == "diagnostics":
         token_loss, found = loss("ppo_clip", None)
         tensors = {
-            "token_loss": token_loss, "logprobs": logprobs.detach(), "anchor_logprobs": anchor, "behavior_logprobs": behavior,
-            "advantages": common["advantages"], "staleness": common["staleness"], "mask": common["loss_mask"], "row_index": row_index,
-        }  # fmt: skip
+            "token_loss": token_loss,
+            "logprobs": logprobs.detach(),
+            "anchor_logprobs": anchor,
+            "behavior_logprobs": behavior,
+            "advantages": common["advantages"],
+            "staleness": common["staleness"],
+            "mask": common["loss_mask"],
+            "row_index": row_index,
+        }
 
         def diagnose() -> None:
             sums = MetricSums()
             for start in range(0, sizes.tokens, MICRO_BATCH):
                 part = {key: tensor[start : start + MICRO_BATCH] for key, tensor in tensors.items()}
-                of_loss = {key: tensor[start : start + MICRO_BATCH] for key, tensor in found.items()}
+                of_loss = {
+                    key: tensor[start : start + MICRO_BATCH] for key, tensor in found.items()
+                }
                 loss_metrics(sums, diagnostics=of_loss, recomputed=True, **part)
             void(sums.means())
 
@@ -119,10 +157,14 @@ def loss_case(name: str, sizes: Sizes) -> Work:
 
 
 def logprobs_case(name: str, sizes: Sizes) -> Work:
-    """`naive`, `chunked` or `chunked with entropy`: log-probs and the gradients of hidden states and head."""
+    """`naive`, `chunked` or `chunked with entropy`: log-probs and the gradients of hidden states
+    and head.
+    """
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(sizes.positions, sizes.hidden, generator=random).requires_grad_()
-    head = (torch.randn(sizes.vocabulary, sizes.hidden, generator=random) / sizes.hidden**0.5).requires_grad_()
+    head = (
+        torch.randn(sizes.vocabulary, sizes.hidden, generator=random) / sizes.hidden**0.5
+    ).requires_grad_()
     targets = torch.randint(0, sizes.vocabulary, (sizes.positions,), generator=random)
 
     def naive() -> None:
@@ -131,9 +173,16 @@ def logprobs_case(name: str, sizes: Sizes) -> Work:
 
     def chunked() -> None:
         logprobs, entropy = token_logprobs(
-            hidden, targets, lambda part: part @ head.T, vocab_size=sizes.vocabulary, temperature=1.0, with_entropy=name != "chunked"
+            hidden,
+            targets,
+            lambda part: part @ head.T,
+            vocab_size=sizes.vocabulary,
+            temperature=1.0,
+            with_entropy=name != "chunked",
         )
-        torch.autograd.grad(logprobs.sum() if entropy is None else logprobs.sum() + entropy.sum(), [hidden, head])
+        torch.autograd.grad(
+            logprobs.sum() if entropy is None else logprobs.sum() + entropy.sum(), [hidden, head]
+        )
 
     return naive if name == "naive" else chunked
 
@@ -144,7 +193,9 @@ def void(_: object) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """Cases that are compared with one of them. `repeats` of a case within a round; `needs_gb` (sizes) what a case takes at most."""
+    """Cases that are compared with one of them. `repeats` of a case within a round; `needs_gb`
+    (sizes) what a case takes at most.
+    """
 
     make: Callable[[str, Sizes], Work]
     reference: str
@@ -161,16 +212,34 @@ def naive_gb(name: str, sizes: Sizes) -> float:
 
 PARTS = {
     "advantages": Part(
-        advantages_case, "rows/grpo",
-        (*(f"rows/{name}" for name, spec in ESTIMATORS.items() if spec.rows), *(f"tokens/{name}" for name in ESTIMATORS)), repeats=5,
+        advantages_case,
+        "rows/grpo",
+        (
+            *(f"rows/{name}" for name, spec in ESTIMATORS.items() if spec.rows),
+            *(f"tokens/{name}" for name in ESTIMATORS),
+        ),
+        repeats=5,
     ),
-    "losses": Part(loss_case, "ppo_clip", (*POLICY_LOSSES, *(f"select/{name}" for name in sorted(SELECTING)), "diagnostics"), repeats=5),
-    "logprobs": Part(logprobs_case, "naive", ("naive", "chunked", "chunked with entropy"), repeats=1, needs_gb=naive_gb),
-}  # fmt: skip
+    "losses": Part(
+        loss_case,
+        "ppo_clip",
+        (*POLICY_LOSSES, *(f"select/{name}" for name in sorted(SELECTING)), "diagnostics"),
+        repeats=5,
+    ),
+    "logprobs": Part(
+        logprobs_case,
+        "naive",
+        ("naive", "chunked", "chunked with entropy"),
+        repeats=1,
+        needs_gb=naive_gb,
+    ),
+}
 
 
 def kilobytes(path: str, field: str) -> int:
-    """A line `field:  123 kB` of a file in /proc. VmRSS is the resident memory of a process now, VmHWM its peak."""
+    """A line `field:  123 kB` of a file in /proc. VmRSS is the resident memory of a process now,
+    VmHWM its peak.
+    """
     found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"{path} has no {field}: memory is measured on Linux only")
@@ -183,7 +252,9 @@ def measure(pipe: Connection, part: str, name: str, sizes: Sizes) -> None:
     torch.set_num_threads(1)
     spec.make(name, QUICK)()  # loads what is loaded once
     work = spec.make(name, sizes)
-    ctypes.CDLL(None).malloc_trim(0)  # memory that the preparation has freed would hide what the work takes
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # memory that the preparation has freed would hide what the work takes
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present level
     level, seconds = kilobytes("/proc/self/status", "VmRSS"), []
     for repeat in range(spec.repeats + (spec.repeats > 1)):
@@ -201,7 +272,9 @@ def alone(part: str, name: str, sizes: Sizes) -> tuple[float, float] | str:
     need = PARTS[part].needs_gb(name, sizes)
     if free < need:
         return f"left out: needs about {need:.1f} GB, {free:.1f} GB are free"
-    context = multiprocessing.get_context("fork")  # torch is imported once; nothing has started its threads here
+    context = multiprocessing.get_context(
+        "fork"
+    )  # torch is imported once; nothing has started its threads here
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=measure, args=(theirs, part, name, sizes))
     child.start()
@@ -228,24 +301,41 @@ def table(part: str, sizes: Sizes, *, rounds: int) -> list[str]:
     lines = [f"| {part} | CPU seconds | against {spec.reference} | peak MB |", "|---|---|---|---|"]
     references = results[spec.reference]
     for name, found in results.items():
-        done = [(one, other) for one, other in zip(found, references, strict=True) if not isinstance(one, str)]
+        done = [
+            (one, other)
+            for one, other in zip(found, references, strict=True)
+            if not isinstance(one, str)
+        ]
         if not done:
             lines.append(f"| {name} | {found[0]} | | |")
             continue
         ratios = sorted(one[0] / other[0] for one, other in done if not isinstance(other, str))
-        ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if ratios else "no reference"
+        ratio = (
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            if ratios
+            else "no reference"
+        )
         seconds, peak = statistics.median(one[0] for one, _ in done), max(one[1] for one, _ in done)
         lines.append(f"| {name} | {seconds:.4g} | {ratio} | {peak:.0f} |")
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.algo", description="Time and memory of the mathematics.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.algo", description="Time and memory of the mathematics."
+    )
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="small sizes and one round: shows that it runs, not how fast")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes and one round: shows that it runs, not how fast",
+    )
     arguments = parser.parse_args()
-    print(f"{platform.machine()}, one thread of {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
+    print(
+        f"{platform.machine()}, one thread of {len(os.sched_getaffinity(0))} cores, torch "
+        f"{torch.__version__}"
+    )
     sizes, rounds = (QUICK, 1) if arguments.quick else (Sizes(), arguments.rounds)
     for part in arguments.parts:
         print("\n".join(["", *table(part, sizes, rounds=rounds)]), flush=True)

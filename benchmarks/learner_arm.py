@@ -1,9 +1,11 @@
 """The DeepSpeed learner beside a bare PyTorch loop, in one process, on the same packed batches.
 
-Runs in: a process of its own per model and ZeRO stage, which `benchmarks.learner` starts. Both sides have the same initial weights, rows
-and micro-batches, one thread, and take turns, so that they meet the same machine. The bare loop is what one would write by hand: the Hugging
-Face model on the packed tokens with the same attention, its own head on the tokens that count, a clipped loss, clipped gradients, AdamW. Its
-batches are packed before the clock runs; the learner unpacks frames, packs, and computes its metrics while it does.
+Runs in: a process of its own per model and ZeRO stage, which `benchmarks.learner` starts. Both
+sides have the same initial weights, rows and micro-batches, one thread, and take turns, so that
+they meet the same machine. The bare loop is what one would write by hand: the Hugging Face model on
+the packed tokens with the same attention, its own head on the tokens that count, a clipped loss,
+clipped gradients, AdamW. Its batches are packed before the clock runs; the learner unpacks frames,
+packs, and computes its metrics while it does.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ STEP = 1
 
 @dataclass(frozen=True)
 class Work:
-    """What an update trains: groups of responses with geometric lengths; budget: tokens per micro-batch."""
+    """What an update trains: groups of responses with geometric lengths; budget: tokens per
+    micro-batch.
+    """
 
     groups: int = 8
     group_size: int = 8
@@ -58,11 +62,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """One model and stage (None: the bare loop beside itself, which shows what the method cannot see).
+    """One model and stage (None: the bare loop beside itself, which shows what the method cannot
+    see).
 
-    tokens: of prompts and responses per step. padding: share of the positions of linear layers and head that hold no token;
-    attention_padding: of attention's. peaks: MB above the level before each side was built, of its first steps.
-    apart: largest difference between the log-probs of packed rows and of the same rows alone.
+    tokens: of prompts and responses per step. padding: share of the positions of linear layers and
+    head that hold no token; attention_padding: of attention's. peaks: MB above the level before
+    each side was built, of its first steps. apart: largest difference between the log-probs of
+    packed rows and of the same rows alone.
     """
 
     stage: int | None
@@ -97,19 +103,32 @@ class Batch:
             rollouts = []
             for _ in range(work.group_size):
                 length = min(work.longest, 1 + int(lengths.expovariate(1 / (work.mean - 1))))
-                rollouts.append(wire.Rollout(
-                    response_ids=draw.integers(3, work.vocabulary, length).astype(np.int32),
-                    behavior_logprobs=np.full(length, -np.log(work.vocabulary), np.float32), loss_mask=np.ones(length, np.uint8),
-                    versions=[wire.VersionSpan(STEP - 1, 0, length)], rewards={"correct": 1.0}, verdict=1.0, finish_reason="stop",
-                ))
-            prompt = draw.integers(3, work.vocabulary, lengths.randint(*PROMPT_TOKENS)).astype(np.int32)
+                rollouts.append(
+                    wire.Rollout(
+                        response_ids=draw.integers(3, work.vocabulary, length).astype(np.int32),
+                        behavior_logprobs=np.full(length, -np.log(work.vocabulary), np.float32),
+                        loss_mask=np.ones(length, np.uint8),
+                        versions=[wire.VersionSpan(STEP - 1, 0, length)],
+                        rewards={"correct": 1.0},
+                        verdict=1.0,
+                        finish_reason="stop",
+                    )
+                )
+            prompt = draw.integers(3, work.vocabulary, lengths.randint(*PROMPT_TOKENS)).astype(
+                np.int32
+            )
             self.groups[group_id] = wire.Group(group_id, 1, STEP - 1, "actor", prompt, rollouts, {})
-        total = sum(len(row.response_ids) for group in self.groups.values() for row in group.rollouts)
+        total = sum(
+            len(row.response_ids) for group in self.groups.values() for row in group.rollouts
+        )
         rows = [
             PlanRow(group_id, index, len(group.prompt_ids), len(row.response_ids), 1 / total)
-            for group_id, group in self.groups.items() for index, row in enumerate(group.rollouts)
+            for group_id, group in self.groups.items()
+            for index, row in enumerate(group.rollouts)
         ]
-        [self.plan] = make_rank_plans(STEP, [rows], ranks=1, token_budget=work.budget, epoch_updates=1)
+        [self.plan] = make_rank_plans(
+            STEP, [rows], ranks=1, token_budget=work.budget, epoch_updates=1
+        )
         self.values = {row.key: RowValue(float(draw.normal())) for row in rows}
         self.frames = wire.pack_frames([wire.encode_group(group) for group in self.groups.values()])
         self.tokens = sum(row.prompt_length + row.length for row in rows)
@@ -120,7 +139,9 @@ class Batch:
 
     def tokens_of(self, row: PlanRow) -> tuple[np.ndarray, np.ndarray]:
         """Prompt and response."""
-        return self.groups[row.group_id].prompt_ids, self.groups[row.group_id].rollouts[row.row].response_ids
+        return self.groups[row.group_id].prompt_ids, self.groups[row.group_id].rollouts[
+            row.row
+        ].response_ids
 
 
 class Bare:
@@ -132,14 +153,23 @@ class Bare:
         from async_grpo.learner.model import ATTENTION
         from async_grpo.learner.packing import pack
 
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=ATTENTION).train()
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation=ATTENTION
+        ).train()
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0
+        )
         self._batches = []
         for planned in batch.plan.updates[0]:
             packed = pack([batch.tokens_of(row) for row in planned], torch.device("cpu"))
             ordered = [planned[position] for position in packed.order]
-            behavior = np.concatenate([batch.groups[row.group_id].rollouts[row.row].behavior_logprobs for row in ordered])
-            spread = [np.full((2, row.length), [[batch.values[row.key].value], [row.weight]], np.float32) for row in ordered]
+            behavior = np.concatenate(
+                [batch.groups[row.group_id].rollouts[row.row].behavior_logprobs for row in ordered]
+            )
+            spread = [
+                np.full((2, row.length), [[batch.values[row.key].value], [row.weight]], np.float32)
+                for row in ordered
+            ]
             advantages, weights = torch.from_numpy(np.concatenate(spread, axis=1))
             self._batches.append((packed, torch.from_numpy(behavior), advantages, weights))
 
@@ -147,7 +177,10 @@ class Bare:
         """One optimizer update."""
         for packed, behavior, advantages, weights in self._batches:
             logits = self._model(
-                input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, row_layout=packed.layout,
+                input_ids=packed.input_ids,
+                position_ids=packed.position_ids,
+                use_cache=False,
+                row_layout=packed.layout,
                 logits_to_keep=packed.predictors,
             ).logits[0]
             logprobs = torch.log_softmax(logits, -1).gather(-1, packed.targets[:, None])[:, 0]
@@ -166,18 +199,29 @@ class Ours:
         from async_grpo.learner.learner import Learner
 
         self._batch = batch
-        config = Config.model_validate({
-            "model": {"path": model, "dtype": "float32"}, "run": {"total_steps": 1},
-            "rollout": {
-                "prompt_length": PROMPT_TOKENS[1], "response_length": work.longest, "rollout_batch_size": work.groups,
-                "group_size": work.group_size,
-            },
-            "learner": {
-                "zero_stage": stage, "lr": LR, "grad_clip": CLIP_NORM, "weight_decay": 0.0, "betas": list(BETAS),
-                "tokens_per_micro_batch": work.budget,
-            },
-        })
-        self.learner = Learner(config, model_dir=model, fetch=batch.fetch, device="cpu", total_updates=10**6)
+        config = Config.model_validate(
+            {
+                "model": {"path": model, "dtype": "float32"},
+                "run": {"total_steps": 1},
+                "rollout": {
+                    "prompt_length": PROMPT_TOKENS[1],
+                    "response_length": work.longest,
+                    "rollout_batch_size": work.groups,
+                    "group_size": work.group_size,
+                },
+                "learner": {
+                    "zero_stage": stage,
+                    "lr": LR,
+                    "grad_clip": CLIP_NORM,
+                    "weight_decay": 0.0,
+                    "betas": list(BETAS),
+                    "tokens_per_micro_batch": work.budget,
+                },
+            }
+        )
+        self.learner = Learner(
+            config, model_dir=model, fetch=batch.fetch, device="cpu", total_updates=10**6
+        )
 
     def step(self) -> None:
         """One learner step with one optimizer update."""
@@ -195,17 +239,30 @@ def run_arm(model: str, work: Work, *, stage: int | None, turns: int) -> ArmResu
 
 def _measure(model: str, work: Work, stage: int | None, turns: int) -> ArmResult:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     batch = Batch(work)
     import deepspeed  # noqa: F401 - before the level of memory is taken, as in a learner rank
 
-    ours, peak_mb = _built(lambda: Bare(model, batch) if stage is None else Ours(model, batch, work, stage))
+    ours, peak_mb = _built(
+        lambda: Bare(model, batch) if stage is None else Ours(model, batch, work, stage)
+    )
     bare, bare_peak_mb = _built(lambda: Bare(model, batch))
     found = []
     for number in range(turns):
         sides = {"ours": ours, "bare": bare}
-        measured = {name: _timed(sides[name].step) for name in (("ours", "bare") if number % 2 else ("bare", "ours"))}
-        found.append(Turn(measured["ours"][0], measured["bare"][0], measured["ours"][1], measured["bare"][1]))
+        measured = {
+            name: _timed(sides[name].step)
+            for name in (("ours", "bare") if number % 2 else ("bare", "ours"))
+        }
+        found.append(
+            Turn(measured["ours"][0], measured["bare"][0], measured["ours"][1], measured["bare"][1])
+        )
     padding, attention_padding = padding_of(batch.plan, batch)
     parameters = sum(parameter.numel() for parameter in bare._model.parameters())
     apart = 0.0
@@ -213,12 +270,23 @@ def _measure(model: str, work: Work, stage: int | None, turns: int) -> ArmResult
         apart = _apart(ours, batch)
         ours.learner.close()
     return ArmResult(
-        stage, parameters, batch.tokens, len(batch.plan.updates[0]), found, padding, attention_padding, peak_mb, bare_peak_mb, apart
+        stage,
+        parameters,
+        batch.tokens,
+        len(batch.plan.updates[0]),
+        found,
+        padding,
+        attention_padding,
+        peak_mb,
+        bare_peak_mb,
+        apart,
     )
 
 
 def _built(build: Callable[[], Bare | Ours]) -> tuple[Bare | Ours, float]:
-    """One side after its first two steps, and the resident peak meanwhile above the level before, in MB."""
+    """One side after its first two steps, and the resident peak meanwhile above the level before,
+    in MB.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -236,7 +304,9 @@ def _timed(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def padding_of(plan: RankPlan, batch: Batch) -> tuple[float, float]:
-    """Shares of positions without a token: in the linear layers, which see the packed tokens, and in attention, which sees buckets of rows."""
+    """Shares of positions without a token: in the linear layers, which see the packed tokens, and
+    in attention, which sees buckets of rows.
+    """
     from async_grpo.learner.packing import pack
 
     needed = computed = tokens = positions = 0

@@ -1,17 +1,24 @@
-"""What the replay queue carries: `python -m benchmarks.queue [--only small medium large single age crowd recovery] [--out FILE]`.
+"""What the replay queue carries: `python -m benchmarks.queue [--only small medium large single age
+crowd recovery] [--out FILE]`.
 
-    small, medium, large   groups of about 1.5 KB, 590 KB and 4.3 MB through Ray actors, many per call            against a plain actor
-    single                 groups of 1.5 KB, one per call                                                         against a plain actor
-    age                    CPU time per group, and memory, after 1,000, 100,000 and 1,000,000 groups; the queue object alone
+    small, medium, large   groups of about 1.5 KB, 590 KB and 4.3 MB through Ray actors, many per
+                           call            against a plain actor
+    single                 groups of 1.5 KB, one per call
+                           against a plain actor
+    age                    CPU time per group, and memory, after 1,000, 100,000 and 1,000,000
+                           groups; the queue object alone
     crowd                  1,200 calls of `acquire` under way while groups are put
     recovery               seconds until a journal of about half a GB is open again
 
-Two producers call like rollout actors, each with one `acquire` and one `put` under way; a consumer calls like the loop and a learner
-rank. The rival is a Ray actor around a deque that answers the same calls with the same arrays and looks at nothing. The queue runs
-without a journal, with one that the kernel writes when it likes (fsync never), and with one that is on the disk before a put is answered
-(fsync group). The contestants take turns within a round, and a ratio compares two figures of one round: printed is the median over the
-rounds with the smallest and the largest. Everything shares the machine's cores, producers and consumer included. A get is next_batch and
-payload, without the time for which groups of the batch were still missing. CPU time is that of the contestant's process, all threads.
+Two producers call like rollout actors, each with one `acquire` and one `put` under way; a consumer
+calls like the loop and a learner rank. The rival is a Ray actor around a deque that answers the
+same calls with the same arrays and looks at nothing. The queue runs without a journal, with one
+that the kernel writes when it likes (fsync never), and with one that is on the disk before a put is
+answered (fsync group). The contestants take turns within a round, and a ratio compares two figures
+of one round: printed is the median over the rounds with the smallest and the largest. Everything
+shares the machine's cores, producers and consumer included. A get is next_batch and payload,
+without the time for which groups of the batch were still missing. CPU time is that of the
+contestant's process, all threads.
 """
 
 from __future__ import annotations
@@ -59,7 +66,9 @@ PARTS = ["age", *SHAPES, "crowd", "recovery"]
 
 @dataclass(frozen=True)
 class Measured:
-    """One contestant in one round. Times in seconds; CPU microseconds and memory are those of its own process."""
+    """One contestant in one round. Times in seconds; CPU microseconds and memory are those of its
+    own process.
+    """
 
     groups_per_s: float
     gb_per_s: float
@@ -72,28 +81,45 @@ class Measured:
 
 
 def settings_for(shape: Shape) -> QueueSettings:
-    """A run of groups of this shape that does not end; the filter looks at groups of several responses."""
+    """A run of groups of this shape that does not end; the filter looks at groups of several
+    responses.
+    """
     return QueueSettings(
-        rollout_batch_size=shape.batch, max_staleness=MAX_STALENESS, total_steps=MAX_STEPS, group_size=shape.rows, max_attempts=3,
-        max_num_gen_batches=0, shaping=Shaping({"correct": 1.0}, shape.tokens), filter=FilterRule() if shape.rows > 1 else None,
+        rollout_batch_size=shape.batch,
+        max_staleness=MAX_STALENESS,
+        total_steps=MAX_STEPS,
+        group_size=shape.rows,
+        max_attempts=3,
+        max_num_gen_batches=0,
+        shaping=Shaping({"correct": 1.0}, shape.tokens),
+        filter=FilterRule() if shape.rows > 1 else None,
     )
 
 
 class Contest:
-    """One shape: its contestants, each with the number of the next step, and the processes that drive them."""
+    """One shape: its contestants, each with the number of the next step, and the processes that
+    drive them.
+    """
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self.shape, self._directory = name, SHAPES[name], directory
-        self._producers = [ray.remote(Producer).options(num_cpus=0).remote(f"producer-{index}") for index in range(PRODUCERS)]
+        self._producers = [
+            ray.remote(Producer).options(num_cpus=0).remote(f"producer-{index}")
+            for index in range(PRODUCERS)
+        ]
         self._consumer = ray.remote(Consumer).options(num_cpus=0).remote()
         settings = settings_for(self.shape)
         queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0)
         actors = {
-            "plain": ray.remote(PlainQueue).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(self.shape.batch, settings.capacity),
+            "plain": ray.remote(PlainQueue)
+            .options(max_concurrency=MAX_CALLS, num_cpus=0)
+            .remote(self.shape.batch, settings.capacity),
             "queue": queue.remote(settings),
         }
         for fsync in ("never", "group"):
-            journal = JournalSettings(str(directory / f"{name}-{fsync}"), start="benchmark", fsync=fsync)
+            journal = JournalSettings(
+                str(directory / f"{name}-{fsync}"), start="benchmark", fsync=fsync
+            )
             actors[f"queue, journal, fsync {fsync}"] = queue.remote(settings, journal)
         self._actors = actors
         self._steps = dict.fromkeys(actors, 1)
@@ -116,24 +142,40 @@ class Contest:
         queue, step, shape = self._actors[name], self._steps[name], self.shape
         pid = await queue.pid.remote()
         cpu_before = cpu_seconds(pid)
-        producing = [producer.produce.remote(queue, shape, step - 1) for producer in self._producers]
-        taking = self._consumer.take.remote(queue, self._producers, step, WARM_UP_STEPS, shape.steps)
+        producing = [
+            producer.produce.remote(queue, shape, step - 1) for producer in self._producers
+        ]
+        taking = self._consumer.take.remote(
+            queue, self._producers, step, WARM_UP_STEPS, shape.steps
+        )
         taken = await asyncio.wait_for(taking, TIMEOUT_S)
         self._steps[name] += WARM_UP_STEPS + shape.steps
         for producer in self._producers:
             producer.stop.remote()
-        calls = [call for calls in await asyncio.wait_for(asyncio.gather(*producing), TIMEOUT_S) for call in calls]
+        calls = [
+            call
+            for calls in await asyncio.wait_for(asyncio.gather(*producing), TIMEOUT_S)
+            for call in calls
+        ]
         cpu_after, memory_mb = cpu_seconds(pid), kilobytes(f"/proc/{pid}/status", "VmRSS") / 1024
-        if "journal" in name:  # a checkpoint lets go of what is trained; the disk comes to rest before the next one is measured
+        if (
+            "journal" in name
+            # a checkpoint lets go of what is trained; the disk comes to rest before the next one is
+            # measured
+        ):
             segment = (await queue.snapshot.remote())["segment"]
             await queue.forget.remote(segment=segment, step=self._steps[name] - 1)
             os.sync()
         put = sum(count for count, _ in calls)
         return Measured(
-            groups_per_s=shape.steps * shape.batch / taken["seconds"], gb_per_s=taken["bytes"] / taken["seconds"] / 1e9,
-            groups_per_call=put / len(calls), cpu_us_per_group=(cpu_after - cpu_before) / put * 1e6, memory_mb=memory_mb,
+            groups_per_s=shape.steps * shape.batch / taken["seconds"],
+            gb_per_s=taken["bytes"] / taken["seconds"] / 1e9,
+            groups_per_call=put / len(calls),
+            cpu_us_per_group=(cpu_after - cpu_before) / put * 1e6,
+            memory_mb=memory_mb,
             group_bytes=taken["bytes"] // (shape.steps * shape.batch),
-            puts=[seconds for _, seconds in calls], gets=taken["gets"],
+            puts=[seconds for _, seconds in calls],
+            gets=taken["gets"],
         )
 
 
@@ -165,7 +207,9 @@ def disk_gb_per_s(directory: Path, nbytes: int = 64 * 2**20) -> float:
 
 
 async def contest(name: str, *, rounds: int, directory: Path) -> Contest:
-    """All rounds of one shape, after one that is thrown away: processes start, and memory is touched for the first time."""
+    """All rounds of one shape, after one that is thrown away: processes start, and memory is
+    touched for the first time.
+    """
     found = Contest(name, directory)
     try:
         for _ in range(rounds + 1):
@@ -190,20 +234,26 @@ def contest_lines(found: Contest) -> list[str]:
     """The table of one shape."""
     shape, median = found.shape, statistics.median
     lines = [
-        f"{found.name}: {shape.rows} responses of {shape.tokens:,} tokens, {found.rounds[0]['plain'].group_bytes:,} bytes; batches of "
-        + f"{shape.batch}, at most {shape.call} groups per call; memcpy {spread(found.memcpy, '.1f')} GB/s, disk {spread(found.disk)} GB/s",
+        f"{found.name}: {shape.rows} responses of {shape.tokens:,} tokens, "
+        f"{found.rounds[0]['plain'].group_bytes:,} bytes; batches of "
+        + f"{shape.batch}, at most {shape.call} groups per call; memcpy "
+        f"{spread(found.memcpy, '.1f')} GB/s, disk {spread(found.disk)} GB/s",
         "",
-        f"| {found.name} | groups/s | GB/s | against plain | of memcpy | put ms, p50 / p99 | get ms, p50 / p99 | CPU us per group | MB |",
+        f"| {found.name} | groups/s | GB/s | against plain | of memcpy | put ms, p50 / p99 "
+        "| get ms, p50 / p99 | CPU us per group | MB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in found.rounds[0]:
         ours = [results[name] for results in found.rounds]
         copies = [one.gb_per_s / rate for one, rate in zip(ours, found.memcpy, strict=True)]
         lines.append(
-            f"| {name} | {spread([one.groups_per_s for one in ours], ',.0f')} | {spread([one.gb_per_s for one in ours], '.3g')} "
+            f"| {name} | {spread([one.groups_per_s for one in ours], ',.0f')} | "
+            f"{spread([one.gb_per_s for one in ours], '.3g')} "
             f"| {spread(of_plain(found, name))} | {median(copies):.1%} "
-            f"| {percentiles([s for one in ours for s in one.puts])} | {percentiles([s for one in ours for s in one.gets])} "
-            f"| {median(one.cpu_us_per_group for one in ours):,.0f} | {max(one.memory_mb for one in ours):,.0f} |"
+            f"| {percentiles([s for one in ours for s in one.puts])} | "
+            f"{percentiles([s for one in ours for s in one.gets])} "
+            f"| {median(one.cpu_us_per_group for one in ours):,.0f} | "
+            f"{max(one.memory_mb for one in ours):,.0f} |"
         )
     return lines
 
@@ -211,12 +261,21 @@ def contest_lines(found: Contest) -> list[str]:
 def contest_aims(found: Contest) -> list[str]:
     """What was aimed at for this shape, and what came out. Without journal."""
     ours = [results["queue"] for results in found.rounds]
-    ratio, rate = statistics.median(of_plain(found, "queue")), statistics.median(one.groups_per_s for one in ours)
+    ratio, rate = (
+        statistics.median(of_plain(found, "queue")),
+        statistics.median(one.groups_per_s for one in ours),
+    )
     lines = [aim(f"{found.name}: 0.8 of the plain actor", f"{ratio:.2f}", met=ratio >= 0.8)]
     if found.name == "small":
         p99 = float(np.percentile([seconds for one in ours for seconds in one.puts], 99) * 1e3)
         met = rate >= 5_000 and p99 < 20
-        lines.append(aim("small: 5,000 groups/s, p99 of put below 20 ms", f"{rate:,.0f} groups/s, {p99:.0f} ms", met=met))
+        lines.append(
+            aim(
+                "small: 5,000 groups/s, p99 of put below 20 ms",
+                f"{rate:,.0f} groups/s, {p99:.0f} ms",
+                met=met,
+            )
+        )
     if found.name == "large":
         speed = statistics.median(one.gb_per_s for one in ours)
         lines.append(aim("large: 1 GB/s", f"{speed:.2f} GB/s", met=speed >= 1))
@@ -230,9 +289,16 @@ def age_part(groups: int) -> tuple[list[str], list[str], Any]:
     lines = ["age: one response of one token, the queue object alone", ""]
     lines += ["| groups passed | CPU us per group | process MB |", "|---|---|---|"]
     lines += [f"| {one.groups:,} | {one.us_per_group:.1f} | {one.memory_mb:.0f} |" for one in found]
-    slower, grown = found[-1].us_per_group / found[0].us_per_group, found[-1].memory_mb - found[-2].memory_mb
+    slower, grown = (
+        found[-1].us_per_group / found[0].us_per_group,
+        found[-1].memory_mb - found[-2].memory_mb,
+    )
     figure = f"{slower:.2f} times the cost, {grown:+.0f} MB since {found[-2].groups:,}"
-    return lines, [aim("age: flat", figure, met=slower <= 1.15 and grown < 16)], [asdict(one) for one in found]
+    return (
+        lines,
+        [aim("age: flat", figure, met=slower <= 1.15 and grown < 16)],
+        [asdict(one) for one in found],
+    )
 
 
 async def crowd_part() -> tuple[list[str], list[str], Any]:
@@ -240,26 +306,43 @@ async def crowd_part() -> tuple[list[str], list[str], Any]:
     shape = SHAPES["small"]
     waves = await crowd(settings_for(shape), shape, actors=WAITING_ACTORS, waves=4)
     del waves[0]  # connections are made
-    puts, answered = spread([one.put_s * 1e3 for one in waves], ".0f"), spread([one.answered_s * 1e3 for one in waves], ".0f")
+    puts, answered = (
+        spread([one.put_s * 1e3 for one in waves], ".0f"),
+        spread([one.answered_s * 1e3 for one in waves], ".0f"),
+    )
     lines = [
-        f"crowd: {WAITING_ACTORS:,} actors ask a full queue at once; a put of {shape.call} groups is sent behind them", "",
-        "| put ms | all answered after ms |", "|---|---|", f"| {puts} | {answered} |",
+        f"crowd: {WAITING_ACTORS:,} actors ask a full queue at once; a put of {shape.call} "
+        "groups is sent behind them",
+        "",
+        "| put ms | all answered after ms |",
+        "|---|---|",
+        f"| {puts} | {answered} |",
     ]
     met = all(one.answers == one.calls for one in waves)
-    reached = aim(f"crowd: {WAITING_ACTORS:,} actors wait, a put goes through", f"{puts} ms", met=met)
+    reached = aim(
+        f"crowd: {WAITING_ACTORS:,} actors wait, a put goes through", f"{puts} ms", met=met
+    )
     return lines, [reached], [asdict(one) for one in waves]
 
 
 async def recovery_part(directory: Path) -> tuple[list[str], list[str], Any]:
     """Table and values of opening a journal again."""
     found = []
-    for name, shape in (("medium", replace(SHAPES["medium"], batch=128, steps=4)), ("small", replace(SHAPES["small"], steps=60))):
+    for name, shape in (
+        ("medium", replace(SHAPES["medium"], batch=128, steps=4)),
+        ("small", replace(SHAPES["small"], steps=60)),
+    ):
         journal = JournalSettings(str(directory / f"recovery-{name}"), start="first", fsync="never")
         found.append((name, await recovery(settings_for(shape), shape, journal)))
     lines = ["recovery: `open_queue` on a journal that is there, the queue object alone", ""]
-    lines += ["| groups | journal GB | trained | ready | same start, s (s/GB) | from a checkpoint, s (s/GB) |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {name} | {one.gb:.2f} | {one.trained:,} | {one.ready:,} | {one.same_s:.2f} ({one.same_s / one.gb:.1f}) "
+        "| groups | journal GB | trained | ready | same start, s (s/GB) | from a "
+        "checkpoint, s (s/GB) |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {one.gb:.2f} | {one.trained:,} | {one.ready:,} | {one.same_s:.2f} "
+        f"({one.same_s / one.gb:.1f}) "
         f"| {one.other_s:.2f} ({one.other_s / one.gb:.1f}) |"
         for name, one in found
     ]
@@ -270,19 +353,36 @@ def contest_part(name: str, *, rounds: int, directory: Path) -> tuple[list[str],
     """Table, aims and values of one shape."""
     found = asyncio.run(contest(name, rounds=rounds, directory=directory))
     values = [{who: asdict(one) for who, one in results.items()} for results in found.rounds]
-    return contest_lines(found), contest_aims(found), {"rounds": values, "memcpy_gb_per_s": found.memcpy, "disk_gb_per_s": found.disk}
+    return (
+        contest_lines(found),
+        contest_aims(found),
+        {"rounds": values, "memcpy_gb_per_s": found.memcpy, "disk_gb_per_s": found.disk},
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.queue", description="What the replay queue carries.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.queue", description="What the replay queue carries."
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=1_000_000, help="groups that pass in the part age")
-    parser.add_argument("--directory", type=Path, help="where the journals go (default: the directory of temporary files)")
+    parser.add_argument(
+        "--groups", type=int, default=1_000_000, help="groups that pass in the part age"
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="where the journals go (default: the directory of temporary files)",
+    )
     parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument("--docs", type=Path, help="a file whose tables between the markers are replaced")
+    parser.add_argument(
+        "--docs", type=Path, help="a file whose tables between the markers are replaced"
+    )
     arguments = parser.parse_args()
-    machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, ray {ray.__version__}"
+    machine = (
+        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python "
+        f"{platform.python_version()}, ray {ray.__version__}"
+    )
     results, shown, aims = {"machine": machine}, [machine], []
 
     def keep(name: str, part: tuple[list[str], list[str], Any]) -> None:

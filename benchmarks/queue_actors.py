@@ -1,7 +1,9 @@
-"""The processes of the queue benchmark: producers and a consumer that call as rollout actors and learner do, and the rival.
+"""The processes of the queue benchmark: producers and a consumer that call as rollout actors and
+learner do, and the rival.
 
-Runs in: Ray actors that `benchmarks.queue` starts. A producer is a rollout actor without an engine: a group is complete the moment its
-ticket arrives. Its frames are made once; for a ticket only the header and the checksum are new.
+Runs in: Ray actors that `benchmarks.queue` starts. A producer is a rollout actor without an engine:
+a group is complete the moment its ticket arrives. Its frames are made once; for a ticket only the
+header and the checksum are new.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ CHECKSUM_AT, LARGEST_ID, LARGEST_VERSION = 12, 2**31, 2**15
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of groups: `rows` responses of `tokens` tokens. A batch has `batch` groups, a call of a producer at most `call`."""
+    """One kind of groups: `rows` responses of `tokens` tokens. A batch has `batch` groups, a call
+    of a producer at most `call`.
+    """
 
     rows: int
     tokens: int
@@ -44,19 +48,31 @@ class Shape:
 
 
 class Frames:
-    """Frames of one shape for any ticket, in buffers that are used again: one per group of a call."""
+    """Frames of one shape for any ticket, in buffers that are used again: one per group of a
+    call.
+    """
 
     def __init__(self, shape: Shape, actor_id: str, count: int) -> None:
         rows = [
             Rollout(
-                np.arange(shape.tokens, dtype=np.int32), np.full(shape.tokens, -1, np.float32), np.ones(shape.tokens, np.uint8),
-                [VersionSpan(LARGEST_VERSION, 0, shape.tokens)], {"correct": float(row % 2)}, float(row % 2), "stop",
+                np.arange(shape.tokens, dtype=np.int32),
+                np.full(shape.tokens, -1, np.float32),
+                np.ones(shape.tokens, np.uint8),
+                [VersionSpan(LARGEST_VERSION, 0, shape.tokens)],
+                {"correct": float(row % 2)},
+                float(row % 2),
+                "stop",
             )
             for row in range(shape.rows)
         ]
         times = {"queued": 1.7e9, "first_token": 1.7e9, "done": 1.7e9, "scored": 1.7e9}
-        # The largest numbers make the longest header; shorter ones are padded to its length, so that the arrays keep their place.
-        frame = encode_group(Group(LARGEST_ID, 1, LARGEST_VERSION, actor_id, np.arange(16, dtype=np.int32), rows, times))
+        # The largest numbers make the longest header; shorter ones are padded to its length, so
+        # that the arrays keep their place.
+        frame = encode_group(
+            Group(
+                LARGEST_ID, 1, LARGEST_VERSION, actor_id, np.arange(16, dtype=np.int32), rows, times
+            )
+        )
         self._length = FIXED.unpack_from(frame)[3]
         unpacker = msgpack.Unpacker(raw=False)
         unpacker.feed(frame[FIXED.size : FIXED.size + self._length])
@@ -66,10 +82,17 @@ class Frames:
 
     def make(self, tickets: Sequence[GroupTicket]) -> list[Buffer]:
         """Frames for the tickets; valid until the next call."""
-        return [self._fill(buffer, ticket) for buffer, ticket in zip(self._buffers, tickets, strict=False)]
+        return [
+            self._fill(buffer, ticket)
+            for buffer, ticket in zip(self._buffers, tickets, strict=False)
+        ]
 
     def _fill(self, buffer: bytearray, ticket: GroupTicket) -> bytearray:
-        self._header |= {"group_id": ticket.group_id, "attempt": ticket.attempt, "policy_version": ticket.policy_version}
+        self._header |= {
+            "group_id": ticket.group_id,
+            "attempt": ticket.attempt,
+            "policy_version": ticket.policy_version,
+        }
         self._header["span_versions"] = [ticket.policy_version] * len(self._header["lengths"])
         packed = msgpack.packb(self._header)
         buffer[FIXED.size : FIXED.size + self._length] = packed.ljust(self._length, b"\0")
@@ -98,7 +121,12 @@ class Producer:
 
     async def produce(self, queue: Any, shape: Shape, version: int) -> list[tuple[int, float]]:
         """Until `stop`: (groups, seconds) of each put."""
-        self._queue, self._shape, self._version, self._stopping = QueueHandle(queue), shape, version, False
+        self._queue, self._shape, self._version, self._stopping = (
+            QueueHandle(queue),
+            shape,
+            version,
+            False,
+        )
         self._frames = Frames(shape, self._actor_id, shape.call)
         self._holding: dict[tuple[int, int], GroupTicket] = {}
         self._outbox: deque[GroupTicket] = deque()
@@ -109,7 +137,12 @@ class Producer:
         while not self._stopping:
             want = 2 * self._shape.call - len(self._holding)
             if want:
-                for ticket in await self._queue.acquire(self._actor_id, self._version, list(self._holding), want) or []:
+                for ticket in (
+                    await self._queue.acquire(
+                        self._actor_id, self._version, list(self._holding), want
+                    )
+                    or []
+                ):
                     self._holding[ticket.group_id, ticket.attempt] = ticket
                     self._outbox.append(ticket)
                 self._ready.set()
@@ -126,7 +159,9 @@ class Producer:
                 await self._ready.wait()
                 self._ready.clear()
                 continue
-            tickets = [self._outbox.popleft() for _ in range(min(len(self._outbox), self._shape.call))]
+            tickets = [
+                self._outbox.popleft() for _ in range(min(len(self._outbox), self._shape.call))
+            ]
             frames = self._frames.make(tickets)
             started = time.perf_counter()
             verdicts = await self._queue.put(self._actor_id, frames)
@@ -141,12 +176,18 @@ class Producer:
 
 
 class Consumer:
-    """The loop and a learner rank in one: takes batches, fetches their payload, publishes a version after every step."""
+    """The loop and a learner rank in one: takes batches, fetches their payload, publishes a version
+    after every step.
+    """
 
-    def take(self, queue: Any, producers: list[Any], first_step: int, warm_up: int, steps: int) -> dict[str, Any]:
-        """`warm_up` steps that are not measured, then `steps` that are: seconds in all, bytes, and seconds of each get.
+    def take(
+        self, queue: Any, producers: list[Any], first_step: int, warm_up: int, steps: int
+    ) -> dict[str, Any]:
+        """`warm_up` steps that are not measured, then `steps` that are: seconds in all, bytes, and
+        seconds of each get.
 
-        A get is next_batch and payload, without the time that groups of the batch were still missing.
+        A get is next_batch and payload, without the time that groups of the batch were still
+        missing.
         """
         gets, nbytes = [], 0
         for step in range(first_step, first_step + warm_up + steps):
@@ -157,7 +198,9 @@ class Consumer:
             while (batch := _result(queue.next_batch.remote(step))) is None:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no batch for step {step} within {CALL_TIMEOUT_S:g} s")
-            payload = _result(queue.payload.remote(step, [group.group_id for group in batch.groups]))
+            payload = _result(
+                queue.payload.remote(step, [group.group_id for group in batch.groups])
+            )
             elapsed = time.perf_counter() - started
             if len(unpack_frames(payload)) != len(batch.groups):
                 raise RuntimeError("the payload has another number of frames than the batch")
@@ -188,9 +231,11 @@ class PlainBatch:
 
 
 class PlainQueue:
-    """The rival: a Ray actor around a deque. It answers the same calls with the same arrays and looks at no byte of a frame.
+    """The rival: a Ray actor around a deque. It answers the same calls with the same arrays and
+    looks at no byte of a frame.
 
-    Frames stay where Ray put them: it does not even copy. Tickets are a counter with the same bound on groups outstanding.
+    Frames stay where Ray put them: it does not even copy. Tickets are a counter with the same bound
+    on groups outstanding.
     """
 
     def __init__(self, batch_size: int, capacity: int) -> None:
@@ -201,7 +246,12 @@ class PlainQueue:
         self._step, self._asked_at, self._waited = 0, 0.0, 0.0
 
     async def acquire(
-        self, actor_id: str, serving_version: int, holding: Sequence[tuple[int, int]], want: int, report: object
+        self,
+        actor_id: str,
+        serving_version: int,
+        holding: Sequence[tuple[int, int]],
+        want: int,
+        report: object,
     ) -> list[GroupTicket]:
         first = self._issued
         self._issued += min(want, self._capacity - (self._issued - self._freed))

@@ -1,4 +1,5 @@
-"""The parts of the queue benchmark that need no traffic of two sides: cost by age, a crowd of waiting actors, opening a journal again.
+"""The parts of the queue benchmark that need no traffic of two sides: cost by age, a crowd of
+waiting actors, opening a journal again.
 
 Runs in: the process of `benchmarks.queue`.
 """
@@ -32,7 +33,9 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Age:
-    """The queue when this many groups have passed. CPU microseconds per group: put, get_batch, payload and live."""
+    """The queue when this many groups have passed. CPU microseconds per group: put, get_batch,
+    payload and live.
+    """
 
     groups: int
     us_per_group: float
@@ -40,7 +43,9 @@ class Age:
 
 
 async def ages(settings: QueueSettings, shape: Shape, marks: Sequence[int]) -> list[Age]:
-    """Pass groups through the queue object of this process: what one costs in the `WINDOW` groups after each mark (before the last)."""
+    """Pass groups through the queue object of this process: what one costs in the `WINDOW` groups
+    after each mark (before the last).
+    """
     queue, size = ReplayQueue(settings), shape.batch
     frames = Frames(shape, ACTOR, settings.capacity)
     starts = [min(mark, marks[-1] - WINDOW) for mark in marks]
@@ -61,12 +66,17 @@ async def ages(settings: QueueSettings, shape: Shape, marks: Sequence[int]) -> l
             if start <= step * size < start + WINDOW:
                 costs[index].append(cost)
                 memory[index] = kilobytes("/proc/self/status", "VmRSS") / 1024
-    return [Age(mark, statistics.median(cost), mb) for mark, cost, mb in zip(marks, costs, memory, strict=True)]
+    return [
+        Age(mark, statistics.median(cost), mb)
+        for mark, cost, mb in zip(marks, costs, memory, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """Opening a journal of `gb`: seconds under the same start of the run, and under another from a checkpoint after `trained` groups."""
+    """Opening a journal of `gb`: seconds under the same start of the run, and under another from a
+    checkpoint after `trained` groups.
+    """
 
     gb: float
     trained: int
@@ -76,7 +86,9 @@ class Recovery:
 
 
 async def recovery(settings: QueueSettings, shape: Shape, journal: JournalSettings) -> Recovery:
-    """Write a journal of `shape.steps` trained batches and a queue full of ready groups, then open it twice."""
+    """Write a journal of `shape.steps` trained batches and a queue full of ready groups, then open
+    it twice.
+    """
     queue, frames = open_queue(settings, journal), Frames(shape, ACTOR, shape.batch)
     for step in range(1, shape.steps + 1):
         while await queue.get_batch(step) is None:
@@ -91,14 +103,21 @@ async def recovery(settings: QueueSettings, shape: Shape, journal: JournalSettin
     seconds = []
     for again in (
         lambda: open_queue(settings, journal),
-        lambda: open_queue(replace(settings, trained_steps=shape.steps), replace(journal, start="another"), snapshot=snapshot),
+        lambda: open_queue(
+            replace(settings, trained_steps=shape.steps),
+            replace(journal, start="another"),
+            snapshot=snapshot,
+        ),
     ):
         started = time.perf_counter()
         opened = again()
         seconds.append(time.perf_counter() - started)
         ready = (await opened.counts())["ready"]
         if ready != counts["ready"]:
-            raise RuntimeError(f"{ready} groups are ready after opening again, before it were {counts['ready']}: {opened.report}")
+            raise RuntimeError(
+                f"{ready} groups are ready after opening again, before it were "
+                f"{counts['ready']}: {opened.report}"
+            )
         del opened
     return Recovery(nbytes / 1e9, counts["trained"], counts["ready"], *seconds)
 
@@ -113,7 +132,9 @@ async def _put_some(queue: ReplayQueue, frames: Frames, version: int) -> int:
 
 @dataclass(frozen=True)
 class Crowd:
-    """One wave: calls of `acquire` sent at once, answers that came, seconds until the last, seconds of a put sent after them."""
+    """One wave: calls of `acquire` sent at once, answers that came, seconds until the last, seconds
+    of a put sent after them.
+    """
 
     calls: int
     answers: int
@@ -122,8 +143,12 @@ class Crowd:
 
 
 async def crowd(settings: QueueSettings, shape: Shape, *, actors: int, waves: int) -> list[Crowd]:
-    """Waves of `actors` actors that want tickets from a full queue, and a put of `shape.call` groups behind each."""
-    process = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(settings)
+    """Waves of `actors` actors that want tickets from a full queue, and a put of `shape.call`
+    groups behind each.
+    """
+    process = (
+        ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(settings)
+    )
     queue, frames = QueueHandle(process), Frames(shape, ACTOR, shape.call)
     tickets = await queue.acquire(ACTOR, 0, [], settings.capacity) or []
     found = []

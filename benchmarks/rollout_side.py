@@ -1,9 +1,11 @@
 """A rollout actor and bare vLLM, in turn, on one engine.
 
-Runs in: a process of its own, which `benchmarks.rollout` starts; vLLM's EngineCore and the verifiers are its children. Both sides use the
-very same engine, so that nothing differs but our code: the actor takes tickets from a stand-in queue that always has some, and its frames are
-taken as soon as they come; the bare side awaits vLLM's own generator for the same prompts, seeds and sampling parameters, all requests at
-once. In seed mode the two generate the same tokens, which is checked.
+Runs in: a process of its own, which `benchmarks.rollout` starts; vLLM's EngineCore and the
+verifiers are its children. Both sides use the very same engine, so that nothing differs but our
+code: the actor takes tickets from a stand-in queue that always has some, and its frames are taken
+as soon as they come; the bare side awaits vLLM's own generator for the same prompts, seeds and
+sampling parameters, all requests at once. In seed mode the two generate the same tokens, which is
+checked.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ LABEL = "v0.0"
 
 @dataclass(frozen=True)
 class Load:
-    """Groups per turn, responses per group, the longest response, and how many the engine generates at the same time."""
+    """Groups per turn, responses per group, the longest response, and how many the engine generates
+    at the same time.
+    """
 
     groups: int = 32
     group_size: int = 8
@@ -44,7 +48,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a turn: seconds, response tokens, CPU seconds of the actor's process, of the engine's, and of the verifiers."""
+    """One side of a turn: seconds, response tokens, CPU seconds of the actor's process, of the
+    engine's, and of the verifiers.
+    """
 
     seconds: float
     tokens: int
@@ -65,7 +71,9 @@ class Side:
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """The turns of one model; `same`: groups whose tokens the two sides had in common, of `compared`."""
+    """The turns of one model; `same`: groups whose tokens the two sides had in common, of
+    `compared`.
+    """
 
     actor: list[Side]
     bare: list[Side]
@@ -82,7 +90,10 @@ class RolloutResult:
     @property
     def cpu_ratios(self) -> list[float]:
         """The bare side's CPU seconds per token over ours."""
-        return [bare.cpu_us_per_token / ours.cpu_us_per_token for ours, bare in zip(self.actor, self.bare, strict=True)]
+        return [
+            bare.cpu_us_per_token / ours.cpu_us_per_token
+            for ours, bare in zip(self.actor, self.bare, strict=True)
+        ]
 
 
 class Tickets:
@@ -93,7 +104,12 @@ class Tickets:
         self.frames: list[bytes] = []
 
     async def acquire(
-        self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None
+        self,
+        actor_id: str,
+        version: int,
+        holding: list[tuple[int, int]],
+        want: int,
+        report: Report | None,
     ) -> list[GroupTicket] | None:
         if len(self.frames) == self._count:
             return None
@@ -105,7 +121,9 @@ class Tickets:
         self.frames += [bytes(frame) for frame in frames]
         return [Verdict(-1, 1, "accepted") for _ in frames]
 
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]) -> None:
+    async def fail(
+        self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]
+    ) -> None:
         raise RuntimeError(f"groups {[ticket.group_id for ticket in tickets]} failed: {reason}")
 
 
@@ -126,16 +144,30 @@ def _run(model: str, load: Load, turns: int) -> RolloutResult:
 
 
 async def _measured(model: str, load: Load, turns: int) -> RolloutResult:
-    config = Config.model_validate({
-        "model": {"path": model, "dtype": "float32"}, "run": {"total_steps": 1}, "task": {"name": "benchmarks.tails:Tails"},
-        "rollout": {
-            "prompt_length": PROMPT_TOKENS[1], "response_length": load.longest, "group_size": load.group_size,
-            "rollout_batch_size": load.groups, "seeded": "on" if load.seeded else "off",
-        },
-        "cluster": {"engine": {"max_num_seqs": load.sequences}},
-    })
+    config = Config.model_validate(
+        {
+            "model": {"path": model, "dtype": "float32"},
+            "run": {"total_steps": 1},
+            "task": {"name": "benchmarks.tails:Tails"},
+            "rollout": {
+                "prompt_length": PROMPT_TOKENS[1],
+                "response_length": load.longest,
+                "group_size": load.group_size,
+                "rollout_batch_size": load.groups,
+                "seeded": "on" if load.seeded else "off",
+            },
+            "cluster": {"engine": {"max_num_seqs": load.sequences}},
+        }
+    )
     core = min(os.sched_getaffinity(0))
-    actor = RolloutActor(config, actor_id="benchmark", queue=Tickets(0, 0), model_dir=model, device="cpu", cores=(core,))
+    actor = RolloutActor(
+        config,
+        actor_id="benchmark",
+        queue=Tickets(0, 0),
+        model_dir=model,
+        device="cpu",
+        cores=(core,),
+    )
     await actor.start(backend="shared_memory", label=LABEL)
     try:
         sides = Sides(actor, config, load)
@@ -149,9 +181,13 @@ async def _measured(model: str, load: Load, turns: int) -> RolloutResult:
                 side, responses[name] = await sides.turn(name, number)
                 found[name].append(side)
             compared += len(responses["actor"])
-            same += sum(responses["bare"][group_id] == mine for group_id, mine in responses["actor"].items())
+            same += sum(
+                responses["bare"][group_id] == mine for group_id, mine in responses["actor"].items()
+            )
         lengths = [len(tokens) for group in responses["actor"].values() for tokens in group]
-        return RolloutResult(found["actor"], found["bare"], sum(lengths) / len(lengths), max(lengths), same, compared)
+        return RolloutResult(
+            found["actor"], found["bare"], sum(lengths) / len(lengths), max(lengths), same, compared
+        )
     finally:
         await actor.close()
 
@@ -168,13 +204,17 @@ class Sides:
     async def turn(self, name: str, number: int) -> tuple[Side, Responses]:
         """One side's work of turn `number`: every turn has prompts of its own."""
         first, work = number * self._load.groups, {"actor": self._ours, "bare": self._bare}[name]
-        prompts = {group_id: self._prompt(group_id) for group_id in range(first, first + self._load.groups)}
+        prompts = {
+            group_id: self._prompt(group_id) for group_id in range(first, first + self._load.groups)
+        }
         before, started = _cpu_seconds(), time.perf_counter()
         keep = await work(prompts)
         seconds = time.perf_counter() - started
         used = [after - then for after, then in zip(_cpu_seconds(), before, strict=True)]
         responses = keep()
-        return Side(seconds, sum(len(tokens) for group in responses.values() for tokens in group), *used), responses
+        return Side(
+            seconds, sum(len(tokens) for group in responses.values() for tokens in group), *used
+        ), responses
 
     def _prompt(self, group_id: int) -> list[int]:
         task = self._actor._task
@@ -187,7 +227,10 @@ class Sides:
 
         def keep() -> Responses:
             groups = [decode_group(frame) for frame in queue.frames]
-            return {group.group_id: [row.response_ids.tolist() for row in group.rollouts] for group in groups}
+            return {
+                group.group_id: [row.response_ids.tolist() for row in group.rollouts]
+                for group in groups
+            }
 
         return keep
 
@@ -199,19 +242,32 @@ class Sides:
 
         async def one(group_id: int, prompt: list[int]) -> None:
             params = SamplingParams(
-                n=self._load.group_size, max_tokens=self._load.longest, temperature=1.0,
+                n=self._load.group_size,
+                max_tokens=self._load.longest,
+                temperature=1.0,
                 seed=_hash63(self._config.seed, group_id) if self._load.seeded else None,
-                stop_token_ids=self._actor._engine._stop_token_ids, logprobs=0, flat_logprobs=True, detokenize=False,
+                stop_token_ids=self._actor._engine._stop_token_ids,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            async for output in llm.generate({"prompt_token_ids": prompt, "cache_salt": "bare"}, params, f"bare{group_id}"):
+            async for output in llm.generate(
+                {"prompt_token_ids": prompt, "cache_salt": "bare"}, params, f"bare{group_id}"
+            ):
                 found[group_id] = output
 
         await asyncio.gather(*[one(group_id, prompt) for group_id, prompt in prompts.items()])
 
         def keep() -> Responses:
-            ordered = {group_id: sorted(output.outputs, key=lambda one: one.index) for group_id, output in found.items()}
-            return {group_id: [list(answer.token_ids) for answer in answers] for group_id, answers in ordered.items()}
+            ordered = {
+                group_id: sorted(output.outputs, key=lambda one: one.index)
+                for group_id, output in found.items()
+            }
+            return {
+                group_id: [list(answer.token_ids) for answer in answers]
+                for group_id, answers in ordered.items()
+            }
 
         return keep
 
@@ -221,6 +277,9 @@ def _cpu_seconds() -> tuple[float, float, float]:
     used = {"engine": 0.0, "verifier": 0.0}
     own = time.process_time()
     for child in psutil.Process().children(recursive=True):
-        times, verifies = child.cpu_times(), any("verifier_child" in part for part in child.cmdline())
+        times, verifies = (
+            child.cpu_times(),
+            any("verifier_child" in part for part in child.cmdline()),
+        )
         used["verifier" if verifies else "engine"] += times.user + times.system
     return own, used["engine"], used["verifier"]

@@ -1,6 +1,8 @@
-"""A schedule for the simulator of the replay queue, the groups it makes, and what a simulated run came to.
+"""A schedule for the simulator of the replay queue, the groups it makes, and what a simulated run
+came to.
 
-Runs in: tests and `benchmarks.simulation`. Hides how long responses are, and what a figure is the share of.
+Runs in: tests and `benchmarks.simulation`. Hides how long responses are, and what a figure is the
+share of.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ from async_grpo.wire import encode_group
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")
 STATES = (*OPEN_STATES, "trained", "rejected", "expired", "failed", "skipped", "unused")
 PROMPT_SHARE = 0.8
-"""Of the spread of lengths (in log), what the prompt decides; the rest is each response's own. The squares add up to 1."""
+"""Of the spread of lengths (in log), what the prompt decides; the rest is each response's own. The
+squares add up to 1.
+"""
 PATIENCE = 60.0
 """A run is stuck after this many times its longest delay without a learner step."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A schedule in plain numbers; times in virtual seconds, hazards as chances of what they name."""
+    """A schedule in plain numbers; times in virtual seconds, hazards as chances of what they
+    name.
+    """
 
     seed: int = 0
     order: str = "oldest"
@@ -77,7 +83,9 @@ class Scenario:
     death: float = 0.0
     """Per poll of an actor; the queue learns of it up to a second later."""
     hang: float = 0.0
-    """Per ticket: the actor keeps what it holds and is never heard of again. One actor always goes on."""
+    """Per ticket: the actor keeps what it holds and is never heard of again. One actor always goes
+    on.
+    """
     queue_death: float = 0.0
     """Per event: the queue is opened again from its journal."""
     restarts: tuple[int, ...] = ()
@@ -87,25 +95,46 @@ class Scenario:
     def settings(self, trained_steps: int) -> QueueSettings:
         """The queue's settings for a start after `trained_steps`."""
         return QueueSettings(
-            rollout_batch_size=self.rollout_batch_size, max_staleness=self.max_staleness, total_steps=self.total_steps,
-            group_size=self.group_size, max_attempts=self.max_attempts, max_num_gen_batches=0, shaping=Shaping({"correct": 1.0}, 64),
-            filter=FilterRule(), baseline=self.baseline, retire_at=self.retire_at if self.problems else None,
-            problem=self.problem if self.problems else None, problems=self.problems, trained_steps=trained_steps,
-            order=self.order, on_stale=self.on_stale, ticket_timeout_s=self.ticket_timeout_s,
-        )  # fmt: skip
+            rollout_batch_size=self.rollout_batch_size,
+            max_staleness=self.max_staleness,
+            total_steps=self.total_steps,
+            group_size=self.group_size,
+            max_attempts=self.max_attempts,
+            max_num_gen_batches=0,
+            shaping=Shaping({"correct": 1.0}, 64),
+            filter=FilterRule(),
+            baseline=self.baseline,
+            retire_at=self.retire_at if self.problems else None,
+            problem=self.problem if self.problems else None,
+            problems=self.problems,
+            trained_steps=trained_steps,
+            order=self.order,
+            on_stale=self.on_stale,
+            ticket_timeout_s=self.ticket_timeout_s,
+        )
 
     def problem(self, group_id: int) -> int:
         """Each problem once per epoch, in another order each time."""
         epoch, place = divmod(group_id, self.problems)
-        return random.Random(hash((self.seed, epoch))).sample(range(self.problems), self.problems)[place]
+        return random.Random(hash((self.seed, epoch))).sample(range(self.problems), self.problems)[
+            place
+        ]
 
     def lengths(self, group_id: int, attempt: int) -> list[int]:
-        """Tokens of the group's responses: lognormal, with the prompt's part common to all responses and attempts."""
+        """Tokens of the group's responses: lognormal, with the prompt's part common to all
+        responses and attempts.
+        """
         prompt = random.Random(hash((self.seed, group_id))).gauss(0.0, PROMPT_SHARE * self.spread)
         own = random.Random(hash((self.seed, group_id, attempt)))
-        sigma, middle = math.sqrt(1 - PROMPT_SHARE**2) * self.spread, math.log(self.mean_tokens) - self.spread**2 / 2
+        sigma, middle = (
+            math.sqrt(1 - PROMPT_SHARE**2) * self.spread,
+            math.log(self.mean_tokens) - self.spread**2 / 2,
+        )
         most = self.longest * self.mean_tokens
-        return [max(1, round(min(most, math.exp(middle + prompt + own.gauss(0.0, sigma))))) for _ in range(self.group_size + self.baseline)]
+        return [
+            max(1, round(min(most, math.exp(middle + prompt + own.gauss(0.0, sigma)))))
+            for _ in range(self.group_size + self.baseline)
+        ]
 
     def duration_s(self, group_id: int, attempt: int = 1) -> float:
         """A group takes as long as its longest response."""
@@ -114,14 +143,22 @@ class Scenario:
     def setup(self) -> Setup:
         """What a verdict needs to know of it; the learner counts as one rank."""
         return Setup(
-            batch=self.rollout_batch_size, max_staleness=self.max_staleness, every_steps=self.publish_every, ranks=1, workers=self.verifiers,
-            responses=self.group_size, places=self.slots, whole=True,
+            batch=self.rollout_batch_size,
+            max_staleness=self.max_staleness,
+            every_steps=self.publish_every,
+            ranks=1,
+            workers=self.verifiers,
+            responses=self.group_size,
+            places=self.slots,
+            whole=True,
         )
 
     def advised(self, advice: Mapping[str, int]) -> Scenario:
         """The same with these settings; more learner ranks divide the time of a step."""
         names = {
-            "weight_sync.every_steps": "publish_every", "replay.max_staleness": "max_staleness", "cluster.rollout_actors.max": "actors",
+            "weight_sync.every_steps": "publish_every",
+            "replay.max_staleness": "max_staleness",
+            "cluster.rollout_actors.max": "actors",
             "task.verifier.workers": "verifiers",
         }
         changes = {names[name]: value for name, value in advice.items() if name != "learner.ranks"}
@@ -130,13 +167,21 @@ class Scenario:
     @property
     def patience_s(self) -> float:
         """Without a learner step for this long, a run is stuck."""
-        delays = self.longest * self.mean_tokens / self.tokens_per_s + self.learner_s + self.publish_s + self.late_live_s + self.poll_s
+        delays = (
+            self.longest * self.mean_tokens / self.tokens_per_s
+            + self.learner_s
+            + self.publish_s
+            + self.late_live_s
+            + self.poll_s
+        )
         return PATIENCE * (delays + self.max_attempts * (self.ticket_timeout_s or 0.0))
 
 
 @dataclass(slots=True)
 class Job:
-    """A group being generated: (version, first token) of every version that the engine served meanwhile."""
+    """A group being generated: (version, first token) of every version that the engine served
+    meanwhile.
+    """
 
     ticket: GroupTicket
     started: float
@@ -152,26 +197,69 @@ class Job:
     def spans(self, length: int) -> list[VersionSpan]:
         """The version spans of a response of this length."""
         ends = [start for _, start in self.switches[1:]] + [length]
-        cut = [(version, start, min(end, length)) for (version, start), end in zip(self.switches, ends, strict=True)]
+        cut = [
+            (version, start, min(end, length))
+            for (version, start), end in zip(self.switches, ends, strict=True)
+        ]
         return [VersionSpan(*span) for span in cut if span[1] < span[2]]
 
-    def frame(self, scenario: Scenario, actor: str, *, rejected: bool = False, short: bool = False, future: int = 0) -> bytes:
-        """The group as it is sent. `rejected`: all are right. `short`: one response is missing. `future`: versions are newer by this."""
+    def frame(
+        self,
+        scenario: Scenario,
+        actor: str,
+        *,
+        rejected: bool = False,
+        short: bool = False,
+        future: int = 0,
+    ) -> bytes:
+        """The group as it is sent. `rejected`: all are right. `short`: one response is missing.
+        `future`: versions are newer by this.
+        """
         rollouts = []
         for index, length in enumerate(self.lengths[short:]):
             value = 1.0 if rejected else float(index % 2)
-            spans = [replace(span, policy_version=span.policy_version + future) for span in self.spans(length)]
-            role = "baseline" if scenario.baseline and index == scenario.group_size - short else "train"
-            tokens, logprobs, mask = np.zeros(length, np.int32), np.full(length, -0.5, np.float32), np.ones(length, np.uint8)
-            rollouts.append(Rollout(tokens, logprobs, mask, spans, {"correct": value}, value, "stop", role))
-        times = {"queued": self.started, "first_token": self.started, "done": self.done, "scored": self.scored}
+            spans = [
+                replace(span, policy_version=span.policy_version + future)
+                for span in self.spans(length)
+            ]
+            role = (
+                "baseline"
+                if scenario.baseline and index == scenario.group_size - short
+                else "train"
+            )
+            tokens, logprobs, mask = (
+                np.zeros(length, np.int32),
+                np.full(length, -0.5, np.float32),
+                np.ones(length, np.uint8),
+            )
+            rollouts.append(
+                Rollout(tokens, logprobs, mask, spans, {"correct": value}, value, "stop", role)
+            )
+        times = {
+            "queued": self.started,
+            "first_token": self.started,
+            "done": self.done,
+            "scored": self.scored,
+        }
         prompt = np.zeros(1, np.int32)
-        return encode_group(Group(*self.key, self.ticket.policy_version, actor, prompt, rollouts, times, self.ticket.run_epoch))
+        return encode_group(
+            Group(
+                *self.key,
+                self.ticket.policy_version,
+                actor,
+                prompt,
+                rollouts,
+                times,
+                self.ticket.run_epoch,
+            )
+        )
 
 
 @dataclass(frozen=True)
 class Step:
-    """One learner step. Tokens by lag; times when the batch was first asked for, was there, and was trained."""
+    """One learner step. Tokens by lag; times when the batch was first asked for, was there, and was
+    trained.
+    """
 
     step: int
     group_ids: tuple[int, ...]
@@ -183,7 +271,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. `steps` and `trained` (ids in order) are the history that leads to the last weights."""
+    """What a run came to. `steps` and `trained` (ids in order) are the history that leads to the
+    last weights.
+    """
 
     scenario: Scenario
     ended: str
@@ -203,12 +293,16 @@ class Result:
         steps, bound = self.steps[skip : len(self.steps) - skip], self.scenario.max_staleness
         lags: Counter[int] = sum((step.lags for step in steps), Counter())
         weighted = {lag: count for lag, count in lags.items() if lag <= bound}
-        ids = sorted(self.seen_ids, key=lambda group_id: (self.scenario.duration_s(group_id), group_id))
+        ids = sorted(
+            self.seen_ids, key=lambda group_id: (self.scenario.duration_s(group_id), group_id)
+        )
         slowest = set(ids[-math.ceil(len(ids) / 10) :])
         trained = [group_id for step in steps for group_id in step.group_ids]
         return {
-            "idle": sum(step.taken - step.asked for step in steps) / (steps[-1].ended - steps[0].asked),
-            "lag_mean": sum(lag * count for lag, count in weighted.items()) / sum(weighted.values()),
+            "idle": sum(step.taken - step.asked for step in steps)
+            / (steps[-1].ended - steps[0].asked),
+            "lag_mean": sum(lag * count for lag, count in weighted.items())
+            / sum(weighted.values()),
             "lag_max": float(max(weighted)),
             "masked": 1 - sum(weighted.values()) / lags.total(),
             "expired": self.seen["expired"] / max(self.seen["accepted"], 1),

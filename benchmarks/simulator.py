@@ -1,8 +1,9 @@
-"""One run of the replay queue in invented time: the real `ReplayQueue`, fake rollout actors and a fake learner, and every hazard.
+"""One run of the replay queue in invented time: the real `ReplayQueue`, fake rollout actors and a
+fake learner, and every hazard.
 
-Runs in: tests (thousands of short random schedules) and `benchmarks.simulation` (long ones, for figures). Hides the order of events:
-the same scenario gives the same run. After every event the queue is compared with the witness; what does not agree raises
-AssertionError with the scenario.
+Runs in: tests (thousands of short random schedules) and `benchmarks.simulation` (long ones, for
+figures). Hides the order of events: the same scenario gives the same run. After every event the
+queue is compared with the witness; what does not agree raises AssertionError with the scenario.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Simulation:
 
     def later(self, delay: float, call: Callable[..., Awaitable[None]], *arguments: object) -> None:
         self.serial += 1
-        heapq.heappush(self.events, (self.now + delay, self.serial, self.generation, call, arguments))
+        heapq.heappush(
+            self.events, (self.now + delay, self.serial, self.generation, call, arguments)
+        )
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.random.random() < probability
@@ -108,17 +111,30 @@ class Simulation:
             self.witness.ledger(await self.queue.counts())
             events = 0 if self.progress_at == self.now else events + 1
             if self.now - self.progress_at > self.scenario.patience_s or events > MAX_EVENTS:
-                raise AssertionError(f"stuck at step {self.step + 1} since {self.progress_at:.1f} s, now {self.now:.1f} s")
-        return Result(self.scenario, self.ended, self.steps, self.counts, self.metrics, self.seen, self.lines)
+                raise AssertionError(
+                    f"stuck at step {self.step + 1} since {self.progress_at:.1f} s, now "
+                    f"{self.now:.1f} s"
+                )
+        return Result(
+            self.scenario, self.ended, self.steps, self.counts, self.metrics, self.seen, self.lines
+        )
 
     # ---- the queue's process, and the whole run ----
 
     def open(self) -> None:
         """A queue for this start of the run, from the journal if there is one."""
         base, directory = self.witness.base, str(self.directory / str(self.opened))
-        journal = JournalSettings(directory, start=f"start {self.generation}", fsync="never", lost_steps="discard") if self.journaled else None
+        journal = (
+            JournalSettings(
+                directory, start=f"start {self.generation}", fsync="never", lost_steps="discard"
+            )
+            if self.journaled
+            else None
+        )
         snapshot = self.checkpoints.get(base)
-        self.queue: ReplayQueue = open_queue(self.scenario.settings(base), journal, snapshot=snapshot, clock=lambda: self.now)
+        self.queue: ReplayQueue = open_queue(
+            self.scenario.settings(base), journal, snapshot=snapshot, clock=lambda: self.now
+        )
 
     def reopen(self) -> None:
         """The process dies: what is not in the files by now is lost."""
@@ -137,7 +153,9 @@ class Simulation:
         before = await self.account()
         self.reopen()
         after = await self.account()
-        assert before == after, f"a new process of the queue knows {after}, the old one knew {before}"
+        assert before == after, (
+            f"a new process of the queue knows {after}, the old one knew {before}"
+        )
 
     async def account(self) -> tuple[object, ...]:
         """What must survive the queue's process."""
@@ -146,17 +164,35 @@ class Simulation:
         frames = await self.payload(batch) if batch else None
         held = {actor_id: sorted(pairs) for actor_id, pairs in (await self.queue.held()).items()}
         live = (await self.queue.metrics())["replay/live_version"]
-        return {state: counts[state] for state in STATES}, await self.open_ids(), held, live, batch, frames
+        return (
+            {state: counts[state] for state in STATES},
+            await self.open_ids(),
+            held,
+            live,
+            batch,
+            frames,
+        )
 
     async def open_ids(self) -> dict[int, str]:
         history = await self.queue.history(list(self.witness.tickets))
-        return {group_id: record["state"] for group_id, record in history.items() if record["state"] in OPEN_STATES}
+        return {
+            group_id: record["state"]
+            for group_id, record in history.items()
+            if record["state"] in OPEN_STATES
+        }
 
     async def payload(self, batch: Batch) -> list[bytes]:
-        return [bytes(frame) for frame in unpack_frames(await self.queue.payload(batch.step, [group.group_id for group in batch.groups]))]
+        return [
+            bytes(frame)
+            for frame in unpack_frames(
+                await self.queue.payload(batch.step, [group.group_id for group in batch.groups])
+            )
+        ]
 
     async def checkpoint(self) -> None:
-        """After a learner step, in front of its publication. Checkpoints that no restart goes back to are deleted."""
+        """After a learner step, in front of its publication. Checkpoints that no restart goes back
+        to are deleted.
+        """
         self.checkpoints[self.step] = msgpack.unpackb(msgpack.packb(await self.queue.snapshot()))
         while len(self.checkpoints) > self.scenario.lost_steps + 1:
             del self.checkpoints[min(self.checkpoints)]
@@ -164,7 +200,9 @@ class Simulation:
             await self.queue.forget(segment=self.checkpoints[oldest]["segment"], step=oldest)
 
     async def restart(self) -> None:
-        """The whole run starts again from a checkpoint, with other actors. Some of the old ones may still send what they had."""
+        """The whole run starts again from a checkpoint, with other actors. Some of the old ones may
+        still send what they had.
+        """
         witness, old = self.witness, list(self.actors.values())
         step = max(self.step - self.scenario.lost_steps, witness.base)
         self.restart_at = self.restart_at[1:]
@@ -177,7 +215,12 @@ class Simulation:
         self.steps = self.steps[:step]
         self.reopen()
         witness.restart(step, await self.open_ids())
-        self.waiting, self.publishing, self.asked, self.progress_at = True, False, self.now, self.now
+        self.waiting, self.publishing, self.asked, self.progress_at = (
+            True,
+            False,
+            self.now,
+            self.now,
+        )
         self.start_actors()
         for actor in old:
             for job in list(actor.jobs.values())[:1]:
@@ -185,7 +228,9 @@ class Simulation:
 
     async def put_too_late(self, actor: Actor, job: Job) -> None:
         (verdict,) = await self.queue.put(actor.name, [job.frame(self.scenario, actor.name)])
-        assert verdict.status in ("late", "duplicate", "abandoned"), f"{job.key} of a run that is gone is {verdict.status}"
+        assert verdict.status in ("late", "duplicate", "abandoned"), (
+            f"{job.key} of a run that is gone is {verdict.status}"
+        )
         if verdict.status != "duplicate":
             self.brings(actor, job)
         self.seen["late"] += 1
@@ -200,7 +245,12 @@ class Simulation:
         """It may have started from old weights, and takes the live ones later."""
         self.serial += 1
         clock = EngineTime(clock=lambda: self.now, wall=lambda: 1.0 + self.now)
-        actor = Actor(f"actor-{self.serial}", self.witness.live if self.chance(0.7) else 0, clock, free_at=[0.0] * self.scenario.verifiers)
+        actor = Actor(
+            f"actor-{self.serial}",
+            self.witness.live if self.chance(0.7) else 0,
+            clock,
+            free_at=[0.0] * self.scenario.verifiers,
+        )
         actor.time.producing(True)
         self.actors[actor.name] = actor
         self.later(delay + self.between(0.0, 0.5), self.join, actor)
@@ -216,7 +266,9 @@ class Simulation:
             return
         actor.version = version
         for job in actor.jobs.values():
-            job.switches.append((version, int((self.now - job.started) * self.scenario.tokens_per_s)))
+            job.switches.append(
+                (version, int((self.now - job.started) * self.scenario.tokens_per_s))
+            )
 
     def poll_soon(self, actor: Actor, delay: float) -> None:
         if self.now + delay < actor.poll_at:
@@ -235,7 +287,11 @@ class Simulation:
             return
         holding = list(actor.jobs)
         tickets = await self.queue.acquire(
-            actor.name, actor.version, holding, max(scenario.slots - len(holding), 0), self.report(actor) if self.reports else None
+            actor.name,
+            actor.version,
+            holding,
+            max(scenario.slots - len(holding), 0),
+            self.report(actor) if self.reports else None,
         )
         assert tickets is not None, f"{actor.name} is told to stop at step {self.step}"
         self.witness.issued(actor.name, tickets, now=self.now)
@@ -252,42 +308,67 @@ class Simulation:
             assert ticket.policy_version <= actor.version
             lengths = scenario.lengths(ticket.group_id, ticket.attempt)
             job = Job(ticket, self.now, lengths, [(actor.version, 0)])
-            assert job.key not in actor.jobs, f"{job.key} was given again to {actor.name}, which holds it"
+            assert job.key not in actor.jobs, (
+                f"{job.key} was given again to {actor.name}, which holds it"
+            )
             actor.jobs[job.key] = job
             actor.time.stage(job.key, "generating")
             job.done = job.scored = self.now + max(lengths) / scenario.tokens_per_s
-            self.later(job.done - self.now, self.verify if scenario.verify_s else self.finish, actor, job)
-        if tickets and self.chance(scenario.hang) and sum(other.alive and not other.hung for other in self.actors.values()) > 1:
+            self.later(
+                job.done - self.now, self.verify if scenario.verify_s else self.finish, actor, job
+            )
+        if (
+            tickets
+            and self.chance(scenario.hang)
+            and sum(other.alive and not other.hung for other in self.actors.values()) > 1
+        ):
             actor.hung = True
             self.seen["hang"] += 1
 
     @property
     def reports(self) -> bool:
-        """Whether actors tell what they sampled; a queue that dies may forget the last word of one that is dead."""
+        """Whether actors tell what they sampled; a queue that dies may forget the last word of one
+        that is dead.
+        """
         return not self.journaled
 
     def report(self, actor: Actor) -> Report:
         """What its engine sampled by now."""
         under_way = [
-            min(length, int((self.now - job.started) * self.scenario.tokens_per_s)) for job in actor.jobs.values() for length in job.lengths
+            min(length, int((self.now - job.started) * self.scenario.tokens_per_s))
+            for job in actor.jobs.values()
+            for length in job.lengths
         ]
         self.told[actor.name] = actor.ended + sum(under_way)
         return Report(Told(sampled=self.told[actor.name]))
 
     def brings(self, actor: Actor, job: Job, *, missing: int = 0) -> None:
-        """The queue hears of the tokens of this attempt: they count once. missing: responses that are not among them."""
+        """The queue hears of the tokens of this attempt: they count once. missing: responses that
+        are not among them.
+        """
         if job.key not in self.accounted:
             self.accounted.add(job.key)
             self.arrived[actor.name] += sum(job.lengths[missing:])
 
     def check_tokens(self) -> None:
-        """Every token is in one place, and their sum is what engines sampled, as far as anybody knows."""
-        bound, lags = self.scenario.max_staleness, sum((step.lags for step in self.steps), Counter())
+        """Every token is in one place, and their sum is what engines sampled, as far as anybody
+        knows.
+        """
+        bound, lags = (
+            self.scenario.max_staleness,
+            sum((step.lags for step in self.steps), Counter()),
+        )
         stale = sum(count for lag, count in lags.items() if lag > bound)
         found = {place: self.metrics[f"goodput/{place}"] for place in (*PLACES, "generated")}
-        expected = sum(max(self.told[name], self.arrived[name]) for name in {*self.told, *self.arrived})
-        assert found["generated"] == sum(found[place] for place in PLACES) == expected, f"{expected} tokens were sampled: {found}"
-        assert (found["trained"], found["masked"]) == (lags.total() - stale, stale), f"{lags.total() - stale} and {stale}: {found}"
+        expected = sum(
+            max(self.told[name], self.arrived[name]) for name in {*self.told, *self.arrived}
+        )
+        assert found["generated"] == sum(found[place] for place in PLACES) == expected, (
+            f"{expected} tokens were sampled: {found}"
+        )
+        assert (found["trained"], found["masked"]) == (lags.total() - stale, stale), (
+            f"{lags.total() - stale} and {stale}: {found}"
+        )
 
     async def declare_dead(self, actor: Actor) -> None:
         self.witness.taken_away.update(actor.jobs)
@@ -330,25 +411,49 @@ class Simulation:
         self.brings(actor, job)
         witness.answered(job, verdict.status, frame=frame, rejected=rejected, now=self.now)
         if self.chance(scenario.lost_ack):
-            self.later(self.between(0.0, 2.0), self.put_again, actor, job, frame, verdict.status, self.opened)
+            self.later(
+                self.between(0.0, 2.0),
+                self.put_again,
+                actor,
+                job,
+                frame,
+                verdict.status,
+                self.opened,
+            )
         else:
             self.drop(actor, job)
 
-    async def put_again(self, actor: Actor, job: Job, frame: bytes, first: str, opened: int) -> None:
-        """The answer was lost: until there is one, the actor holds the group and repeats the call."""
+    async def put_again(
+        self, actor: Actor, job: Job, frame: bytes, first: str, opened: int
+    ) -> None:
+        """The answer was lost: until there is one, the actor holds the group and repeats the
+        call.
+        """
         (verdict,) = await self.queue.put(actor.name, [frame])
-        forgotten = job.key in self.witness.expired or self.opened > opened  # a new process of the queue forgets what is done with
-        expected = ("late",) if first == "late" else ("duplicate", "late") if forgotten else ("duplicate",)
+        forgotten = (
+            job.key in self.witness.expired or self.opened > opened
+        )  # a new process of the queue forgets what is done with
+        expected = (
+            ("late",) if first == "late" else ("duplicate", "late") if forgotten else ("duplicate",)
+        )
         assert verdict.status in expected, f"{job.key} was {first} and is {verdict.status}"
         self.seen["lost_ack"] += 1
         self.drop(actor, job)
 
     async def put_invalid(self, actor: Actor, job: Job) -> None:
-        """A frame that cannot be read tells no ticket: it is issued again when the actor does not hold it any more."""
+        """A frame that cannot be read tells no ticket: it is issued again when the actor does not
+        hold it any more.
+        """
         kind = self.random.choice(["short", "unreadable", "future"])
-        frame = job.frame(self.scenario, actor.name, short=kind == "short", future=1_000_000 * (kind == "future"))
-        (verdict,) = await self.queue.put(actor.name, [frame[:-3] if kind == "unreadable" else frame])
-        assert verdict.status in ("invalid", "late" if kind != "unreadable" else ""), f"{job.key}, {kind}: {verdict}"
+        frame = job.frame(
+            self.scenario, actor.name, short=kind == "short", future=1_000_000 * (kind == "future")
+        )
+        (verdict,) = await self.queue.put(
+            actor.name, [frame[:-3] if kind == "unreadable" else frame]
+        )
+        assert verdict.status in ("invalid", "late" if kind != "unreadable" else ""), (
+            f"{job.key}, {kind}: {verdict}"
+        )
         if kind != "unreadable":
             self.brings(actor, job, missing=kind == "short")
         self.seen["invalid"] += verdict.status == "invalid"
@@ -376,14 +481,22 @@ class Simulation:
         assert await self.queue.get_batch(self.step + 1) == batch
         ids = [group.group_id for group in batch.groups]
         if (self.scenario.order, self.scenario.on_stale) == ("fifo", "wait"):
-            earlier = await self.queue.history([group_id for group_id in self.witness.tickets if group_id < ids[-1]])
-            assert not [i for i, record in earlier.items() if record["state"] in OPEN_STATES and i not in ids], f"{ids} is not in order"
+            earlier = await self.queue.history(
+                [group_id for group_id in self.witness.tickets if group_id < ids[-1]]
+            )
+            assert not [
+                i
+                for i, record in earlier.items()
+                if record["state"] in OPEN_STATES and i not in ids
+            ], f"{ids} is not in order"
         lags = self.witness.batch(batch, await self.payload(batch))
         masked = sum(count for lag, count in lags.items() if lag > self.scenario.max_staleness)
         self.seen["masked"] += masked
         metrics = await self.queue.metrics()
         assert metrics["replay/stale_tokens"] == masked, f"{masked} tokens are masked: {metrics}"
-        assert metrics["replay/lag_max"] == max(lag for lag in lags if lag <= self.scenario.max_staleness), f"{lags}: {metrics}"
+        assert metrics["replay/lag_max"] == max(
+            lag for lag in lags if lag <= self.scenario.max_staleness
+        ), f"{lags}: {metrics}"
         self.waiting, self.progress_at = False, self.now
         self.time.switch("working")
         self.taken = durations(batch)
@@ -394,7 +507,9 @@ class Simulation:
             self.later(self.between(0.0, self.scenario.learner_s), self.restart)
 
     async def end_step(self) -> None:
-        if self.publishing and (self.step + 1) % self.scenario.publish_every == 0:  # the last publication is still on its way
+        if (
+            self.publishing and (self.step + 1) % self.scenario.publish_every == 0
+        ):  # the last publication is still on its way
             self.time.switch("publishing")
             self.later(0.1, self.end_step)
             return
@@ -419,17 +534,34 @@ class Simulation:
 
     async def line(self) -> dict[str, float]:
         """The metrics of a step as far as a verdict looks at them."""
-        spent = [dict(actor.time.report(Counter(), Counter()).seconds) for actor in self.actors.values()]
-        engine = {f"time/engine/{cause}": sum(one[cause] for one in spent) / len(spent) for cause in ENGINE_CAUSES}
-        learner = {f"time/learner/{cause}": seconds for cause, seconds in self.time.seconds().items()}
-        return await self.queue.metrics() | engine | learner | self.taken | {"cluster/rollout_actors": float(len(self.actors))}
+        spent = [
+            dict(actor.time.report(Counter(), Counter()).seconds) for actor in self.actors.values()
+        ]
+        engine = {
+            f"time/engine/{cause}": sum(one[cause] for one in spent) / len(spent)
+            for cause in ENGINE_CAUSES
+        }
+        learner = {
+            f"time/learner/{cause}": seconds for cause, seconds in self.time.seconds().items()
+        }
+        return (
+            await self.queue.metrics()
+            | engine
+            | learner
+            | self.taken
+            | {"cluster/rollout_actors": float(len(self.actors))}
+        )
 
     def publish(self) -> None:
         self.publishing = True
         scenario = self.scenario
         for actor in self.actors.values():
             self.later(self.between(0.0, scenario.publish_s), self.serve, actor, self.step)
-        self.later(scenario.publish_s + self.between(0.0, scenario.late_live_s), self.acknowledge, self.step)
+        self.later(
+            scenario.publish_s + self.between(0.0, scenario.late_live_s),
+            self.acknowledge,
+            self.step,
+        )
 
     async def acknowledge(self, version: int) -> None:
         """Every engine serves the version: those that came meanwhile too."""
@@ -456,9 +588,16 @@ class Simulation:
             self.counts = await self.queue.counts()
             witness.ready.clear()
             left = {state: self.counts[state] for state in (*OPEN_STATES, "unused")}
-            # Groups of lost steps come back beside those that were issued after them: the run ends before it has trained all.
-            assert sum(left.values()) == left["unused"] <= self.seen["put_back"], f"left at the end: {left}"
-            assert self.counts["trained"] == len(witness.trained) == scenario.total_steps * scenario.rollout_batch_size
+            # Groups of lost steps come back beside those that were issued after them: the run ends
+            # before it has trained all.
+            assert sum(left.values()) == left["unused"] <= self.seen["put_back"], (
+                f"left at the end: {left}"
+            )
+            assert (
+                self.counts["trained"]
+                == len(witness.trained)
+                == scenario.total_steps * scenario.rollout_batch_size
+            )
             return
         self.counts = await self.queue.counts()
         if ended == "retired":
@@ -467,8 +606,12 @@ class Simulation:
 
 
 def simulate(scenario: Scenario) -> Result:
-    """Run a scenario. Raises AssertionError, with the scenario, where the queue breaks a rule or stops."""
-    with tempfile.TemporaryDirectory(prefix="simulation-", dir=MEMORY if MEMORY.is_dir() else None) as directory:
+    """Run a scenario. Raises AssertionError, with the scenario, where the queue breaks a rule or
+    stops.
+    """
+    with tempfile.TemporaryDirectory(
+        prefix="simulation-", dir=MEMORY if MEMORY.is_dir() else None
+    ) as directory:
         simulation = Simulation(scenario, Path(directory))
         try:
             return asyncio.run(simulation.run())

@@ -1,10 +1,14 @@
-"""What old data costs, and which loss bears it: `python -m benchmarks.staleness [--rows docs/staleness.jsonl] [--docs docs/benchmarks.md]`.
+"""What old data costs, and which loss bears it: `python -m benchmarks.staleness [--rows
+docs/staleness.jsonl] [--docs docs/benchmarks.md]`.
 
-Runs in: one process with an engine of its own; several may work at once on the same file of rows (`--part 1/2`, `--part 2/2`).
+Runs in: one process with an engine of its own; several may work at once on the same file of rows
+(`--part 1/2`, `--part 2/2`).
 
-The model and the task of the quickstart are trained at a forced lag of 0 to 32 learner steps by each of six losses, with five seeds. First
-the learning rate of every loss is tuned at lag 0 with the same budget: of the rates whose accuracy is within a point of the best, the
-highest. Then it is fixed for all lags. One row per run is appended to the file, so that it can be stopped and started again at will.
+The model and the task of the quickstart are trained at a forced lag of 0 to 32 learner steps by
+each of six losses, with five seeds. First the learning rate of every loss is tuned at lag 0 with
+the same budget: of the rates whose accuracy is within a point of the best, the highest. Then it is
+fixed for all lags. One row per run is appended to the file, so that it can be stopped and started
+again at will.
 """
 
 from __future__ import annotations
@@ -44,21 +48,45 @@ HARMFUL, HARM_LAG = 0.10, 16
 """What the naive loss must lose at that lag, or the experiment shows nothing."""
 PAIRS = (("bounded", "constant"), ("combined", "tis"))
 """Losses that differ in the clip schedule alone."""
-STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+STUDENT_95 = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+}
 """Two-sided 95 % quantile of Student's t for so many values."""
 
 TIS: dict[str, Any] = {"level": "token", "mode": "truncate", "upper": 2.0}
 HARMONIC: dict[str, Any] = {"kind": "harmonic", "rate": 1.0}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "naive": ("old data taken for new: ratios against the learner's own policy, no weights", {"anchor": "recomputed"}),
-    "tis": ("the same with truncated importance weights, at most 2", {"anchor": "recomputed", "importance": TIS}),
-    "decoupled": (
-        "decoupled PPO: importance weights above 5 masked", {"anchor": "recomputed", "importance": {"level": "token", "mode": "mask", "upper": 5.0}},
+    "naive": (
+        "old data taken for new: ratios against the learner's own policy, no weights",
+        {"anchor": "recomputed"},
     ),
-    "constant": ("ratios against the policy that sampled, constant clip interval", {"anchor": "behavior"}),
-    "bounded": ("the same with staleness-bounded clipping (harmonic)", {"anchor": "behavior", "clip_schedule": HARMONIC}),
+    "tis": (
+        "the same with truncated importance weights, at most 2",
+        {"anchor": "recomputed", "importance": TIS},
+    ),
+    "decoupled": (
+        "decoupled PPO: importance weights above 5 masked",
+        {"anchor": "recomputed", "importance": {"level": "token", "mode": "mask", "upper": 5.0}},
+    ),
+    "constant": (
+        "ratios against the policy that sampled, constant clip interval",
+        {"anchor": "behavior"},
+    ),
+    "bounded": (
+        "the same with staleness-bounded clipping (harmonic)",
+        {"anchor": "behavior", "clip_schedule": HARMONIC},
+    ),
     "combined": (
-        "staleness-bounded clipping around the learner's own policy, with truncated importance weights",
+        "staleness-bounded clipping around the learner's own policy, with truncated "
+        "importance weights",
         {"anchor": "recomputed", "importance": TIS, "clip_schedule": HARMONIC},
     ),
 }
@@ -95,7 +123,16 @@ class Scale:
 
 
 FULL = Scale()
-SMOKE = Scale(steps=4, batch=4, problems=20, seeds=1, lags=(0, 2), rates=(1e-4,), tuning_seeds=(100,), arms=("naive", "combined"))
+SMOKE = Scale(
+    steps=4,
+    batch=4,
+    problems=20,
+    seeds=1,
+    lags=(0, 2),
+    rates=(1e-4,),
+    tuning_seeds=(100,),
+    arms=("naive", "combined"),
+)
 
 
 def config_of(job: Job | None, scale: Scale, directory: str) -> Config:
@@ -132,7 +169,14 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 def tuned(rows: Sequence[dict[str, Any]], arm: str, scale: Scale) -> float | None:
     """The learning rate of a loss, once its tuning is complete."""
-    found = {rate: [row["accuracy"] for row in rows if row["kind"] == "tune" and row["arm"] == arm and row["lr"] == rate] for rate in scale.rates}
+    found = {
+        rate: [
+            row["accuracy"]
+            for row in rows
+            if row["kind"] == "tune" and row["arm"] == arm and row["lr"] == rate
+        ]
+        for rate in scale.rates
+    }
     if any(len(values) < len(scale.tuning_seeds) for values in found.values()):
         return None
     means = {rate: statistics.mean(values) for rate, values in found.items()}
@@ -145,14 +189,21 @@ def jobs(rows: Sequence[dict[str, Any]], scale: Scale) -> Iterator[Job]:
         yield from (Job("tune", arm, 0, seed, rate) for rate in scale.rates for arm in scale.arms)
     rates = {arm: tuned(rows, arm, scale) for arm in scale.arms}
     for seed in range(scale.seeds):
-        yield from (Job("run", arm, lag, seed, rates[arm]) for lag in scale.lags for arm in scale.arms if rates[arm] is not None)
+        yield from (
+            Job("run", arm, lag, seed, rates[arm])
+            for lag in scale.lags
+            for arm in scale.arms
+            if rates[arm] is not None
+        )
 
 
 def next_job(path: Path, scale: Scale, *, part: int, parts: int) -> Job | None:
     """The first job of this part that has no row yet."""
     rows = read_rows(path)
     done = {Job(row["kind"], row["arm"], row["lag"], row["seed"], row["lr"]).key for row in rows}
-    mine = (job for job in jobs(rows, scale) if zlib.crc32(repr(job.key).encode()) % parts == part)  # the same in every process
+    mine = (
+        job for job in jobs(rows, scale) if zlib.crc32(repr(job.key).encode()) % parts == part
+    )  # the same in every process
     return next((job for job in mine if job.key not in done), None)
 
 
@@ -175,7 +226,11 @@ async def work(arguments: argparse.Namespace, scale: Scale, directory: str) -> N
                 result = {"accuracy": 0.0, "failed": str(error)}
             row = job.__dict__ | {"steps": scale.steps, "batch": scale.batch} | result
             append(arguments.rows, row)
-            print(f"{job.kind} {job.arm} lag {job.lag} seed {job.seed} lr {job.lr:g}: {row['accuracy']:.1%} in {row.get('seconds', 0):.0f} s", flush=True)
+            print(
+                f"{job.kind} {job.arm} lag {job.lag} seed {job.seed} lr {job.lr:g}: "
+                f"{row['accuracy']:.1%} in {row.get('seconds', 0):.0f} s",
+                flush=True,
+            )
     finally:
         await bench.close()
 
@@ -184,7 +239,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half of its 95 % interval (Student's t)."""
     if len(values) < 2:
         return statistics.mean(values), math.nan
-    return statistics.mean(values), STUDENT_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values), STUDENT_95[len(values)] * statistics.stdev(values) / math.sqrt(
+        len(values)
+    )
 
 
 def cell(values: Sequence[float]) -> str:
@@ -198,43 +255,83 @@ def cell(values: Sequence[float]) -> str:
 def table(rows: Sequence[dict[str, Any]], scale: Scale) -> list[str]:
     """The result as Markdown."""
     runs = [row for row in rows if row["kind"] == "run"]
-    accuracy = {(arm, lag): [row["accuracy"] for row in runs if row["arm"] == arm and row["lag"] == lag] for arm in ARMS for lag in scale.lags}
+    accuracy = {
+        (arm, lag): [row["accuracy"] for row in runs if row["arm"] == arm and row["lag"] == lag]
+        for arm in ARMS
+        for lag in scale.lags
+    }
     counts = sorted({len(values) for values in accuracy.values()})
     caption = (
-        f"Held-out accuracy (greedy, {scale.problems} problems) after {scale.steps} learner steps of {scale.batch} groups x 8, two updates each; mean "
-        f"and 95 % interval over {counts[0]}{f' to {counts[-1]}' if len(counts) > 1 else ''} seeds. {platform.machine()}, Python {platform.python_version()}, "
+        f"Held-out accuracy (greedy, {scale.problems} problems) after {scale.steps} "
+        f"learner steps of {scale.batch} groups x 8, two updates each; mean "
+        "and 95 % interval over "
+        f"{counts[0]}{f' to {counts[-1]}' if len(counts) > 1 else ''} seeds. "
+        f"{platform.machine()}, Python {platform.python_version()}, "
         f"{os.cpu_count()} cores; the machine's speed does not matter."
     )
     lines = [
-        caption, "",
-        "| loss | learning rate | " + " | ".join(f"lag {lag}" for lag in scale.lags) + " |", "|---" * (2 + len(scale.lags)) + "|",
+        caption,
+        "",
+        "| loss | learning rate | " + " | ".join(f"lag {lag}" for lag in scale.lags) + " |",
+        "|---" * (2 + len(scale.lags)) + "|",
     ]
     for arm in ARMS:
         rate = tuned(rows, arm, scale)
-        lines.append(f"| {arm} | {'-' if rate is None else f'{rate:g}'} | " + " | ".join(cell(accuracy[arm, lag]) for lag in scale.lags) + " |")
-    lines += ["", *[f"- `{arm}`: {text}" for arm, (text, _) in ARMS.items()], "", *gains(runs, scale), *aims(accuracy, scale)]
+        lines.append(
+            f"| {arm} | {'-' if rate is None else f'{rate:g}'} | "
+            + " | ".join(cell(accuracy[arm, lag]) for lag in scale.lags)
+            + " |"
+        )
+    lines += [
+        "",
+        *[f"- `{arm}`: {text}" for arm, (text, _) in ARMS.items()],
+        "",
+        *gains(runs, scale),
+        *aims(accuracy, scale),
+    ]
     return lines
 
 
 def gains(runs: Sequence[dict[str, Any]], scale: Scale) -> Iterator[str]:
     """What the narrowing of the clip interval adds, seed by seed."""
     accuracy = {(row["arm"], row["lag"], row["seed"]): row["accuracy"] for row in runs}
-    yield "What staleness-bounded clipping adds: points, the same seed with and without it (at lag 0 they are the same loss, so that column is chance):"
-    yield from ("", "| | " + " | ".join(f"lag {lag}" for lag in scale.lags) + " | different from 0 |", "|---" * (2 + len(scale.lags)) + "|")
+    yield (
+        "What staleness-bounded clipping adds: points, the same seed with and without it (at "
+        "lag 0 they are the same loss, so that column is chance):"
+    )
+    yield from (
+        "",
+        "| | " + " | ".join(f"lag {lag}" for lag in scale.lags) + " | different from 0 |",
+        "|---" * (2 + len(scale.lags)) + "|",
+    )
     for schedule, constant in PAIRS:
         cells, proven = [], []
         for lag in scale.lags:
-            seeds = [seed for arm, other, seed in accuracy if (arm, other) == (schedule, lag) and (constant, lag, seed) in accuracy]
-            found = [100 * (accuracy[schedule, lag, seed] - accuracy[constant, lag, seed]) for seed in seeds]
+            seeds = [
+                seed
+                for arm, other, seed in accuracy
+                if (arm, other) == (schedule, lag) and (constant, lag, seed) in accuracy
+            ]
+            found = [
+                100 * (accuracy[schedule, lag, seed] - accuracy[constant, lag, seed])
+                for seed in seeds
+            ]
             mean, half = interval(found) if found else (math.nan, math.nan)
-            cells.append("-" if not found else f"{mean:+.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}"))
+            cells.append(
+                "-"
+                if not found
+                else f"{mean:+.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}")
+            )
             proven += [f"lag {lag}"] if abs(mean) > half else []
-        yield f"| {schedule} - {constant} | {' | '.join(cells)} | {', '.join(proven) or 'nowhere'} |"
+        yield (
+            f"| {schedule} - {constant} | {' | '.join(cells)} | {', '.join(proven) or 'nowhere'} |"
+        )
     yield ""
 
 
 def aims(accuracy: dict[tuple[str, int], list[float]], scale: Scale) -> Iterator[str]:
     """Whether the experiment shows anything, and the aims."""
+
     def mean(arm: str, lag: int) -> float:
         return statistics.mean(accuracy[arm, lag]) if accuracy.get((arm, lag)) else math.nan
 
@@ -244,25 +341,56 @@ def aims(accuracy: dict[tuple[str, int], list[float]], scale: Scale) -> Iterator
     loss = mean("naive", 0) - mean("naive", HARM_LAG)
     yield (
         f"The naive loss loses {100 * loss:.1f} points at lag {HARM_LAG}: "
-        + ("old data hurts here, and the losses can be told apart." if loss >= HARMFUL else "too little for this experiment to show anything.")
+        + (
+            "old data hurts here, and the losses can be told apart."
+            if loss >= HARMFUL
+            else "too little for this experiment to show anything."
+        )
     )
     yield from ("", "| aim | measured | |", "|---|---|---|")
     for arm in ("bounded", "combined"):
-        for least, lags in ((0.99, [lag for lag in scale.lags if 0 < lag <= 16]), (0.95, [lag for lag in scale.lags if lag > 16])):
+        for least, lags in (
+            (0.99, [lag for lag in scale.lags if 0 < lag <= 16]),
+            (0.95, [lag for lag in scale.lags if lag > 16]),
+        ):
             shares = {lag: [one / mean(arm, 0) for one in accuracy[arm, lag]] for lag in lags}
             worst = min(shares, key=lambda lag: mean(arm, lag))
             met = mean(arm, worst) >= least * mean(arm, 0)
-            yield aim(f"{arm}: at least {least:.0%} of lag 0 at lag {', '.join(map(str, lags))}", f"{cell(shares[worst])} at lag {worst}", met=met)
+            yield aim(
+                f"{arm}: at least {least:.0%} of lag 0 at lag {', '.join(map(str, lags))}",
+                f"{cell(shares[worst])} at lag {worst}",
+                met=met,
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.staleness", description="Held-out accuracy at forced lags, for six losses.")
-    parser.add_argument("--rows", type=Path, default=ROOT / "docs" / "staleness.jsonl", help="one JSON row per run; those that are there are not run again")
-    parser.add_argument("--part", default="1/1", help="which part of the runs this process does, for instance 1/2")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so many minutes")
-    parser.add_argument("--docs", type=Path, help="write the table between this benchmark's markers of that page")
-    parser.add_argument("--smoke", action="store_true", help="a few steps of everything; the figures mean nothing")
-    parser.add_argument("--table", action="store_true", help="run nothing, print the table of the rows that are there")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.staleness",
+        description="Held-out accuracy at forced lags, for six losses.",
+    )
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        default=ROOT / "docs" / "staleness.jsonl",
+        help="one JSON row per run; those that are there are not run again",
+    )
+    parser.add_argument(
+        "--part", default="1/1", help="which part of the runs this process does, for instance 1/2"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="begin no run after so many minutes"
+    )
+    parser.add_argument(
+        "--docs", type=Path, help="write the table between this benchmark's markers of that page"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few steps of everything; the figures mean nothing"
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="run nothing, print the table of the rows that are there",
+    )
     arguments = parser.parse_args(argv)
     scale = SMOKE if arguments.smoke else FULL
     if not arguments.table:

@@ -1,8 +1,10 @@
 """Training at a forced lag: the parts of a run in one process, in step with each other.
 
-Runs in: one process, which keeps its engine for all its runs. Queue, rollout actor, loop and learner are the product's; only the publisher is
-of its own: it publishes version s when all groups that may be issued before it are complete. With `max_staleness` L the queue then holds L
-whole batches ahead of the learner, and every token of step s > L has a lag of exactly L (those of the first L steps have s - 1).
+Runs in: one process, which keeps its engine for all its runs. Queue, rollout actor, loop and
+learner are the product's; only the publisher is of its own: it publishes version s when all groups
+that may be issued before it are complete. With `max_staleness` L the queue then holds L whole
+batches ahead of the learner, and every token of step s > L has a lag of exactly L (those of the
+first L steps have s - 1).
 """
 
 from __future__ import annotations
@@ -50,14 +52,21 @@ class Switch:
         self.queue: ReplayQueue | None = None
 
     async def acquire(
-        self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None
+        self,
+        actor_id: str,
+        version: int,
+        holding: list[tuple[int, int]],
+        want: int,
+        report: Report | None,
     ) -> list[GroupTicket] | None:
         return await self.queue.acquire(actor_id, version, holding, want, report)
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
         return await self.queue.put(actor_id, frames)
 
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]) -> None:
+    async def fail(
+        self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]
+    ) -> None:
         await self.queue.fail(actor_id, tickets, reason, tokens)
 
 
@@ -83,21 +92,32 @@ class OneRank:
 class InStep:
     """Publishes a version when everything that was issued before it is complete."""
 
-    def __init__(self, actor: RolloutActor, sender: SharedMemorySender, queue: ReplayQueue, *, number: int) -> None:
+    def __init__(
+        self, actor: RolloutActor, sender: SharedMemorySender, queue: ReplayQueue, *, number: int
+    ) -> None:
         """number: of the run in this process; versions of a later one are newer."""
         self._actor, self._sender, self._queue, self._number = actor, sender, queue, number
 
     async def publish(self, version: int) -> float:
-        """Wait, publish, and let the queue issue tickets for this version. Raises TimeoutError, RuntimeError."""
+        """Wait, publish, and let the queue issue tickets for this version. Raises TimeoutError,
+        RuntimeError.
+        """
         settings = self._queue.settings
         async with asyncio.timeout(STEP_TIMEOUT_S):
-            wanted = min(version + settings.max_staleness, settings.total_steps) * settings.rollout_batch_size if version else 0
+            wanted = (
+                min(version + settings.max_staleness, settings.total_steps)
+                * settings.rollout_batch_size
+                if version
+                else 0
+            )
             while True:
                 counts = await self._queue.counts()
                 if sum(counts[state] for state in ("ready", "training", "trained")) >= wanted:
                     break
                 await asyncio.sleep(WAIT_S)
-            receipt = await self._actor.receive(await asyncio.to_thread(self._sender.stage, self.label(version), verify=False))
+            receipt = await self._actor.receive(
+                await asyncio.to_thread(self._sender.stage, self.label(version), verify=False)
+            )
         if receipt.failure:
             raise RuntimeError(f"version {version} did not arrive: {receipt.reason}")
         await self._queue.live(version)
@@ -124,7 +144,14 @@ class Bench:
         self._config, self._model_dir, self._switch, self._runs = config, model_dir, Switch(), 0
         self._task = load_task(config.task, config.seed)
         self._weights = task_weights(config.task, self._task)
-        self._actor = RolloutActor(config, actor_id="bench", queue=self._switch, model_dir=model_dir, device="cpu", cores=())
+        self._actor = RolloutActor(
+            config,
+            actor_id="bench",
+            queue=self._switch,
+            model_dir=model_dir,
+            device="cpu",
+            cores=(),
+        )
 
     async def start(self) -> None:
         """Start the engine and the verifiers."""
@@ -136,8 +163,9 @@ class Bench:
         await self._actor.close()
 
     async def train(self, config: Config, *, seed: int) -> dict[str, Any]:
-        """One run of `run.total_steps` with a lag of `replay.max_staleness`: held-out accuracy before and after, the lags that were trained,
-        and the score of every step."""
+        """One run of `run.total_steps` with a lag of `replay.max_staleness`: held-out accuracy
+        before and after, the lags that were trained, and the score of every step.
+        """
         self._runs += 1
         started = time.monotonic()
         async with self._system(config, seed=seed) as (loop, publisher, scores, lags):
@@ -155,17 +183,28 @@ class Bench:
             after = await self._accuracy(publisher.label(config.run.total_steps))
         full = lags[config.replay.max_staleness :] or [(float("nan"),) * 2]
         return {
-            "before": before, "accuracy": after, "lag_mean": float(np.mean([mean for mean, _ in full])), "lag_max": max(most for _, most in lags),
-            "scores": scores, "seconds": round(time.monotonic() - started, 1),
+            "before": before,
+            "accuracy": after,
+            "lag_mean": float(np.mean([mean for mean, _ in full])),
+            "lag_max": max(most for _, most in lags),
+            "scores": scores,
+            "seconds": round(time.monotonic() - started, 1),
         }
 
     @asynccontextmanager
-    async def _system(self, config: Config, *, seed: int) -> AsyncIterator[tuple[Loop, InStep, list[float], list[tuple[float, float]]]]:
+    async def _system(
+        self, config: Config, *, seed: int
+    ) -> AsyncIterator[tuple[Loop, InStep, list[float], list[tuple[float, float]]]]:
         """Queue, learner and loop of one run."""
         rollout, first = config.rollout, seed * GROUPS_PER_SEED
         settings = QueueSettings(
-            rollout_batch_size=rollout.rollout_batch_size, max_staleness=config.replay.max_staleness, total_steps=config.run.total_steps,
-            group_size=rollout.group_size, max_attempts=config.replay.max_attempts, max_num_gen_batches=0, shaping=shaping(config, self._weights),
+            rollout_batch_size=rollout.rollout_batch_size,
+            max_staleness=config.replay.max_staleness,
+            total_steps=config.run.total_steps,
+            group_size=rollout.group_size,
+            max_attempts=config.replay.max_attempts,
+            max_num_gen_batches=0,
+            shaping=shaping(config, self._weights),
             next_group_id=first,
         )
         ledger = Ledger(first_group_id=first, steps=0, max_attempts=settings.max_attempts)
@@ -174,13 +213,24 @@ class Bench:
         running = asyncio.get_running_loop()
 
         def fetch(step: int, group_ids: Sequence[int]) -> np.ndarray:
-            return asyncio.run_coroutine_threadsafe(queue.payload(step, group_ids), running).result(STEP_TIMEOUT_S)
+            return asyncio.run_coroutine_threadsafe(queue.payload(step, group_ids), running).result(
+                STEP_TIMEOUT_S
+            )
 
-        with socket.create_server(("127.0.0.1", 0)) as free:  # a port of its own for every process group
+        with socket.create_server(
+            ("127.0.0.1", 0)
+        ) as free:  # a port of its own for every process group
             port = free.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
         build = partial(
-            Learner, config, model_dir=self._model_dir, fetch=fetch, device="cpu", total_updates=config.run.total_steps * config.updates_per_step
+            Learner,
+            config,
+            model_dir=self._model_dir,
+            fetch=fetch,
+            device="cpu",
+            total_updates=config.run.total_steps * config.updates_per_step,
         )
         learner = await asyncio.to_thread(build)
         sender = SharedMemorySender(learner, key=KEY, fallback=Path(config.run.dir))
@@ -191,8 +241,14 @@ class Bench:
                 raise RuntimeError(receipt.reason)
             publisher = InStep(self._actor, sender, queue, number=self._runs)
             loop = Loop(
-                config, queue=queue, learner=OneRank(learner), publisher=publisher, weights=self._weights, total_steps=config.run.total_steps,
-                steps_done=0, log=lambda step, metrics: None,
+                config,
+                queue=queue,
+                learner=OneRank(learner),
+                publisher=publisher,
+                weights=self._weights,
+                total_steps=config.run.total_steps,
+                steps_done=0,
+                log=lambda step, metrics: None,
             )
             yield loop, publisher, [], []
         finally:
@@ -202,5 +258,7 @@ class Bench:
     async def _accuracy(self, label: str) -> float:
         """Share of the held-out problems that the most likely response answers right."""
         total = len(self._task.evaluation(self._config.evaluation.max_samples))
-        outcomes, _ = await self._actor.evaluate(indices=range(total), total=total, label=label, samples=0)
+        outcomes, _ = await self._actor.evaluate(
+            indices=range(total), total=total, label=label, samples=0
+        )
         return sum(outcome.greedy for outcome in outcomes) / total

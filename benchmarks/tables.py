@@ -13,7 +13,9 @@ from pathlib import Path
 def spread(values: Sequence[float], digits: str = ".2f") -> str:
     """Median, smallest and largest."""
     ordered = sorted(values)
-    return f"{statistics.median(ordered):{digits}} ({ordered[0]:{digits}} to {ordered[-1]:{digits}})"
+    return (
+        f"{statistics.median(ordered):{digits}} ({ordered[0]:{digits}} to {ordered[-1]:{digits}})"
+    )
 
 
 def aim(what: str, figure: str, *, met: bool) -> str:

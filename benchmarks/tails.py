@@ -1,8 +1,11 @@
-"""The long-tail workload of the throughput benchmarks: a random model whose responses have geometric lengths, and a task of chance.
+"""The long-tail workload of the throughput benchmarks: a random model whose responses have
+geometric lengths, and a task of chance.
 
-Runs in: the benchmarks, and as a task in every process of a run. Nothing is pretended: the tokens are sampled, and a response ends when the
-model samples one of its end-of-sequence tokens. The head of a fresh model is nearly uniform, so that each token ends the response with
-a probability of about (end tokens) / (vocabulary), whatever came before it: geometric lengths, cut off at the longest response.
+Runs in: the benchmarks, and as a task in every process of a run. Nothing is pretended: the tokens
+are sampled, and a response ends when the model samples one of its end-of-sequence tokens. The head
+of a fresh model is nearly uniform, so that each token ends the response with a probability of about
+(end tokens) / (vocabulary), whatever came before it: geometric lengths, cut off at the longest
+response.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _CHARACTERS = string.printable[:95]
 
 @dataclass(frozen=True)
 class TailModel:
-    """A Qwen2 with random weights. mean: of a response's tokens, before it is cut off; None: no response ends by itself."""
+    """A Qwen2 with random weights. mean: of a response's tokens, before it is cut off; None: no
+    response ends by itself.
+    """
 
     name: str
     hidden: int
@@ -43,21 +48,37 @@ class TailModel:
     @property
     def end_tokens(self) -> list[int]:
         """Ids that end a response."""
-        return [] if self.mean is None else list(range(1, 1 + max(1, round(self.vocabulary / self.mean))))
+        return (
+            []
+            if self.mean is None
+            else list(range(1, 1 + max(1, round(self.vocabulary / self.mean))))
+        )
 
     def build(self) -> Qwen2ForCausalLM:
         """The model, drawn from torch's global generator."""
-        return Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=4 * self.hidden, num_hidden_layers=self.layers,
-            num_attention_heads=self.hidden // 64, num_key_value_heads=self.hidden // 64, max_position_embeddings=self.positions,
-            tie_word_embeddings=False, eos_token_id=1, bos_token_id=None, pad_token_id=0,
-        )).float()
+        return Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=self.vocabulary,
+                hidden_size=self.hidden,
+                intermediate_size=4 * self.hidden,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.hidden // 64,
+                num_key_value_heads=self.hidden // 64,
+                max_position_embeddings=self.positions,
+                tie_word_embeddings=False,
+                eos_token_id=1,
+                bos_token_id=None,
+                pad_token_id=0,
+            )
+        ).float()
 
     def write(self, directory: Path) -> str:
         """Model and tokenizer as files."""
         names = _SPECIAL + list(_CHARACTERS)
         names += [f"<{index}>" for index in range(len(names), self.vocabulary)]
-        tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+        tokenizer = Tokenizer(
+            models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>")
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -69,11 +90,20 @@ class TailModel:
         return str(directory)
 
 
-MODELS = {model.name: model for model in (TailModel("1M", 128, 4, 512), TailModel("14M", 384, 5), TailModel("100M", 768, 9, 10_000))}
+MODELS = {
+    model.name: model
+    for model in (
+        TailModel("1M", 128, 4, 512),
+        TailModel("14M", 384, 5),
+        TailModel("100M", 768, 9, 10_000),
+    )
+}
 
 
 class Tails:
-    """Prompts of random characters; the reward is a bit of the response's checksum, so that groups carry signal from the first step."""
+    """Prompts of random characters; the reward is a bit of the response's checksum, so that groups
+    carry signal from the first step.
+    """
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0}
     fingerprint = "tails-1"

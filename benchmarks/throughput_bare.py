@@ -1,7 +1,9 @@
-"""Bare vLLM on the requests that a run would make, with as many of them under way as a rollout actor has.
+"""Bare vLLM on the requests that a run would make, with as many of them under way as a rollout
+actor has.
 
-Runs in: a process of its own, which `benchmarks.throughput` starts; vLLM's EngineCore is its child, on the core that an engine has in a
-run. Counted is what is completed in a window in which there are always more requests: the rate of an engine that never waits.
+Runs in: a process of its own, which `benchmarks.throughput` starts; vLLM's EngineCore is its child,
+on the core that an engine has in a run. Counted is what is completed in a window in which there are
+always more requests: the rate of an engine that never waits.
 """
 
 from __future__ import annotations
@@ -43,7 +45,13 @@ async def _measured(config: Config, model: str, groups: int) -> Row:
     ends = stop_tokens(model, tokenizer.eos_token_id)
     os.sched_setaffinity(0, {min(everywhere)})
     engine = await Engine.start(
-        config, model_dir=model, device="cpu", backend="shared_memory", stop_token_ids=ends, label="v0.0", seed=1
+        config,
+        model_dir=model,
+        device="cpu",
+        backend="shared_memory",
+        stop_token_ids=ends,
+        label="v0.0",
+        seed=1,
     )
     os.sched_setaffinity(0, everywhere)
     under_way = -(-config.cluster.engine.max_num_seqs // rollout.group_size) + 1
@@ -55,9 +63,15 @@ async def _measured(config: Config, model: str, groups: int) -> Row:
             group_id = next(ids)
             problem = task.train(problem_index(config.seed, task.fingerprint, group_id, len(task)))
             params = SamplingParams(
-                n=rollout.group_size, max_tokens=rollout.response_length, temperature=rollout.temperature,
-                seed=_hash63(config.seed, group_id) if config.seeded else None, stop_token_ids=ends, logprobs=0, flat_logprobs=True,
-                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+                n=rollout.group_size,
+                max_tokens=rollout.response_length,
+                temperature=rollout.temperature,
+                seed=_hash63(config.seed, group_id) if config.seeded else None,
+                stop_token_ids=ends,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
             prompt = {"prompt_token_ids": prompt_ids(tokenizer, problem.prompt)}
             async for output in engine._llm.generate(prompt, params, f"b{group_id}"):
@@ -80,6 +94,11 @@ async def _measured(config: Config, model: str, groups: int) -> Row:
     seconds, tokens = counted[-1][0] - done[under_way - 1][0], sum(count for _, count, _ in counted)
     lengths = [group for _, _, group in done]
     return {
-        "seconds": seconds, "tokens": tokens, "samples": len(counted) * rollout.group_size, "under_way": under_way, "lengths": lengths,
-        "response_length": tokens / len(counted) / rollout.group_size, "longest": max(map(max, lengths)),
+        "seconds": seconds,
+        "tokens": tokens,
+        "samples": len(counted) * rollout.group_size,
+        "under_way": under_way,
+        "lengths": lengths,
+        "response_length": tokens / len(counted) / rollout.group_size,
+        "longest": max(map(max, lengths)),
     }

@@ -1,7 +1,8 @@
-"""One run of the whole system, or of its learner alone, as a command whose metrics and CPU time are read.
+"""One run of the whole system, or of its learner alone, as a command whose metrics and CPU time are
+read.
 
-Runs in: the process of `benchmarks.throughput`. Everything counted lies in a window of learner steps: what comes before (start, full queue)
-and after (end, checkpoint) is left out.
+Runs in: the process of `benchmarks.throughput`. Everything counted lies in a window of learner
+steps: what comes before (start, full queue) and after (end, checkpoint) is left out.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1_200.0
 POLL_S = 0.1
 KINDS = {
-    "ray::LearnerProcess": "learner", "ray::RolloutProcess": "rollout actor", "ray::QueueProcess": "queue", "ray::RecordedProcess": "queue",
-    "VLLM::EngineCore": "engine", "multiprocessing.spawn": "engine", "verifier_child": "verifiers",
+    "ray::LearnerProcess": "learner",
+    "ray::RolloutProcess": "rollout actor",
+    "ray::QueueProcess": "queue",
+    "ray::RecordedProcess": "queue",
+    "VLLM::EngineCore": "engine",
+    "multiprocessing.spawn": "engine",
+    "verifier_child": "verifiers",
 }
-"""Parts of a command line, and what is called by them here; Ray's own processes are `ray`, the command itself is `driver`."""
+"""Parts of a command line, and what is called by them here; Ray's own processes are `ray`, the
+command itself is `driver`.
+"""
 PARTS = ("learner", "engine")
 """What a bare learner and a bare engine consist of; the rest is `all other processes`."""
 
@@ -33,9 +41,13 @@ Row = dict[str, Any]
 
 
 def measured(command: list[str], directory: Path, *, skip: int, last: int) -> Row:
-    """Run the command, whose run.dir is `directory`; what it did between the ends of steps `skip` and `last`."""
+    """Run the command, whose run.dir is `directory`; what it did between the ends of steps `skip`
+    and `last`.
+    """
     with open(directory.with_suffix(".txt"), "w", encoding="utf-8") as log:
-        process = subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+        )
         try:
             follow = Follower(process, directory / "metrics.jsonl")
             follow.until(skip)
@@ -54,7 +66,9 @@ def measured(command: list[str], directory: Path, *, skip: int, last: int) -> Ro
 
 
 def summed(lines: dict[int, dict[str, float]], *, skip: int, last: int) -> Row:
-    """From the metrics of the steps: tokens and samples per second, seconds per step, and shares of the window by cause."""
+    """From the metrics of the steps: tokens and samples per second, seconds per step, and shares of
+    the window by cause.
+    """
     steps = [lines[number] for number in range(skip + 1, last + 1)]
     first, final = lines[skip], lines[last]
     seconds = final["time"] - first["time"]
@@ -74,10 +88,17 @@ def summed(lines: dict[int, dict[str, float]], *, skip: int, last: int) -> Row:
         if name.startswith(("time/learner/", "time/engine/")):
             shares[name.removeprefix("time/")] = grown(lambda line, name=name: line.get(name, 0.0))
     return {
-        "seconds": seconds, "steps": len(steps), "tokens": tokens, "samples": tokens / mean("rollout/response_length"),
-        "train_s": mean("time/train"), "response_length": mean("rollout/response_length"), "shares": shares,
-        "longest": max(line["rollout/response_length_max"] for line in steps), "lag_mean": mean("train/lag_mean"),
-        "until_live_s": final.get("weights/until_live_s", 0.0), "padding": mean("train/padding"),
+        "seconds": seconds,
+        "steps": len(steps),
+        "tokens": tokens,
+        "samples": tokens / mean("rollout/response_length"),
+        "train_s": mean("time/train"),
+        "response_length": mean("rollout/response_length"),
+        "shares": shares,
+        "longest": max(line["rollout/response_length_max"] for line in steps),
+        "lag_mean": mean("train/lag_mean"),
+        "until_live_s": final.get("weights/until_live_s", 0.0),
+        "padding": mean("train/padding"),
     }
 
 
@@ -95,7 +116,10 @@ class Follower:
             ended = self._process.poll() is not None
             self._take()
             if step not in self.lines and (ended or time.monotonic() > self._deadline):
-                raise RuntimeError(f"the run ended, or took too long, before step {step}:\n" + _tail(self._path.parent))
+                raise RuntimeError(
+                    f"the run ended, or took too long, before step {step}:\n"
+                    + _tail(self._path.parent)
+                )
             time.sleep(POLL_S)
 
     def _take(self) -> None:
@@ -120,7 +144,10 @@ def cpu_seconds(pid: int) -> Counter[str]:
             times, line = process.cpu_times(), " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue  # it ended while we looked
-        kind = next((kind for part, kind in KINDS.items() if part in line), "driver" if process.pid == pid else "ray")
+        kind = next(
+            (kind for part, kind in KINDS.items() if part in line),
+            "driver" if process.pid == pid else "ray",
+        )
         used[kind] += times.user + times.system
     return used
 

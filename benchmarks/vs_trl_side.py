@@ -1,8 +1,10 @@
-"""TRL's GRPOTrainer on the work that a JSON file describes: `python -I benchmarks/vs_trl_side.py WORK.json OUT.jsonl`.
+"""TRL's GRPOTrainer on the work that a JSON file describes: `python -I benchmarks/vs_trl_side.py
+WORK.json OUT.jsonl`.
 
-Runs in: the environment that `benchmarks.vs_trl_environment` makes, which has TRL and not async_grpo. Hides how settings are called in TRL.
-Writes a line per learner step (`step`, `time`: seconds since training began, without evaluations, `samples`, `tokens`) and per
-evaluation (`step`, `accuracy`).
+Runs in: the environment that `benchmarks.vs_trl_environment` makes, which has TRL and not
+async_grpo. Hides how settings are called in TRL. Writes a line per learner step (`step`, `time`:
+seconds since training began, without evaluations, `samples`, `tokens`) and per evaluation (`step`,
+`accuracy`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any, TextIO
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
-# TRL itself is imported where it is used: the project's tests look at the rules below, and its environment has no TRL.
+# TRL itself is imported where it is used: the project's tests look at the rules below, and its
+# environment has no TRL.
 
 Work = dict[str, Any]
 
@@ -83,10 +86,17 @@ class Recorder(TrainerCallback):
             return
         with torch.no_grad():
             model.eval()
-            inputs = self.tokenizer([one["prompt"] for one in problems], return_tensors="pt", padding=True, padding_side="left")
+            inputs = self.tokenizer(
+                [one["prompt"] for one in problems],
+                return_tensors="pt",
+                padding=True,
+                padding_side="left",
+            )
             settings = copy.deepcopy(self.generation)  # the end tokens above all
             settings.do_sample = False
-            found = model.generate(**inputs, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
+            found = model.generate(**inputs, generation_config=settings)[
+                :, inputs["input_ids"].shape[1] :
+            ]
             model.train()
         texts = self.tokenizer.batch_decode(found, skip_special_tokens=True)
         rule = RULES[work["rule"]]
@@ -95,21 +105,44 @@ class Recorder(TrainerCallback):
 
 
 def settings(work: Work) -> Any:
-    """The same algorithm as the other side's, in TRL's words; what is left decides only how fast it is on a CPU."""
+    """The same algorithm as the other side's, in TRL's words; what is left decides only how fast it
+    is on a CPU.
+    """
     from trl import GRPOConfig
 
     return GRPOConfig(
-        output_dir=work["output"], seed=work["seed"], max_steps=work["steps"],
-        num_generations=work["group_size"], generation_batch_size=work["samples"],
-        per_device_train_batch_size=work["micro_batch"], gradient_accumulation_steps=work["samples"] // work["micro_batch"],
-        max_completion_length=work["response_length"], temperature=work["temperature"], shuffle_dataset=False,
-        beta=0.0, num_iterations=1, epsilon=work["clip_low"], epsilon_high=work["clip_high"], scale_rewards="group",
+        output_dir=work["output"],
+        seed=work["seed"],
+        max_steps=work["steps"],
+        num_generations=work["group_size"],
+        generation_batch_size=work["samples"],
+        per_device_train_batch_size=work["micro_batch"],
+        gradient_accumulation_steps=work["samples"] // work["micro_batch"],
+        max_completion_length=work["response_length"],
+        temperature=work["temperature"],
+        shuffle_dataset=False,
+        beta=0.0,
+        num_iterations=1,
+        epsilon=work["clip_low"],
+        epsilon_high=work["clip_high"],
+        scale_rewards="group",
         loss_type="dapo",  # the mean over the tokens of the whole batch
-        learning_rate=work["lr"], lr_scheduler_type="constant", weight_decay=work["weight_decay"], max_grad_norm=work["grad_clip"],
-        adam_beta1=work["betas"][0], adam_beta2=work["betas"][1],
-        use_cpu=True, bf16=False, gradient_checkpointing=False, use_transformers_continuous_batching=work["continuous"],
-        report_to="none", save_strategy="no", logging_steps=10, disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+        learning_rate=work["lr"],
+        lr_scheduler_type="constant",
+        weight_decay=work["weight_decay"],
+        max_grad_norm=work["grad_clip"],
+        adam_beta1=work["betas"][0],
+        adam_beta2=work["betas"][1],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_transformers_continuous_batching=work["continuous"],
+        report_to="none",
+        save_strategy="no",
+        logging_steps=10,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
 
 
 def main() -> None:
@@ -123,14 +156,23 @@ def main() -> None:
         recorder = Recorder(work, out)
         recorder.tokenizer, rule = tokenizer, RULES[work["rule"]]
 
-        def reward(completions: list[str], completion_ids: list[list[int]], reference: list[Any], **rest: Any) -> list[float]:
+        def reward(
+            completions: list[str],
+            completion_ids: list[list[int]],
+            reference: list[Any],
+            **rest: Any,
+        ) -> list[float]:
             recorder.generated["samples"] += len(completions)
             recorder.generated["tokens"] += sum(map(len, completion_ids))
             return [rule(text, right) for text, right in zip(completions, reference, strict=True)]
 
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32), reward_funcs=reward, args=settings(work),
-            train_dataset=Dataset.from_list(work["problems"]), processing_class=tokenizer, callbacks=[recorder],
+            model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32),
+            reward_funcs=reward,
+            args=settings(work),
+            train_dataset=Dataset.from_list(work["problems"]),
+            processing_class=tokenizer,
+            callbacks=[recorder],
         )
         recorder.generation = trainer.generation_config
         trainer.train()

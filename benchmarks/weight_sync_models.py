@@ -21,8 +21,9 @@ POSITIONS = 1_024
 class Size:
     """A Qwen2 with random weights, and how the parts load it.
 
-    rounds: of the copies. sequences, response: responses that the engine generates at the same time, and their mean length. period_s: between
-    publications while rollout time is measured. needs_gb: free memory that the learner needs.
+    rounds: of the copies. sequences, response: responses that the engine generates at the same
+    time, and their mean length. period_s: between publications while rollout time is measured.
+    needs_gb: free memory that the learner needs.
     """
 
     name: str
@@ -40,9 +41,17 @@ class Size:
     def build(self) -> Qwen2ForCausalLM:
         """The model, drawn from torch's global generator."""
         config = Qwen2Config(
-            vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=4 * self.hidden, num_hidden_layers=self.layers,
-            num_attention_heads=self.hidden // 64, num_key_value_heads=self.hidden // 64, max_position_embeddings=POSITIONS,
-            tie_word_embeddings=False, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=4 * self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // 64,
+            num_key_value_heads=self.hidden // 64,
+            max_position_embeddings=POSITIONS,
+            tie_word_embeddings=False,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=0,
         )
         config.dtype = getattr(torch, self.dtype)
         return Qwen2ForCausalLM(config).to(config.dtype)
@@ -60,7 +69,18 @@ SIZES = {
         Size("1M", 512, 128, 4),
         Size("14M", 3_000, 384, 5),
         Size("100M", 10_000, 768, 9, rounds=15, sequences=16, period_s=4.0, needs_gb=6.0),
-        Size("500M", 15_000, 1_536, 12, dtype="bfloat16", ranks=1, rounds=7, sequences=4, period_s=8.0, needs_gb=16.0),
+        Size(
+            "500M",
+            15_000,
+            1_536,
+            12,
+            dtype="bfloat16",
+            ranks=1,
+            rounds=7,
+            sequences=4,
+            period_s=8.0,
+            needs_gb=16.0,
+        ),
     )
 }
 
@@ -73,11 +93,16 @@ class PlainWeights:
     def __init__(self, directory: str) -> None:
         self._weights: dict[str, Tensor] = {}
         for path in sorted(Path(directory).glob("*.safetensors")):
-            self._weights |= {name: weight.clone() for name, weight in load_file(path).items()}  # in memory, not a mapped file
+            self._weights |= {
+                name: weight.clone() for name, weight in load_file(path).items()
+            }  # in memory, not a mapped file
 
     def weight_metadata(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Name, shape and dtype name of every weight."""
-        return [(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch.")) for name, weight in self._weights.items()]
+        return [
+            (name, tuple(weight.shape), str(weight.dtype).removeprefix("torch."))
+            for name, weight in self._weights.items()
+        ]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights."""

@@ -17,7 +17,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Company]:
+def company(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Company]:
     company = Company(request.session.items, tmp_path_factory.mktemp("beside"))
     yield company
     company.end()
@@ -31,7 +33,9 @@ def _company_begins(request: pytest.FixtureRequest, company: Company) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment_of_its_own() -> Iterator[None]:
-    """What a module leaves in the environment (ranks and ports of learners, the stacks of a run) is nothing for the next one."""
+    """What a module leaves in the environment (ranks and ports of learners, the stacks of a run) is
+    nothing for the next one.
+    """
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -46,7 +50,9 @@ def told_beside(request: pytest.FixtureRequest, company: Company) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """The models are so small that a second thread costs more than it does, and where others use the cores it spins while it waits for them."""
+    """The models are so small that a second thread costs more than it does, and where others use
+    the cores it spins while it waits for them.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
@@ -61,6 +67,8 @@ def _fork_server() -> None:
 @pytest.fixture(scope="session")
 def counted_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The record of `tests.support.recorded_run`."""
-    from tests.support import recorded_run  # here, since it imports half of the product, which most tests do without
+    from tests.support import (
+        recorded_run,
+    )  # here, since it imports half of the product, which most tests do without
 
     return recorded_run.tell(tmp_path_factory.mktemp("counted"))

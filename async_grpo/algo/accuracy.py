@@ -1,15 +1,17 @@
 """What held-out answers say: accuracy, pass@k, and how far both can be trusted.
 
-Runs in: the rollout actors (outcomes) and the driver (metrics). Hides the estimators; plain numbers only.
+Runs in: the rollout actors (outcomes) and the driver (metrics). Hides the estimators; plain numbers
+only.
 
-    pass@k     1 - C(n - c, k) / C(n, k), mean over problems, of n samples of which c are right: unbiased for every k <= n
-               (Chen et al. 2021, arXiv 2107.03374)
-    intervals  95 %. Of the greedy accuracy, a share of independent problems: Wilson's. Of pass@k, a mean over problems of values in [0, 1]:
-               normal, after z^2 / 2 problems that are all right and z^2 / 2 that are all wrong were added (Agresti and Coull's rule, where
+    pass@k     1 - C(n - c, k) / C(n, k), mean over problems, of n samples of which c are right:
+               unbiased for every k <= n (Chen et al. 2021, arXiv 2107.03374)
+    intervals  95 %. Of the greedy accuracy, a share of independent problems: Wilson's. Of pass@k, a
+               mean over problems of values in [0, 1]: normal, after z^2 / 2 problems that are all
+               right and z^2 / 2 that are all wrong were added (Agresti and Coull's rule, where
                every value is 0 or 1), so that it has a width when all problems have the same value
 
-Invariants: problems are the unit, samples of one problem are not independent; a response without a verdict counts as wrong, unless
-nothing at all was judged: then there is no accuracy.
+Invariants: problems are the unit, samples of one problem are not independent; a response without a
+verdict counts as wrong, unless nothing at all was judged: then there is no accuracy.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ Z = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One held-out problem: whether the greedy response is right, how many of the samples are; responses with a verdict, and those that
-    could not be scored; tokens of the greedy response and of the samples."""
+    """One held-out problem: whether the greedy response is right, how many of the samples are;
+    responses with a verdict, and those that could not be scored; tokens of the greedy response and
+    of the samples.
+    """
 
     greedy: bool
     right: int
@@ -36,9 +40,13 @@ class Outcome:
     sampled_tokens: int
 
 
-@lru_cache(maxsize=2**14)  # problems share the few values that there are, and large binomials take a while
+@lru_cache(
+    maxsize=2**14
+)  # problems share the few values that there are, and large binomials take a while
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate from n samples of which c are right that one of k is right; 1 <= k <= n."""
+    """The unbiased estimate from n samples of which c are right that one of k is right; 1 <= k <=
+    n.
+    """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples of which {c} are right")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
@@ -71,16 +79,21 @@ def powers_of_two(n: int) -> Iterator[int]:
 def metrics(outcomes: Sequence[Outcome], *, n: int) -> dict[str, float]:
     """`eval/...` of one or more problems with `n` samples each."""
     out = {
-        "eval/problems": float(len(outcomes)), "eval/errors": float(sum(one.errors for one in outcomes)),
+        "eval/problems": float(len(outcomes)),
+        "eval/errors": float(sum(one.errors for one in outcomes)),
         "eval/tokens": float(sum(one.greedy_tokens + one.sampled_tokens for one in outcomes)),
         "eval/response_length": sum(one.greedy_tokens for one in outcomes) / len(outcomes),
     }
     if n:
-        out["eval/response_length_sampled"] = sum(one.sampled_tokens for one in outcomes) / (n * len(outcomes))
+        out["eval/response_length_sampled"] = sum(one.sampled_tokens for one in outcomes) / (
+            n * len(outcomes)
+        )
     if not any(one.judged for one in outcomes):
         return out
     right = sum(one.greedy for one in outcomes)
-    out |= _with_interval("eval/accuracy_greedy", right / len(outcomes), wilson(right, len(outcomes)))
+    out |= _with_interval(
+        "eval/accuracy_greedy", right / len(outcomes), wilson(right, len(outcomes))
+    )
     for k in powers_of_two(n):
         values = [pass_at_k(n, one.right, k) for one in outcomes]
         out |= _with_interval(f"eval/pass_at_{k}", sum(values) / len(values), mean_interval(values))

@@ -1,13 +1,16 @@
 """Advantage estimators: what a response was worth compared with the others of its prompt.
 
-Runs in: the driver (one number per row) and learner ranks. Hides the group arithmetic: groups may come in any order and size.
+Runs in: the driver (one number per row) and learner ranks. Hides the group arithmetic: groups may
+come in any order and size.
 
-Two families. Row estimators turn one reward per row into one advantage per row (`row_advantages`); estimators with returns turn rewards
-per token into one advantage per token (`token_advantages`). `compute_advantages` does either on [B, T] tensors.
+Two families. Row estimators turn one reward per row into one advantage per row (`row_advantages`);
+estimators with returns turn rewards per token into one advantage per token (`token_advantages`).
+`compute_advantages` does either on [B, T] tensors.
 
-Invariants: statistics are centred and in float64, results have the type of the input; the standard deviation is unbiased, with EPSILON
-added outside the root; for estimators that compare responses, a group of one, or one whose rewards are all equal (within TOLERANCE), has
-advantage 0 before whitening and never NaN or a raw reward; the result does not depend on the row order or the padding.
+Invariants: statistics are centred and in float64, results have the type of the input; the standard
+deviation is unbiased, with EPSILON added outside the root; for estimators that compare responses, a
+group of one, or one whose rewards are all equal (within TOLERANCE), has advantage 0 before
+whitening and never NaN or a raw reward; the result does not depend on the row order or the padding.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ class Groups:
 
     @classmethod
     def of(cls, group_index: Tensor) -> Groups:
-        """Groups of rows with equal values in `group_index` [B]; the values themselves do not matter."""
+        """Groups of rows with equal values in `group_index` [B]; the values themselves do not
+        matter.
+        """
         _, index, counts = torch.unique(group_index, return_inverse=True, return_counts=True)
         return cls(index, counts.double())
 
@@ -44,7 +49,9 @@ class Groups:
 
     def largest(self, values: Tensor) -> Tensor:
         """Largest value per group: [B] -> [G]."""
-        return torch.zeros_like(self.size).scatter_reduce(0, self.index, values, "amax", include_self=False)
+        return torch.zeros_like(self.size).scatter_reduce(
+            0, self.index, values, "amax", include_self=False
+        )
 
     def spread(self, values: Tensor) -> Tensor:
         """Largest minus smallest value per group: [B] -> [G]."""
@@ -59,11 +66,15 @@ class Groups:
         return self.expand(self.sum(values) / self.size)
 
     def std(self, centred: Tensor) -> Tensor:
-        """Unbiased standard deviation of each row's group, on the row, from values minus their group's mean: [B] -> [B]; 0 in groups of one."""
+        """Unbiased standard deviation of each row's group, on the row, from values minus their
+        group's mean: [B] -> [B]; 0 in groups of one.
+        """
         return self.expand((self.sum(centred.square()) / (self.size - 1).clamp(min=1)).sqrt())
 
     def varied(self, values: Tensor) -> Tensor:
-        """Whether the values of each row's group spread by more than TOLERANCE, on the row: [B] -> [B] bool."""
+        """Whether the values of each row's group spread by more than TOLERANCE, on the row: [B] ->
+        [B] bool.
+        """
         return self.expand(self.spread(values) > TOLERANCE)
 
 
@@ -82,10 +93,11 @@ class Options:
 class Estimator:
     """What an estimator computes and needs.
 
-    `rows`: (rewards [B] float64, groups, options) -> [B] float64; None for estimators that work on returns per token. `compares`: it
-    compares the responses of a group, so that groups of one and groups of equal rewards have advantage 0. `whitens`: whitening over all
-    valid tokens is part of the formula. `returns`: the advantage comes from the return of each token. `baseline`: it needs the reward of
-    the prompt's greedy response.
+    `rows`: (rewards [B] float64, groups, options) -> [B] float64; None for estimators that work on
+    returns per token. `compares`: it compares the responses of a group, so that groups of one and
+    groups of equal rewards have advantage 0. `whitens`: whitening over all valid tokens is part of
+    the formula. `returns`: the advantage comes from the return of each token. `baseline`: it needs
+    the reward of the prompt's greedy response.
     """
 
     rows: Callable[[Tensor, Groups, Options], Tensor] | None
@@ -97,27 +109,47 @@ class Estimator:
 
 @torch.no_grad()
 def row_advantages(
-    estimator: str, rewards: Tensor, group_index: Tensor, *, lengths: Tensor | None = None, norm_adv_by_std_in_grpo: bool = True,
-    adv_std_level: Literal["group", "batch"] = "group", asymre_shift: float = -0.1, f_norm: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """One advantage per row [B] from one reward per row [B] and the group of each row [B] int64, before any whitening.
+    estimator: str,
+    rewards: Tensor,
+    group_index: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    norm_adv_by_std_in_grpo: bool = True,
+    adv_std_level: Literal["group", "batch"] = "group",
+    asymre_shift: float = -0.1,
+    f_norm: float = 1.0,
+) -> Tensor:
+    """One advantage per row [B] from one reward per row [B] and the group of each row [B] int64,
+    before any whitening.
 
-    Rows come in any order, groups in any size. `lengths` [B]: valid tokens per row; `opo` needs them.
-    `norm_adv_by_std_in_grpo` (`grpo`, `grpo_passk`): divide by a standard deviation; false is Dr. GRPO's advantage (arXiv 2503.20783).
-    `adv_std_level` (`grpo`): whose: that of the group, or of all rewards of the call. `asymre_shift`: added to the group mean in the
-    baseline of `asymre`. `f_norm`: divisor of `gpg`. Each formula and its paper is at the function of the estimator.
-    Raises ValueError for an unknown estimator, one that works on returns, options that it does not have, a shape mismatch or a reward
-    that is not finite.
+    Rows come in any order, groups in any size. `lengths` [B]: valid tokens per row; `opo` needs
+    them. `norm_adv_by_std_in_grpo` (`grpo`, `grpo_passk`): divide by a standard deviation; false is
+    Dr. GRPO's advantage (arXiv 2503.20783). `adv_std_level` (`grpo`): whose: that of the group, or
+    of all rewards of the call. `asymre_shift`: added to the group mean in the baseline of `asymre`.
+    `f_norm`: divisor of `gpg`. Each formula and its paper is at the function of the estimator.
+    Raises ValueError for an unknown estimator, one that works on returns, options that it does not
+    have, a shape mismatch or a reward that is not finite.
     """
     spec = _estimator(estimator)
     if spec.rows is None:
-        raise ValueError(f"estimator {estimator!r} works on returns per token; use compute_advantages or token_advantages")
+        raise ValueError(
+            f"estimator {estimator!r} works on returns per token; use compute_advantages "
+            "or token_advantages"
+        )
     if rewards.dim() != 1 or rewards.shape != group_index.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and group index {tuple(group_index.shape)} must both be [B]")
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} and group index {tuple(group_index.shape)} "
+            "must both be [B]"
+        )
     if lengths is not None and lengths.shape != rewards.shape:
-        raise ValueError(f"lengths {tuple(lengths.shape)} must be [B] like the rewards {tuple(rewards.shape)}")
+        raise ValueError(
+            f"lengths {tuple(lengths.shape)} must be [B] like the rewards {tuple(rewards.shape)}"
+        )
     if lengths is None and spec.rows is _opo:
-        raise ValueError(f"estimator {estimator!r} weighs rewards by response length; give lengths, the valid tokens of each row [B]")
+        raise ValueError(
+            f"estimator {estimator!r} weighs rewards by response length; give lengths, the "
+            "valid tokens of each row [B]"
+        )
     _check_std_level(estimator, adv_std_level, norm_adv_by_std_in_grpo)
     if not f_norm > 0:
         raise ValueError(f"f_norm is {f_norm}; it must be above 0")
@@ -127,28 +159,49 @@ def row_advantages(
         return rewards.to(dtype)
     groups, values = Groups.of(group_index), rewards.double()
     counts = None if lengths is None else lengths.double()
-    out = spec.rows(values, groups, Options(counts, norm_adv_by_std_in_grpo, adv_std_level, asymre_shift, f_norm))
+    out = spec.rows(
+        values,
+        groups,
+        Options(counts, norm_adv_by_std_in_grpo, adv_std_level, asymre_shift, f_norm),
+    )
     return (torch.where(groups.varied(values), out, 0) if spec.compares else out).to(dtype)
 
 
 @torch.no_grad()
 def token_advantages(
-    estimator: str, token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0, reward_baselines: Tensor | None = None,
-    whiten_advantages: bool = False, advantage_clip: float | None = None, counted: Tensor | None = None, reduce: Collective | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Advantages and returns, both [B, T], of the estimators with returns, from rewards per token [B, T] and the mask of valid tokens [B, T].
+    estimator: str,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    reward_baselines: Tensor | None = None,
+    whiten_advantages: bool = False,
+    advantage_clip: float | None = None,
+    counted: Tensor | None = None,
+    reduce: Collective | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, both [B, T], of the estimators with returns, from rewards per token
+    [B, T] and the mask of valid tokens [B, T].
 
-    `returns` are G_t of `discounted_returns`. `reinforce_plus_plus` (arXiv 2501.03262): G_t, whitened whatever `whiten_advantages` says.
-    `remax` (arXiv 2310.10505): G_t minus `reward_baselines` [B], the reward of the greedy response to the row's prompt. `counted` and
-    `reduce` are those of `whiten`. Masked entries are 0 whatever they held.
-    Raises ValueError for an estimator without returns, a baseline that is missing or of no use, a shape mismatch, a reward that is not
-    finite, or a gamma or clip out of range.
+    `returns` are G_t of `discounted_returns`. `reinforce_plus_plus` (arXiv 2501.03262): G_t,
+    whitened whatever `whiten_advantages` says. `remax` (arXiv 2310.10505): G_t minus
+    `reward_baselines` [B], the reward of the greedy response to the row's prompt. `counted` and
+    `reduce` are those of `whiten`. Masked entries are 0 whatever they held. Raises ValueError for
+    an estimator without returns, a baseline that is missing or of no use, a shape mismatch, a
+    reward that is not finite, or a gamma or clip out of range.
     """
     spec = _estimator(estimator)
     if not spec.returns:
-        raise ValueError(f"estimator {estimator!r} gives one advantage per row; use compute_advantages or row_advantages")
+        raise ValueError(
+            f"estimator {estimator!r} gives one advantage per row; use compute_advantages "
+            "or row_advantages"
+        )
     if spec.baseline != (reward_baselines is not None):
-        need = "needs reward_baselines, the reward of each row's greedy response [B]" if spec.baseline else "has no use for reward_baselines"
+        need = (
+            "needs reward_baselines, the reward of each row's greedy response [B]"
+            if spec.baseline
+            else "has no use for reward_baselines"
+        )
         raise ValueError(f"estimator {estimator!r} {need}")
     valid = _valid(token_level_rewards, response_mask)
     _check_finite("a token reward", torch.where(valid, token_level_rewards, 0))
@@ -156,80 +209,132 @@ def token_advantages(
     advantages = returns
     if reward_baselines is not None:
         if reward_baselines.shape != returns.shape[:1]:
-            raise ValueError(f"reward_baselines {tuple(reward_baselines.shape)} must be [B], with B = {len(returns)}")
+            raise ValueError(
+                f"reward_baselines {tuple(reward_baselines.shape)} must be [B], with B = "
+                f"{len(returns)}"
+            )
         _check_finite("a baseline's reward", reward_baselines)
         advantages = torch.where(valid, returns - reward_baselines.double().unsqueeze(-1), 0)
     advantages = finish_advantages(
-        advantages, valid, whiten_advantages=whiten_advantages or spec.whitens, advantage_clip=advantage_clip, counted=counted, reduce=reduce
-    )  # fmt: skip
+        advantages,
+        valid,
+        whiten_advantages=whiten_advantages or spec.whitens,
+        advantage_clip=advantage_clip,
+        counted=counted,
+        reduce=reduce,
+    )
     dtype = _float_type(token_level_rewards)
     return advantages.to(dtype), returns.to(dtype)
 
 
 @torch.no_grad()
 def compute_advantages(
-    estimator: str, token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, *, gamma: float = 1.0,
-    reward_baselines: Tensor | None = None, norm_adv_by_std_in_grpo: bool = True, adv_std_level: Literal["group", "batch"] = "group",
-    asymre_shift: float = -0.1, f_norm: float = 1.0, whiten_advantages: bool = False, advantage_clip: float | None = None,
+    estimator: str,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group_index: Tensor,
+    *,
+    gamma: float = 1.0,
+    reward_baselines: Tensor | None = None,
+    norm_adv_by_std_in_grpo: bool = True,
+    adv_std_level: Literal["group", "batch"] = "group",
+    asymre_shift: float = -0.1,
+    f_norm: float = 1.0,
+    whiten_advantages: bool = False,
+    advantage_clip: float | None = None,
     reduce: Collective | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Advantages and returns, both [B, T], of any estimator, from rewards per token [B, T], valid tokens [B, T] and groups [B].
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, both [B, T], of any estimator, from rewards per token [B, T], valid
+    tokens [B, T] and groups [B].
 
-    Row estimators: a row's reward is the sum over its valid tokens, its advantage stands on each of them, and `returns` are the advantages
-    before whitening and clipping. Estimators with returns: see `token_advantages`; `returns` are G_t. The other options are those of
-    `row_advantages` and `finish_advantages`. Masked entries are 0 whatever they held. A group must not be split over calls.
-    Leave truncated responses in this mask even if the loss leaves them out: they count in the statistics of their group.
-    Raises ValueError for what the two functions refuse, and for a gamma other than 1 with an estimator that has no returns.
+    Row estimators: a row's reward is the sum over its valid tokens, its advantage stands on each of
+    them, and `returns` are the advantages before whitening and clipping. Estimators with returns:
+    see `token_advantages`; `returns` are G_t. The other options are those of `row_advantages` and
+    `finish_advantages`. Masked entries are 0 whatever they held. A group must not be split over
+    calls. Leave truncated responses in this mask even if the loss leaves them out: they count in
+    the statistics of their group. Raises ValueError for what the two functions refuse, and for a
+    gamma other than 1 with an estimator that has no returns.
     """
     spec = _estimator(estimator)
     if spec.returns:
         return token_advantages(
-            estimator, token_level_rewards, response_mask, gamma=gamma, reward_baselines=reward_baselines,
-            whiten_advantages=whiten_advantages, advantage_clip=advantage_clip, reduce=reduce,
-        )  # fmt: skip
+            estimator,
+            token_level_rewards,
+            response_mask,
+            gamma=gamma,
+            reward_baselines=reward_baselines,
+            whiten_advantages=whiten_advantages,
+            advantage_clip=advantage_clip,
+            reduce=reduce,
+        )
     if gamma != 1:
-        raise ValueError(f"gamma is {gamma}, but estimator {estimator!r} has no returns per token; it must be 1")
+        raise ValueError(
+            f"gamma is {gamma}, but estimator {estimator!r} has no returns per token; it must be 1"
+        )
     if reward_baselines is not None:
         raise ValueError(f"estimator {estimator!r} has no use for reward_baselines")
     valid = _valid(token_level_rewards, response_mask)
     lengths = valid.sum(-1).double()
     before = row_advantages(
-        estimator, torch.where(valid, token_level_rewards, 0).double().sum(-1), group_index, lengths=lengths,
-        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo, adv_std_level=adv_std_level, asymre_shift=asymre_shift, f_norm=f_norm,
-    )  # fmt: skip
+        estimator,
+        torch.where(valid, token_level_rewards, 0).double().sum(-1),
+        group_index,
+        lengths=lengths,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        adv_std_level=adv_std_level,
+        asymre_shift=asymre_shift,
+        f_norm=f_norm,
+    )
     after = finish_advantages(
-        before, lengths, whiten_advantages=whiten_advantages or spec.whitens, advantage_clip=advantage_clip, reduce=reduce
+        before,
+        lengths,
+        whiten_advantages=whiten_advantages or spec.whitens,
+        advantage_clip=advantage_clip,
+        reduce=reduce,
     )
     dtype = _float_type(token_level_rewards)
-    return torch.where(valid, after.unsqueeze(-1), 0).to(dtype), torch.where(valid, before.unsqueeze(-1), 0).to(dtype)
+    return torch.where(valid, after.unsqueeze(-1), 0).to(dtype), torch.where(
+        valid, before.unsqueeze(-1), 0
+    ).to(dtype)
 
 
 @torch.no_grad()
-def place_rewards(rewards: Tensor, response_mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """Rewards per token [B, T] from one per row [B]: it stands on the row's last valid token, minus kl_coef * kl on every valid token.
+def place_rewards(
+    rewards: Tensor, response_mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0
+) -> Tensor:
+    """Rewards per token [B, T] from one per row [B]: it stands on the row's last valid token, minus
+    kl_coef * kl on every valid token.
 
-    `kl` [B, T] is the value of a KL estimate per token. Masked tokens, and rows without a valid token, hold 0.
-    Raises ValueError for a shape mismatch.
+    `kl` [B, T] is the value of a KL estimate per token. Masked tokens, and rows without a valid
+    token, hold 0. Raises ValueError for a shape mismatch.
     """
     if rewards.dim() != 1 or response_mask.dim() != 2 or len(rewards) != len(response_mask):
-        raise ValueError(f"rewards {tuple(rewards.shape)} must be [B] and the response mask {tuple(response_mask.shape)} [B, T]")
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} must be [B] and the response mask "
+            f"{tuple(response_mask.shape)} [B, T]"
+        )
     valid = response_mask != 0
     last = valid & (valid.flip(-1).cumsum(-1).flip(-1) == 1)
     placed = torch.where(last, rewards.double().unsqueeze(-1), 0)
     if kl is not None:
         if kl.shape != valid.shape:
-            raise ValueError(f"kl {tuple(kl.shape)} must have the shape of the response mask {tuple(valid.shape)}")
+            raise ValueError(
+                f"kl {tuple(kl.shape)} must have the shape of the response mask "
+                f"{tuple(valid.shape)}"
+            )
         placed = placed - kl_coef * torch.where(valid, kl.double(), 0)
     return placed.to(_float_type(rewards))
 
 
 @torch.no_grad()
 def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """G_t = sum over s >= t of gamma^(s - t) * reward_s: [B, T] -> [B, T], 0 on masked tokens (arXiv 2501.03262). Loops over T.
+    """G_t = sum over s >= t of gamma^(s - t) * reward_s: [B, T] -> [B, T], 0 on masked tokens
+    (arXiv 2501.03262). Loops over T.
 
-    s and t count positions: a hole in the mask (tool output) holds no reward but costs a factor gamma per position like any token, and
-    what comes after it counts before it. The formula says so; some implementations do not discount across holes.
-    Raises ValueError for a shape mismatch or a gamma outside [0, 1].
+    s and t count positions: a hole in the mask (tool output) holds no reward but costs a factor
+    gamma per position like any token, and what comes after it counts before it. The formula says
+    so; some implementations do not discount across holes. Raises ValueError for a shape mismatch or
+    a gamma outside [0, 1].
     """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is {gamma}; it must be between 0 and 1")
@@ -241,17 +346,29 @@ def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma
 
 
 @torch.no_grad()
-def whiten(values: Tensor, weights: Tensor, *, counted: Tensor | None = None, reduce: Collective | None = None) -> Tensor:
-    """(x - mu) / (std + EPSILON) with mean and unbiased deviation over all valid tokens of all ranks; 0 where the weight is 0.
+def whiten(
+    values: Tensor,
+    weights: Tensor,
+    *,
+    counted: Tensor | None = None,
+    reduce: Collective | None = None,
+) -> Tensor:
+    """(x - mu) / (std + EPSILON) with mean and unbiased deviation over all valid tokens of all
+    ranks; 0 where the weight is 0.
 
-    `weights`, in the shape of `values`: a mask of tokens, or the token count of each row, which gives what whitening its tokens gives.
-    `counted` (0 or 1, same shape): the entries that enter the moments on this rank, so that one held by two ranks counts once.
-    `reduce` sums a small float64 tensor over the ranks; None is one process. It is called twice, also on a rank without entries, and all
-    ranks use the same moments. One valid token or none gives 0. Raises ValueError for a shape mismatch.
+    `weights`, in the shape of `values`: a mask of tokens, or the token count of each row, which
+    gives what whitening its tokens gives. `counted` (0 or 1, same shape): the entries that enter
+    the moments on this rank, so that one held by two ranks counts once. `reduce` sums a small
+    float64 tensor over the ranks; None is one process. It is called twice, also on a rank without
+    entries, and all ranks use the same moments. One valid token or none gives 0. Raises ValueError
+    for a shape mismatch.
     """
     for name, tensor in (("weights", weights), ("counted", counted)):
         if tensor is not None and tensor.shape != values.shape:
-            raise ValueError(f"{name} {tuple(tensor.shape)} must have the shape of the values {tuple(values.shape)}")
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} must have the shape of the values "
+                f"{tuple(values.shape)}"
+            )
     valid = weights != 0
     x = torch.where(valid, values, 0).double()
     mass = weights.double() if counted is None else weights.double() * (counted != 0)
@@ -264,18 +381,28 @@ def whiten(values: Tensor, weights: Tensor, *, counted: Tensor | None = None, re
 
 @torch.no_grad()
 def finish_advantages(
-    advantages: Tensor, weights: Tensor, *, whiten_advantages: bool, advantage_clip: float | None, counted: Tensor | None = None,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    whiten_advantages: bool,
+    advantage_clip: float | None,
+    counted: Tensor | None = None,
     reduce: Collective | None = None,
-) -> Tensor:  # fmt: skip
-    """The last two steps, in this order: `whiten` if asked for, then clamp to [-advantage_clip, advantage_clip] (None: off).
+) -> Tensor:
+    """The last two steps, in this order: `whiten` if asked for, then clamp to [-advantage_clip,
+    advantage_clip] (None: off).
 
     Raises ValueError for a clip that is not above 0.
     """
     if advantage_clip is not None and not advantage_clip > 0:
-        raise ValueError(f"advantage_clip is {advantage_clip}; it must be above 0, or null for none")
+        raise ValueError(
+            f"advantage_clip is {advantage_clip}; it must be above 0, or null for none"
+        )
     if whiten_advantages:
         advantages = whiten(advantages, weights, counted=counted, reduce=reduce)
-    return advantages if advantage_clip is None else advantages.clamp(-advantage_clip, advantage_clip)
+    return (
+        advantages if advantage_clip is None else advantages.clamp(-advantage_clip, advantage_clip)
+    )
 
 
 def _sum_ranks(tensor: Tensor, reduce: Collective | None) -> Tensor:
@@ -288,13 +415,18 @@ def _float_type(tensor: Tensor) -> torch.dtype:
 
 def _estimator(name: str) -> Estimator:
     if name not in ESTIMATORS:
-        raise ValueError(f"unknown advantage estimator {name!r}; choose one of {sorted(ESTIMATORS)}")
+        raise ValueError(
+            f"unknown advantage estimator {name!r}; choose one of {sorted(ESTIMATORS)}"
+        )
     return ESTIMATORS[name]
 
 
 def _valid(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
     if token_level_rewards.dim() != 2 or token_level_rewards.shape != response_mask.shape:
-        raise ValueError(f"token rewards {tuple(token_level_rewards.shape)} and response mask {tuple(response_mask.shape)} must both be [B, T]")
+        raise ValueError(
+            f"token rewards {tuple(token_level_rewards.shape)} and response mask "
+            f"{tuple(response_mask.shape)} must both be [B, T]"
+        )
     return response_mask != 0
 
 
@@ -302,7 +434,9 @@ def _check_std_level(estimator: str, level: str, norm_by_std: bool) -> None:
     if level not in ("group", "batch"):
         raise ValueError(f"adv_std_level is {level!r}; choose group or batch")
     if level == "batch" and not (ESTIMATORS[estimator].rows is _grpo and norm_by_std):
-        raise ValueError("adv_std_level batch belongs to the estimator grpo with norm_adv_by_std_in_grpo")
+        raise ValueError(
+            "adv_std_level batch belongs to the estimator grpo with norm_adv_by_std_in_grpo"
+        )
 
 
 def _check_finite(what: str, values: Tensor) -> None:
@@ -316,7 +450,9 @@ def _dr_grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
 
 
 def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """(R - mean_g) / (std + eps), std of the group (arXiv 2402.03300) or of all rewards (arXiv 2508.08221)."""
+    """(R - mean_g) / (std + eps), std of the group (arXiv 2402.03300) or of all rewards (arXiv
+    2508.08221).
+    """
     centred = rewards - groups.mean(rewards)
     if not options.norm_by_std:
         return centred
@@ -327,36 +463,48 @@ def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
 
 
 def _passk(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """Best minus second best reward for the best response, 0 for the others and in a tie (arXiv 2503.19595)."""
+    """Best minus second best reward for the best response, 0 for the others and in a tie (arXiv
+    2503.19595).
+    """
     best = rewards == groups.expand(groups.largest(rewards))
     alone = best & (groups.expand(groups.sum(best.double())) == 1)
     second = groups.expand(groups.largest(torch.where(alone, -torch.inf, rewards)))
     gap = torch.where(alone & second.isfinite(), rewards - second, 0)
-    return gap / (groups.std(rewards - groups.mean(rewards)) + EPSILON) if options.norm_by_std else gap
+    return (
+        gap / (groups.std(rewards - groups.mean(rewards)) + EPSILON) if options.norm_by_std else gap
+    )
 
 
 def _rloo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """R minus the mean of the others = n / (n - 1) (R - mean_g) (arXiv 2402.14740)."""
-    return (rewards - groups.mean(rewards)) * groups.expand(groups.size / (groups.size - 1).clamp(min=1))
+    return (rewards - groups.mean(rewards)) * groups.expand(
+        groups.size / (groups.size - 1).clamp(min=1)
+    )
 
 
 def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """R - sum_g(L R) / sum_g(L), L the response lengths (arXiv 2505.23585); in a group without tokens, R - mean_g."""
+    """R - sum_g(L R) / sum_g(L), L the response lengths (arXiv 2505.23585); in a group without
+    tokens, R - mean_g.
+    """
     centred, lengths = rewards - groups.mean(rewards), options.lengths
     total = groups.sum(lengths)
     return centred - groups.expand(groups.sum(lengths * centred) / torch.where(total > 0, total, 1))
 
 
 def _gpg(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """alpha (R - mean_g) / f_norm, alpha = B / (B - rows in groups without variance) (arXiv 2504.02546)."""
+    """alpha (R - mean_g) / f_norm, alpha = B / (B - rows in groups without variance) (arXiv
+    2504.02546).
+    """
     rows = groups.varied(rewards).sum(dtype=torch.float64).clamp(min=1)
     return (rewards - groups.mean(rewards)) * (len(rewards) / rows) / options.f_norm
 
 
 def _maxrl(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """(R - mean_g) / mean_g for rewards of at least 0 (arXiv 2602.02710); 0 where the mean is 0 or below.
+    """(R - mean_g) / mean_g for rewards of at least 0 (arXiv 2602.02710); 0 where the mean is 0 or
+    below.
 
-    A mean under 1e-6 of the group's largest magnitude is 0 up to rounding: only rewards of both signs can have it (or a million rows).
+    A mean under 1e-6 of the group's largest magnitude is 0 up to rounding: only rewards of both
+    signs can have it (or a million rows).
     """
     mean = groups.mean(rewards)
     positive = mean > TOLERANCE * groups.expand(groups.largest(rewards.abs()))

@@ -1,8 +1,9 @@
 """From losses per token to the one number of an optimizer step.
 
-Runs in: the driver (`row_weights`) and learner ranks (`aggregate_loss`). Hides the normalisers. Invariant: every mode is one weight per
-row, computed over all rows of the optimizer step, so that the sum of weighted losses over any split of the rows into ranks and
-micro-batches is the same number with the same gradient.
+Runs in: the driver (`row_weights`) and learner ranks (`aggregate_loss`). Hides the normalisers.
+Invariant: every mode is one weight per row, computed over all rows of the optimizer step, so that
+the sum of weighted losses over any split of the rows into ranks and micro-batches is the same
+number with the same gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor
 
 
 class Totals(NamedTuple):
-    """Tokens, rows with tokens and prompts with tokens of an optimizer step, and the response budget in tokens."""
+    """Tokens, rows with tokens and prompts with tokens of an optimizer step, and the response
+    budget in tokens.
+    """
 
     tokens: int
     rows: int
@@ -25,35 +28,57 @@ class Totals(NamedTuple):
 
 
 def row_weights(
-    mode: str, row_tokens: Sequence[int], *, max_response_length: int, group_index: Sequence[int] | None = None
+    mode: str,
+    row_tokens: Sequence[int],
+    *,
+    max_response_length: int,
+    group_index: Sequence[int] | None = None,
 ) -> list[float]:
-    """Weight of each token of each row, for all rows of one optimizer step; `row_tokens` are tokens in the loss, per row.
+    """Weight of each token of each row, for all rows of one optimizer step; `row_tokens` are tokens
+    in the loss, per row.
 
-    With N tokens and S non-empty rows in total and L_i tokens in the row: "token-mean" 1 / N, "token-sum" 1, "seq-mean-token-sum" 1 / S,
-    "seq-mean-token-mean" 1 / (S L_i), "seq-mean-token-sum-norm" 1 / (S max_response_length) (Dr. GRPO, arXiv 2503.20783: a constant
-    for the whole run), "prompt-mean" 1 / (prompts with tokens x tokens of the row's prompt) (arXiv 2510.13786; `group_index`, the prompt
-    of each row, is needed). Rows without tokens have weight 0 and do not count in S.
-    Raises ValueError for an unknown mode, negative lengths, or a missing or mismatched `group_index`.
+    With N tokens and S non-empty rows in total and L_i tokens in the row: "token-mean" 1 / N,
+    "token-sum" 1, "seq-mean-token-sum" 1 / S, "seq-mean-token-mean" 1 / (S L_i),
+    "seq-mean-token-sum-norm" 1 / (S max_response_length) (Dr. GRPO, arXiv 2503.20783: a constant
+    for the whole run), "prompt-mean" 1 / (prompts with tokens x tokens of the row's prompt) (arXiv
+    2510.13786; `group_index`, the prompt of each row, is needed). Rows without tokens have weight 0
+    and do not count in S. Raises ValueError for an unknown mode, negative lengths, or a missing or
+    mismatched `group_index`.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown loss aggregation {mode!r}; choose one of {sorted(AGGREGATIONS)}")
     if min(row_tokens, default=0) < 0 or max_response_length < 1:
-        raise ValueError(f"rows of {list(row_tokens)} tokens with max_response_length {max_response_length}; lengths cannot be negative")
+        raise ValueError(
+            f"rows of {list(row_tokens)} tokens with max_response_length "
+            f"{max_response_length}; lengths cannot be negative"
+        )
     if mode == "prompt-mean" and group_index is None:
         raise ValueError("loss aggregation prompt-mean needs group_index, the prompt of each row")
     if group_index is not None and len(group_index) != len(row_tokens):
-        raise ValueError(f"group_index has {len(group_index)} entries for {len(row_tokens)} rows; it holds the prompt of each row")
+        raise ValueError(
+            f"group_index has {len(group_index)} entries for {len(row_tokens)} rows; it "
+            "holds the prompt of each row"
+        )
     groups = [0] * len(row_tokens) if group_index is None else list(group_index)
     prompts: Counter[int] = Counter()
     for group, length in zip(groups, row_tokens, strict=True):
         prompts[group] += length
-    totals = Totals(sum(row_tokens), sum(length > 0 for length in row_tokens), sum(count > 0 for count in prompts.values()), max_response_length)
+    totals = Totals(
+        sum(row_tokens),
+        sum(length > 0 for length in row_tokens),
+        sum(count > 0 for count in prompts.values()),
+        max_response_length,
+    )
     divisor = AGGREGATIONS[mode]
-    return [1 / divisor(totals, length, prompts[group]) if length else 0.0 for length, group in zip(row_tokens, groups, strict=True)]
+    return [
+        1 / divisor(totals, length, prompts[group]) if length else 0.0
+        for length, group in zip(row_tokens, groups, strict=True)
+    ]
 
 
 def aggregate_loss(token_loss: Tensor, token_weights: Tensor) -> Tensor:
-    """Scalar sum of loss times weight per token, [N] or any equal shapes; entries of weight 0 give value and gradient 0.
+    """Scalar sum of loss times weight per token, [N] or any equal shapes; entries of weight 0 give
+    value and gradient 0.
 
     Add the results of all micro-batches and ranks: the weights hold the normalisers.
     """
@@ -61,11 +86,23 @@ def aggregate_loss(token_loss: Tensor, token_weights: Tensor) -> Tensor:
 
 
 def aggregate(
-    token_loss: Tensor, mask: Tensor, mode: str, *, max_response_length: int, group_index: Sequence[int] | None = None
+    token_loss: Tensor,
+    mask: Tensor,
+    mode: str,
+    *,
+    max_response_length: int,
+    group_index: Sequence[int] | None = None,
 ) -> Tensor:
-    """The aggregated loss of a whole optimizer step held in one tensor: `token_loss` and `mask` are [B, T], `group_index` has B entries."""
+    """The aggregated loss of a whole optimizer step held in one tensor: `token_loss` and `mask` are
+    [B, T], `group_index` has B entries.
+    """
     valid = mask != 0
-    weights = row_weights(mode, valid.sum(-1).tolist(), max_response_length=max_response_length, group_index=group_index)
+    weights = row_weights(
+        mode,
+        valid.sum(-1).tolist(),
+        max_response_length=max_response_length,
+        group_index=group_index,
+    )
     return aggregate_loss(token_loss, valid * token_loss.new_tensor(weights).unsqueeze(-1))
 
 
@@ -77,4 +114,6 @@ AGGREGATIONS: dict[str, Callable[[Totals, int, int], int]] = {
     "seq-mean-token-sum-norm": lambda totals, length, prompt: totals.rows * totals.limit,
     "prompt-mean": lambda totals, length, prompt: totals.prompts * prompt,
 }
-"""Mode -> (totals of the step, tokens of the row, tokens of the row's prompt) -> divisor of a row's token losses."""
+"""Mode -> (totals of the step, tokens of the row, tokens of the row's prompt) -> divisor of a row's
+token losses.
+"""

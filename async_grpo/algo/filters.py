@@ -1,7 +1,8 @@
 """Which groups carry no learning signal, or not the signal that was asked for.
 
-Runs in: the replay queue and the driver (plain numbers, no tensor library). Hides the numerics of "all equal" and of the accuracy of a
-group. Invariant: a group that is all equal here has advantage 0 in every estimator that compares the responses of a group.
+Runs in: the replay queue and the driver (plain numbers, no tensor library). Hides the numerics of
+"all equal" and of the accuracy of a group. Invariant: a group that is all equal here has advantage
+0 in every estimator that compares the responses of a group.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ TOLERANCE = 1e-6
 class FilterRule:
     """Which groups are rejected. A group stays if no condition that is set holds.
 
-    `zero_variance`: the values of `metric` spread by at most `tolerance` (DAPO's dynamic sampling, arXiv 2503.14476). `accuracy_low`,
-    `accuracy_high`: the mean verdict is not strictly between them; None leaves the side open. `all_truncated`: every response hit the
-    response budget. `metric` is `score` (weighted reward sum), `seq_reward` (the shaped reward), `acc` (the verdict) or the name of a
-    reward component. Raises ValueError for bounds that no group or no number can meet.
+    `zero_variance`: the values of `metric` spread by at most `tolerance` (DAPO's dynamic sampling,
+    arXiv 2503.14476). `accuracy_low`, `accuracy_high`: the mean verdict is not strictly between
+    them; None leaves the side open. `all_truncated`: every response hit the response budget.
+    `metric` is `score` (weighted reward sum), `seq_reward` (the shaped reward), `acc` (the verdict)
+    or the name of a reward component. Raises ValueError for bounds that no group or no number can
+    meet.
     """
 
     metric: str = "score"
@@ -32,15 +35,24 @@ class FilterRule:
 
     def __post_init__(self) -> None:
         if not self.metric:
-            raise ValueError("the filter's metric is empty; it is score, seq_reward, acc or the name of a reward component")
+            raise ValueError(
+                "the filter's metric is empty; it is score, seq_reward, acc or the name "
+                "of a reward component"
+            )
         if not 0 <= self.tolerance < math.inf:
-            raise ValueError(f"the filter's tolerance is {self.tolerance}; it must be finite and at least 0")
+            raise ValueError(
+                f"the filter's tolerance is {self.tolerance}; it must be finite and at least 0"
+            )
         low, high = self.accuracy_low, self.accuracy_high
         for name, bound in (("accuracy_low", low), ("accuracy_high", high)):
             if bound is not None and not 0 <= bound <= 1:
-                raise ValueError(f"the filter's {name} is {bound}; it must be between 0 and 1, or null for none")
+                raise ValueError(
+                    f"the filter's {name} is {bound}; it must be between 0 and 1, or null for none"
+                )
         if low is not None and high is not None and low >= high:
-            raise ValueError(f"the filter's accuracy_low is {low}; it must be below accuracy_high, {high}")
+            raise ValueError(
+                f"the filter's accuracy_low is {low}; it must be below accuracy_high, {high}"
+            )
 
     @property
     def bounds_accuracy(self) -> bool:
@@ -49,18 +61,37 @@ class FilterRule:
 
 
 def filter_reason(
-    rule: FilterRule, *, values: Sequence[float], verdicts: Sequence[float | None], truncated: Sequence[bool]
+    rule: FilterRule,
+    *,
+    values: Sequence[float],
+    verdicts: Sequence[float | None],
+    truncated: Sequence[bool],
 ) -> str | None:
-    """Why a group is rejected, or None if it stays: `all_wrong`, `all_right`, `all_equal`, `too_hard`, `too_easy` or `all_truncated`.
+    """Why a group is rejected, or None if it stays: `all_wrong`, `all_right`, `all_equal`,
+    `too_hard`, `too_easy` or `all_truncated`.
 
-    One entry per response to be trained: `values` of the rule's metric (read only for `zero_variance`), `verdicts` 0 or 1 or None, and
-    whether the response was `truncated`. The first reason in the order above is given. Raises ValueError for a group without responses,
-    for a value that is not finite, and for a verdict that is missing where the rule bounds the accuracy.
+    One entry per response to be trained: `values` of the rule's metric (read only for
+    `zero_variance`), `verdicts` 0 or 1 or None, and whether the response was `truncated`. The first
+    reason in the order above is given. Raises ValueError for a group without responses, for a value
+    that is not finite, and for a verdict that is missing where the rule bounds the accuracy.
     """
-    if not verdicts or len(verdicts) != len(truncated) or (rule.zero_variance and len(values) != len(verdicts)):
-        raise ValueError(f"a group has {len(values)} values, {len(verdicts)} verdicts and {len(truncated)} lengths; they must be equal and not 0")
+    if (
+        not verdicts
+        or len(verdicts) != len(truncated)
+        or (rule.zero_variance and len(values) != len(verdicts))
+    ):
+        raise ValueError(
+            f"a group has {len(values)} values, {len(verdicts)} verdicts and "
+            f"{len(truncated)} lengths; they must be equal and not 0"
+        )
     if rule.zero_variance and zero_variance(values, tolerance=rule.tolerance):
-        return "all_wrong" if set(verdicts) == {0.0} else "all_right" if set(verdicts) == {1.0} else "all_equal"
+        return (
+            "all_wrong"
+            if set(verdicts) == {0.0}
+            else "all_right"
+            if set(verdicts) == {1.0}
+            else "all_equal"
+        )
     if rule.bounds_accuracy:
         rate = accuracy(verdicts)
         if rate is None:
@@ -73,10 +104,12 @@ def filter_reason(
 
 
 def zero_variance(values: Sequence[float], *, tolerance: float = TOLERANCE) -> bool:
-    """Whether the values of one group are all equal: spread (max - min, in float64) at most `tolerance`.
+    """Whether the values of one group are all equal: spread (max - min, in float64) at most
+    `tolerance`.
 
-    The spread and not the standard deviation: three rewards of 0.1 have a computed deviation of 1.4e-17, which is not 0. A group of
-    one is all equal. Raises ValueError for a value that is not finite.
+    The spread and not the standard deviation: three rewards of 0.1 have a computed deviation of
+    1.4e-17, which is not 0. A group of one is all equal. Raises ValueError for a value that is not
+    finite.
     """
     numbers = [float(value) for value in values]
     if not all(math.isfinite(number) for number in numbers):
@@ -85,6 +118,8 @@ def zero_variance(values: Sequence[float], *, tolerance: float = TOLERANCE) -> b
 
 
 def accuracy(verdicts: Sequence[float | None]) -> float | None:
-    """Mean verdict of a group, or None where one is missing or there are none. Correctly rounded: 9 of 10 is exactly 0.9."""
+    """Mean verdict of a group, or None where one is missing or there are none. Correctly rounded: 9
+    of 10 is exactly 0.9.
+    """
     known = [verdict for verdict in verdicts if verdict is not None]
     return math.fsum(known) / len(known) if known and len(known) == len(verdicts) else None

@@ -1,8 +1,9 @@
 """Off-policy correction: the anchor policy against the policy that sampled the tokens.
 
-Runs in: learner ranks. Hides the numerics of the weights. Invariants: weights carry no gradient, are finite, and are 1 on masked
-entries whatever those hold; a weight never changes the divisors of the loss; statistics of a row are in float64, so that comparing them
-with a threshold does not depend on the order of the terms.
+Runs in: learner ranks. Hides the numerics of the weights. Invariants: weights carry no gradient,
+are finite, and are 1 on masked entries whatever those hold; a weight never changes the divisors of
+the loss; statistics of a row are in float64, so that comparing them with a threshold does not
+depend on the order of the terms.
 """
 
 from __future__ import annotations
@@ -19,36 +20,61 @@ MODES = ("truncate", "mask")
 
 @torch.no_grad()
 def importance_weights(
-    anchor_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, *, level: str, mode: str, lower: float, upper: float,
+    anchor_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    level: str,
+    mode: str,
+    lower: float,
+    upper: float,
     row_index: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Weight per token, in the shape of the inputs ([B, T], or packed [N]), detached.
 
-    `level`: "none" is 1 everywhere, "token" is w = exp(anchor - behavior), "sequence" the product of w over the row's unmasked tokens and
-    "geometric" its geometric mean, on each of them. `mode`: "truncate" clamps into [lower, upper] (truncated importance sampling), "mask"
-    is 0 outside (IcePop, masked importance sampling). `row_index` [N] int64, the row of each packed token, is needed for packed rows.
-    Raises ValueError for an unknown level or mode, an empty interval, a shape mismatch, or packed rows without `row_index`.
+    `level`: "none" is 1 everywhere, "token" is w = exp(anchor - behavior), "sequence" the product
+    of w over the row's unmasked tokens and "geometric" its geometric mean, on each of them. `mode`:
+    "truncate" clamps into [lower, upper] (truncated importance sampling), "mask" is 0 outside
+    (IcePop, masked importance sampling). `row_index` [N] int64, the row of each packed token, is
+    needed for packed rows. Raises ValueError for an unknown level or mode, an empty interval, a
+    shape mismatch, or packed rows without `row_index`.
     """
     if mode not in MODES:
         raise ValueError(f"importance mode {mode!r}; choose truncate or mask")
     dtype = torch.promote_types(anchor_logprobs.dtype, torch.float32)
-    valid, ratio = _ratio(anchor_logprobs, behavior_logprobs, loss_mask, level, lower, upper, row_index)
+    valid, ratio = _ratio(
+        anchor_logprobs, behavior_logprobs, loss_mask, level, lower, upper, row_index
+    )
     if level == "none":
         return torch.ones_like(anchor_logprobs, dtype=dtype)
-    weights = ratio.clamp(lower, upper) if mode == "truncate" else torch.where((ratio >= lower) & (ratio <= upper), ratio, 0)
+    weights = (
+        ratio.clamp(lower, upper)
+        if mode == "truncate"
+        else torch.where((ratio >= lower) & (ratio <= upper), ratio, 0)
+    )
     return torch.where(valid, weights, 1).to(dtype)
 
 
 @torch.no_grad()
 def rejection_mask(
-    anchor_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, *, level: str, lower: float, upper: float,
+    anchor_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    level: str,
+    lower: float,
+    upper: float,
     row_index: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """1 where lower <= w <= upper, else 0, with w as in `importance_weights`: whole rows at level "sequence" and "geometric".
+) -> Tensor:
+    """1 where lower <= w <= upper, else 0, with w as in `importance_weights`: whole rows at level
+    "sequence" and "geometric".
 
-    1 on masked entries. Multiply it into the weights of the loss. Raises ValueError as `importance_weights` does.
+    1 on masked entries. Multiply it into the weights of the loss. Raises ValueError as
+    `importance_weights` does.
     """
-    valid, ratio = _ratio(anchor_logprobs, behavior_logprobs, loss_mask, level, lower, upper, row_index)
+    valid, ratio = _ratio(
+        anchor_logprobs, behavior_logprobs, loss_mask, level, lower, upper, row_index
+    )
     dtype = torch.promote_types(anchor_logprobs.dtype, torch.float32)
     if level == "none":
         return torch.ones_like(anchor_logprobs, dtype=dtype)
@@ -57,27 +83,40 @@ def rejection_mask(
 
 @torch.no_grad()
 def opsm_mask(
-    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, delta: float, row_index: Tensor | None = None
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    delta: float,
+    row_index: Tensor | None = None,
 ) -> Tensor:
-    """Off-policy sequence mask (arXiv 2512.02556): 0 where the advantage is negative and the row's mean of behavior - current exceeds delta.
+    """Off-policy sequence mask (arXiv 2512.02556): 0 where the advantage is negative and the row's
+    mean of behavior - current exceeds delta.
 
-    Else 1, also on masked entries. `logprobs` are the current policy's. Raises ValueError for a negative delta or a shape mismatch.
+    Else 1, also on masked entries. `logprobs` are the current policy's. Raises ValueError for a
+    negative delta or a shape mismatch.
     """
     if not delta >= 0:
         raise ValueError(f"opsm delta {delta}; it must be at least 0")
-    _check_shapes(logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, loss_mask=loss_mask)
+    _check_shapes(
+        logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, loss_mask=loss_mask
+    )
     valid = loss_mask != 0
-    fallen = row_means(torch.where(valid, behavior_logprobs.double() - logprobs.double(), 0), valid, row_index)
+    fallen = row_means(
+        torch.where(valid, behavior_logprobs.double() - logprobs.double(), 0), valid, row_index
+    )
     dropped = valid & (advantages < 0) & (fallen > delta)
     return (~dropped).to(torch.promote_types(logprobs.dtype, torch.float32))
 
 
 @torch.no_grad()
 def interpolated_anchor(logprobs: Tensor, behavior_logprobs: Tensor, staleness: Tensor) -> Tensor:
-    """Anchor between the policy that sampled and the current one, by the token's lag k (A-3PO, arXiv 2512.06547), detached.
+    """Anchor between the policy that sampled and the current one, by the token's lag k (A-3PO,
+    arXiv 2512.06547), detached.
 
-    behavior + alpha (current - behavior) with alpha = (k - 1) / k, and 0 at lag 0 and 1. Entries do not mix.
-    Raises ValueError for a shape mismatch.
+    behavior + alpha (current - behavior) with alpha = (k - 1) / k, and 0 at lag 0 and 1. Entries do
+    not mix. Raises ValueError for a shape mismatch.
     """
     _check_shapes(logprobs, behavior_logprobs=behavior_logprobs, staleness=staleness)
     lag = staleness.to(torch.promote_types(logprobs.dtype, torch.float32)).clamp(min=0)
@@ -87,13 +126,23 @@ def interpolated_anchor(logprobs: Tensor, behavior_logprobs: Tensor, staleness: 
 
 
 def _ratio(
-    anchor_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, level: str, lower: float, upper: float, row_index: Tensor | None
+    anchor_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    loss_mask: Tensor,
+    level: str,
+    lower: float,
+    upper: float,
+    row_index: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Where the mask is set, and the ratio at this level on every entry, float64, clamped before exp."""
+    """Where the mask is set, and the ratio at this level on every entry, float64, clamped before
+    exp.
+    """
     if level not in LEVELS:
         raise ValueError(f"importance level {level!r}; choose one of {', '.join(LEVELS)}")
     if not 0 <= lower <= upper:
-        raise ValueError(f"importance interval [{lower}, {upper}]; it must hold 0 <= lower <= upper")
+        raise ValueError(
+            f"importance interval [{lower}, {upper}]; it must hold 0 <= lower <= upper"
+        )
     _check_shapes(anchor_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
     valid = loss_mask != 0
     log_ratio = torch.where(valid, anchor_logprobs.double() - behavior_logprobs.double(), 0)
@@ -107,4 +156,7 @@ def _ratio(
 def _check_shapes(logprobs: Tensor, **others: Tensor) -> None:
     for name, tensor in others.items():
         if tensor.shape != logprobs.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the log-probs {tuple(logprobs.shape)}; they must be equal")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, the log-probs "
+                f"{tuple(logprobs.shape)}; they must be equal"
+            )

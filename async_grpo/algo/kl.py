@@ -1,8 +1,9 @@
 """Penalties for moving away from the reference policy.
 
-Runs in: learner ranks (tensors) and the driver (the adaptive coefficient). Hides the estimators' numerics. Invariants: only what goes into
-`exp` is clamped, never a value, so a penalty does not let go when the drift is worst (k3 does beyond a log ratio of -20, where it is
-5e8); entries do not mix, so whatever a masked entry holds stays there.
+Runs in: learner ranks (tensors) and the driver (the adaptive coefficient). Hides the estimators'
+numerics. Invariants: only what goes into `exp` is clamped, never a value, so a penalty does not let
+go when the drift is worst (k3 does beyond a log ratio of -20, where it is 5e8); entries do not mix,
+so whatever a masked entry holds stays there.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from torch import Tensor
 from async_grpo.algo.losses import MAX_LOG_RATIO
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, anchor_logprobs: Tensor | None = None) -> Tensor:
-    """Estimate per token of the divergence from the reference, in the (equal) shape of the inputs; gradient to `logprobs` only.
+def kl_penalty(
+    logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, anchor_logprobs: Tensor | None = None
+) -> Tensor:
+    """Estimate per token of the divergence from the reference, in the (equal) shape of the inputs;
+    gradient to `logprobs` only.
 
-    With d = log-prob - reference (http://joschu.net/blog/kl-approx.html): "kl" (k1) is d, "abs" is |d|, "mse" (k2) is d^2 / 2,
-    "low_var_kl" (k3) is exp(-d) - 1 + d. With "+" at the end: the value of the estimator and the gradient of k2, whose expectation under
-    the policy is the gradient of the divergence. k1, k2 and k3 are accepted as names.
-    `anchor_logprobs`: the penalty is multiplied by exp(log-prob - anchor), with gradient through both factors. For tokens that the anchor
-    sampled, k1 and k3 then have the expected value and gradient of the divergence (arXiv 2512.02556); no other kind has, "+" included.
-    Entries must be finite: leave masked tokens out, or overwrite them first. Computed in float32 or better.
-    Raises ValueError for an unknown kind or a shape mismatch.
+    With d = log-prob - reference (http://joschu.net/blog/kl-approx.html): "kl" (k1) is d, "abs" is
+    |d|, "mse" (k2) is d^2 / 2, "low_var_kl" (k3) is exp(-d) - 1 + d. With "+" at the end: the value
+    of the estimator and the gradient of k2, whose expectation under the policy is the gradient of
+    the divergence. k1, k2 and k3 are accepted as names. `anchor_logprobs`: the penalty is
+    multiplied by exp(log-prob - anchor), with gradient through both factors. For tokens that the
+    anchor sampled, k1 and k3 then have the expected value and gradient of the divergence (arXiv
+    2512.02556); no other kind has, "+" included. Entries must be finite: leave masked tokens out,
+    or overwrite them first. Computed in float32 or better. Raises ValueError for an unknown kind or
+    a shape mismatch.
     """
     base = kind.removesuffix("+")
     if base not in _ESTIMATORS:
@@ -37,31 +43,46 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, anchor_logp
         k2 = _k2(log_ratio)
         penalty = k2 - k2.detach() + penalty.detach()
     if anchor_logprobs is not None:
-        ratio = _log_ratio(logprobs, anchor_logprobs, "anchor_logprobs").clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratio = (
+            _log_ratio(logprobs, anchor_logprobs, "anchor_logprobs")
+            .clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            .exp()
+        )
         penalty = ratio * penalty
     return penalty
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Exact divergence sum_v p (log p - log q) from the logits [..., V] of both policies at the same temperature: [...], in nats.
+    """Exact divergence sum_v p (log p - log q) from the logits [..., V] of both policies at the
+    same temperature: [...], in nats.
 
-    Softmax in float32 or better. A token that the policy forbids (logit -inf) adds 0; one that only the reference forbids makes the
-    divergence infinite. Gradient to `logits` only.
-    Raises ValueError for a shape mismatch or a temperature that is not above 0.
+    Softmax in float32 or better. A token that the policy forbids (logit -inf) adds 0; one that only
+    the reference forbids makes the divergence infinite. Gradient to `logits` only. Raises
+    ValueError for a shape mismatch or a temperature that is not above 0.
     """
     if logits.shape != ref_logits.shape or not temperature > 0:
-        raise ValueError(f"logits {tuple(logits.shape)} and {tuple(ref_logits.shape)} at temperature {temperature}; shapes equal, above 0")
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and {tuple(ref_logits.shape)} at temperature "
+            f"{temperature}; shapes equal, above 0"
+        )
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_p, log_q = (torch.log_softmax(values.to(dtype) / temperature, -1) for values in (logits, ref_logits.detach()))
+    log_p, log_q = (
+        torch.log_softmax(values.to(dtype) / temperature, -1)
+        for values in (logits, ref_logits.detach())
+    )
     p = log_p.exp()
-    return (p * torch.where(p > 0, log_p - log_q, 0)).sum(-1)  # a probability of 0 has gradient 0 too: `where` keeps inf - inf out
+    return (p * torch.where(p > 0, log_p - log_q, 0)).sum(
+        -1
+    )  # a probability of 0 has gradient 0 too: `where` keeps inf - inf out
 
 
 @dataclass(slots=True)
 class AdaptiveKL:
-    """A coefficient that steers the KL to `target` (per token, in nats); `horizon` counts responses.
+    """A coefficient that steers the KL to `target` (per token, in nats); `horizon` counts
+    responses.
 
-    Source: arXiv 1909.08593 section 2.2. Raises ValueError for a target or horizon that is not above 0.
+    Source: arXiv 1909.08593 section 2.2. Raises ValueError for a target or horizon that is not
+    above 0.
     """
 
     coef: float
@@ -70,12 +91,17 @@ class AdaptiveKL:
 
     def __post_init__(self) -> None:
         if not (self.target > 0 and self.horizon > 0 and self.coef >= 0):
-            raise ValueError(f"KL coefficient {self.coef}, target {self.target}, horizon {self.horizon}; at least 0, and above 0")
+            raise ValueError(
+                f"KL coefficient {self.coef}, target {self.target}, horizon "
+                f"{self.horizon}; at least 0, and above 0"
+            )
 
     def update(self, kl: float, rows: int) -> None:
-        """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon, after a step of `rows` responses with mean KL `kl`.
+        """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon, after a step of `rows`
+        responses with mean KL `kl`.
 
-        Raises ValueError for a KL that is not finite: one such step would make the coefficient useless for good.
+        Raises ValueError for a KL that is not finite: one such step would make the coefficient
+        useless for good.
         """
         if not math.isfinite(kl):
             raise ValueError(f"mean KL {kl} of a step; it must be finite")
@@ -95,7 +121,10 @@ class AdaptiveKL:
 def _log_ratio(logprobs: Tensor, other: Tensor, name: str) -> Tensor:
     """The difference, gradient to `logprobs` only."""
     if other.shape != logprobs.shape:
-        raise ValueError(f"{name} has shape {tuple(other.shape)}, the log-probs {tuple(logprobs.shape)}; they must be equal")
+        raise ValueError(
+            f"{name} has shape {tuple(other.shape)}, the log-probs "
+            f"{tuple(logprobs.shape)}; they must be equal"
+        )
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     return logprobs.to(dtype) - other.detach().to(dtype)
 
@@ -114,8 +143,14 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "kl": _k1, "k1": _k1, "abs": torch.abs, "mse": _k2, "k2": _k2, "low_var_kl": _k3, "k3": _k3,
-}  # fmt: skip
+    "kl": _k1,
+    "k1": _k1,
+    "abs": torch.abs,
+    "mse": _k2,
+    "k2": _k2,
+    "low_var_kl": _k3,
+    "k3": _k3,
+}
 """Name -> (log-prob - reference) -> estimate per token."""
 KL_PENALTIES = frozenset(_ESTIMATORS) | {f"{name}+" for name in _ESTIMATORS}
 """Names that `kl_penalty` knows."""

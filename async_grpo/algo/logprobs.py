@@ -1,8 +1,10 @@
-"""Log-probabilities of given tokens from hidden states, without holding logits of all tokens at once.
+"""Log-probabilities of given tokens from hidden states, without holding logits of all tokens at
+once.
 
-Runs in: learner ranks. Hides the chunks, their recomputation and the backward formula. Invariants: softmax in float32 (or better) over
-logits / temperature; at most one [chunk, vocabulary] tensor is kept for the backward pass, and none when there are several chunks; the
-result does not depend on the chunk size; the projection is called at least once, so that every rank touches its weights.
+Runs in: learner ranks. Hides the chunks, their recomputation and the backward formula. Invariants:
+softmax in float32 (or better) over logits / temperature; at most one [chunk, vocabulary] tensor is
+kept for the backward pass, and none when there are several chunks; the result does not depend on
+the chunk size; the projection is called at least once, so that every rank touches its weights.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 256 * 2**20
 MIN_LOGP = -1000.0
-"""Far below where exp() is 0: a forbidden token (logit -inf) adds 0 to the entropy and its gradient, and not 0 * inf."""
+"""Far below where exp() is 0: a forbidden token (logit -inf) adds 0 to the entropy and its
+gradient, and not 0 * inf.
+"""
 
 
 def token_logprobs(
@@ -29,16 +33,24 @@ def token_logprobs(
     with_entropy: bool,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [N] of `targets` [N] int64 and, if asked for, entropies [N] in nats, from `hidden` [N, H]; both differentiable.
+    """Log-probs [N] of `targets` [N] int64 and, if asked for, entropies [N] in nats, from `hidden`
+    [N, H]; both differentiable.
 
-    `project` maps [n, H] to logits [n, vocab_size]; it is called on chunks of n tokens such that n x vocab_size float32 stays under
-    `chunk_bytes`, and once more per chunk in the backward pass when there is more than one. N may be 0. The number of chunks depends on
-    N: a projection that communicates (sharded weights) must gather its weights before. Raises ValueError for mismatched shapes.
+    `project` maps [n, H] to logits [n, vocab_size]; it is called on chunks of n tokens such that n
+    x vocab_size float32 stays under `chunk_bytes`, and once more per chunk in the backward pass
+    when there is more than one. N may be 0. The number of chunks depends on N: a projection that
+    communicates (sharded weights) must gather its weights before. Raises ValueError for mismatched
+    shapes.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} must be [N, H] and targets {tuple(targets.shape)} [N]")
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} must be [N, H] and targets {tuple(targets.shape)} [N]"
+        )
     if not temperature > 0 or vocab_size < 1 or chunk_bytes < 1:
-        raise ValueError(f"temperature {temperature}, vocab_size {vocab_size} and chunk_bytes {chunk_bytes} must be positive")
+        raise ValueError(
+            f"temperature {temperature}, vocab_size {vocab_size} and chunk_bytes "
+            f"{chunk_bytes} must be positive"
+        )
 
     def chunk_logprobs(part: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         return _LogProbs.apply(project(part), ids, temperature, with_entropy)
@@ -50,31 +62,47 @@ def token_logprobs(
     results = []
     for part, ids in zip(hidden.split(size), targets.split(size), strict=True):
         if torch.is_grad_enabled():
-            results.append(checkpoint(chunk_logprobs, part, ids, use_reentrant=False, preserve_rng_state=False))
+            results.append(
+                checkpoint(chunk_logprobs, part, ids, use_reentrant=False, preserve_rng_state=False)
+            )
         else:
             results.append(chunk_logprobs(part, ids))
-    return torch.cat([logprobs for logprobs, _ in results]), torch.cat([entropy for _, entropy in results]) if with_entropy else None
+    return torch.cat([logprobs for logprobs, _ in results]), torch.cat(
+        [entropy for _, entropy in results]
+    ) if with_entropy else None
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-softmax, the picked entry and the entropy in one step, so that only the logits themselves are kept.
+    """Log-softmax, the picked entry and the entropy in one step, so that only the logits themselves
+    are kept.
 
-    With p = softmax(z), z = logits / T, H = -sum p log p:  d log p_y / dz = onehot(y) - p,  dH / dz = -p (log p + H).
+    With p = softmax(z), z = logits / T, H = -sum p log p:  d log p_y / dz = onehot(y) - p,  dH / dz
+    = -p (log p + H).
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing in the backward pass
+    def forward(
+        ctx: FunctionCtx, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(
+            False
+        )  # an entropy that is only looked at costs nothing in the backward pass
         logp = _log_softmax(logits, temperature)
         picked = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        entropy = torch.linalg.vecdot(logp.exp(), logp.clamp_(min=MIN_LOGP)).neg_() if with_entropy else torch.zeros_like(picked)
+        entropy = (
+            torch.linalg.vecdot(logp.exp(), logp.clamp_(min=MIN_LOGP)).neg_()
+            if with_entropy
+            else torch.zeros_like(picked)
+        )
         ctx.save_for_backward(logits, targets, entropy)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         return picked, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_picked: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(
+        ctx: FunctionCtx, grad_picked: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
         logits, targets, entropy = ctx.saved_tensors
         if grad_picked is None:
             grad_picked = torch.zeros_like(entropy)

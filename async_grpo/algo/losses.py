@@ -1,17 +1,20 @@
 """Policy losses by name: one call for every loss, per token.
 
-Runs in: learner ranks. Hides which loss needs what (rows, a selection, a clip interval) and the cleaning of the inputs; the formulas and
-their numerics.
+Runs in: learner ranks. Hides which loss needs what (rows, a selection, a clip interval) and the
+cleaning of the inputs; the formulas and their numerics.
 
-Invariants: where the mask is 0 the loss and its gradient are exactly 0, whatever the inputs hold there; only `logprobs` receives
-gradient; every loss returns the same diagnostics. Losses are minimised; aggregation over tokens is another module's.
+Invariants: where the mask is 0 the loss and its gradient are exactly 0, whatever the inputs hold
+there; only `logprobs` receives gradient; every loss returns the same diagnostics. Losses are
+minimised; aggregation over tokens is another module's.
 
-What policy losses are made of: the clip interval of a token by its lag, cleaned inputs, and one function per loss. Hides the numerics of importance ratios: masked entries may hold anything (NaN and infinity included) and still
-give loss 0 and gradient 0, and no log ratio overflows.
+What policy losses are made of: the clip interval of a token by its lag, cleaned inputs, and one
+function per loss. Hides the numerics of importance ratios: masked entries may hold anything (NaN
+and infinity included) and still give loss 0 and gradient 0, and no log ratio overflows.
 
-Invariants: inputs are sanitised before any arithmetic, because masking a result does not stop 0 * inf in the backward pass; what goes
-into `exp` is clamped to [-20, 20], never what comes out; the clip interval never widens with the lag, and at lag 0 it is the constant
-one; only `logprobs` receives gradient. A ratio exactly on a bound keeps its whole gradient.
+Invariants: inputs are sanitised before any arithmetic, because masking a result does not stop 0 *
+inf in the backward pass; what goes into `exp` is clamped to [-20, 20], never what comes out; the
+clip interval never widens with the lag, and at lag 0 it is the constant one; only `logprobs`
+receives gradient. A ratio exactly on a bound keeps its whole gradient.
 
 Names below: x = current - anchor log-prob, r = exp(x), A advantage, sg = without gradient.
 """
@@ -32,15 +35,17 @@ M2PO_OPEN = 1e5
 """Upper bound of the ratio where M2PO does not clip."""
 
 Outcome = tuple[Tensor, dict[str, Tensor]]
-"""Loss per token, and the diagnostics in which this loss differs from r and from "nothing clipped"."""
+"""Loss per token, and the diagnostics in which this loss differs from r and from "nothing clipped".
+"""
 
 
 @dataclass(frozen=True)
 class Clip:
     """The clip interval [1 - low f(k), 1 + high f(k)] of a token with lag k.
 
-    `kind` of f: "constant" 1, "harmonic" 1 / (1 + rate k), "exponential" rate^k; never below `floor`. `dual`: bound c > 1 of the loss
-    for negative advantages (dual clip, arXiv 1912.09729), None for off. Raises ValueError for values that would widen the interval.
+    `kind` of f: "constant" 1, "harmonic" 1 / (1 + rate k), "exponential" rate^k; never below
+    `floor`. `dual`: bound c > 1 of the loss for negative advantages (dual clip, arXiv 1912.09729),
+    None for off. Raises ValueError for values that would widen the interval.
     """
 
     low: float
@@ -52,14 +57,25 @@ class Clip:
 
     def __post_init__(self) -> None:
         if self.kind not in CLIP_SCHEDULES:
-            raise ValueError(f"unknown clip schedule {self.kind!r}; choose one of {sorted(CLIP_SCHEDULES)}")
-        if self.rate < 0 or (self.kind == "exponential" and self.rate > 1) or not 0 <= self.floor <= 1:
             raise ValueError(
-                f"clip schedule {self.kind} with rate {self.rate} and floor {self.floor}; the rate must be at least 0 "
-                "(exponential: at most 1) and the floor between 0 and 1, so that the interval never widens with lag"
+                f"unknown clip schedule {self.kind!r}; choose one of {sorted(CLIP_SCHEDULES)}"
+            )
+        if (
+            self.rate < 0
+            or (self.kind == "exponential" and self.rate > 1)
+            or not 0 <= self.floor <= 1
+        ):
+            raise ValueError(
+                f"clip schedule {self.kind} with rate {self.rate} and floor {self.floor}; "
+                "the rate must be at least 0 "
+                "(exponential: at most 1) and the floor between 0 and 1, so that the "
+                "interval never widens with lag"
             )
         if self.low < 0 or self.high < 0 or (self.dual is not None and self.dual <= 1):
-            raise ValueError(f"clip widths {self.low} and {self.high} must not be negative and the dual clip {self.dual} must exceed 1")
+            raise ValueError(
+                f"clip widths {self.low} and {self.high} must not be negative and the dual "
+                f"clip {self.dual} must exceed 1"
+            )
 
 
 CLIP_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -72,12 +88,14 @@ CLIP_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Constants of single losses; the defaults are those of the papers. Raises ValueError for values that make no loss.
+    """Constants of single losses; the defaults are those of the papers. Raises ValueError for
+    values that make no loss.
 
-    sapo: temperatures for positive and other advantages. dppo: divergence "tv" or "kl", its bounds for negative and positive advantages,
-    and the cap of the ratio (None: the ratio carries the gradient, uncapped). opmd: weight of the squared log ratio, of each "token" or
-    of the "sequence". clip_cov, kl_cov: share of the step's tokens to select, the band of covariances, the weight of the penalty.
-    m2po: bound of the mean squared log ratio of harmful tokens.
+    sapo: temperatures for positive and other advantages. dppo: divergence "tv" or "kl", its bounds
+    for negative and positive advantages, and the cap of the ratio (None: the ratio carries the
+    gradient, uncapped). opmd: weight of the squared log ratio, of each "token" or of the
+    "sequence". clip_cov, kl_cov: share of the step's tokens to select, the band of covariances, the
+    weight of the penalty. m2po: bound of the mean squared log ratio of harmful tokens.
     """
 
     sapo_tau_pos: float = 1.0
@@ -97,7 +115,10 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         values = asdict(self)
-        for name, valid in (("dppo_divergence", ("tv", "kl")), ("opmd_level", ("token", "sequence"))):
+        for name, valid in (
+            ("dppo_divergence", ("tv", "kl")),
+            ("opmd_level", ("token", "sequence")),
+        ):
             if values[name] not in valid:
                 raise ValueError(f"{name} is {values[name]!r}; choose {' or '.join(valid)}")
         for name in ("sapo_tau_pos", "sapo_tau_neg", "m2po_budget", "dppo_ratio_cap"):
@@ -105,20 +126,28 @@ class LossOptions:
                 raise ValueError(f"{name} is {values[name]}; it must be a finite number above 0")
         for name in ("dppo_low", "dppo_high", "opmd_tau", "kl_cov_coef"):
             if not 0 <= values[name] < math.inf:
-                raise ValueError(f"{name} is {values[name]}; it must be a finite number of at least 0")
+                raise ValueError(
+                    f"{name} is {values[name]}; it must be a finite number of at least 0"
+                )
         for name in ("clip_cov_ratio", "kl_cov_ratio"):
             if not 0 < values[name] <= 1:
                 raise ValueError(f"{name} is {values[name]}; it must be above 0 and at most 1")
         if not self.clip_cov_lower < self.clip_cov_upper:
-            raise ValueError(f"clip_cov_lower is {self.clip_cov_lower}; it must be below clip_cov_upper, {self.clip_cov_upper}")
+            raise ValueError(
+                f"clip_cov_lower is {self.clip_cov_lower}; it must be below "
+                f"clip_cov_upper, {self.clip_cov_upper}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What every loss is made of, all [B, T] or [N]; masked entries are neutral: difference 0, advantage 0, lag 0."""
+    """What every loss is made of, all [B, T] or [N]; masked entries are neutral: difference 0,
+    advantage 0, lag 0.
+    """
 
     current: Tensor
-    """Log-probs of the current policy; with `difference` and `log_ratio` what carries the gradient."""
+    """Log-probs of the current policy; with `difference` and `log_ratio` what carries the gradient.
+    """
     anchor: Tensor
     behavior: Tensor
     difference: Tensor
@@ -143,29 +172,41 @@ class Terms:
 
 
 def clip_widths(staleness: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-    """Widths of the clip interval below and above ratio 1, for tokens with lag `staleness`; shapes and types as in `clip_bounds`."""
+    """Widths of the clip interval below and above ratio 1, for tokens with lag `staleness`; shapes
+    and types as in `clip_bounds`.
+    """
     lag = staleness if staleness.is_floating_point() else staleness.to(torch.get_default_dtype())
     factor = CLIP_SCHEDULES[clip.kind](lag.clamp(min=0), clip.rate).clamp(min=clip.floor)
     return clip.low * factor, clip.high * factor
 
 
 def clip_bounds(staleness: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-    """Lower and upper bound of the ratio for tokens with lag `staleness` (any shape, in learner steps; below 0 counts as 0).
+    """Lower and upper bound of the ratio for tokens with lag `staleness` (any shape, in learner
+    steps; below 0 counts as 0).
 
-    Both sides shrink by the same factor. The result has the type of `staleness` if that is a float, else the default float type.
+    Both sides shrink by the same factor. The result has the type of `staleness` if that is a float,
+    else the default float type.
     """
     low, high = clip_widths(staleness, clip)
     return 1 - low, 1 + high
 
 
-def clipped_sides(ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Where PPO's minimum chooses the clipped side: (negative advantage below `lower`, positive advantage above `upper`), bool."""
+def clipped_sides(
+    ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where PPO's minimum chooses the clipped side: (negative advantage below `lower`, positive
+    advantage above `upper`), bool.
+    """
     return (advantages < 0) & (ratio < lower), (advantages > 0) & (ratio > upper)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor, dual: float | None = None) -> Outcome:
-    """-min(ratio A, clip(ratio) A), written as a choice of the ratio: `minimum` would halve the gradient of a ratio on a bound, which
-    matters for an interval that has shrunk to the point 1. `dual` c: the loss is at most -c A where A < 0."""
+def _clipped(
+    ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor, dual: float | None = None
+) -> Outcome:
+    """-min(ratio A, clip(ratio) A), written as a choice of the ratio: `minimum` would halve the
+    gradient of a ratio on a bound, which matters for an interval that has shrunk to the point 1.
+    `dual` c: the loss is at most -c A where A < 0.
+    """
     clipped_low, clipped_high = clipped_sides(ratio, advantages, lower, upper)
     loss = -advantages * torch.where(clipped_low, lower, torch.where(clipped_high, upper, ratio))
     diagnostics = {"ratio": ratio, "clipped_low": clipped_low, "clipped_high": clipped_high}
@@ -177,25 +218,34 @@ def _clipped(ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor, du
 
 
 def ppo_clip(terms: Terms) -> Outcome:
-    """l = -min(r A, clip(r) A) (arXiv 1707.06347); with dual clip l <= -c A where A < 0 (arXiv 1912.09729)."""
-    return _clipped(terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high, terms.clip.dual)
+    """l = -min(r A, clip(r) A) (arXiv 1707.06347); with dual clip l <= -c A where A < 0 (arXiv
+    1912.09729).
+    """
+    return _clipped(
+        terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high, terms.clip.dual
+    )
 
 
 def gspo(terms: Terms) -> Outcome:
-    """l = -min(s A, clip(s) A) on every token, s = exp(mean of x over the response) (arXiv 2507.18071)."""
+    """l = -min(s A, clip(s) A) on every token, s = exp(mean of x over the response) (arXiv
+    2507.18071).
+    """
     ratio = terms.row_mean(terms.difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return _clipped(ratio, terms.advantages, 1 - terms.low, 1 + terms.high)
 
 
 def gspo_token(terms: Terms) -> Outcome:
-    """GSPO with an advantage per token: the value of s, each token's gradient on itself: sg(s) exp(current - sg(current))."""
+    """GSPO with an advantage per token: the value of s, each token's gradient on itself: sg(s)
+    exp(current - sg(current)).
+    """
     log_ratio = terms.row_mean(terms.difference.detach()) + (terms.current - terms.current.detach())
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return _clipped(ratio, terms.advantages, 1 - terms.low, 1 + terms.high)
 
 
 def cispo(terms: Terms) -> Outcome:
-    """l = -sg(clip(r)) A current: the clip bounds the weight, every token keeps gradient (arXiv 2506.13585).
+    """l = -sg(clip(r)) A current: the clip bounds the weight, every token keeps gradient (arXiv
+    2506.13585).
 
     `clipped_low` and `clipped_high` say where the weight was bounded, whatever the sign of A.
     """
@@ -205,7 +255,9 @@ def cispo(terms: Terms) -> Outcome:
 
 
 def sapo(terms: Terms) -> Outcome:
-    """l = -f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A (arXiv 2511.20347)."""
+    """l = -f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A
+    (arXiv 2511.20347).
+    """
     pos, neg = terms.options.sapo_tau_pos, terms.options.sapo_tau_neg
     tau = torch.full_like(terms.advantages, neg).masked_fill(terms.advantages > 0, pos)
     return -4 / tau * torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * terms.advantages, {}
@@ -217,44 +269,65 @@ def gmpo(terms: Terms) -> Outcome:
     x is clipped on one side and in log space: min(x, high) where A > 0, max(x, -low) where A < 0.
     """
     x, advantages = terms.difference, terms.advantages
-    clipped_low, clipped_high = (advantages < 0) & (x < -terms.low), (advantages > 0) & (x > terms.high)
-    mean = terms.row_mean(torch.where(clipped_low, -terms.low, torch.where(clipped_high, terms.high, x)))
+    clipped_low, clipped_high = (
+        (advantages < 0) & (x < -terms.low),
+        (advantages > 0) & (x > terms.high),
+    )
+    mean = terms.row_mean(
+        torch.where(clipped_low, -terms.low, torch.where(clipped_high, terms.high, x))
+    )
     ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return -advantages * ratio, {"ratio": ratio, "clipped_low": clipped_low, "clipped_high": clipped_high}
+    return -advantages * ratio, {
+        "ratio": ratio,
+        "clipped_low": clipped_low,
+        "clipped_high": clipped_high,
+    }
 
 
 def policy_gradient(terms: Terms) -> Outcome:
-    """l = -A current: GPG (arXiv 2504.02546), REINFORCE (a correction comes as weights), asymmetric REINFORCE (arXiv 2506.20520)."""
+    """l = -A current: GPG (arXiv 2504.02546), REINFORCE (a correction comes as weights), asymmetric
+    REINFORCE (arXiv 2506.20520).
+    """
     return -terms.advantages * terms.current, {}
 
 
 def clip_cov(terms: Terms) -> Outcome:
     """PPO's loss, 0 on the selected tokens (arXiv 2505.22617)."""
-    loss, diagnostics = _clipped(terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high)
+    loss, diagnostics = _clipped(
+        terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high
+    )
     return torch.where(terms.selection, 0, loss), diagnostics
 
 
 def kl_cov(terms: Terms) -> Outcome:
-    """l = -r A, plus coef |x| on the selected tokens (arXiv 2505.22617). No clamp on |x|: a penalty must not let go of far tokens."""
+    """l = -r A, plus coef |x| on the selected tokens (arXiv 2505.22617). No clamp on |x|: a penalty
+    must not let go of far tokens.
+    """
     penalty = terms.options.kl_cov_coef * terms.difference.abs()
     return -terms.log_ratio.exp() * terms.advantages + torch.where(terms.selection, penalty, 0), {}
 
 
 def m2po(terms: Terms) -> Outcome:
-    """PPO's loss with the interval widened to at least [exp(-T), exp(T)], T from the selection (arXiv 2510.01161).
+    """PPO's loss with the interval widened to at least [exp(-T), exp(T)], T from the selection
+    (arXiv 2510.01161).
 
     An infinite T gives [0, 1e5], as the authors have it.
     """
     widest = torch.where(terms.selection.isinf(), M2PO_OPEN, terms.selection.exp())
-    lower, upper = torch.minimum(1 - terms.low, (-terms.selection).exp()), torch.maximum(1 + terms.high, widest)
+    lower, upper = (
+        torch.minimum(1 - terms.low, (-terms.selection).exp()),
+        torch.maximum(1 + terms.high, widest),
+    )
     return _clipped(terms.log_ratio.exp(), terms.advantages, lower, upper, terms.clip.dual)
 
 
 def dppo(terms: Terms) -> Outcome:
-    """l = -r A, or -sg(min(r, cap)) A current; 0 for tokens whose probability has moved too far (arXiv 2602.04879).
+    """l = -r A, or -sg(min(r, cap)) A current; 0 for tokens whose probability has moved too far
+    (arXiv 2602.04879).
 
-    Too far: in the direction of A, by more than high (A > 0) or low (A < 0), measured as p - p' ("tv") or as the divergence of the
-    two-outcome distributions KL(p' || p) ("kl"); p current, p' anchor. The dropped tokens count as `clipped_high` and `clipped_low`.
+    Too far: in the direction of A, by more than high (A > 0) or low (A < 0), measured as p - p'
+    ("tv") or as the divergence of the two-outcome distributions KL(p' || p) ("kl"); p current, p'
+    anchor. The dropped tokens count as `clipped_high` and `clipped_low`.
     """
     options, advantages, ratio = terms.options, terms.advantages, terms.log_ratio.exp()
     now, then = terms.current.detach().clamp(max=0), terms.anchor.clamp(max=0)
@@ -266,21 +339,30 @@ def dppo(terms: Terms) -> Outcome:
         loss = -ratio * advantages
     else:
         loss = -ratio.detach().clamp(max=options.dppo_ratio_cap) * advantages * terms.current
-    return torch.where(clipped_low | clipped_high, 0, loss), {"clipped_low": clipped_low, "clipped_high": clipped_high}
+    return torch.where(clipped_low | clipped_high, 0, loss), {
+        "clipped_low": clipped_low,
+        "clipped_high": clipped_high,
+    }
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p log(p / q) + (1 - p) log((1 - p) / (1 - q)) from log-probs <= 0; finite where a probability is 1."""
+    """p log(p / q) + (1 - p) log((1 - p) / (1 - q)) from log-probs <= 0; finite where a probability
+    is 1.
+    """
     tiny = torch.finfo(log_p.dtype).tiny
-    log_not_p, log_not_q = (torch.log(-torch.expm1(value.clamp(max=-tiny))) for value in (log_p, log_q))
+    log_not_p, log_not_q = (
+        torch.log(-torch.expm1(value.clamp(max=-tiny))) for value in (log_p, log_q)
+    )
     return log_p.exp() * (log_p - log_q) - torch.expm1(log_p) * (log_not_p - log_not_q)
 
 
 def opmd(terms: Terms) -> Outcome:
-    """l = -A current + tau / 2 d^2, d = current - behavior (arXiv 2501.12599 eq. 3, without its division by tau).
+    """l = -A current + tau / 2 d^2, d = current - behavior (arXiv 2501.12599 eq. 3, without its
+    division by tau).
 
-    Level "sequence": d is the response's sum, and each of its L tokens holds d^2 / L, so that the sum over tokens is the paper's term.
-    No clamp on d, which is not exponentiated: a penalty must not let go of far tokens.
+    Level "sequence": d is the response's sum, and each of its L tokens holds d^2 / L, so that the
+    sum over tokens is the paper's term. No clamp on d, which is not exponentiated: a penalty must
+    not let go of far tokens.
     """
     squared = (terms.current - terms.behavior).square()
     if terms.options.opmd_level == "sequence":
@@ -290,19 +372,35 @@ def opmd(terms: Terms) -> Outcome:
 
 
 def topr(terms: Terms) -> Outcome:
-    """l = -A current where A >= 0, else -sg(min(S, 1)) A current, S = exp(sum of current - behavior over the response).
+    """l = -A current where A >= 0, else -sg(min(S, 1)) A current, S = exp(sum of current - behavior
+    over the response).
 
     Source: arXiv 2503.14286. `ratio` is S.
     """
-    ratio = terms.row_sum((terms.current - terms.behavior).detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = (
+        terms.row_sum((terms.current - terms.behavior).detach())
+        .clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        .exp()
+    )
     weight = torch.where(terms.advantages < 0, ratio.clamp(max=1), 1)
     return -weight * terms.advantages * terms.current, {"ratio": ratio}
 
 
 __all__ = [
-    "CLIPPED", "CLIP_SCHEDULES", "DEFAULT_OPTIONS", "MAX_LOG_RATIO", "POLICY_LOSSES", "RATIO_FREE", "SELECTING", "SEQUENCE", "Clip",
-    "LossOptions", "clean_terms", "clip_bounds", "policy_loss",
-]  # fmt: skip
+    "CLIPPED",
+    "CLIP_SCHEDULES",
+    "DEFAULT_OPTIONS",
+    "MAX_LOG_RATIO",
+    "POLICY_LOSSES",
+    "RATIO_FREE",
+    "SELECTING",
+    "SEQUENCE",
+    "Clip",
+    "LossOptions",
+    "clean_terms",
+    "clip_bounds",
+    "policy_loss",
+]
 
 DEFAULT_OPTIONS = LossOptions()
 
@@ -327,7 +425,9 @@ POLICY_LOSSES: dict[str, Callable[[Terms], Outcome]] = {
 CLIPPED = frozenset({"ppo_clip", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov", "m2po"})
 """Losses that use the clip interval."""
 SEQUENCE = frozenset({"gspo", "gspo_token", "gmpo", "topr"})
-"""Losses with one ratio per response, which need to know the rows; `opmd` does too at level "sequence"."""
+"""Losses with one ratio per response, which need to know the rows; `opmd` does too at level
+"sequence".
+"""
 SELECTING = frozenset({"clip_cov", "kl_cov", "m2po"})
 """Losses that need a selection over the whole optimizer step (`selection.select_tokens`)."""
 RATIO_FREE = frozenset({"gpg", "reinforce", "asymre", "topr", "opmd"})
@@ -349,23 +449,35 @@ def policy_loss(
     selection: Tensor | None = None,
     options: LossOptions = DEFAULT_OPTIONS,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss per token, to be minimised, and detached diagnostics; every tensor is [B, T], or every one is packed [N].
+    """Loss per token, to be minimised, and detached diagnostics; every tensor is [B, T], or every
+    one is packed [N].
 
-    `logprobs` are the current policy's, with gradient; `anchor_logprobs` the trust region's centre; `behavior_logprobs` the sampler's
-    (equal to the anchor when that is the behaviour policy); `advantages` one per token; `staleness` the lag per token in learner
-    steps; `weights` multiply the whole loss of a token, without gradient. `row_index` int64, the row of each packed token, is needed by
-    `SEQUENCE` losses and by `opmd` at level "sequence". `selection` comes from `select_tokens` and is needed by `SELECTING` losses: bool
-    for clip_cov and kl_cov, float for m2po. Where `loss_mask` is 0 the loss and its gradient are exactly 0.
-    Diagnostics: `log_ratio` (current - anchor, not clamped), `ratio` (the response's, on each of its tokens, where the loss has one), and
-    the bool tensors `clipped_low`, `clipped_high` (the loss took the bound, by negative and positive advantage) and `dual_clipped`.
-    Raises ValueError for an unknown name, a shape mismatch, a missing row index or a missing or mistyped selection.
+    `logprobs` are the current policy's, with gradient; `anchor_logprobs` the trust region's centre;
+    `behavior_logprobs` the sampler's (equal to the anchor when that is the behaviour policy);
+    `advantages` one per token; `staleness` the lag per token in learner steps; `weights` multiply
+    the whole loss of a token, without gradient. `row_index` int64, the row of each packed token, is
+    needed by `SEQUENCE` losses and by `opmd` at level "sequence". `selection` comes from
+    `select_tokens` and is needed by `SELECTING` losses: bool for clip_cov and kl_cov, float for
+    m2po. Where `loss_mask` is 0 the loss and its gradient are exactly 0. Diagnostics: `log_ratio`
+    (current - anchor, not clamped), `ratio` (the response's, on each of its tokens, where the loss
+    has one), and the bool tensors `clipped_low`, `clipped_high` (the loss took the bound, by
+    negative and positive advantage) and `dual_clipped`. Raises ValueError for an unknown name, a
+    shape mismatch, a missing row index or a missing or mistyped selection.
     """
     if name not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {name!r}; choose one of {sorted(POLICY_LOSSES)}")
     terms = clean_terms(
-        logprobs, anchor_logprobs=anchor_logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, loss_mask=loss_mask,
-        staleness=staleness, clip=clip, row_index=row_index, selection=selection, options=options,
-    )  # fmt: skip
+        logprobs,
+        anchor_logprobs=anchor_logprobs,
+        behavior_logprobs=behavior_logprobs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        staleness=staleness,
+        clip=clip,
+        row_index=row_index,
+        selection=selection,
+        options=options,
+    )
     _check_needs(name, terms)
     loss, found = POLICY_LOSSES[name](terms)
     if weights is not None:
@@ -377,7 +489,9 @@ def policy_loss(
         "ratio": torch.where(terms.valid, found.get("ratio", terms.log_ratio.detach().exp()), 1),
         **{key: found.get(key, nothing) for key in ("clipped_low", "clipped_high", "dual_clipped")},
     }
-    return torch.where(terms.valid, loss, 0), {key: tensor.detach() for key, tensor in diagnostics.items()}
+    return torch.where(terms.valid, loss, 0), {
+        key: tensor.detach() for key, tensor in diagnostics.items()
+    }
 
 
 def clean_terms(
@@ -393,15 +507,23 @@ def clean_terms(
     selection: Tensor | None = None,
     options: LossOptions = DEFAULT_OPTIONS,
 ) -> Terms:
-    """Check the shapes and replace what masked entries hold; arguments as for `policy_loss`. At least float32.
+    """Check the shapes and replace what masked entries hold; arguments as for `policy_loss`. At
+    least float32.
 
     Raises ValueError for tensors whose shape is not that of `logprobs`.
     """
     optional = {"row_index": row_index, "selection": selection}
-    _check_shapes(logprobs, {
-        "anchor_logprobs": anchor_logprobs, "behavior_logprobs": behavior_logprobs, "advantages": advantages, "loss_mask": loss_mask,
-        "staleness": staleness, **{key: tensor for key, tensor in optional.items() if tensor is not None},
-    })  # fmt: skip
+    _check_shapes(
+        logprobs,
+        {
+            "anchor_logprobs": anchor_logprobs,
+            "behavior_logprobs": behavior_logprobs,
+            "advantages": advantages,
+            "loss_mask": loss_mask,
+            "staleness": staleness,
+            **{key: tensor for key, tensor in optional.items() if tensor is not None},
+        },
+    )
     valid = loss_mask != 0
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
 
@@ -414,16 +536,29 @@ def clean_terms(
     difference = current - anchor
     low, high = clip_widths(clean(staleness.detach()), clip)
     return Terms(
-        current=current, anchor=anchor, behavior=clean(behavior_logprobs.detach()), difference=difference,
-        log_ratio=difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), advantages=clean(advantages.detach()), low=low, high=high, valid=valid,
-        row_index=row_index, selection=selection, clip=clip, options=options,
-    )  # fmt: skip
+        current=current,
+        anchor=anchor,
+        behavior=clean(behavior_logprobs.detach()),
+        difference=difference,
+        log_ratio=difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
+        advantages=clean(advantages.detach()),
+        low=low,
+        high=high,
+        valid=valid,
+        row_index=row_index,
+        selection=selection,
+        clip=clip,
+        options=options,
+    )
 
 
 def _check_shapes(logprobs: Tensor, others: dict[str, Tensor]) -> None:
     for key, tensor in others.items():
         if tensor.shape != logprobs.shape:
-            raise ValueError(f"{key} has shape {tuple(tensor.shape)}, logprobs {tuple(logprobs.shape)}; they must be equal")
+            raise ValueError(
+                f"{key} has shape {tuple(tensor.shape)}, logprobs {tuple(logprobs.shape)}; "
+                "they must be equal"
+            )
 
 
 def _check_needs(name: str, terms: Terms) -> None:
@@ -431,11 +566,15 @@ def _check_needs(name: str, terms: Terms) -> None:
     rows = name in SEQUENCE or (name == "opmd" and terms.options.opmd_level == "sequence")
     if rows and terms.row_index is None and terms.current.dim() != 2:
         raise ValueError(
-            f"policy loss {name} needs the rows of tokens of shape {tuple(terms.current.shape)}: give row_index, the row of each packed "
+            f"policy loss {name} needs the rows of tokens of shape "
+            f"{tuple(terms.current.shape)}: give row_index, the row of each packed "
             "token (int64), or tensors [B, T]"
         )
     if name in SELECTING:
         kind = "float (the bound T)" if name == "m2po" else "bool (the selected tokens)"
         if terms.selection is None or (terms.selection.dtype == torch.bool) != (name != "m2po"):
             got = "none" if terms.selection is None else "another type"
-            raise ValueError(f"policy loss {name} needs selection, the {kind} tensor of select_tokens({name!r}, ...); got {got}")
+            raise ValueError(
+                f"policy loss {name} needs selection, the {kind} tensor of "
+                f"select_tokens({name!r}, ...); got {got}"
+            )

@@ -1,15 +1,18 @@
 """Metrics as sums and counts, so that a mean over ranks and micro-batches is exact.
 
-Runs in: learner ranks (tensors) and the driver (merging). Hides when device values are read: tensors are queued and read once, when the
-numbers are asked for. Invariants: no mean of means; masked entries never count, whatever they hold; a metric without a single value
-does not exist instead of being 0.
+Runs in: learner ranks (tensors) and the driver (merging). Hides when device values are read:
+tensors are queued and read once, when the numbers are asked for. Invariants: no mean of means;
+masked entries never count, whatever they hold; a metric without a single value does not exist
+instead of being 0.
 
-What a micro-batch says about the training, as sums that add up exactly over micro-batches and ranks. Hides the table of diagnostics. Everything is counted over all tokens in the mask, and again per lag bucket
-(`train/lag_2/ppo_kl`); numbers of whole responses count each response with a token in the mask once, in the bucket of its oldest token.
-Invariant: nothing here waits for the device; shapes never depend on values.
+What a micro-batch says about the training, as sums that add up exactly over micro-batches and
+ranks. Hides the table of diagnostics. Everything is counted over all tokens in the mask, and again
+per lag bucket (`train/lag_2/ppo_kl`); numbers of whole responses count each response with a token
+in the mask once, in the bucket of its oldest token. Invariant: nothing here waits for the device;
+shapes never depend on values.
 
-Names: d = current - anchor log-prob, r = exp(d), rho = exp(current - behavior), w = exp(anchor - behavior). Every log ratio is clamped to
-[-20, 20] before `exp`; `log_ratio_abs_max` is not.
+Names: d = current - anchor log-prob, r = exp(d), rho = exp(current - behavior), w = exp(anchor -
+behavior). Every log ratio is clamped to [-20, 20] before `exp`; `log_ratio_abs_max` is not.
 """
 
 from __future__ import annotations
@@ -26,13 +29,17 @@ from async_grpo.algo.losses import MAX_LOG_RATIO
 SHARE = "/token_share"
 """Ending of names whose value 0 means that the part does not occur; it is left out."""
 ESS = {"rho": "ess", "rho_seq": "ess_seq", "importance_weight": "importance_ess"}
-"""Name of a weight -> name of its effective sample size (sum w)^2 / (n sum w^2), from the sums of w and of `<name>_sq`."""
+"""Name of a weight -> name of its effective sample size (sum w)^2 / (n sum w^2), from the sums of w
+and of `<name>_sq`.
+"""
 CHI2 = {"mismatch_ratio": "mismatch_chi2", "mismatch_ratio_seq": "mismatch_chi2_seq"}
 """Name of a ratio -> name of mean(w^2) - 1, from the sum of `<name>_sq`."""
 
 
 class MetricSums:
-    """Named sums with counts, and extremes. Names are paths (`train/ppo_kl`); `ESS` and `CHI2` say what is derived from two sums."""
+    """Named sums with counts, and extremes. Names are paths (`train/ppo_kl`); `ESS` and `CHI2` say
+    what is derived from two sums.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
@@ -55,7 +62,9 @@ class MetricSums:
         entry[1] += count
 
     def maximum(self, name: str | list[str], value: float | Tensor) -> None:
-        """Keep the largest value; minus infinity counts as no value. A list of names takes a tensor with a value for each, read later."""
+        """Keep the largest value; minus infinity counts as no value. A list of names takes a tensor
+        with a value for each, read later.
+        """
         self._extreme(self._highs, name, value)
 
     def minimum(self, name: str | list[str], value: float | Tensor) -> None:
@@ -79,21 +88,35 @@ class MetricSums:
     def to_wire(self) -> dict[str, Any]:
         """Plain numbers for another process; see `from_wire`."""
         self._settle()
-        return {"sums": {name: list(entry) for name, entry in self._sums.items()}, "highs": dict(self._highs), "lows": dict(self._lows)}
+        return {
+            "sums": {name: list(entry) for name, entry in self._sums.items()},
+            "highs": dict(self._highs),
+            "lows": dict(self._lows),
+        }
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> MetricSums:
         """The sums that `to_wire` wrote."""
         sums = cls()
-        sums._sums = {name: [float(total), float(count)] for name, (total, count) in wire["sums"].items()}
+        sums._sums = {
+            name: [float(total), float(count)] for name, (total, count) in wire["sums"].items()
+        }
         sums._highs, sums._lows = dict(wire["highs"]), dict(wire["lows"])
         return sums
 
     def means(self) -> dict[str, float]:
-        """Sum / count per name, the extremes, and what `ESS` (a share in (0, 1]) and `CHI2` derive."""
+        """Sum / count per name, the extremes, and what `ESS` (a share in (0, 1]) and `CHI2`
+        derive.
+        """
         self._settle()
-        absent = {name for name, (total, _) in self._sums.items() if total == 0 and name.endswith(SHARE)}
-        out = {name: total / count for name, (total, count) in self._sums.items() if count > 0 and name not in absent}
+        absent = {
+            name for name, (total, _) in self._sums.items() if total == 0 and name.endswith(SHARE)
+        }
+        out = {
+            name: total / count
+            for name, (total, count) in self._sums.items()
+            if count > 0 and name not in absent
+        }
         for name in [name for name in out if name.endswith("_sq")]:
             path, _, leaf = name.removesuffix("_sq").rpartition("/")
             if leaf not in ESS | CHI2:
@@ -105,11 +128,15 @@ class MetricSums:
                 out[f"{path}/{CHI2[leaf]}"] = square - 1
         return out | self._highs | self._lows
 
-    def _extreme(self, store: dict[str, float], name: str | list[str], value: float | Tensor) -> None:
+    def _extreme(
+        self, store: dict[str, float], name: str | list[str], value: float | Tensor
+    ) -> None:
         if isinstance(value, Tensor):
             names = [name] if isinstance(name, str) else name
             if value.numel() != len(names):
-                raise ValueError(f"{len(names)} extremes need as many values, got {value.numel()}: {names}")
+                raise ValueError(
+                    f"{len(names)} extremes need as many values, got {value.numel()}: {names}"
+                )
             self._pending_extremes.append((store, names, value.detach().double().reshape(-1)))
             return
         if abs(value) != float("inf"):
@@ -119,7 +146,9 @@ class MetricSums:
     def _settle(self) -> None:
         """Read all queued tensors in one transfer."""
         pending, extremes = self._pending, self._pending_extremes
-        tensors = [table.reshape(-1) for _, table in pending] + [values for _, _, values in extremes]
+        tensors = [table.reshape(-1) for _, table in pending] + [
+            values for _, _, values in extremes
+        ]
         if not tensors:
             return
         numbers = iter(torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist())
@@ -143,20 +172,37 @@ def lag_bucket(lag: int) -> str:
 
 
 _POWERS = 18
-_LABELS = [f"train/lag_{lag_bucket(lag)}" for lag in (0, *(2**power for power in range(_POWERS)))] + [f"train/lag_{2 ** (_POWERS - 1) + 1}+"]
+_LABELS = [
+    f"train/lag_{lag_bucket(lag)}" for lag in (0, *(2**power for power in range(_POWERS)))
+] + [f"train/lag_{2 ** (_POWERS - 1) + 1}+"]
 
 
 @torch.no_grad()
 def loss_metrics(
-    sums: MetricSums, *, token_loss: Tensor, diagnostics: dict[str, Tensor], logprobs: Tensor, anchor_logprobs: Tensor,
-    behavior_logprobs: Tensor, recomputed: bool, advantages: Tensor, staleness: Tensor, mask: Tensor, row_index: Tensor | None = None,
-    weights: Tensor | None = None, kept: Tensor | None = None, kl: Tensor | None = None, entropy: Tensor | None = None,
-) -> None:  # fmt: skip
+    sums: MetricSums,
+    *,
+    token_loss: Tensor,
+    diagnostics: dict[str, Tensor],
+    logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    recomputed: bool,
+    advantages: Tensor,
+    staleness: Tensor,
+    mask: Tensor,
+    row_index: Tensor | None = None,
+    weights: Tensor | None = None,
+    kept: Tensor | None = None,
+    kl: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> None:
     """Add the metrics of one micro-batch to `sums`.
 
-    All tensors have one shape, [B, T], or packed [N] with `row_index` [N] int64 (without it packed tokens have no metrics of whole
-    responses). `diagnostics` come from `policy_loss`; `weights` are importance weights, `kept` is 0 for rejected tokens; `recomputed` says
-    that the anchor is another forward pass than the sampler's, so that their difference is the mismatch of learner and sampler.
+    All tensors have one shape, [B, T], or packed [N] with `row_index` [N] int64 (without it packed
+    tokens have no metrics of whole responses). `diagnostics` come from `policy_loss`; `weights` are
+    importance weights, `kept` is 0 for rejected tokens; `recomputed` says that the anchor is
+    another forward pass than the sampler's, so that their difference is the mismatch of learner and
+    sampler.
     """
     if mask.numel() == 0:
         return
@@ -165,35 +211,68 @@ def loss_metrics(
     def flat(tensor: Tensor) -> Tensor:
         return torch.where(valid, tensor.reshape(-1).double(), 0)
 
-    difference, behavior, anchor = flat(diagnostics["log_ratio"]), flat(behavior_logprobs), flat(anchor_logprobs)
+    difference, behavior, anchor = (
+        flat(diagnostics["log_ratio"]),
+        flat(behavior_logprobs),
+        flat(anchor_logprobs),
+    )
     to_behavior = flat(logprobs) - behavior
     columns = {
-        "pg_loss": flat(token_loss), "advantage": flat(advantages), **_trust_region(difference, {k: flat(v) for k, v in diagnostics.items()}),
-        "rho": _exp(to_behavior), "rho_sq": _exp(to_behavior).square(),
+        "pg_loss": flat(token_loss),
+        "advantage": flat(advantages),
+        **_trust_region(difference, {k: flat(v) for k, v in diagnostics.items()}),
+        "rho": _exp(to_behavior),
+        "rho_sq": _exp(to_behavior).square(),
     }
     extremes = {
-        "lag_max": flat(staleness), "ratio_max": flat(diagnostics["ratio"]), "log_ratio_abs_max": difference.abs(),
+        "lag_max": flat(staleness),
+        "ratio_max": flat(diagnostics["ratio"]),
+        "log_ratio_abs_max": difference.abs(),
         "advantage_abs_max": flat(advantages).abs(),
     }
     if recomputed:
         columns |= _mismatch(anchor - behavior)
-        extremes |= {"mismatch_max": (anchor - behavior).abs(), "mismatch_prob_max": (anchor.exp() - behavior.exp()).abs()}
+        extremes |= {
+            "mismatch_max": (anchor - behavior).abs(),
+            "mismatch_prob_max": (anchor.exp() - behavior.exp()).abs(),
+        }
     if weights is not None:
-        columns |= {"importance_weight": flat(weights), "importance_weight_sq": flat(weights).square(), "importance_zero": flat(weights) == 0}
+        columns |= {
+            "importance_weight": flat(weights),
+            "importance_weight_sq": flat(weights).square(),
+            "importance_zero": flat(weights) == 0,
+        }
     if kept is not None:
         columns["rejected"] = flat(kept) == 0
     if weights is not None or kept is not None:
         applied = torch.ones_like(behavior) if weights is None else flat(weights)
         columns["applied_weight"] = applied if kept is None else applied * flat(kept)
-    columns |= {name: flat(tensor) for name, tensor in (("kl", kl), ("entropy", entropy)) if tensor is not None}
+    columns |= {
+        name: flat(tensor)
+        for name, tensor in (("kl", kl), ("entropy", entropy))
+        if tensor is not None
+    }
     lag = flat(staleness)
     bucket = _bucket(lag)
     counts = _add_by_lag(sums, columns | {"lag_mean": lag}, bucket, valid)
-    sums.add_table([f"{label}{SHARE}" for label in _LABELS], torch.stack([counts, counts.sum().expand_as(counts)], -1))
+    sums.add_table(
+        [f"{label}{SHARE}" for label in _LABELS],
+        torch.stack([counts, counts.sum().expand_as(counts)], -1),
+    )
     _add_extremes(sums.maximum, extremes, bucket, valid, least=False)
-    _add_extremes(sums.minimum, {"ratio_min": flat(diagnostics["ratio"])}, bucket, valid, least=True)
+    _add_extremes(
+        sums.minimum, {"ratio_min": flat(diagnostics["ratio"])}, bucket, valid, least=True
+    )
     if rows is not None:
-        _add_rows(sums, rows, valid, lag, to_behavior, anchor - behavior if recomputed else None, None if kept is None else flat(kept))
+        _add_rows(
+            sums,
+            rows,
+            valid,
+            lag,
+            to_behavior,
+            anchor - behavior if recomputed else None,
+            None if kept is None else flat(kept),
+        )
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
@@ -219,7 +298,9 @@ def _trust_region(difference: Tensor, diagnostics: dict[str, Tensor]) -> dict[st
 
 
 def _mismatch(log_ratio: Tensor) -> dict[str, Tensor]:
-    """The anchor against the behaviour policy, per token: learner against sampler, and what has changed since."""
+    """The anchor against the behaviour policy, per token: learner against sampler, and what has
+    changed since.
+    """
     ratio = _exp(log_ratio)
     return {
         "mismatch": log_ratio.abs(),
@@ -232,62 +313,110 @@ def _mismatch(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def _rows(mask: Tensor, row_index: Tensor | None) -> Tensor | None:
-    """The row of each token as a number below the number of tokens, flat; None where packed tokens come without one."""
+    """The row of each token as a number below the number of tokens, flat; None where packed tokens
+    come without one.
+    """
     if row_index is None:
-        return torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1]) if mask.dim() == 2 else None
+        return (
+            torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1])
+            if mask.dim() == 2
+            else None
+        )
     ordered, order = row_index.reshape(-1).sort()
     return torch.zeros_like(order).scatter(0, order[1:], (ordered.diff() != 0).long().cumsum(0))
 
 
 def _add_rows(
-    sums: MetricSums, rows: Tensor, valid: Tensor, lag: Tensor, to_behavior: Tensor, mismatch: Tensor | None, kept: Tensor | None
+    sums: MetricSums,
+    rows: Tensor,
+    valid: Tensor,
+    lag: Tensor,
+    to_behavior: Tensor,
+    mismatch: Tensor | None,
+    kept: Tensor | None,
 ) -> None:
-    """Metrics of whole responses: each counts once, by its oldest token. Tensors [N], 0 where not valid; row numbers are below N."""
+    """Metrics of whole responses: each counts once, by its oldest token. Tensors [N], 0 where not
+    valid; row numbers are below N.
+    """
 
     def total(values: Tensor) -> Tensor:
         return torch.zeros_like(lag).index_add_(0, rows, values)
 
     def most(values: Tensor) -> Tensor:
-        return torch.full_like(lag, -torch.inf).scatter_reduce(0, rows, torch.where(valid, values, -torch.inf), "amax")
+        return torch.full_like(lag, -torch.inf).scatter_reduce(
+            0, rows, torch.where(valid, values, -torch.inf), "amax"
+        )
 
     length, oldest = total(valid.double()), most(lag)
     rho, any_token = _exp(total(to_behavior)), length > 0
-    columns = {"row_length": length, "lag_span": oldest + most(-lag), "rho_seq": rho, "rho_seq_sq": rho.square()}
+    columns = {
+        "row_length": length,
+        "lag_span": oldest + most(-lag),
+        "rho_seq": rho,
+        "rho_seq_sq": rho.square(),
+    }
     if mismatch is not None:
         ratio, mean = _exp(total(mismatch)), total(mismatch) / length.clamp(min=1)
-        columns |= {"mismatch_ratio_seq": ratio, "mismatch_ratio_seq_sq": ratio.square(), "mismatch_ppl_ratio": _exp(-mean)}
+        columns |= {
+            "mismatch_ratio_seq": ratio,
+            "mismatch_ratio_seq_sq": ratio.square(),
+            "mismatch_ppl_ratio": _exp(-mean),
+        }
     if kept is not None:
         columns["rejected_rows"] = total(kept) == 0
     _add_by_lag(sums, columns, _bucket(oldest), any_token)
 
 
 def _bucket(lag: Tensor) -> Tensor:
-    """Index into `_LABELS` [N] int64: 0, 1, 2 for these lags, then the number of binary digits of lag - 1, plus 1."""
+    """Index into `_LABELS` [N] int64: 0, 1, 2 for these lags, then the number of binary digits of
+    lag - 1, plus 1.
+    """
     lag = lag.clamp(min=0)
     digits = torch.frexp((lag - 1).clamp(min=0)).exponent
     return (digits + (lag > 0)).clamp(max=len(_LABELS) - 1).long()
 
 
-def _add_by_lag(sums: MetricSums, columns: dict[str, Tensor], bucket: Tensor, valid: Tensor) -> Tensor:
-    """Sums of every column [N], in all and per lag bucket, as one matrix product; returns the entries per bucket [K]."""
+def _add_by_lag(
+    sums: MetricSums, columns: dict[str, Tensor], bucket: Tensor, valid: Tensor
+) -> Tensor:
+    """Sums of every column [N], in all and per lag bucket, as one matrix product; returns the
+    entries per bucket [K].
+    """
     names = list(columns)
     valid_one = valid.double().unsqueeze(-1)
-    members = valid_one.new_zeros(len(bucket), len(_LABELS)).scatter_(1, bucket.unsqueeze(-1), valid_one)  # [N, K]
-    values = torch.stack([torch.where(valid, column.double(), 0) for column in columns.values()])  # [M, N]
+    members = valid_one.new_zeros(len(bucket), len(_LABELS)).scatter_(
+        1, bucket.unsqueeze(-1), valid_one
+    )  # [N, K]
+    values = torch.stack(
+        [torch.where(valid, column.double(), 0) for column in columns.values()]
+    )  # [M, N]
     totals, counts = values @ members, members.sum(0)  # [M, K], [K]
-    sums.add_table([f"train/{name}" for name in names], torch.stack([totals.sum(1), counts.sum().expand(len(names))], -1))
     sums.add_table(
-        [f"{label}/{name}" for name in names for label in _LABELS], torch.stack([totals, counts.expand_as(totals)], -1).reshape(-1, 2)
+        [f"train/{name}" for name in names],
+        torch.stack([totals.sum(1), counts.sum().expand(len(names))], -1),
+    )
+    sums.add_table(
+        [f"{label}/{name}" for name in names for label in _LABELS],
+        torch.stack([totals, counts.expand_as(totals)], -1).reshape(-1, 2),
     )
     return counts
 
 
 def _add_extremes(
-    keep: Callable[[list[str], Tensor], None], columns: dict[str, Tensor], bucket: Tensor, valid: Tensor, *, least: bool
+    keep: Callable[[list[str], Tensor], None],
+    columns: dict[str, Tensor],
+    bucket: Tensor,
+    valid: Tensor,
+    *,
+    least: bool,
 ) -> None:
     """The largest (or smallest) entry of every column [N], in all and per lag bucket."""
     mode, nothing = ("amin", torch.inf) if least else ("amax", -torch.inf)
-    values = torch.stack([torch.where(valid, column, nothing) for column in columns.values()])  # [E, N]
-    found = values.new_full((len(columns), len(_LABELS)), nothing).scatter_reduce(1, bucket.expand_as(values), values, mode)  # [E, K]
+    values = torch.stack(
+        [torch.where(valid, column, nothing) for column in columns.values()]
+    )  # [E, N]
+    found = values.new_full((len(columns), len(_LABELS)), nothing).scatter_reduce(
+        1, bucket.expand_as(values), values, mode
+    )  # [E, K]
     keep([f"train/{name}" for name in columns], found.amin(1) if least else found.amax(1))
     keep([f"{label}/{name}" for name in columns for label in _LABELS], found.reshape(-1))

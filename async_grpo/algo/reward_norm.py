@@ -1,10 +1,11 @@
 """Normalisation of shaped rewards before any advantage is computed.
 
-Runs in: the driver, once per learner step, in the order in which batches are consumed. Hides whose statistics are used: those of the
-group, of the batch, or of all batches so far.
+Runs in: the driver, once per learner step, in the order in which batches are consumed. Hides whose
+statistics are used: those of the group, of the batch, or of all batches so far.
 
-Invariants: statistics are centred and in float64, the standard deviation is unbiased with EPSILON added outside the root; equal rewards
-are never divided by their rounding errors; rows that do not count (greedy baselines) change no statistic and are transformed like the others.
+Invariants: statistics are centred and in float64, the standard deviation is unbiased with EPSILON
+added outside the root; equal rewards are never divided by their rounding errors; rows that do not
+count (greedy baselines) change no statistic and are transformed like the others.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class RunningMoments:
     m2: float = 0.0
 
     def update(self, values: Tensor) -> None:
-        """Merge a batch of any shape, exactly up to rounding and in any split (Chan, Golub, LeVeque 1979).
+        """Merge a batch of any shape, exactly up to rounding and in any split (Chan, Golub, LeVeque
+        1979).
 
         Raises ValueError for a value that is not finite.
         """
@@ -71,15 +73,19 @@ def normalize_rewards(
     counted: Tensor | None = None,
     running: RunningMoments | None = None,
 ) -> Tensor:
-    """Rewards [B] minus a mean, over a standard deviation: (R - mean) / (std + EPSILON), in the type of `rewards`.
+    """Rewards [B] minus a mean, over a standard deviation: (R - mean) / (std + EPSILON), in the
+    type of `rewards`.
 
-    `reward_norm` says whose statistics: those of the row's group (`group_index` [B] int64), of all rows, or `running`, which is updated with
-    this batch first. With `reward_shift` alone the mean is subtracted and nothing divided; with `reward_scale` alone it is the other way
-    round; both or neither is the full formula. Without `reward_norm`, shift and scale use the statistics of all rows, and with neither the
-    rewards stay as they are. `counted` [B] bool: rows that enter the statistics; None is all.
-    Where the statistics have no spread (one row, or all equal within TOLERANCE; for `running`, a deviation within TOLERANCE) nothing is
-    divided, and what is left of a subtraction within TOLERANCE is 0. Statistics without any row leave the rewards as they are.
-    Raises ValueError for an unknown `reward_norm`, `running` without moments, a shape mismatch or a reward that is not finite.
+    `reward_norm` says whose statistics: those of the row's group (`group_index` [B] int64), of all
+    rows, or `running`, which is updated with this batch first. With `reward_shift` alone the mean
+    is subtracted and nothing divided; with `reward_scale` alone it is the other way round; both or
+    neither is the full formula. Without `reward_norm`, shift and scale use the statistics of all
+    rows, and with neither the rewards stay as they are. `counted` [B] bool: rows that enter the
+    statistics; None is all. Where the statistics have no spread (one row, or all equal within
+    TOLERANCE; for `running`, a deviation within TOLERANCE) nothing is divided, and what is left of
+    a subtraction within TOLERANCE is 0. Statistics without any row leave the rewards as they are.
+    Raises ValueError for an unknown `reward_norm`, `running` without moments, a shape mismatch or a
+    reward that is not finite.
     """
     if reward_norm not in (None, "group", "batch", "running"):
         raise ValueError(f"reward_norm is {reward_norm!r}; choose group, batch, running or null")
@@ -88,7 +94,8 @@ def normalize_rewards(
     included = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted != 0
     if rewards.dim() != 1 or rewards.shape != group_index.shape or rewards.shape != included.shape:
         raise ValueError(
-            f"rewards {tuple(rewards.shape)}, group index {tuple(group_index.shape)} and counted {tuple(included.shape)} must all be [B]"
+            f"rewards {tuple(rewards.shape)}, group index {tuple(group_index.shape)} and "
+            f"counted {tuple(included.shape)} must all be [B]"
         )
     if not bool(torch.isfinite(rewards).all()):
         raise ValueError("a reward is not finite; drop the group before its rewards are normalised")
@@ -101,7 +108,11 @@ def normalize_rewards(
         mean, std = torch.full_like(values, running.mean), torch.full_like(values, running.std)
         varied = std > TOLERANCE
     else:
-        mean, std, varied = _statistics(values, included, group_index if reward_norm == "group" else torch.zeros_like(group_index))
+        mean, std, varied = _statistics(
+            values,
+            included,
+            group_index if reward_norm == "group" else torch.zeros_like(group_index),
+        )
     if reward_shift or not reward_scale:
         values = values - mean
         values = torch.where(~varied & (values.abs() <= TOLERANCE), 0, values)
@@ -110,11 +121,17 @@ def normalize_rewards(
     return values.to(dtype)
 
 
-def _statistics(values: Tensor, included: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, unbiased deviation and whether there is a spread, of the included rows of each row's group, on the row: each [B]."""
+def _statistics(
+    values: Tensor, included: Tensor, group_index: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, unbiased deviation and whether there is a spread, of the included rows of each row's
+    group, on the row: each [B].
+    """
     groups = Groups.of(group_index)
     count = groups.sum(included.double())
     mean = groups.expand(groups.sum(torch.where(included, values, 0)) / count.clamp(min=1))
-    centred = torch.where(included, values - mean, 0)  # a row that does not count has no deviation, so that it widens no spread
+    centred = torch.where(
+        included, values - mean, 0
+    )  # a row that does not count has no deviation, so that it widens no spread
     std = groups.expand((groups.sum(centred.square()) / (count - 1).clamp(min=1)).sqrt())
     return mean, std, groups.varied(centred)

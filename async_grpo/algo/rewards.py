@@ -1,7 +1,8 @@
 """From reward components to the one number of a response, before any group statistic.
 
-Runs in: the driver and rollout actors (plain numbers, no tensor library). Hides the formulas of reward shaping. Invariant: the same
-components give the same float on every process, in whatever order the components come.
+Runs in: the driver and rollout actors (plain numbers, no tensor library). Hides the formulas of
+reward shaping. Invariant: the same components give the same float on every process, in whatever
+order the components come.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shaping:
-    """What turns one row's components into its shaped reward: weighted sum -> clamp to [-clip, clip] -> + overlong penalty.
+    """What turns one row's components into its shaped reward: weighted sum -> clamp to [-clip,
+    clip] -> + overlong penalty.
 
-    `clip` None and `overlong_length` 0 leave the step out. `response_length` is the response budget in tokens. Raises ValueError for a
-    negative clip and for a buffer that `overlong_penalty` refuses.
+    `clip` None and `overlong_length` 0 leave the step out. `response_length` is the response budget
+    in tokens. Raises ValueError for a negative clip and for a buffer that `overlong_penalty`
+    refuses.
     """
 
     weights: Mapping[str, float]
@@ -40,7 +43,10 @@ class Shaping:
 
     def _penalty(self, length: int) -> float:
         return overlong_penalty(
-            length, max_length=self.response_length, buffer_length=self.overlong_length, factor=self.overlong_factor
+            length,
+            max_length=self.response_length,
+            buffer_length=self.overlong_length,
+            factor=self.overlong_factor,
         )
 
 
@@ -51,19 +57,25 @@ def score(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """
     if not weights.keys() <= rewards.keys():
         missing = sorted(weights.keys() - rewards.keys())
-        raise ValueError(f"the reward has components {sorted(rewards)} but weights name {missing}; correct task.rewards")
+        raise ValueError(
+            f"the reward has components {sorted(rewards)} but weights name {missing}; "
+            "correct task.rewards"
+        )
     return math.fsum([weight * rewards[name] for name, weight in weights.items()])
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor: float) -> float:
-    """Soft overlong punishment of a response of `length` tokens, in [-factor, 0], to be added (DAPO, arXiv 2503.14476 eq. 13).
+    """Soft overlong punishment of a response of `length` tokens, in [-factor, 0], to be added
+    (DAPO, arXiv 2503.14476 eq. 13).
 
-    0 up to max_length - buffer_length, then linear down to -factor at max_length, and -factor beyond. `max_length` is the whole
-    response budget, the punished tail included. Raises ValueError unless 1 <= buffer_length <= max_length and factor >= 0.
+    0 up to max_length - buffer_length, then linear down to -factor at max_length, and -factor
+    beyond. `max_length` is the whole response budget, the punished tail included. Raises ValueError
+    unless 1 <= buffer_length <= max_length and factor >= 0.
     """
     if not 1 <= buffer_length <= max_length or factor < 0:
         raise ValueError(
-            f"overlong penalty over the last {buffer_length} of {max_length} tokens with factor {factor}; "
+            f"overlong penalty over the last {buffer_length} of {max_length} tokens with "
+            f"factor {factor}; "
             "the buffer must be between 1 and the response length, the factor at least 0"
         )
     excess = length - (max_length - buffer_length)

@@ -1,7 +1,8 @@
 """Sums and means over the rows of [B, T] or packed [N] tensors.
 
-Runs in: learner ranks and the driver. Hides the two layouts. Invariants: a row's value does not depend on the rows beside it nor on its
-padding; sums are taken in float64, so that a long row gives the same number in any layout; gradients pass.
+Runs in: learner ranks and the driver. Hides the two layouts. Invariants: a row's value does not
+depend on the rows beside it nor on its padding; sums are taken in float64, so that a long row gives
+the same number in any layout; gradients pass.
 """
 
 from __future__ import annotations
@@ -11,23 +12,32 @@ from torch import Tensor
 
 
 def row_sums(values: Tensor, row_index: Tensor | None = None) -> Tensor:
-    """The sum of its row on every entry, in the shape and type of `values`: [B, T], or packed [N] with `row_index` [N] int64.
+    """The sum of its row on every entry, in the shape and type of `values`: [B, T], or packed [N]
+    with `row_index` [N] int64.
 
-    Masked entries must hold 0. Raises ValueError for packed values without a row index of their shape.
+    Masked entries must hold 0. Raises ValueError for packed values without a row index of their
+    shape.
     """
     if values.dim() == 2 and row_index is None:
         return values.double().sum(-1, keepdim=True).to(values.dtype).expand_as(values)
     if row_index is None or row_index.shape != values.shape:
-        raise ValueError(f"values {tuple(values.shape)} need row_index, the row of each packed token, in the same shape")
+        raise ValueError(
+            f"values {tuple(values.shape)} need row_index, the row of each packed token, "
+            "in the same shape"
+        )
     if values.numel() == 0:
         return values
     flat, index = values.reshape(-1), row_index.reshape(-1)
-    sums = flat.new_zeros(int(index.max()) + 1, dtype=torch.float64).index_add_(0, index, flat.double())
+    sums = flat.new_zeros(int(index.max()) + 1, dtype=torch.float64).index_add_(
+        0, index, flat.double()
+    )
     return sums[index].to(values.dtype).reshape(values.shape)
 
 
 def row_means(values: Tensor, valid: Tensor, row_index: Tensor | None = None) -> Tensor:
-    """The mean over the valid entries of its row on every entry; 0 in a row without any. `valid` is bool, in the shape of `values`."""
+    """The mean over the valid entries of its row on every entry; 0 in a row without any. `valid` is
+    bool, in the shape of `values`.
+    """
     lengths = row_sums(valid.to(torch.float64), row_index)
     total = row_sums(torch.where(valid, values, 0), row_index)
     return total / lengths.clamp(min=1).to(values.dtype)

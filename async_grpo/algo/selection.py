@@ -1,10 +1,12 @@
 """Tokens that a loss picks by statistics of the whole optimizer step: `clip_cov`, `kl_cov`, `m2po`.
 
-Runs in: learner ranks, after a pass without gradient over all micro-batches of the optimizer step. Hides how ranks agree: they add up a
-few sums and exchange only what can still be chosen. Invariants: the result does not depend on how tokens are split over ranks and
-micro-batches, nor on their order or padding (up to the rounding of two float64 means); draws are hashes of what identifies a token, never a
-random generator; every rank makes the same calls in the same order, also without tokens; masked entries may hold anything and are never
-selected. Nothing here carries gradient.
+Runs in: learner ranks, after a pass without gradient over all micro-batches of the optimizer step.
+Hides how ranks agree: they add up a few sums and exchange only what can still be chosen.
+Invariants: the result does not depend on how tokens are split over ranks and micro-batches, nor on
+their order or padding (up to the rounding of two float64 means); draws are hashes of what
+identifies a token, never a random generator; every rank makes the same calls in the same order,
+also without tokens; masked entries may hold anything and are never selected. Nothing here carries
+gradient.
 """
 
 from __future__ import annotations
@@ -20,19 +22,35 @@ from async_grpo.algo.losses import SELECTING, Clip, LossOptions, Terms, clean_te
 Collective = Callable[[Tensor], Tensor]
 
 
-def token_hashes(seed: int, step: int, group_ids: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """A non-negative int64 hash per token of (seed, step, group, row in the group, position in the response), in the shape of the inputs.
+def token_hashes(
+    seed: int, step: int, group_ids: Tensor, rows: Tensor, positions: Tensor
+) -> Tensor:
+    """A non-negative int64 hash per token of (seed, step, group, row in the group, position in the
+    response), in the shape of the inputs.
 
-    The three tensors hold integers and have one shape, [N] or [B, T]. The same token has the same hash on every rank and in every layout.
-    Each part enters by exclusive or, followed by the mixer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
-    Raises ValueError for tensors of different shapes or that hold no integers.
+    The three tensors hold integers and have one shape, [N] or [B, T]. The same token has the same
+    hash on every rank and in every layout. Each part enters by exclusive or, followed by the mixer
+    of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). Raises ValueError for tensors of different
+    shapes or that hold no integers.
     """
     parts = {"group_ids": group_ids, "rows": rows, "positions": positions}
     for name, tensor in parts.items():
-        if tensor.shape != group_ids.shape or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must hold integers in the shape {tuple(group_ids.shape)}")
+        if (
+            tensor.shape != group_ids.shape
+            or tensor.is_floating_point()
+            or tensor.is_complex()
+            or tensor.dtype == torch.bool
+        ):
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must hold integers in "
+                f"the shape {tuple(group_ids.shape)}"
+            )
     state = torch.zeros_like(group_ids, dtype=torch.int64)
-    for part in (_signed(seed), _signed(step), *(tensor.to(torch.int64) for tensor in parts.values())):
+    for part in (
+        _signed(seed),
+        _signed(step),
+        *(tensor.to(torch.int64) for tensor in parts.values()),
+    ):
         state = _mix(state ^ part)
     return state & (2**63 - 1)
 
@@ -43,9 +61,15 @@ def _signed(value: int) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's next output, in int64 with wrap-around; shifts are logical: the sign bits that `>>` copies are masked off."""
+    """SplitMix64's next output, in int64 with wrap-around; shifts are logical: the sign bits that
+    `>>` copies are masked off.
+    """
     z = z + _signed(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1)):
+    for shift, factor in (
+        (30, _signed(0xBF58476D1CE4E5B9)),
+        (27, _signed(0x94D049BB133111EB)),
+        (31, 1),
+    ):
         z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * factor
     return z
 
@@ -65,34 +89,60 @@ def select_tokens(
     reduce: Collective | None = None,
     gather: Collective | None = None,
 ) -> Tensor:
-    """The `selection` that `policy_loss(name, ...)` needs, in the shape of `logprobs`: all tokens of this rank, [B, T] or packed [N].
+    """The `selection` that `policy_loss(name, ...)` needs, in the shape of `logprobs`: all tokens
+    of this rank, [B, T] or packed [N].
 
-    Bool for clip_cov and kl_cov, and for m2po the bound T on every entry, in the type that the loss computes in. `hashes` are those of
-    `token_hashes`. `reduce` adds a small float64 tensor up over the ranks; `gather` joins 1-D tensors of different lengths from all ranks,
-    in the same order on each; None: there is one process. Every rank calls them equally often.
-    clip_cov and kl_cov use cov = (A - mean A)(current - mean current), with means over all N valid tokens, and select max(1, int(ratio N))
-    (arXiv 2505.22617). clip_cov: those with the smallest hash among the tokens with lower < cov < upper that PPO does not clip; fewer if
-    there are fewer. kl_cov: those with the largest cov, equal ones by smaller hash. m2po: see `_second_moment_bound`.
-    Raises ValueError for a name that selects nothing, or a shape mismatch.
+    Bool for clip_cov and kl_cov, and for m2po the bound T on every entry, in the type that the loss
+    computes in. `hashes` are those of `token_hashes`. `reduce` adds a small float64 tensor up over
+    the ranks; `gather` joins 1-D tensors of different lengths from all ranks, in the same order on
+    each; None: there is one process. Every rank calls them equally often. clip_cov and kl_cov use
+    cov = (A - mean A)(current - mean current), with means over all N valid tokens, and select
+    max(1, int(ratio N)) (arXiv 2505.22617). clip_cov: those with the smallest hash among the tokens
+    with lower < cov < upper that PPO does not clip; fewer if there are fewer. kl_cov: those with
+    the largest cov, equal ones by smaller hash. m2po: see `_second_moment_bound`. Raises ValueError
+    for a name that selects nothing, or a shape mismatch.
     """
     if name not in SELECTING:
-        raise ValueError(f"policy loss {name!r} selects no tokens; those that do are {sorted(SELECTING)}")
+        raise ValueError(
+            f"policy loss {name!r} selects no tokens; those that do are {sorted(SELECTING)}"
+        )
     if hashes.shape != logprobs.shape:
-        raise ValueError(f"hashes has shape {tuple(hashes.shape)}, logprobs {tuple(logprobs.shape)}; they must be equal")
+        raise ValueError(
+            f"hashes has shape {tuple(hashes.shape)}, logprobs {tuple(logprobs.shape)}; "
+            "they must be equal"
+        )
     terms = clean_terms(
-        logprobs, anchor_logprobs=anchor_logprobs, behavior_logprobs=anchor_logprobs, advantages=advantages, loss_mask=loss_mask,
-        staleness=staleness, clip=clip, options=options,
-    )  # fmt: skip
+        logprobs,
+        anchor_logprobs=anchor_logprobs,
+        behavior_logprobs=anchor_logprobs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        staleness=staleness,
+        clip=clip,
+        options=options,
+    )
     reduce, gather = reduce or _alone, gather or _alone
     if name == "m2po":
         return torch.full_like(terms.log_ratio, _second_moment_bound(terms, gather))
     covariance, total = _covariance(terms, reduce)
     if name == "clip_cov":
-        low, high = clipped_sides(terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high)
-        candidates = terms.valid & ~low & ~high & (covariance > options.clip_cov_lower) & (covariance < options.clip_cov_upper)
+        low, high = clipped_sides(
+            terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high
+        )
+        candidates = (
+            terms.valid
+            & ~low
+            & ~high
+            & (covariance > options.clip_cov_lower)
+            & (covariance < options.clip_cov_upper)
+        )
         keys, count = torch.zeros_like(covariance), max(1, int(options.clip_cov_ratio * total))
     else:
-        candidates, keys, count = terms.valid, -covariance, max(1, int(options.kl_cov_ratio * total))
+        candidates, keys, count = (
+            terms.valid,
+            -covariance,
+            max(1, int(options.kl_cov_ratio * total)),
+        )
     selected = torch.zeros_like(candidates)
     selected[candidates] = _lowest(keys[candidates], hashes[candidates], count=count, gather=gather)
     return selected
@@ -103,15 +153,21 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _covariance(terms: Terms, reduce: Collective) -> tuple[Tensor, int]:
-    """(A - mean A)(current - mean current) per token in float64, and the number of valid tokens of all ranks."""
+    """(A - mean A)(current - mean current) per token in float64, and the number of valid tokens of
+    all ranks.
+    """
     advantages, current = terms.advantages.double(), terms.current.double()
-    count, first, second = reduce(torch.stack([terms.valid.sum(dtype=torch.float64), advantages.sum(), current.sum()])).unbind()
+    count, first, second = reduce(
+        torch.stack([terms.valid.sum(dtype=torch.float64), advantages.sum(), current.sum()])
+    ).unbind()
     divisor = count.clamp(min=1)
     return (advantages - first / divisor) * (current - second / divisor), int(count)
 
 
 def _lowest(keys: Tensor, hashes: Tensor, *, count: int, gather: Collective) -> Tensor:
-    """Which of this rank's [n] entries are among the `count` lowest of all ranks by (key, hash); bool [n]."""
+    """Which of this rank's [n] entries are among the `count` lowest of all ranks by (key, hash);
+    bool [n].
+    """
     best = _order(keys, hashes)[:count]
     all_keys, all_hashes = gather(keys[best]), gather(hashes[best])
     if all_keys.numel() == 0:
@@ -127,10 +183,12 @@ def _order(keys: Tensor, hashes: Tensor) -> Tensor:
 
 
 def _second_moment_bound(terms: Terms, gather: Collective) -> float:
-    """M2PO's T (arXiv 2510.01161): a bound on |x|, x = current - anchor, that keeps the second moment of harmful tokens in the budget.
+    """M2PO's T (arXiv 2510.01161): a bound on |x|, x = current - anchor, that keeps the second
+    moment of harmful tokens in the budget.
 
-    Harmful: A > 0 and x > 0, or A < 0 and x < 0, over all ranks. Infinity if there are none or the mean of their x^2 is within the budget;
-    else the largest observed |x| for which the mean of min(x^2, T^2) is below the budget, 0 if there is none.
+    Harmful: A > 0 and x > 0, or A < 0 and x < 0, over all ranks. Infinity if there are none or the
+    mean of their x^2 is within the budget; else the largest observed |x| for which the mean of
+    min(x^2, T^2) is below the budget, 0 if there is none.
     """
     x, advantages = terms.log_ratio, terms.advantages
     harmful = ((advantages > 0) & (x > 0)) | ((advantages < 0) & (x < 0))

@@ -1,18 +1,22 @@
 """Checkpoint directories: when one is complete, which is newest, which may go.
 
-Runs in: the driver (begin, commit, latest, prune) and learner ranks (which only write files below a begun directory). Hides the
-layout and the order of writes:
+Runs in: the driver (begin, commit, latest, prune) and learner ranks (which only write files below a
+begun directory). Hides the layout and the order of writes:
 
     <run_dir>/checkpoints/step_000123/
         learner/        the learner's own files (weights, optimizer, RNG states)
         hf/             the model as any Hugging Face tool reads it
-        queue.json      the replay queue's ledger at that moment, and the segment of its journal that starts with it
-        partial.msgpack the beginnings of responses that were being generated, with `checkpoint.partial_rollouts`
-        manifest.json   what the caller wants to remember, and every file with its size and sha256, summed by who wrote it
+        queue.json      the replay queue's ledger at that moment, and the segment of its journal
+            that starts with it
+        partial.msgpack the beginnings of responses that were being generated, with
+            `checkpoint.partial_rollouts`
+        manifest.json   what the caller wants to remember, and every file with its size and sha256,
+            summed by who wrote it
 
-Invariants: a checkpoint is written under a temporary name and renamed last, after the manifest and every file are on the disk, so a
-directory with a final name is complete or damaged afterwards, never half-written; `latest` returns only one whose files are all
-there with their sizes; `verify` reads every file before anything is unpickled; `prune` never removes the newest complete checkpoint.
+Invariants: a checkpoint is written under a temporary name and renamed last, after the manifest and
+every file are on the disk, so a directory with a final name is complete or damaged afterwards,
+never half-written; `latest` returns only one whose files are all there with their sizes; `verify`
+reads every file before anything is unpickled; `prune` never removes the newest complete checkpoint.
 """
 
 from __future__ import annotations
@@ -57,7 +61,11 @@ class Origin:
 
     def snapshot(self) -> dict[str, Any] | None:
         """The queue at that moment."""
-        return None if self.path is None else json.loads((self.path / "queue.json").read_text(encoding="utf-8"))
+        return (
+            None
+            if self.path is None
+            else json.loads((self.path / "queue.json").read_text(encoding="utf-8"))
+        )
 
 
 def path_for(run_dir: Path, step: int) -> Path:
@@ -71,7 +79,8 @@ def draft_for(run_dir: Path, step: int) -> Path:
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """Create and return the empty temporary directory (with `learner/` and `hf/`) to write the checkpoint of `step` into.
+    """Create and return the empty temporary directory (with `learner/` and `hf/`) to write the
+    checkpoint of `step` into.
 
     What an interrupted attempt at the same step left there is removed.
     """
@@ -88,14 +97,19 @@ def discard(run_dir: Path, step: int) -> None:
     shutil.rmtree(draft_for(run_dir, step), ignore_errors=True)
 
 
-def commit(directory: Path, manifest: dict[str, Any], written: Mapping[str, FileSum] | None = None) -> Path:
+def commit(
+    directory: Path, manifest: dict[str, Any], written: Mapping[str, FileSum] | None = None
+) -> Path:
     """Seal a directory that `begin` returned and give it its final name, which is returned.
 
-    `manifest` is any JSON map; `format_version` and `files` are added. written: files that are on the disk, as their writers describe
-    them; all others are read here. A checkpoint of the same step is replaced (a resumed run writes its steps again). Raises
-    CheckpointError for a directory that `begin` did not make, or that lacks a file of `written`.
+    `manifest` is any JSON map; `format_version` and `files` are added. written: files that are on
+    the disk, as their writers describe them; all others are read here. A checkpoint of the same
+    step is replaced (a resumed run writes its steps again). Raises CheckpointError for a directory
+    that `begin` did not make, or that lacks a file of `written`.
     """
-    if not directory.name.endswith(_TEMPORARY) or not _NAME.fullmatch(directory.name.removesuffix(_TEMPORARY)):
+    if not directory.name.endswith(_TEMPORARY) or not _NAME.fullmatch(
+        directory.name.removesuffix(_TEMPORARY)
+    ):
         raise CheckpointError(f"{directory} was not made by checkpoint.begin")
     final = directory.with_name(directory.name.removesuffix(_TEMPORARY))
     files: dict[str, FileSum] = dict(written or {})
@@ -105,13 +119,19 @@ def commit(directory: Path, manifest: dict[str, Any], written: Mapping[str, File
             files[name] = storage.settle(path)
     _check_sizes(directory, files)
     with open(directory / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump({**manifest, "format_version": FORMAT_VERSION, "files": files}, file, indent=1, sort_keys=True)
+        json.dump(
+            {**manifest, "format_version": FORMAT_VERSION, "files": files},
+            file,
+            indent=1,
+            sort_keys=True,
+        )
         file.flush()
         os.fsync(file.fileno())
     for folder in {directory, *(path.parent for path in _files(directory))}:
         storage.settle_folder(folder)
     if final.exists():
-        # A directory cannot be replaced in one step; `latest` finds the old one where this ends between the two.
+        # A directory cannot be replaced in one step; `latest` finds the old one where this ends
+        # between the two.
         retired = final.with_name(final.name + _REPLACED)
         if retired.exists():
             shutil.rmtree(retired)
@@ -132,17 +152,28 @@ def read(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no {MANIFEST}: it is not a checkpoint, or was never finished") from error
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}: it is not a checkpoint, or was never finished"
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{path / MANIFEST} is not readable JSON: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION or not isinstance(manifest.get("files"), dict):
-        raise CheckpointError(f"{path / MANIFEST} is not a manifest of format {FORMAT_VERSION}; use the program version that wrote it")
+    if (
+        not isinstance(manifest, dict)
+        or manifest.get("format_version") != FORMAT_VERSION
+        or not isinstance(manifest.get("files"), dict)
+    ):
+        raise CheckpointError(
+            f"{path / MANIFEST} is not a manifest of format {FORMAT_VERSION}; use the "
+            "program version that wrote it"
+        )
     _check_sizes(path, manifest["files"])
     return manifest
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Like `read`, and compares the sha256 of every file. Raises CheckpointError, also for a file of the learner that nobody listed."""
+    """Like `read`, and compares the sha256 of every file. Raises CheckpointError, also for a file
+    of the learner that nobody listed.
+    """
     manifest = read(path)
     listed = manifest["files"]
     for file in _files(path / _PICKLED):
@@ -165,9 +196,11 @@ def step_of(path: Path) -> int:
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run directory, or None. Incomplete and damaged ones are passed over.
+    """The newest complete checkpoint of a run directory, or None. Incomplete and damaged ones are
+    passed over.
 
-    One that was about to be replaced by another of its step when the run ended gets its name back: call it only while no run writes there.
+    One that was about to be replaced by another of its step when the run ended gets its name back:
+    call it only while no run writes there.
     """
     for replaced in (run_dir / "checkpoints").glob(f"step_*{_REPLACED}"):
         if not (final := replaced.with_name(replaced.name.removesuffix(_REPLACED))).exists():
@@ -176,14 +209,20 @@ def latest(run_dir: Path) -> Path | None:
 
 
 def set_aside(run_dir: Path, after: int) -> list[Path]:
-    """Rename the checkpoints of later steps than `after`: the run goes on from there and writes its own. Returns the new names.
+    """Rename the checkpoints of later steps than `after`: the run goes on from there and writes its
+    own. Returns the new names.
 
-    They can be read by path still; `latest`, `steps` and `prune` are not told by their step numbers any more.
+    They can be read by path still; `latest`, `steps` and `prune` are not told by their step numbers
+    any more.
     """
     renamed = []
     for path in _finished(run_dir):
         if step_of(path) > after:
-            number = next(number for number in range(1, 10**6) if not path.with_name(f"{path.name}{_SUPERSEDED}{number}").exists())
+            number = next(
+                number
+                for number in range(1, 10**6)
+                if not path.with_name(f"{path.name}{_SUPERSEDED}{number}").exists()
+            )
             renamed.append(path.rename(path.with_name(f"{path.name}{_SUPERSEDED}{number}")))
     return renamed
 
@@ -194,9 +233,11 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest complete checkpoints, and everything older than them; returns what was removed.
+    """Remove all but the `keep` newest complete checkpoints, and everything older than them;
+    returns what was removed.
 
-    Unfinished directories newer than those are left alone: one of them may be being written. Raises ValueError for keep < 1.
+    Unfinished directories newer than those are left alone: one of them may be being written. Raises
+    ValueError for keep < 1.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
@@ -229,7 +270,9 @@ def _is_complete(path: Path) -> bool:
 
 
 def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
+    return sorted(
+        path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST
+    )
 
 
 def _check_sizes(path: Path, files: Mapping[str, FileSum]) -> None:
@@ -238,4 +281,7 @@ def _check_sizes(path: Path, files: Mapping[str, FileSum]) -> None:
         if not file.is_file():
             raise CheckpointError(f"{path} is damaged: {name} is missing")
         if file.stat().st_size != entry["size"]:
-            raise CheckpointError(f"{path} is damaged: {name} has {file.stat().st_size} bytes instead of {entry['size']}")
+            raise CheckpointError(
+                f"{path} is damaged: {name} has {file.stat().st_size} bytes instead of "
+                f"{entry['size']}"
+            )

@@ -1,8 +1,11 @@
-"""Where a run goes on: at which checkpoint, or from its journal alone, and whether its settings allow that.
+"""Where a run goes on: at which checkpoint, or from its journal alone, and whether its settings
+allow that.
 
-Runs in: the driver, before any process starts. Hides what is read for it: manifests, and the settings that the last start wrote down.
+Runs in: the driver, before any process starts. Hides what is read for it: manifests, and the
+settings that the last start wrote down.
 
-Which recorded steps a learner alone can repeat, and from where. Hides what of a run directory has been kept: segments of the journal and checkpoints are deleted while a run goes on.
+Which recorded steps a learner alone can repeat, and from where. Hides what of a run directory has
+been kept: segments of the journal and checkpoints are deleted while a run goes on.
 """
 
 from __future__ import annotations
@@ -26,23 +29,32 @@ def has_past(config: Config) -> bool:
 
 
 def find_checkpoint(config: Config, *, total_steps: int) -> Path | None:
-    """The checkpoint that the run continues, its files looked at; None where there is none. Raises SetupError for one that does not fit."""
+    """The checkpoint that the run continues, its files looked at; None where there is none. Raises
+    SetupError for one that does not fit.
+    """
     resume = config.checkpoint.resume
     if resume == "never":
         return None
-    found = checkpoint.latest(Path(config.run.dir)) if resume == "auto" else Path(resume).expanduser()
+    found = (
+        checkpoint.latest(Path(config.run.dir)) if resume == "auto" else Path(resume).expanduser()
+    )
     if found is not None:
         try:
             manifest = checkpoint.read(found)
         except checkpoint.CheckpointError as error:
             raise SetupError(str(error)) from error
         if manifest["step"] > total_steps:
-            raise SetupError(f"{found} is of step {manifest['step']}, the run ends at step {total_steps}; raise run.total_steps")
+            raise SetupError(
+                f"{found} is of step {manifest['step']}, the run ends at step "
+                f"{total_steps}; raise run.total_steps"
+            )
     return found
 
 
 def changes(config: Config, found: Path | None) -> Changes:
-    """What is set otherwise than when the run was left, by the checkpoint or, without one, by its directory. Raises SetupError for a fixed key."""
+    """What is set otherwise than when the run was left, by the checkpoint or, without one, by its
+    directory. Raises SetupError for a fixed key.
+    """
     run_dir = Path(config.run.dir)
     if found is not None:
         saved, where = checkpoint.read(found).get("config", {}), found
@@ -59,14 +71,25 @@ def changes(config: Config, found: Path | None) -> Changes:
 
 
 def verified(found: Path | None) -> dict | None:
-    """The manifest, after every file was compared with its checksum. Raises SetupError with what to do where one is damaged."""
+    """The manifest, after every file was compared with its checksum. Raises SetupError with what to
+    do where one is damaged.
+    """
     if found is None:
         return None
     try:
         return checkpoint.verify(found)
     except checkpoint.CheckpointError as error:
-        others = [step for step in checkpoint.steps(found.parent.parent) if checkpoint.path_for(found.parent.parent, step) != found]
-        older = f"; go on from an older one: checkpoint.resume={checkpoint.path_for(found.parent.parent, others[-1])}" if others else ""
+        others = [
+            step
+            for step in checkpoint.steps(found.parent.parent)
+            if checkpoint.path_for(found.parent.parent, step) != found
+        ]
+        older = (
+            "; go on from an older one: "
+            f"checkpoint.resume={checkpoint.path_for(found.parent.parent, others[-1])}"
+            if others
+            else ""
+        )
         raise SetupError(f"{error}{older}") from error
 
 
@@ -80,23 +103,37 @@ class Course:
 
 
 def plan_rerun(source: Path, *, after: int | None, until: int) -> Course:
-    """The longest course through the steps that `source` recorded: from the initial model, the oldest checkpoint, or that of step `after`.
+    """The longest course through the steps that `source` recorded: from the initial model, the
+    oldest checkpoint, or that of step `after`.
 
     Raises SetupError where there is none.
     """
     if not segments(source / "journal"):
-        raise SetupError(f"{source} has no journal: it is not the directory of a run (run.dir), or replay.journal.enable was false")
+        raise SetupError(
+            f"{source} has no journal: it is not the directory of a run (run.dir), or "
+            "replay.journal.enable was false"
+        )
     try:
         steps = set(read_history(source / "journal").steps)
     except JournalError as error:
         raise SetupError(str(error)) from error
     kept = [step for step in checkpoint.steps(source) if step + 1 in steps]
-    recorded = f"the journal has steps {min(steps)} to {max(steps)}" if steps else "the journal has no learner step yet"
+    recorded = (
+        f"the journal has steps {min(steps)} to {max(steps)}"
+        if steps
+        else "the journal has no learner step yet"
+    )
     choices = [*([0] if 1 in steps else []), *kept]
-    if not choices or after is not None and after not in choices:
+    if not choices or (after is not None and after not in choices):
         named = ", ".join(f"--after {step}" for step in kept) or "none"
-        what = "has no step to begin a replay with" if after is None else f"cannot be repeated after step {after}"
-        raise SetupError(f"{source} {what}: {recorded}, and the checkpoints to begin with are: {named}")
+        what = (
+            "has no step to begin a replay with"
+            if after is None
+            else f"cannot be repeated after step {after}"
+        )
+        raise SetupError(
+            f"{source} {what}: {recorded}, and the checkpoints to begin with are: {named}"
+        )
     begin = min(choices) if after is None else after
     last = begin + 1
     while last + 1 in steps and last < until:
@@ -105,5 +142,9 @@ def plan_rerun(source: Path, *, after: int | None, until: int) -> Course:
 
 
 def differences(config: Config, recorded: Path) -> Iterator[str]:
-    """`key: value there -> value here` of every setting that matters to a learner alone; nothing where the other file cannot be read."""
-    yield from (str(change) for change in compare(read_settings(recorded), config).all if change.trains)
+    """`key: value there -> value here` of every setting that matters to a learner alone; nothing
+    where the other file cannot be read.
+    """
+    yield from (
+        str(change) for change in compare(read_settings(recorded), config).all if change.trains
+    )

@@ -1,12 +1,15 @@
-"""Checkpoints of a run that goes on: one at a time, sealed beside training, and a disk that refuses them.
+"""Checkpoints of a run that goes on: one at a time, sealed beside training, and a disk that refuses
+them.
 
 Runs in: the driver, on the event loop of the run. One checkpoint:
 
     settle, journal position, ranks write (training waits: the stall)
-        -> ranks bring their files to the disk, checksummed -> manifest -> rename -> prune -> the journal forgets (beside training)
+        -> ranks bring their files to the disk, checksummed -> manifest -> rename -> prune
+        -> the journal forgets (all of it beside training)
 
-Invariants: nothing is pruned or forgotten before the new checkpoint is complete; a checkpoint that could not be written leaves nothing
-but a counter and a line, until `checkpoint.max_failures` in a row end the run; who waits for one learns whether it is there.
+Invariants: nothing is pruned or forgotten before the new checkpoint is complete; a checkpoint that
+could not be written leaves nothing but a counter and a line, until `checkpoint.max_failures` in a
+row end the run; who waits for one learns whether it is there.
 """
 
 from __future__ import annotations
@@ -24,7 +27,12 @@ from async_grpo.config.schema import Checkpoint, Config
 from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
 from async_grpo.observe.console.console import Console
 from async_grpo.runtime import storage
-from async_grpo.runtime.provenance import check_origin, code_version, copy_tokenizer, tokenizer_fingerprint
+from async_grpo.runtime.provenance import (
+    check_origin,
+    code_version,
+    copy_tokenizer,
+    tokenizer_fingerprint,
+)
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 
 
@@ -53,14 +61,28 @@ class Saver:
     """Saves one run."""
 
     def __init__(
-        self, settings: Checkpoint, run_dir: Path, *, facts: dict[str, Any], add_files: Callable[[Path], None], timeout_s: float,
-        console: Console, log: Callable[[int, dict[str, float]], None],
+        self,
+        settings: Checkpoint,
+        run_dir: Path,
+        *,
+        facts: dict[str, Any],
+        add_files: Callable[[Path], None],
+        timeout_s: float,
+        console: Console,
+        log: Callable[[int, dict[str, float]], None],
     ) -> None:
-        """facts: what every manifest holds. add_files(directory): writes what belongs to a checkpoint besides learner and queue.
+        """facts: what every manifest holds. add_files(directory): writes what belongs to a
+        checkpoint besides learner and queue.
 
-        timeout_s: for bringing one to the disk. log(step, metrics): called once per checkpoint, complete or failed.
+        timeout_s: for bringing one to the disk. log(step, metrics): called once per checkpoint,
+        complete or failed.
         """
-        self._settings, self._run_dir, self._facts, self._add_files = settings, run_dir, facts, add_files
+        self._settings, self._run_dir, self._facts, self._add_files = (
+            settings,
+            run_dir,
+            facts,
+            add_files,
+        )
         self._timeout_s, self._console, self._log = timeout_s, console, log
         self._sealing: asyncio.Task[None] | None = None
         self._in_a_row = self._failures = 0
@@ -68,10 +90,14 @@ class Saver:
         self.saved_at: int | None = None
         """Step of the newest checkpoint that this process completed."""
 
-    async def save(self, parts: Parts, *, step: int, facts: dict[str, Any], forget: bool, wait: bool) -> Path:
-        """Write a checkpoint after this learner step; with `wait` it is complete when this returns, or FaultBudgetSpent is raised.
+    async def save(
+        self, parts: Parts, *, step: int, facts: dict[str, Any], forget: bool, wait: bool
+    ) -> Path:
+        """Write a checkpoint after this learner step; with `wait` it is complete when this returns,
+        or FaultBudgetSpent is raised.
 
-        facts: what this manifest holds besides. forget: let the journal forget what no kept checkpoint needs.
+        facts: what this manifest holds besides. forget: let the journal forget what no kept
+        checkpoint needs.
         """
         started = time.perf_counter()
         await self.wait()
@@ -81,11 +107,16 @@ class Saver:
             if wait:
                 await self.wait()
                 if self.saved_at != step:
-                    raise FaultBudgetSpent(f"the checkpoint of step {step} could not be written: {self._last_failure}; {self._best()}")
+                    raise FaultBudgetSpent(
+                        f"the checkpoint of step {step} could not be written: "
+                        f"{self._last_failure}; {self._best()}"
+                    )
         return checkpoint.path_for(self._run_dir, step)
 
     async def wait(self) -> None:
-        """Wait until what is under way is complete, or has failed. Raises Stalled at the deadline."""
+        """Wait until what is under way is complete, or has failed. Raises Stalled at the
+        deadline.
+        """
         await self.close(self._timeout_s)
 
     async def close(self, patience_s: float) -> None:
@@ -95,22 +126,29 @@ class Saver:
             return
         done, _ = await asyncio.wait({task}, timeout=patience_s)
         if not done:
-            raise Stalled(f"a checkpoint was not brought to the disk within {patience_s:g} s; {self._best()}")
+            raise Stalled(
+                f"a checkpoint was not brought to the disk within {patience_s:g} s; {self._best()}"
+            )
         self._sealing = None
         task.result()
 
     def check(self) -> None:
-        """Raise what went wrong beside training: FaultBudgetSpent after `checkpoint.max_failures` failures in a row. Safe in any thread."""
+        """Raise what went wrong beside training: FaultBudgetSpent after `checkpoint.max_failures`
+        failures in a row. Safe in any thread.
+        """
         task = self._sealing
         if task is not None and task.done() and (error := task.exception()) is not None:
             raise error
         if self._in_a_row >= self._settings.max_failures:
             raise FaultBudgetSpent(
-                f"{self._in_a_row} checkpoints in a row could not be written, and checkpoint.max_failures is {self._settings.max_failures}; "
+                f"{self._in_a_row} checkpoints in a row could not be written, and "
+                f"checkpoint.max_failures is {self._settings.max_failures}; "
                 f"the last reason: {self._last_failure}; {self._best()}"
             )
 
-    async def _write(self, parts: Parts, step: int, facts: dict[str, Any], *, forget: bool, started: float) -> None:
+    async def _write(
+        self, parts: Parts, step: int, facts: dict[str, Any], *, forget: bool, started: float
+    ) -> None:
         """What training waits for."""
         try:
             directory = await asyncio.to_thread(checkpoint.begin, self._run_dir, step)
@@ -118,8 +156,12 @@ class Saver:
         except (OSError, StorageFailure) as error:
             await self._failed(step, error)
             return
-        facts = {"step": step, "policy_version": step, "updates": written.updates} | self._facts | facts
-        draft = _Draft(step, directory, facts, snapshot, written, started, time.perf_counter() - started)
+        facts = (
+            {"step": step, "policy_version": step, "updates": written.updates} | self._facts | facts
+        )
+        draft = _Draft(
+            step, directory, facts, snapshot, written, started, time.perf_counter() - started
+        )
         self._sealing = asyncio.create_task(self._seal(parts, draft, forget=forget))
 
     async def _seal(self, parts: Parts, draft: _Draft, *, forget: bool) -> None:
@@ -127,7 +169,12 @@ class Saver:
         try:
             sums = await parts.finish_save(draft.directory)
             await asyncio.to_thread(self._commit, draft, sums)
-        except (OSError, StorageFailure, checkpoint.CheckpointError, RunError) as error:  # ranks that died are the next step's affair
+        except (
+            OSError,
+            StorageFailure,
+            checkpoint.CheckpointError,
+            RunError,
+        ) as error:  # ranks that died are the next step's affair
             await self._failed(draft.step, error, stall_s=draft.stall_s)
             return
         self.saved_at, self._in_a_row = draft.step, 0
@@ -146,22 +193,35 @@ class Saver:
         checkpoint.commit(draft.directory, draft.facts, sums)
 
     def _oldest_needed(self) -> tuple[int, int] | None:
-        """Journal segment and step of the oldest checkpoint that is kept; None where there is no journal."""
+        """Journal segment and step of the oldest checkpoint that is kept; None where there is no
+        journal.
+        """
         kept = checkpoint.steps(self._run_dir)
         segments = [
-            json.loads((checkpoint.path_for(self._run_dir, step) / "queue.json").read_text(encoding="utf-8"))["segment"] for step in kept
+            json.loads(
+                (checkpoint.path_for(self._run_dir, step) / "queue.json").read_text(
+                    encoding="utf-8"
+                )
+            )["segment"]
+            for step in kept
         ]
         return None if not kept or None in segments else (min(segments), kept[0])
 
     def _report(self, draft: _Draft, *, seconds: float) -> None:
         nbytes = draft.written.nbytes
-        self._log(draft.step, {
-            "time/checkpoint_stall_s": draft.stall_s, "checkpoint/seconds": seconds, "checkpoint/mib": nbytes / 2**20,
-            "checkpoint/failures": self._failures,
-        })
+        self._log(
+            draft.step,
+            {
+                "time/checkpoint_stall_s": draft.stall_s,
+                "checkpoint/seconds": seconds,
+                "checkpoint/mib": nbytes / 2**20,
+                "checkpoint/failures": self._failures,
+            },
+        )
         why = f" ({draft.written.note})" if draft.written.note else ""
         self._console.info(
-            f"checkpoint of step {draft.step}: {nbytes / 2**20:,.1f} MiB in {seconds:.1f} s, training waited {draft.stall_s:.1f} s{why}"
+            f"checkpoint of step {draft.step}: {nbytes / 2**20:,.1f} MiB in {seconds:.1f} "
+            f"s, training waited {draft.stall_s:.1f} s{why}"
         )
 
     async def _failed(self, step: int, error: Exception, *, stall_s: float = 0.0) -> None:
@@ -172,32 +232,59 @@ class Saver:
         await asyncio.to_thread(checkpoint.discard, self._run_dir, step)
         self._log(step, {"time/checkpoint_stall_s": stall_s, "checkpoint/failures": self._failures})
         self._console.error(
-            f"the checkpoint of step {step} could not be written: {self._last_failure}; {await asyncio.to_thread(self._best)} "
-            f"(failure {self._in_a_row} in a row, checkpoint.max_failures is {self._settings.max_failures})"
+            f"the checkpoint of step {step} could not be written: {self._last_failure}; "
+            f"{await asyncio.to_thread(self._best)} "
+            f"(failure {self._in_a_row} in a row, checkpoint.max_failures is "
+            f"{self._settings.max_failures})"
         )
 
     def _best(self) -> str:
         kept = checkpoint.steps(self._run_dir)
-        return f"the last good checkpoint is of step {kept[-1]}" if kept else "there is no checkpoint yet"
+        return (
+            f"the last good checkpoint is of step {kept[-1]}"
+            if kept
+            else "there is no checkpoint yet"
+        )
 
 
 def saver_of(
-    config: Config, *, model_dir: str, manifest: dict[str, Any] | None, total_steps: int, data: str, console: Console,
+    config: Config,
+    *,
+    model_dir: str,
+    manifest: dict[str, Any] | None,
+    total_steps: int,
+    data: str,
+    console: Console,
     log: Callable[[int, dict[str, float]], None],
 ) -> Saver:
-    """What saves a run, which continues the checkpoint with this manifest if there is one. data: fingerprint of the training data.
+    """What saves a run, which continues the checkpoint with this manifest if there is one. data:
+    fingerprint of the training data.
 
     Raises SetupError if the checkpoint is of another tokenizer.
     """
     trust = config.model.trust_remote_code
     tokenizer = tokenizer_fingerprint(model_dir, trust_remote_code=trust)
-    if manifest is not None and (note := check_origin(manifest, data=data, tokenizer=tokenizer)) is not None:
+    if (
+        manifest is not None
+        and (note := check_origin(manifest, data=data, tokenizer=tokenizer)) is not None
+    ):
         console.info(note)
     facts = {
-        "total_steps": total_steps, "ranks": config.learner.ranks, "config": config.model_dump(mode="json"), "code": code_version(),
-        "data_fingerprint": data, "tokenizer_fingerprint": tokenizer,
+        "total_steps": total_steps,
+        "ranks": config.learner.ranks,
+        "config": config.model_dump(mode="json"),
+        "code": code_version(),
+        "data_fingerprint": data,
+        "tokenizer_fingerprint": tokenizer,
     }
     return Saver(
-        config.checkpoint, Path(config.run.dir), facts=facts, timeout_s=config.watchdog.step_timeout_s, console=console, log=log,
-        add_files=lambda directory: copy_tokenizer(model_dir, directory / "hf", trust_remote_code=trust),
+        config.checkpoint,
+        Path(config.run.dir),
+        facts=facts,
+        timeout_s=config.watchdog.step_timeout_s,
+        console=console,
+        log=log,
+        add_files=lambda directory: copy_tokenizer(
+            model_dir, directory / "hf", trust_remote_code=trust
+        ),
     )

@@ -1,6 +1,8 @@
-"""The beginning of a start: Ray and what needs torch come up beside each other, since either takes seconds.
+"""The beginning of a start: Ray and what needs torch come up beside each other, since either takes
+seconds.
 
-Runs in: the driver's main thread, where Ray installs signal handlers; torch is imported in the thread of the event loop.
+Runs in: the driver's main thread, where Ray installs signal handlers; torch is imported in the
+thread of the event loop.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def connect(config: Config, event_loop: asyncio.AbstractEventLoop) -> tuple[type[System], Session]:
-    """Join or start Ray, while `event_loop`, which runs in another thread, imports the system. Raises SetupError."""
+    """Join or start Ray, while `event_loop`, which runs in another thread, imports the system.
+    Raises SetupError.
+    """
     from async_grpo.cluster.session import Session
 
     importing = asyncio.run_coroutine_threadsafe(_import_system(), event_loop)

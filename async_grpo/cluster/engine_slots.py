@@ -1,7 +1,9 @@
-"""The places of a run's engines: which there are, where another would go, reserve one and give it back.
+"""The places of a run's engines: which there are, where another would go, reserve one and give it
+back.
 
-Runs in: the driver. Hides reservations and which nodes can be used. Invariants: a place that is given back leaves no reservation; room in
-which processes died more often than is allowed is not used again.
+Runs in: the driver. Hides reservations and which nodes can be used. Invariants: a place that is
+given back leaves no reservation; room in which processes died more often than is allowed is not
+used again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from async_grpo.config.schema import Config
 
 @dataclass(eq=False)
 class Place:
-    """Room for one engine. `option` are the Ray options of its reservation, `engine` the process in it, once there is one."""
+    """Room for one engine. `option` are the Ray options of its reservation, `engine` the process in
+    it, once there is one.
+    """
 
     index: int
     slot: Slot
@@ -36,17 +40,29 @@ class Place:
 
 
 class Places:
-    """All places by index. `limit` is how many there may be without being asked for; None is as many as have room."""
+    """All places by index. `limit` is how many there may be without being asked for; None is as
+    many as have room.
+    """
 
-    def __init__(self, config: Config, *, session: Session, placement: Placement, options: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        session: Session,
+        placement: Placement,
+        options: Sequence[dict[str, Any]],
+    ) -> None:
         self._config, self._session, self._placement = config, session, placement
         self._places = {
-            index: Place(index, slot, option) for index, (slot, option) in enumerate(zip(placement.engines, options, strict=True))
+            index: Place(index, slot, option)
+            for index, (slot, option) in enumerate(zip(placement.engines, options, strict=True))
         }
         self._opened = len(self._places)
         self._given_up: list[Slot] = []
         self._addresses = {node.node_id: node.address for node in session.nodes()}
-        self._sees_run_dir = {slot.node_id: True for slot in (*placement.learners, *placement.engines)}
+        self._sees_run_dir = {
+            slot.node_id: True for slot in (*placement.learners, *placement.engines)
+        }
         self.limit = config.cluster.rollout_actors.max
 
     def __len__(self) -> int:
@@ -83,20 +99,30 @@ class Places:
         return place
 
     async def reserve(self, place: Place) -> None:
-        """Reserve a new place, on a node that sees the run's directory. Raises SetupError, or RayError when the node goes away meanwhile."""
+        """Reserve a new place, on a node that sees the run's directory. Raises SetupError, or
+        RayError when the node goes away meanwhile.
+        """
         node_id, timeout_s = place.slot.node_id, self._config.cluster.resources_timeout_s
         if node_id not in self._sees_run_dir:
-            await self._session.check_shared_storage(self._config.run.dir, {node_id}, timeout_s=timeout_s)
+            await self._session.check_shared_storage(
+                self._config.run.dir, {node_id}, timeout_s=timeout_s
+            )
             self._sees_run_dir[node_id] = True
         [place.option] = await self._session.reserve([place.slot], timeout_s=timeout_s)
 
     async def reserved_again(self, place: Place) -> bool:
-        """Whether the place still has its resources, or has them again within `cluster.resources_timeout_s`."""
-        return await self._session.reserved_again(place.option, timeout_s=self._config.cluster.resources_timeout_s)
+        """Whether the place still has its resources, or has them again within
+        `cluster.resources_timeout_s`.
+        """
+        return await self._session.reserved_again(
+            place.option, timeout_s=self._config.cluster.resources_timeout_s
+        )
 
     async def node_serves(self, place: Place) -> bool:
         """Whether the place's node still runs processes."""
-        return await self._session.node_serves(place.slot.node_id, timeout_s=self._config.cluster.resources_timeout_s)
+        return await self._session.node_serves(
+            place.slot.node_id, timeout_s=self._config.cluster.resources_timeout_s
+        )
 
     def drop(self, place: Place) -> None:
         """The place is none any more. Its reservation stays until `release`."""
@@ -112,5 +138,7 @@ class Places:
 
     def release(self, place: Place) -> None:
         """Give the reservation back."""
-        if place.option is not None and not self._placement.colocated:  # there the learner's rank holds the same reservation
+        if (
+            place.option is not None and not self._placement.colocated
+        ):  # there the learner's rank holds the same reservation
             self._session.release(place.option)

@@ -2,14 +2,19 @@
 
 Runs in: the driver. Hides who answers, and that engines may die meanwhile.
 
-    before, after training   all engines share the problems, for nothing else is under way; what a dead one leaves undone is shared out again,
-                             and waits for the engine that takes its place where it was the last one
-    beside training          one engine leaves the set (`Coordinator.pinned`): it takes no tickets and answers beside what it holds -> join.
-                             Where no other would be left, the engine generates training groups too, and the next publication waits
+    before, after training   all engines share the problems, for nothing else is under way; what a
+                             dead one leaves undone is shared out again, and waits for the engine
+                             that takes its place where it was the last one
+    beside training          one engine leaves the set (`Coordinator.pinned`): it takes no tickets
+                             and answers beside what it holds -> join. Where no other would be left,
+                             the engine generates training groups too, and the next publication
+                             waits
 
-Invariants: a result belongs to one version, which every response carries, and is logged under its step; at most one evaluation is beside
-training, and one that is due meanwhile is left out and counted; one that dies with its engine begins again with the version of then, one
-that takes longer than `evaluation.timeout_s` is given up; both are said. Learner steps wait for none of it but a held publication.
+Invariants: a result belongs to one version, which every response carries, and is logged under its
+step; at most one evaluation is beside training, and one that is due meanwhile is left out and
+counted; one that dies with its engine begins again with the version of then, one that takes longer
+than `evaluation.timeout_s` is given up; both are said. Learner steps wait for none of it but a held
+publication.
 """
 
 from __future__ import annotations
@@ -36,7 +41,9 @@ Done = Callable[[int, dict[str, float], Rows], None]
 
 
 class Evaluator(Protocol):
-    """An engine that answers problems; `handle` is its Ray actor, `acknowledged` the label of its weights."""
+    """An engine that answers problems; `handle` is its Ray actor, `acknowledged` the label of its
+    weights.
+    """
 
     actor_id: str
     handle: Any
@@ -47,21 +54,38 @@ class Evaluations:
     """All evaluations of one run."""
 
     def __init__(
-        self, config: Config, *, coordinator: Coordinator, died: Callable[[Evaluator, BaseException], Awaitable[None]], run_epoch: Callable[[], int],
-        note: Callable[[str], None], fail: Callable[[BaseException], None], total_steps: int,
+        self,
+        config: Config,
+        *,
+        coordinator: Coordinator,
+        died: Callable[[Evaluator, BaseException], Awaitable[None]],
+        run_epoch: Callable[[], int],
+        note: Callable[[str], None],
+        fail: Callable[[BaseException], None],
+        total_steps: int,
     ) -> None:
-        """died(engine, error): one is gone. note: what the user should read. fail: told what ends the run."""
-        self._config, self._coordinator, self._died, self._run_epoch = config, coordinator, died, run_epoch
+        """died(engine, error): one is gone. note: what the user should read. fail: told what ends
+        the run.
+        """
+        self._config, self._coordinator, self._died, self._run_epoch = (
+            config,
+            coordinator,
+            died,
+            run_epoch,
+        )
         self._note, self._fail = note, fail
         self._samples = EvaluationSamples(total_steps=total_steps, rows=config.tracking.sample_rows)
         self._beside: asyncio.Task[None] | None = None
         self._skipped = 0
 
-    async def everywhere(self, total: int, *, step: int, alone: Callable[[], Awaitable[None]]) -> tuple[dict[str, float], Rows]:
-        """Metrics of the live weights, which are of `step`, on `total` problems, and the responses to show; no publication, no other evaluation
-        may be under way.
+    async def everywhere(
+        self, total: int, *, step: int, alone: Callable[[], Awaitable[None]]
+    ) -> tuple[dict[str, float], Rows]:
+        """Metrics of the live weights, which are of `step`, on `total` problems, and the responses
+        to show; no publication, no other evaluation may be under way.
 
-        alone: called while no engine serves and one is waited for; it raises when none will. Raises Stalled after `evaluation.timeout_s`.
+        alone: called while no engine serves and one is waited for; it raises when none will. Raises
+        Stalled after `evaluation.timeout_s`.
         """
         started, left, outcomes, rows = time.perf_counter(), list(range(total)), [], []
         try:
@@ -70,22 +94,32 @@ class Evaluations:
                     while not self._coordinator.serving():
                         await alone()
                         await asyncio.sleep(POLL_S)
-                    left, answered, shown = await self._share(self._coordinator.serving(), left, total=total)
+                    left, answered, shown = await self._share(
+                        self._coordinator.serving(), left, total=total
+                    )
                     outcomes += answered
                     rows += shown
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise Stalled(f"the evaluation took longer than evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s") from error
+            raise Stalled(
+                "the evaluation took longer than evaluation.timeout_s = "
+                f"{self._config.evaluation.timeout_s:g} s"
+            ) from error
         seconds = time.perf_counter() - started
-        return self._metrics(outcomes, seconds=seconds, waited=seconds), self._samples.shown(step, rows)
+        return self._metrics(outcomes, seconds=seconds, waited=seconds), self._samples.shown(
+            step, rows
+        )
 
     async def begin(self, total: int, done: Done) -> None:
-        """Evaluate the newest version beside training: `done(step, metrics, responses)` is called when it is. Returns at once."""
+        """Evaluate the newest version beside training: `done(step, metrics, responses)` is called
+        when it is. Returns at once.
+        """
         if self._beside is not None and not self._beside.done():
             self._skipped += 1
             self._note(
-                "an evaluation is left out, because the one before is still under way: raise evaluation.every_steps, or lower "
+                "an evaluation is left out, because the one before is still under way: "
+                "raise evaluation.every_steps, or lower "
                 "evaluation.max_samples or evaluation.n"
             )
             return
@@ -95,7 +129,9 @@ class Evaluations:
 
     async def finish(self, seconds: float | None = None) -> bool:
         """Wait until none is under way, for so long at most; whether none is."""
-        return self._beside is None or bool((await asyncio.wait({self._beside}, timeout=seconds))[0])
+        return self._beside is None or bool(
+            (await asyncio.wait({self._beside}, timeout=seconds))[0]
+        )
 
     def cancel(self) -> None:
         """Give up the one that is under way, because the run ends."""
@@ -103,7 +139,10 @@ class Evaluations:
             self._beside.cancel()
 
     async def _evaluate_beside(self, total: int, done: Done) -> None:
-        started, deadline = time.perf_counter(), asyncio.get_running_loop().time() + self._config.evaluation.timeout_s
+        started, deadline = (
+            time.perf_counter(),
+            asyncio.get_running_loop().time() + self._config.evaluation.timeout_s,
+        )
         waited = 0.0
         while True:
             answers = None
@@ -115,31 +154,49 @@ class Evaluations:
                     if not limit.expired():
                         raise
                 if pin.engine is not None:
-                    await self._tell(pin.engine, pin.engine.handle.go_on)  # it gets tickets when it serves the live version
+                    await self._tell(
+                        pin.engine, pin.engine.handle.go_on
+                    )  # it gets tickets when it serves the live version
                 waited += pin.learner_waited_s
             version = parse_label(pin.label)
             if answers is not None and version.run_epoch == self._run_epoch():
                 outcomes, rows = answers
-                result = self._metrics(outcomes, seconds=time.perf_counter() - started, waited=waited)
+                result = self._metrics(
+                    outcomes, seconds=time.perf_counter() - started, waited=waited
+                )
                 self._note(_line(version.step, result, pin))
                 done(version.step, result, self._samples.shown(version.step, rows))
                 return
-            why = f"the learner went back before step {version.step}" if answers is not None else "its engine died"
+            why = (
+                f"the learner went back before step {version.step}"
+                if answers is not None
+                else "its engine died"
+            )
             if limit.expired() or not await self._somebody_serves(deadline):
-                self._note(f"the evaluation of step {version.step} took longer than evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s and is given up")
+                self._note(
+                    f"the evaluation of step {version.step} took longer than "
+                    f"evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s and "
+                    "is given up"
+                )
                 return
-            self._note(f"the evaluation of step {version.step} begins again with the weights of now: {why}")
+            self._note(
+                f"the evaluation of step {version.step} begins again with the weights of now: {why}"
+            )
 
     async def _by(self, pin: Pin, total: int) -> tuple[list[Outcome], Rows] | None:
         """The answers of the engines that keep the version; None when one of them died."""
         problems = list(range(total))
         if pin.engine is None:
             engines = self._coordinator.serving()
-            left, outcomes, rows = await self._share(engines, problems, total=total) if engines else (problems, [], [])
+            left, outcomes, rows = (
+                await self._share(engines, problems, total=total) if engines else (problems, [], [])
+            )
             return None if left else (outcomes, rows)
         if not await self._tell(pin.engine, pin.engine.handle.rest):
             return None
-        left, outcomes, rows = await self._share([pin.engine], problems, total=total)  # nobody waits for its last groups: they go on
+        left, outcomes, rows = await self._share(
+            [pin.engine], problems, total=total
+        )  # nobody waits for its last groups: they go on
         return None if left else (outcomes, rows)
 
     async def _tell(self, engine: Evaluator, call: Any) -> bool:
@@ -152,19 +209,25 @@ class Evaluations:
         return True
 
     async def _somebody_serves(self, deadline: float) -> bool:
-        """Whether there is an engine, perhaps in the place of one that died, before the deadline."""
+        """Whether there is an engine, perhaps in the place of one that died, before the
+        deadline.
+        """
         while not self._coordinator.serving():
             if asyncio.get_running_loop().time() > deadline:
                 return False
             await asyncio.sleep(POLL_S)
         return True
 
-    async def _share(self, engines: Sequence[Evaluator], problems: list[int], *, total: int) -> tuple[list[int], list[Outcome], Rows]:
+    async def _share(
+        self, engines: Sequence[Evaluator], problems: list[int], *, total: int
+    ) -> tuple[list[int], list[Outcome], Rows]:
         """The problems that dead engines left undone; outcomes and some responses of the others."""
         samples = -(-self._samples.each // len(engines))
         parts = [problems[index :: len(engines)] for index in range(len(engines))]
         calls = [
-            engine.handle.evaluate.remote(indices=part, total=total, label=engine.acknowledged, samples=samples)
+            engine.handle.evaluate.remote(
+                indices=part, total=total, label=engine.acknowledged, samples=samples
+            )
             for engine, part in zip(engines, parts, strict=True)
         ]
         left, outcomes, rows = [], [], []
@@ -175,7 +238,9 @@ class Evaluations:
                 ray.cancel(call)  # else the engine would go on answering
             raise
         for engine, part, answer in zip(engines, parts, answers, strict=True):
-            if isinstance(answer, ray.exceptions.RayActorError) or (isinstance(answer, ray.exceptions.RayTaskError) and not await _healthy(engine)):
+            if isinstance(answer, ray.exceptions.RayActorError) or (
+                isinstance(answer, ray.exceptions.RayTaskError) and not await _healthy(engine)
+            ):
                 await self._died(engine, answer)
                 left += part
             elif isinstance(answer, BaseException):
@@ -185,8 +250,14 @@ class Evaluations:
                 rows += answer[1]
         return left, outcomes, rows
 
-    def _metrics(self, outcomes: list[Outcome], *, seconds: float, waited: float) -> dict[str, float]:
-        own = {"eval/seconds": seconds, "eval/learner_waited_s": waited, "eval/skipped": float(self._skipped)}
+    def _metrics(
+        self, outcomes: list[Outcome], *, seconds: float, waited: float
+    ) -> dict[str, float]:
+        own = {
+            "eval/seconds": seconds,
+            "eval/learner_waited_s": waited,
+            "eval/skipped": float(self._skipped),
+        }
         return metrics(outcomes, n=self._config.evaluation.n) | own
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -196,11 +267,27 @@ class Evaluations:
 
 def _line(step: int, result: dict[str, float], pin: Pin) -> str:
     """One evaluation for a person."""
-    names = [name for name in result if name == "eval/accuracy_greedy" or name.startswith("eval/pass_at_") and name.count("/") == 1]
-    spoken = [f"{name.removeprefix('eval/').replace('_at_', '@').replace('accuracy_', '')} {result[name]:.1%}" for name in names]
+    names = [
+        name
+        for name in result
+        if name == "eval/accuracy_greedy"
+        or (name.startswith("eval/pass_at_") and name.count("/") == 1)
+    ]
+    spoken = [
+        f"{name.removeprefix('eval/').replace('_at_', '@').replace('accuracy_', '')} "
+        f"{result[name]:.1%}"
+        for name in names
+    ]
     found = ", ".join(spoken) or f"{result['eval/problems']:.0f} problems, no verdicts"
-    who = "on every engine, while publications waited" if pin.engine is None else f"on {pin.engine.actor_id}"
-    return f"evaluated step {step} {who}: {found} ({result['eval/seconds']:.1f} s; the learner waited {result['eval/learner_waited_s']:.1f} s)"
+    who = (
+        "on every engine, while publications waited"
+        if pin.engine is None
+        else f"on {pin.engine.actor_id}"
+    )
+    return (
+        f"evaluated step {step} {who}: {found} ({result['eval/seconds']:.1f} s; the learner "
+        f"waited {result['eval/learner_waited_s']:.1f} s)"
+    )
 
 
 async def _settled(call: Any) -> Any:
@@ -212,7 +299,9 @@ async def _settled(call: Any) -> Any:
 
 
 async def _healthy(engine: Evaluator) -> bool:
-    """Whether an engine that failed is itself alive: else the failure is its death, and others answer in its place."""
+    """Whether an engine that failed is itself alive: else the failure is its death, and others
+    answer in its place.
+    """
     try:
         await asyncio.wait_for(engine.handle.health.remote(), HEALTH_TIMEOUT_S)
     except (TimeoutError, ray.exceptions.RayError):

@@ -1,8 +1,10 @@
 """The learner ranks as one object: the same calls for 1 or M ranks.
 
-Runs in: the driver. Hides how many ranks there are: a call goes to all of them and returns when all are done; rank metrics are merged
-as sums and counts. Invariants: every collective call is made on every rank; a rank that dies or does not answer ends the call with
-LearnerLost, since the others would wait for it for ever; after `kill` nothing but `start` may be called, and a rank is never replaced alone.
+Runs in: the driver. Hides how many ranks there are: a call goes to all of them and returns when all
+are done; rank metrics are merged as sums and counts. Invariants: every collective call is made on
+every rank; a rank that dies or does not answer ends the call with LearnerLost, since the others
+would wait for it for ever; after `kill` nothing but `start` may be called, and a rank is never
+replaced alone.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from async_grpo.weights.transport import Announcement, Staged, TokenSequence
 
 CLOSE_TIMEOUT_S = 10.0
 DEATH_NOTICE_S = 10.0
-"""Time for Ray to tell that a process is dead, once another rank has complained of a broken connection."""
+"""Time for Ray to tell that a process is dead, once another rank has complained of a broken
+connection.
+"""
 
 
 class LearnerFailed(RunError):
@@ -37,12 +41,31 @@ class LearnerGroup:
     """M DeepSpeed ranks, once `start` has returned."""
 
     def __init__(
-        self, config: Config, *, placement: Placement, options: list[dict[str, Any]], queue: Any, model_dir: str, backend: str, key: str,
+        self,
+        config: Config,
+        *,
+        placement: Placement,
+        options: list[dict[str, Any]],
+        queue: Any,
+        model_dir: str,
+        backend: str,
+        key: str,
         total_updates: int,
     ) -> None:
         """options: Ray's, one per rank. queue: the handle from which ranks fetch their groups."""
-        self._config, self._placement, self._options, self._queue = config, placement, options, queue
-        self._setup = {"model_dir": model_dir, "device": placement.device, "backend": backend, "key": key, "total_updates": total_updates}
+        self._config, self._placement, self._options, self._queue = (
+            config,
+            placement,
+            options,
+            queue,
+        )
+        self._setup = {
+            "model_dir": model_dir,
+            "device": placement.device,
+            "backend": backend,
+            "key": key,
+            "total_updates": total_updates,
+        }
         self._handles: list[Any] = []
         self._address = ""
         self._serves = asyncio.Event()
@@ -55,13 +78,21 @@ class LearnerGroup:
         """Start all ranks, and load the model, or the checkpoint."""
         actor = ray.remote(concurrency_groups={TRANSFER: 1, SAVING: 1})(LearnerProcess)
         self._handles = [
-            actor.options(**option).remote(self._config, rank=rank, cores=slot.cores, queue=self._queue)
-            for rank, (slot, option) in enumerate(zip(self._placement.learners, self._options, strict=True))
+            actor.options(**option).remote(
+                self._config, rank=rank, cores=slot.cores, queue=self._queue
+            )
+            for rank, (slot, option) in enumerate(
+                zip(self._placement.learners, self._options, strict=True)
+            )
         ]
         deadline = self._config.watchdog.start_timeout_s
-        master = await self._within(self._handles[0].address.remote(), deadline, "starting the learner")
+        master = await self._within(
+            self._handles[0].address.remote(), deadline, "starting the learner"
+        )
         self._address = master[0]
-        states = await self._all("setup", timeout_s=deadline, master=master, checkpoint=checkpoint, **self._setup)
+        states = await self._all(
+            "setup", timeout_s=deadline, master=master, checkpoint=checkpoint, **self._setup
+        )
         self.state = states[0]
         self._serves.set()
 
@@ -76,7 +107,9 @@ class LearnerGroup:
         await self._serves.wait()
 
     async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
-        """Start a learner step: every rank fetches its rows. Token KL summed over each row, if it is part of the reward."""
+        """Start a learner step: every rank fetches its rows. Token KL summed over each row, if it
+        is part of the reward.
+        """
         sums = await self._each("call", [("begin", plan) for plan in plans])
         return {key: value for rank in sums for key, value in rank.items()}
 
@@ -97,12 +130,20 @@ class LearnerGroup:
         await self._all("call", "save", directory, state)
 
     async def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written:
-        """Write learner and exported model of all ranks, into memory where they have room. Raises StorageFailure."""
+        """Write learner and exported model of all ranks, into memory where they have room. Raises
+        StorageFailure.
+        """
         return _unless_failed(await self._all("write_checkpoint", directory, state))[0]
 
     async def finish_checkpoint(self, directory: str) -> dict[str, FileSum]:
-        """Bring what was written into `directory`, while steps go on; all files in it. Raises StorageFailure."""
-        return {name: entry for files in _unless_failed(await self._all("finish_checkpoint", directory)) for name, entry in files.items()}
+        """Bring what was written into `directory`, while steps go on; all files in it. Raises
+        StorageFailure.
+        """
+        return {
+            name: entry
+            for files in _unless_failed(await self._all("finish_checkpoint", directory))
+            for name, entry in files.items()
+        }
 
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         """Prepare the transport for these engines; one init payload per engine."""
@@ -115,25 +156,39 @@ class LearnerGroup:
     async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
         """Copy the weights out of the model, and compute their log-probs of the sequences."""
         deadline = self._config.weight_sync.deadlines.stage_s
-        return (await self._all("stage", label, verify=verify, sequences=sequences, timeout_s=deadline))[0]
+        return (
+            await self._all("stage", label, verify=verify, sequences=sequences, timeout_s=deadline)
+        )[0]
 
-    async def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged:
-        """The same of visibly perturbed weights, which are put back at once; may come in the middle of a learner step.
+    async def stage_perturbed(
+        self, label: str, *, scale: float, sequences: list[TokenSequence]
+    ) -> Staged:
+        """The same of visibly perturbed weights, which are put back at once; may come in the middle
+        of a learner step.
 
-        Raises LearnerFailed for what goes wrong here, so that nobody takes it for the fault of the engine that is checked.
+        Raises LearnerFailed for what goes wrong here, so that nobody takes it for the fault of the
+        engine that is checked.
         """
         try:
             return (await self._all("stage_perturbed", label, scale=scale, sequences=sequences))[0]
         except ray.exceptions.RayTaskError as error:
-            raise LearnerFailed(f"the learner could not stage its weights for a check: {error.cause}") from error
+            raise LearnerFailed(
+                f"the learner could not stage its weights for a check: {error.cause}"
+            ) from error
 
     async def send(self, announcement: Announcement) -> str:
-        """Push staged weights, for transports that push; why the transfer is torn, or "". A copy is sent in the background."""
+        """Push staged weights, for transports that push; why the transfer is torn, or "". A copy is
+        sent in the background.
+        """
         if announcement.backend != "nccl":
             return ""
         if announcement.streamed:
             return (await self._all("stream"))[0]
-        return await self._within(self._handles[0].send.remote(), self._config.weight_sync.deadlines.acknowledge_s, "sending the weights")
+        return await self._within(
+            self._handles[0].send.remote(),
+            self._config.weight_sync.deadlines.acknowledge_s,
+            "sending the weights",
+        )
 
     async def release(self) -> None:
         """Free the copy that `stage_perturbed` made."""
@@ -154,47 +209,69 @@ class LearnerGroup:
     async def stop(self) -> None:
         """Stop the ranks; one that does not answer within its deadline is killed."""
         try:
-            await asyncio.wait_for(asyncio.gather(*[handle.close.remote() for handle in self._handles]), CLOSE_TIMEOUT_S)
+            await asyncio.wait_for(
+                asyncio.gather(*[handle.close.remote() for handle in self._handles]),
+                CLOSE_TIMEOUT_S,
+            )
         except (TimeoutError, ray.exceptions.RayError):
             pass  # killed below either way
         finally:
             for handle in self._handles:
                 ray.kill(handle)
 
-    async def _all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+    async def _all(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         return await self._each(method, [args] * len(self._handles), timeout_s=timeout_s, **kwargs)
 
-    async def _each(self, method: str, arguments: Sequence[tuple], *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+    async def _each(
+        self,
+        method: str,
+        arguments: Sequence[tuple],
+        *,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
         deadline = timeout_s if timeout_s is not None else self._config.watchdog.step_timeout_s
         calls = [
             asyncio.ensure_future(getattr(handle, method).remote(*args, **kwargs))
             for handle, args in zip(self._handles, arguments, strict=True)
         ]
-        what = f"the learner's {' '.join([method, *[arg for arg in arguments[0] if isinstance(arg, str)][:1]])}"
+        what = (
+            "the learner's "
+            f"{' '.join([method, *[arg for arg in arguments[0] if isinstance(arg, str)][:1]])}"
+        )
         try:
             with self.calls.under_way(what, calls) as late:
                 return await self._within(asyncio.gather(*calls), deadline, what, late)
         except ray.exceptions.RayTaskError:
-            # A rank that dies breaks the connections of the others, and their complaint may come first.
+            # A rank that dies breaks the connections of the others, and their complaint may come
+            # first.
             if len(calls) > 1 and (death := await _death(calls)) is not None:
                 raise self._lost(what, death) from death
             raise
 
-    async def _within(self, work: Any, seconds: float, what: str, late: Callable[[], str] = lambda: "rank 0") -> Any:
+    async def _within(
+        self, work: Any, seconds: float, what: str, late: Callable[[], str] = lambda: "rank 0"
+    ) -> Any:
         try:
             return await asyncio.wait_for(work, seconds)
         except ray.exceptions.RayTaskError:  # one that carries a TimeoutError is one itself
             raise
         except TimeoutError as error:
             self._serves.clear()
-            raise LearnerLost(f"{what} did not finish within {seconds:g} s; waiting for {late()}", silent=True) from error
+            raise LearnerLost(
+                f"{what} did not finish within {seconds:g} s; waiting for {late()}", silent=True
+            ) from error
         except ray.exceptions.RayActorError as error:
             raise self._lost(what, error) from error
 
     def _lost(self, what: str, error: BaseException) -> LearnerLost:
         self._serves.clear()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return LearnerLost(f"a learner rank died during {what}: {lines[0] if lines else type(error).__name__}")
+        return LearnerLost(
+            f"a learner rank died during {what}: {lines[0] if lines else type(error).__name__}"
+        )
 
 
 def _unless_failed(answers: list[Any]) -> list[Any]:
@@ -209,7 +286,11 @@ async def _death(calls: Sequence[asyncio.Future[Any]]) -> BaseException | None:
     deadline = time.monotonic() + DEATH_NOTICE_S
     pending = set(calls)
     while pending:
-        done, pending = await asyncio.wait(pending, timeout=max(0.0, deadline - time.monotonic()), return_when=asyncio.FIRST_COMPLETED)
+        done, pending = await asyncio.wait(
+            pending,
+            timeout=max(0.0, deadline - time.monotonic()),
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         for call in done:
             if not call.cancelled() and isinstance(call.exception(), ray.exceptions.RayActorError):
                 return call.exception()

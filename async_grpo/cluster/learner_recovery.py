@@ -1,15 +1,19 @@
-"""The learner as something that may die: brought to the step that the queue is at, and brought back there when its ranks are gone.
+"""The learner as something that may die: brought to the step that the queue is at, and brought back
+there when its ranks are gone.
 
-Runs in: the driver. A learner rank cannot be replaced alone (the others wait for it in a collective), so all of them start again, while
-queue, rollout actors and engines stay as they are:
+Runs in: the driver. A learner rank cannot be replaced alone (the others wait for it in a
+collective), so all of them start again, while queue, rollout actors and engines stay as they are:
 
-    rank dies or says nothing -> kill all -> newest checkpoint -> repeat the recorded steps after it -> connect the engines -> go on
+    rank dies or says nothing -> kill all -> newest checkpoint -> repeat the recorded steps
+        -> connect the engines -> go on
 
-The same, without the engines, brings a run that starts again to where it was. After two deaths in the training of one step, or where the
-journal cannot repeat a step, the steps after the checkpoint are discarded: the queue takes their batches back and the run epoch is raised.
+The same, without the engines, brings a run that starts again to where it was. After two deaths in
+the training of one step, or where the journal cannot repeat a step, the steps after the checkpoint
+are discarded: the queue takes their batches back and the run epoch is raised.
 
-Invariants: the learner makes no step of its own before it is where the queue is; every death counts against `cluster.restart_budget`,
-apart from those of rollout actors; nothing but a whole checkpoint is loaded.
+Invariants: the learner makes no step of its own before it is where the queue is; every death counts
+against `cluster.restart_budget`, apart from those of rollout actors; nothing but a whole checkpoint
+is loaded.
 """
 
 from __future__ import annotations
@@ -38,21 +42,46 @@ class QueueSide(Protocol):
 
     async def digests(self) -> dict[int, str]: ...
     async def obstacle(self, *, after: int, until: int) -> str: ...
-    async def discard(self, *, step: int, snapshot: dict[str, Any] | None, why: str) -> tuple[str, int]: ...
+    async def discard(
+        self, *, step: int, snapshot: dict[str, Any] | None, why: str
+    ) -> tuple[str, int]: ...
 
 
 class Gang:
     """Keeps the learner of one run alive. `restarts`: how often its ranks were started again."""
 
     def __init__(
-        self, config: Config, *, learner: LearnerGroup, loop: Loop, coordinator: Coordinator, queue: QueueSide, origin: Origin,
-        nodes_serve: Callable[[], Awaitable[bool]], idle: Callable[[], Awaitable[None]],
-        took_back: Callable[[int], None], note: Callable[[str], None],
+        self,
+        config: Config,
+        *,
+        learner: LearnerGroup,
+        loop: Loop,
+        coordinator: Coordinator,
+        queue: QueueSide,
+        origin: Origin,
+        nodes_serve: Callable[[], Awaitable[bool]],
+        idle: Callable[[], Awaitable[None]],
+        took_back: Callable[[int], None],
+        note: Callable[[str], None],
     ) -> None:
-        """origin: where this start of the run began. nodes_serve: whether those of all ranks are there. idle: returns when no checkpoint is
-        being written. took_back(step): what came after this step is discarded. note: what the user should read."""
-        self._config, self._learner, self._loop, self._coordinator, self._queue = config, learner, loop, coordinator, queue
-        self._origin, self._nodes_serve, self._idle, self._took_back, self._note = origin, nodes_serve, idle, took_back, note
+        """origin: where this start of the run began. nodes_serve: whether those of all ranks are
+        there. idle: returns when no checkpoint is being written. took_back(step): what came after
+        this step is discarded. note: what the user should read.
+        """
+        self._config, self._learner, self._loop, self._coordinator, self._queue = (
+            config,
+            learner,
+            loop,
+            coordinator,
+            queue,
+        )
+        self._origin, self._nodes_serve, self._idle, self._took_back, self._note = (
+            origin,
+            nodes_serve,
+            idle,
+            took_back,
+            note,
+        )
         self._died_at: int | None = None
         self.run_epoch = 0
         self.restarts = 0
@@ -63,17 +92,23 @@ class Gang:
         await self._learner.start(self._origin.learner)
         await self._repeat(self._origin, until)
 
-    async def surviving(self, work: Callable[[], Awaitable[Result]], *, blame: bool = False) -> Result:
-        """The result of `work`, done again after the learner died in it and was brought back. Raises FaultBudgetSpent or Stalled.
+    async def surviving(
+        self, work: Callable[[], Awaitable[Result]], *, blame: bool = False
+    ) -> Result:
+        """The result of `work`, done again after the learner died in it and was brought back.
+        Raises FaultBudgetSpent or Stalled.
 
-        blame: the work trains a step, so that two deaths in it at the same step speak against its batch.
+        blame: the work trains a step, so that two deaths in it at the same step speak against its
+        batch.
         """
         before = self._loop.steps_done
         while True:
             try:
                 return await work()
             except (LearnerLost, TransferStuck) as error:
-                in_training = blame and self._loop.steps_done == before and isinstance(error, LearnerLost)
+                in_training = (
+                    blame and self._loop.steps_done == before and isinstance(error, LearnerLost)
+                )
                 with self._loop.time.during("restarting"):
                     await self._bring_back(error, blame=in_training)
 
@@ -86,7 +121,8 @@ class Gang:
             await self._idle()  # without its ranks the one under way is complete, or fails at once
             origin = await asyncio.to_thread(self._newest, reached)
             self._note(
-                f"{error}{seen}; the learner starts again from {origin.path or 'the initial model'} (restart {self.restarts} of at most "
+                f"{error}{seen}; the learner starts again from "
+                f"{origin.path or 'the initial model'} (restart {self.restarts} of at most "
                 f"{self._config.cluster.restart_budget}), the rollout actors go on meanwhile"
             )
             await asyncio.sleep(back_off_s(self.restarts))
@@ -109,17 +145,29 @@ class Gang:
         budget = self._config.cluster.restart_budget
         kind = Stalled if getattr(error, "silent", False) else FaultBudgetSpent
         if not self._config.replay.journal.enable:
-            raise kind(f"{error}; without replay.journal.enable a learner that died cannot be brought back") from error
+            raise kind(
+                f"{error}; without replay.journal.enable a learner that died cannot be brought back"
+            ) from error
         if self.restarts >= budget:
-            raise kind(f"{error}; the learner was started again {self.restarts} times already (cluster.restart_budget)") from error
+            raise kind(
+                f"{error}; the learner was started again {self.restarts} times already "
+                "(cluster.restart_budget)"
+            ) from error
         if not await self._nodes_serve():
-            raise kind(f"{error}; a node of the learner is gone, and the learner does not move: start the same command again") from error
+            raise kind(
+                f"{error}; a node of the learner is gone, and the learner does not move: "
+                "start the same command again"
+            ) from error
         self.restarts += 1
 
     def _newest(self, reached: int) -> Origin:
-        """The newest checkpoint of this run that is not ahead of its learner, its contents checked; else where the run began."""
+        """The newest checkpoint of this run that is not ahead of its learner, its contents checked;
+        else where the run began.
+        """
         run_dir = Path(self._config.run.dir)
-        for step in reversed([step for step in checkpoint.steps(run_dir) if self._origin.step < step <= reached]):
+        for step in reversed(
+            [step for step in checkpoint.steps(run_dir) if self._origin.step < step <= reached]
+        ):
             path = checkpoint.path_for(run_dir, step)
             try:
                 checkpoint.verify(path)
@@ -139,28 +187,44 @@ class Gang:
     async def _discard(self, origin: Origin, reached: int, why: str) -> int:
         """The steps after the checkpoint are taken back. The step to go on from."""
         if reached == self._loop.total_steps:  # no actor works any more
-            raise FaultBudgetSpent(f"the learner died at the end of the run, and {why}; start the same command again")
-        report, self.run_epoch = await self._queue.discard(step=origin.step, snapshot=origin.snapshot(), why=why)
+            raise FaultBudgetSpent(
+                f"the learner died at the end of the run, and {why}; start the same command again"
+            )
+        report, self.run_epoch = await self._queue.discard(
+            step=origin.step, snapshot=origin.snapshot(), why=why
+        )
         self._took_back(origin.step)
         self._note(f"replay queue: {report}")
         return origin.step
 
     async def _repeat(self, origin: Origin, until: int) -> None:
-        self._loop.go_back(origin.step, None if self._learner.state is None else self._learner.state["rows"])
+        self._loop.go_back(
+            origin.step, None if self._learner.state is None else self._learner.state["rows"]
+        )
         if until <= origin.step:
             return
         recorded = await self._queue.digests()
         await self._learner.connect([])
         compared, different = await self._loop.repeat(until, recorded=recorded, digest=self._digest)
-        self._note(f"learner steps {origin.step + 1} to {until} are trained again from their recorded batches; " + (
-            f"the weights are the same bits at {compared - len(different)} of {compared} recorded versions" if compared else "no digests to compare with"
-        ))
+        self._note(
+            f"learner steps {origin.step + 1} to {until} are trained again from their "
+            "recorded batches; "
+            + (
+                f"the weights are the same bits at {compared - len(different)} of "
+                f"{compared} recorded versions"
+                if compared
+                else "no digests to compare with"
+            )
+        )
         if different:
             self._note(
-                f"the weights differ from version {different[0]} on: kernels that are not deterministic. Tokens keep the log-probs with which they "
+                f"the weights differ from version {different[0]} on: kernels that are not "
+                "deterministic. Tokens keep the log-probs with which they "
                 "were sampled, so the importance ratios stay right"
             )
 
     async def _digest(self, version: int) -> str:
-        staged = await self._learner.stage(Version(self.run_epoch, version).label, verify=True, sequences=[])
+        staged = await self._learner.stage(
+            Version(self.run_epoch, version).label, verify=True, sequences=[]
+        )
         return staged.announcement.digest

@@ -1,11 +1,13 @@
 """A learner alone, on the batches that another run recorded.
 
-Runs in: the driver. Starts the learner ranks and a queue that repeats a journal; no engine, no rollout actor, nothing is published:
+Runs in: the driver. Starts the learner ranks and a queue that repeats a journal; no engine, no
+rollout actor, nothing is published:
 
-    journal -> RecordedQueue -- metadata --> loop -> learner ranks -> digest of the weights, compared with the recorded one
+    journal -> RecordedQueue -- metadata --> loop -> learner ranks -> digest of the weights,
+        compared with the recorded one
 
-Invariant: everything between a batch and the weights is the same code as in a run, so with the same settings and ranks the weights are
-the same bits.
+Invariant: everything between a batch and the weights is the same code as in a run, so with the same
+settings and ranks the weights are the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from async_grpo.weights.transport import Version, fallback_directory
 
 @dataclass
 class Comparison:
-    """Versions whose weights are the recorded ones bit for bit, versions that differ, and versions without a recorded digest."""
+    """Versions whose weights are the recorded ones bit for bit, versions that differ, and versions
+    without a recorded digest.
+    """
 
     same: list[int] = field(default_factory=list)
     different: list[int] = field(default_factory=list)
@@ -44,7 +48,9 @@ class _Digests:
         self._learner, self._recorded, self.comparison = learner, recorded, Comparison()
 
     async def publish(self, version: int) -> float:
-        digest = (await self._learner.stage(Version(0, version).label, verify=False, sequences=[])).announcement.digest
+        digest = (
+            await self._learner.stage(Version(0, version).label, verify=False, sequences=[])
+        ).announcement.digest
         expected = self._recorded.get(version)
         known = self.comparison.same if digest == expected else self.comparison.different
         (self.comparison.unknown if not digest or expected is None else known).append(version)
@@ -60,9 +66,19 @@ class _Digests:
 class Rerun:
     """One repetition: connect, run, disconnect."""
 
-    def __init__(self, config: Config, *, source: str, total_steps: int, weights: dict[str, float], key: str) -> None:
-        """source: directory of the journal. total_steps: of the recorded run, for the learning rate. weights: of the rewards."""
-        self._config, self._source, self._total_steps, self._weights, self._key = config, source, total_steps, weights, key
+    def __init__(
+        self, config: Config, *, source: str, total_steps: int, weights: dict[str, float], key: str
+    ) -> None:
+        """source: directory of the journal. total_steps: of the recorded run, for the learning
+        rate. weights: of the rewards.
+        """
+        self._config, self._source, self._total_steps, self._weights, self._key = (
+            config,
+            source,
+            total_steps,
+            weights,
+            key,
+        )
         self._session: Session | None = None
         self._learner: LearnerGroup | None = None
         self.loop: Loop | None = None
@@ -72,23 +88,52 @@ class Rerun:
         self._session = Session.open(processes=self._config.learner.ranks + 1)
 
     async def run(
-        self, *, model_dir: str, checkpoint: str | None, first: int, last: int, log: Callable[[int, dict[str, float]], None]
+        self,
+        *,
+        model_dir: str,
+        checkpoint: str | None,
+        first: int,
+        last: int,
+        log: Callable[[int, dict[str, float]], None],
     ) -> Comparison:
-        """Train the recorded steps `first` to `last`. checkpoint: the learner's, of the step before; None starts from the model."""
+        """Train the recorded steps `first` to `last`. checkpoint: the learner's, of the step
+        before; None starts from the model.
+        """
         config, session = self._config, self._session
         placement = await session.wait_for_room(config)
-        options = await session.reserve(list(placement.learners), timeout_s=config.cluster.resources_timeout_s)
-        queue = ray.remote(RecordedProcess).options(max_concurrency=MAX_CALLS, **session.on_this_node()).remote(self._source)
+        options = await session.reserve(
+            list(placement.learners), timeout_s=config.cluster.resources_timeout_s
+        )
+        queue = (
+            ray.remote(RecordedProcess)
+            .options(max_concurrency=MAX_CALLS, **session.on_this_node())
+            .remote(self._source)
+        )
         self._learner = LearnerGroup(
-            config, placement=placement, options=options, queue=queue, model_dir=model_dir, backend="shared_memory", key=self._key,
+            config,
+            placement=placement,
+            options=options,
+            queue=queue,
+            model_dir=model_dir,
+            backend="shared_memory",
+            key=self._key,
             total_updates=self._total_steps * config.updates_per_step,
         )
         await self._learner.start(checkpoint)
         await self._learner.connect([])
-        digests = _Digests(self._learner, await asyncio.wait_for(queue.digests.remote(), CALL_TIMEOUT_S))
+        digests = _Digests(
+            self._learner, await asyncio.wait_for(queue.digests.remote(), CALL_TIMEOUT_S)
+        )
         loop = self.loop = Loop(
-            config, queue=_Client(queue), learner=self._learner, publisher=digests, weights=self._weights, total_steps=last,
-            steps_done=first - 1, log=log, row_state=None if self._learner.state is None else self._learner.state["rows"],
+            config,
+            queue=_Client(queue),
+            learner=self._learner,
+            publisher=digests,
+            weights=self._weights,
+            total_steps=last,
+            steps_done=first - 1,
+            log=log,
+            row_state=None if self._learner.state is None else self._learner.state["rows"],
         )
         while loop.steps_done < last:
             await loop.step()

@@ -1,9 +1,11 @@
 """Responses under way, gathered for a checkpoint and handed to a run that resumes from one.
 
-Runs in: the driver. Hides where the beginnings come from (rollout actors are asked, while they and the learner go on) and which of them belong
-to the checkpoint: those of tickets that were out when its queue was written down, and those that wait to be continued still.
+Runs in: the driver. Hides where the beginnings come from (rollout actors are asked, while they and
+the learner go on) and which of them belong to the checkpoint: those of tickets that were out when
+its queue was written down, and those that wait to be continued still.
 
-Invariant: an actor that does not answer in time is left out and counted; nobody waits for it but the file.
+Invariant: an actor that does not answer in time is left out and counted; nobody waits for it but
+the file.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Groups = list[tuple[Beginning, bytes]]
 
 
 class UnderWay:
-    """The beginnings of one start of the run; without `checkpoint.partial_rollouts` there are none."""
+    """The beginnings of one start of the run; without `checkpoint.partial_rollouts` there are
+    none.
+    """
 
     def __init__(self, config: Config, origin: Path | None, note: Callable[[str], None]) -> None:
         """origin: the checkpoint that the run continues, its sums verified."""
@@ -40,7 +44,11 @@ class UnderWay:
 
     def snapshot(self, snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
         """The queue of the checkpoint, with what it has to know of the beginnings."""
-        return snapshot if self._restored is None or snapshot is None else {**snapshot, "beginnings": self._restored.beginnings}
+        return (
+            snapshot
+            if self._restored is None or snapshot is None
+            else {**snapshot, "beginnings": self._restored.beginnings}
+        )
 
     def begin(self, engines: Sequence[RemoteEngine], snapshot: dict[str, Any]) -> None:
         """Ask the actors; snapshot: the queue of the checkpoint that is being written."""
@@ -69,17 +77,31 @@ class UnderWay:
             return None
 
     async def _gather(self, engines: Sequence[RemoteEngine], snapshot: dict[str, Any]) -> Groups:
-        rows = [tuple(row[:5]) for row in snapshot["ledger"]["groups"]]  # id, attempt, version, state, actor
-        out = {(group_id, attempt, version, actor) for group_id, attempt, version, state, actor in rows if state == State.IN_FLIGHT}
+        rows = [
+            tuple(row[:5]) for row in snapshot["ledger"]["groups"]
+        ]  # id, attempt, version, state, actor
+        out = {
+            (group_id, attempt, version, actor)
+            for group_id, attempt, version, state, actor in rows
+            if state == State.IN_FLIGHT
+        }
         answers = await asyncio.gather(*[self._ask(engine) for engine in engines])
         found = [
-            (beginning, packed) for engine, groups in zip(engines, answers, strict=True) for beginning, packed in groups
+            (beginning, packed)
+            for engine, groups in zip(engines, answers, strict=True)
+            for beginning, packed in groups
             if (beginning.group_id, beginning.attempt, beginning.version, engine.actor_id) in out
         ]
         if self._restored is not None:
-            waiting = {(group_id, attempt + 1) for group_id, attempt, _, state, _ in rows if state == State.WAITING}
+            waiting = {
+                (group_id, attempt + 1)
+                for group_id, attempt, _, state, _ in rows
+                if state == State.WAITING
+            }
             found += [
-                (one, self._restored.packed(one.group_id)) for one in self._restored.beginnings if (one.group_id, one.attempt) in waiting
+                (one, self._restored.packed(one.group_id))
+                for one in self._restored.beginnings
+                if (one.group_id, one.attempt) in waiting
             ]
         return found
 
@@ -88,6 +110,13 @@ class UnderWay:
             return await asyncio.wait_for(engine.partials(), PATIENCE_S)
         except (TimeoutError, ray.exceptions.RayError) as error:
             self.silent += 1
-            why = f"nothing within {PATIENCE_S:g} s" if isinstance(error, TimeoutError) else str(error).strip().splitlines()[-1]
-            self._note(f"{engine.actor_id} did not tell of its responses under way ({why}): they are not in the checkpoint")
+            why = (
+                f"nothing within {PATIENCE_S:g} s"
+                if isinstance(error, TimeoutError)
+                else str(error).strip().splitlines()[-1]
+            )
+            self._note(
+                f"{engine.actor_id} did not tell of its responses under way ({why}): they "
+                "are not in the checkpoint"
+            )
             return []

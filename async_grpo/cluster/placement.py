@@ -1,16 +1,21 @@
 """Which process goes where: pure functions of (configuration, nodes, taken slots).
 
-Runs in: the driver, and anywhere for a dry run. Knows no Ray: the caller gives the nodes and turns the result into placement groups.
-`place` is for the start of a run, `another` for a cluster that has changed since.
+Runs in: the driver, and anywhere for a dry run. Knows no Ray: the caller gives the nodes and turns
+the result into placement groups. `place` is for the start of a run, `another` for a cluster that
+has changed since.
 
-    split       one bundle per engine with its tensor-parallel GPUs, all on one node; a bundle per learner rank, on as few nodes as possible
+    split       one bundle per engine with its tensor-parallel GPUs, all on one node; a bundle per
+                learner rank, on as few nodes as possible
     colocated   rank i and engine i share a bundle with one GPU, half each
 
-On CPU every process is one bundle with a share of the CPUs and, where there are enough, cores of its own. Learner and driver are on the
-first node, where one core stays free for the driver and the queue; spare ones go to the engines first, for their verifiers, and then to
-the learner. Engines for which the first node has no core go to other nodes. The engines that a run must have start even where they share cores.
+On CPU every process is one bundle with a share of the CPUs and, where there are enough, cores of
+its own. Learner and driver are on the first node, where one core stays free for the driver and the
+queue; spare ones go to the engines first, for their verifiers, and then to the learner. Engines for
+which the first node has no core go to other nodes. The engines that a run must have start even
+where they share cores.
 
-What a configuration cannot be run with on the machines that it has. Invariant: a refusal is one sentence that names the settings and what to do.
+What a configuration cannot be run with on the machines that it has. Invariant: a refusal is one
+sentence that names the settings and what to do.
 """
 
 from __future__ import annotations
@@ -38,7 +43,9 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of the cluster: its resources, what anybody has reserved of them, and the cores its processes may use."""
+    """One machine of the cluster: its resources, what anybody has reserved of them, and the cores
+    its processes may use.
+    """
 
     node_id: str
     address: str
@@ -56,7 +63,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one process runs. `gpus` is what it asks Ray for; `cores` is empty when it is not pinned."""
+    """Where one process runs. `gpus` is what it asks Ray for; `cores` is empty when it is not
+    pinned.
+    """
 
     node_id: str
     cpus: float
@@ -66,7 +75,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`learners[i]` is rank i, `engines[j]` is rollout actor j. `rank_offsets[j]` is engine j's first rank in an NCCL group."""
+    """`learners[i]` is rank i, `engines[j]` is rollout actor j. `rank_offsets[j]` is engine j's
+    first rank in an NCCL group.
+    """
 
     device: str
     colocated: bool
@@ -76,7 +87,8 @@ class Placement:
 
 
 def place(config: Config, nodes: list[Node]) -> Placement:
-    """Place all learner ranks, and as many engines as there is room for, from `cluster.rollout_actors.min` to `max`.
+    """Place all learner ranks, and as many engines as there is room for, from
+    `cluster.rollout_actors.min` to `max`.
 
     Raises PlacementError naming what was asked for and what each node has.
     """
@@ -94,16 +106,28 @@ def place(config: Config, nodes: list[Node]) -> Placement:
     else:
         learners, engines = _place_split(config, nodes)
     size = config.cluster.engine.tensor_parallel_size
-    return Placement(device, colocated, tuple(learners), tuple(engines), tuple(1 + size * index for index in range(len(engines))))
+    return Placement(
+        device,
+        colocated,
+        tuple(learners),
+        tuple(engines),
+        tuple(1 + size * index for index in range(len(engines))),
+    )
 
 
 def another(
-    config: Config, placement: Placement, nodes: Sequence[Node], engines: Sequence[Slot], *, crowd: bool = False
+    config: Config,
+    placement: Placement,
+    nodes: Sequence[Node],
+    engines: Sequence[Slot],
+    *,
+    crowd: bool = False,
 ) -> Slot | None:
-    """Where one more engine would go beside `engines`, or None where the cluster has no room; whether there should be one is not asked.
+    """Where one more engine would go beside `engines`, or None where the cluster has no room;
+    whether there should be one is not asked.
 
-    `placement` is that of the start: its learner ranks stay where they are. An engine that shares a GPU with a rank has no room beyond the
-    ranks. With `crowd` it may share cores on CPU.
+    `placement` is that of the start: its learner ranks stay where they are. An engine that shares a
+    GPU with a rank has no room beyond the ranks. With `crowd` it may share cores on CPU.
     """
     if placement.colocated:
         return None
@@ -111,23 +135,41 @@ def another(
     if placement.device == "cpu":
         return _another_on_cpu(config, placement, nodes, engines, crowd=crowd)
     size = config.cluster.engine.tensor_parallel_size
-    return next((Slot(node.node_id, 1.0, float(size)) for node in nodes if node.free_gpus >= size and _free_cpus(node) >= 1), None)
+    return next(
+        (
+            Slot(node.node_id, 1.0, float(size))
+            for node in nodes
+            if node.free_gpus >= size and _free_cpus(node) >= 1
+        ),
+        None,
+    )
 
 
 def describe(nodes: Sequence[Node]) -> str:
     """What each node has, for messages."""
-    return "; ".join(
-        f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
-        + (f" ({node.used_cpus:g} and {node.used_gpus:g} reserved)" if node.used_cpus or node.used_gpus else "")
-        for node in nodes
-    ) or "no nodes"
+    return (
+        "; ".join(
+            f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
+            + (
+                f" ({node.used_cpus:g} and {node.used_gpus:g} reserved)"
+                if node.used_cpus or node.used_gpus
+                else ""
+            )
+            for node in nodes
+        )
+        or "no nodes"
+    )
 
 
 def _with_taken(node: Node, slots: Sequence[Slot]) -> Node:
-    """Ray reports a reservation a little later than it makes it; what the run itself has taken is known at once."""
+    """Ray reports a reservation a little later than it makes it; what the run itself has taken is
+    known at once.
+    """
     own = [slot for slot in slots if slot.node_id == node.node_id]
     return replace(
-        node, used_cpus=max(node.used_cpus, sum(slot.cpus for slot in own)), used_gpus=max(node.used_gpus, sum(slot.gpus for slot in own))
+        node,
+        used_cpus=max(node.used_cpus, sum(slot.cpus for slot in own)),
+        used_gpus=max(node.used_gpus, sum(slot.gpus for slot in own)),
     )
 
 
@@ -137,8 +179,14 @@ def _free_cpus(node: Node) -> float:
 
 
 def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
-    """`cluster.layout`, where `auto` shares GPUs between learner and engines only if the ranks take them all."""
-    ranks, size, layout = config.learner.ranks, config.cluster.engine.tensor_parallel_size, config.cluster.layout
+    """`cluster.layout`, where `auto` shares GPUs between learner and engines only if the ranks take
+    them all.
+    """
+    ranks, size, layout = (
+        config.learner.ranks,
+        config.cluster.engine.tensor_parallel_size,
+        config.cluster.layout,
+    )
     if layout != "auto":
         return layout == "colocated"
     gpus = sum(int(node.gpus) for node in nodes)
@@ -149,7 +197,10 @@ def _count(config: Config, room: int, asked: str, nodes: list[Node]) -> int:
     """How many of the engines that have room the run starts with."""
     actors = config.cluster.rollout_actors
     if room < actors.min:
-        raise PlacementError(f"the run asks for {asked} and {actors.min} rollout actors, the cluster has room for {room}: {describe(nodes)}")
+        raise PlacementError(
+            f"the run asks for {asked} and {actors.min} rollout actors, the cluster has "
+            f"room for {room}: {describe(nodes)}"
+        )
     return room if actors.max is None else min(room, actors.max)
 
 
@@ -161,27 +212,46 @@ def _refuse_what_needs_gpus(config: Config, nodes: list[Node]) -> None:
         (f"cluster.engine.tensor_parallel_size: {size}", size > 1),
     ):
         if asked:
-            raise PlacementError(f"{setting} needs GPUs and the run would be on CPU: {describe(nodes)}")
+            raise PlacementError(
+                f"{setting} needs GPUs and the run would be on CPU: {describe(nodes)}"
+            )
 
 
 def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:
-    """The learner and as many engines as have cores on the first node; further engines on the others, a CPU each."""
+    """The learner and as many engines as have cores on the first node; further engines on the
+    others, a CPU each.
+    """
     first, ranks, actors = nodes[0], config.learner.ranks, config.cluster.rollout_actors
     cores = len(first.cores) or int(first.cpus)
     here = max(1, min(cores - ranks - 1, actors.max or CPU_ENGINES))
-    room = [node.node_id for node in nodes[1:] for _ in range(min(int(_free_cpus(node)), actors.max or CPU_ENGINES))]
+    room = [
+        node.node_id
+        for node in nodes[1:]
+        for _ in range(min(int(_free_cpus(node)), actors.max or CPU_ENGINES))
+    ]
     there = room[: max(0, actors.max - here)] if actors.max is not None else room
     here = max(here, actors.min - len(there))
     processes, free = ranks + here, _free_cpus(first)
     share = min(1.0, int(100 * free / processes) / 100)
     if free < 1 or share <= 0:
-        raise PlacementError(f"the run asks for {ranks} learner ranks and {here + len(there)} rollout actors on CPU: {describe(nodes)}")
-    slots = [Slot(first.node_id, share, 0.0, dealt) for dealt in _deal_cores(first.cores, ranks=ranks, engines=here)]
+        raise PlacementError(
+            f"the run asks for {ranks} learner ranks and {here + len(there)} rollout "
+            f"actors on CPU: {describe(nodes)}"
+        )
+    slots = [
+        Slot(first.node_id, share, 0.0, dealt)
+        for dealt in _deal_cores(first.cores, ranks=ranks, engines=here)
+    ]
     return slots[:ranks], [*slots[ranks:], *[Slot(node_id, 1.0, 0.0) for node_id in there]]
 
 
 def _another_on_cpu(
-    config: Config, placement: Placement, nodes: Sequence[Node], engines: Sequence[Slot], *, crowd: bool
+    config: Config,
+    placement: Placement,
+    nodes: Sequence[Node],
+    engines: Sequence[Slot],
+    *,
+    crowd: bool,
 ) -> Slot | None:
     """On the learner's node it takes cores that a removed engine has left, or none of its own."""
     limit = config.cluster.rollout_actors.max or CPU_ENGINES
@@ -194,14 +264,22 @@ def _another_on_cpu(
         share, ranks = placement.learners[0].cpus, len(placement.learners)
         room = max(1, min((len(node.cores) or int(node.cpus)) - ranks - 1, limit))
         if _free_cpus(node) >= share and (crowd or there < room):
-            left = set(node.cores) - {core for slot in [*placement.learners, *engines] for core in slot.cores}
-            freed = (slot.cores for slot in placement.engines if slot.cores and left.issuperset(slot.cores))
+            left = set(node.cores) - {
+                core for slot in [*placement.learners, *engines] for core in slot.cores
+            }
+            freed = (
+                slot.cores
+                for slot in placement.engines
+                if slot.cores and left.issuperset(slot.cores)
+            )
             return Slot(node.node_id, share, 0.0, next(freed, ()))
     return None
 
 
 def _deal_cores(cores: tuple[int, ...], *, ranks: int, engines: int) -> list[tuple[int, ...]]:
-    """Cores of each learner rank, then of each engine, the highest first; none for anybody where a process would have to share."""
+    """Cores of each learner rank, then of each engine, the highest first; none for anybody where a
+    process would have to share.
+    """
     if len(cores) < ranks + engines:
         return [()] * (ranks + engines)
     spare = max(0, len(cores) - ranks - engines - 1)
@@ -217,7 +295,9 @@ def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Sl
     ranks, size = config.learner.ranks, config.cluster.engine.tensor_parallel_size
     free = {node.node_id: node.free_gpus for node in nodes}
     if sum(free.values()) < ranks:
-        raise PlacementError(f"the run asks for {ranks} learner ranks with a GPU each: {describe(nodes)}")
+        raise PlacementError(
+            f"the run asks for {ranks} learner ranks with a GPU each: {describe(nodes)}"
+        )
     learners: list[Slot] = []
     while missing := ranks - len(learners):
         node_id = _node_for(missing, free, size=size)
@@ -226,28 +306,48 @@ def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Sl
         free[node_id] -= taken
     room = [node.node_id for node in nodes for _ in range(free[node.node_id] // size)]
     asked = f"{ranks} learner ranks with a GPU each, {size} GPUs per engine"
-    return learners, [Slot(node_id, 1.0, float(size)) for node_id in room[: _count(config, len(room), asked, nodes)]]
+    return learners, [
+        Slot(node_id, 1.0, float(size))
+        for node_id in room[: _count(config, len(room), asked, nodes)]
+    ]
 
 
 def _node_for(ranks: int, free: dict[str, int], *, size: int) -> str:
-    """The node of the next ranks: one that holds them all and loses the fewest engines by it, otherwise the one with most room."""
+    """The node of the next ranks: one that holds them all and loses the fewest engines by it,
+    otherwise the one with most room.
+    """
     fitting = [node_id for node_id, gpus in free.items() if gpus >= ranks]
     if not fitting:
         return max(free, key=lambda node_id: free[node_id])
-    return min(fitting, key=lambda node_id: (free[node_id] // size - (free[node_id] - ranks) // size, free[node_id]))
+    return min(
+        fitting,
+        key=lambda node_id: (
+            free[node_id] // size - (free[node_id] - ranks) // size,
+            free[node_id],
+        ),
+    )
 
 
 def _place_colocated(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:
     ranks = config.learner.ranks
-    room = [node.node_id for node in sorted(nodes, key=lambda node: -node.free_gpus) for _ in range(node.free_gpus)]
+    room = [
+        node.node_id
+        for node in sorted(nodes, key=lambda node: -node.free_gpus)
+        for _ in range(node.free_gpus)
+    ]
     if len(room) < ranks:
-        raise PlacementError(f"the run asks for {ranks} GPUs that a learner rank and an engine share: {describe(nodes)}")
+        raise PlacementError(
+            f"the run asks for {ranks} GPUs that a learner rank and an engine share: "
+            f"{describe(nodes)}"
+        )
     slots = [Slot(node_id, 1.0, 0.5) for node_id in room[:ranks]]
     return slots, list(slots)
 
 
 def refuse(config: Config, *, device: str, backend: str) -> None:
-    """Raise SetupError for what is wrong on this device (`cpu` or `cuda`), or with this way to send weights."""
+    """Raise SetupError for what is wrong on this device (`cpu` or `cuda`), or with this way to send
+    weights.
+    """
     _refuse_bfloat16_without_zero(config, device)
     _refuse_seeds_that_cannot_pause(config, device)
     _refuse_short_acknowledgement(config, backend)
@@ -255,9 +355,12 @@ def refuse(config: Config, *, device: str, backend: str) -> None:
 
 def _refuse_bfloat16_without_zero(config: Config, device: str) -> None:
     dtype = config.model.dtype
-    if config.learner.zero_stage == 0 and (dtype == "bfloat16" or (dtype == "auto" and device == "cuda")):
+    if config.learner.zero_stage == 0 and (
+        dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
+    ):
         raise SetupError(
-            "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be added up in bfloat16; use stage 1, 2 or 3, or "
+            "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be "
+            "added up in bfloat16; use stage 1, 2 or 3, or "
             "model.dtype=float32."
         )
 
@@ -267,14 +370,22 @@ def _refuse_short_acknowledgement(config: Config, backend: str) -> None:
     least = deadlines.pause_s + UNDER_WAY * deadlines.bucket_s + deadlines.resume_s
     if backend == "nccl" and deadlines.acknowledge_s <= least:
         raise SetupError(
-            f"`weight_sync.deadlines.acknowledge_s` is {deadlines.acknowledge_s:g}, and engines that are cut off notice it only after up to "
-            f"{least:g} s (pause_s + {UNDER_WAY} x bucket_s + resume_s): they would be taken for the culprit; raise it, or lower those."
+            f"`weight_sync.deadlines.acknowledge_s` is {deadlines.acknowledge_s:g}, and "
+            "engines that are cut off notice it only after up to "
+            f"{least:g} s (pause_s + {UNDER_WAY} x bucket_s + resume_s): they would be "
+            "taken for the culprit; raise it, or lower those."
         )
 
 
 def _refuse_seeds_that_cannot_pause(config: Config, device: str) -> None:
-    if device == "cpu" and config.seeded and config.replay.max_staleness > 0 and config.weight_sync.kv_cache == "recompute":
+    if (
+        device == "cpu"
+        and config.seeded
+        and config.replay.max_staleness > 0
+        and config.weight_sync.kv_cache == "recompute"
+    ):
         raise SetupError(
-            "`rollout.seeded` is on: on CPU, vLLM dies when a seeded response is preempted by a publication; use rollout.seeded=off, "
+            "`rollout.seeded` is on: on CPU, vLLM dies when a seeded response is "
+            "preempted by a publication; use rollout.seeded=off, "
             "weight_sync.kv_cache=keep, or replay.max_staleness=0."
         )

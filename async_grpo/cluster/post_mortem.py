@@ -1,11 +1,14 @@
-"""Why a run ended badly: what is left of it is looked at before it is taken down, and written into the run's directory.
+"""Why a run ended badly: what is left of it is looked at before it is taken down, and written into
+the run's directory.
 
-Runs in: the driver, in plain threads: it does not need the event loop, which may be what is stuck. Layout of a bundle:
+Runs in: the driver, in plain threads: it does not need the event loop, which may be what is stuck.
+Layout of a bundle:
 
-    <run dir>/post_mortem/<UTC time>-<reason>/   summary.txt  summary.json  stacks/<role>-<pid>.txt  logs/<role>-<pid>-<file>
+    <run dir>/post_mortem/<UTC time>-<reason>/   summary.txt  summary.json  stacks/<role>-<pid>.txt
+                                                 logs/<role>-<pid>-<file>
 
-Invariants: it takes at most LIMIT_S seconds; every part is asked on its own, and one that does not answer is named; nothing here raises; nobody
-is asked to do anything but answer.
+Invariants: it takes at most LIMIT_S seconds; every part is asked on its own, and one that does not
+answer is named; nothing here raises; nobody is asked to do anything but answer.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Scene:
 
 @dataclass(frozen=True)
 class Report:
-    """`where`: one line that says what the run was doing and who is to blame, if that is known. `path`: the bundle; None if it could not be written."""
+    """`where`: one line that says what the run was doing and who is to blame, if that is known.
+    `path`: the bundle; None if it could not be written.
+    """
 
     where: str
     path: Path | None
@@ -62,7 +67,12 @@ class Report:
 
 def write(run_dir: str | Path, scene: Scene, *, code: int, meaning: str, message: str) -> Report:
     """Look at everything and write the bundle."""
-    facts: dict[str, Any] = {"exit_code": code, "meaning": meaning, "error": message, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    facts: dict[str, Any] = {
+        "exit_code": code,
+        "meaning": meaning,
+        "error": message,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
     try:
         facts |= _look(str(run_dir), scene)
         facts["where"], facts["findings"] = diagnose.conclude(facts)
@@ -74,12 +84,20 @@ def write(run_dir: str | Path, scene: Scene, *, code: int, meaning: str, message
         return Report(f"{facts['where']} (the post-mortem could not be written: {error})", None)
 
 
-async def examine(run_dir: str, role: str, error: BaseException, *, node_id: str | None = None) -> dict[str, Any]:
-    """What processes of this role show that are about to be killed for an error; {} when there is nothing left to look at. No node: the driver's."""
+async def examine(
+    run_dir: str, role: str, error: BaseException, *, node_id: str | None = None
+) -> dict[str, Any]:
+    """What processes of this role show that are about to be killed for an error; {} when there is
+    nothing left to look at. No node: the driver's.
+    """
     if isinstance(error, ray.exceptions.RayActorError):
         return {}
     here = node_id is None or node_id == ray.get_runtime_context().get_node_id()
-    work = asyncio.to_thread(collect.gather, run_dir, role=role) if here else asyncio.wrap_future(_there(node_id, run_dir, role).future())
+    work = (
+        asyncio.to_thread(collect.gather, run_dir, role=role)
+        if here
+        else asyncio.wrap_future(_there(node_id, run_dir, role).future())
+    )
     try:
         return await asyncio.wait_for(work, EXAMINE_S)
     except (TimeoutError, OSError, ray.exceptions.RayError) as failure:
@@ -88,35 +106,56 @@ async def examine(run_dir: str, role: str, error: BaseException, *, node_id: str
 
 def findings_of(seen: dict[str, Any]) -> str:
     """What was found at them, to be appended to a sentence about it; "" for nothing."""
-    troubled = [f"{process['name']} {process['trouble']}" for process in seen.get("processes", []) if process["trouble"]]
+    troubled = [
+        f"{process['name']} {process['trouble']}"
+        for process in seen.get("processes", [])
+        if process["trouble"]
+    ]
     return "".join(f"; {trouble}" for trouble in troubled)
 
 
 def _look(run_dir: str, scene: Scene) -> dict[str, Any]:
     """Everything at once, each part within its own deadline."""
-    parts: dict[str, Callable[[], Any]] = {"nodes": lambda: [collect.gather(run_dir)], "versions": _versions}
+    parts: dict[str, Callable[[], Any]] = {
+        "nodes": lambda: [collect.gather(run_dir)],
+        "versions": _versions,
+    }
     engines = list(scene.actors.processes()) if scene.actors is not None else []
     if scene.session is not None:
         parts["other_nodes"] = lambda: _other_nodes(scene.session, run_dir)
         if scene.queue is not None:
             parts["queue"] = lambda: _queue(scene.queue)
         for engine in engines:
-            parts[f"actor {engine.actor_id}"] = lambda engine=engine: ray.get(engine.handle.status.remote(), timeout=ANSWER_S)
+            parts[f"actor {engine.actor_id}"] = lambda engine=engine: ray.get(
+                engine.handle.status.remote(), timeout=ANSWER_S
+            )
         if scene.learner is not None:
             parts["learner"] = scene.learner.calls.status
     told, silent = _all(parts)
     nodes = told.pop("nodes", [])
     hosts = {node["host"] for node in nodes}
     nodes += [node for node in told.pop("other_nodes", []) if node["host"] not in hosts]
-    alive = {engine.actor_id for engine in scene.actors.alive()} if scene.actors is not None else set()
+    alive = (
+        {engine.actor_id for engine in scene.actors.alive()} if scene.actors is not None else set()
+    )
     return {
-        "phase": scene.loop.phase if scene.loop is not None else "starting", "steps_done": scene.loop.steps_done if scene.loop is not None else None,
-        "silent": silent, "versions": told.get("versions", {}), "queue": told.get("queue"), "learner": told.get("learner", []), "nodes": nodes,
+        "phase": scene.loop.phase if scene.loop is not None else "starting",
+        "steps_done": scene.loop.steps_done if scene.loop is not None else None,
+        "silent": silent,
+        "versions": told.get("versions", {}),
+        "queue": told.get("queue"),
+        "learner": told.get("learner", []),
+        "nodes": nodes,
         "actors": {
-            engine.actor_id: {"serving_set": engine.actor_id in alive, "acknowledged": engine.acknowledged, "status": told.get(f"actor {engine.actor_id}")}
+            engine.actor_id: {
+                "serving_set": engine.actor_id in alive,
+                "acknowledged": engine.acknowledged,
+                "status": told.get(f"actor {engine.actor_id}"),
+            }
             for engine in engines
         },
-        "deaths": scene.actors.deaths[-20:] if scene.actors is not None else [], "dropped": scene.actors.examined if scene.actors is not None else {},
+        "deaths": scene.actors.deaths[-20:] if scene.actors is not None else [],
+        "dropped": scene.actors.examined if scene.actors is not None else {},
     }
 
 
@@ -131,13 +170,20 @@ def _all(parts: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str,
         except Exception as error:  # noqa: BLE001 - one part of many; it is named in the bundle
             failed[name] = _why(error)
 
-    threads = {name: threading.Thread(target=do, args=(name, work), daemon=True) for name, work in parts.items()}
+    threads = {
+        name: threading.Thread(target=do, args=(name, work), daemon=True)
+        for name, work in parts.items()
+    }
     deadline = time.monotonic() + LIMIT_S
     for thread in threads.values():
         thread.start()
     for thread in threads.values():
         thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(told), {name: failed.get(name, f"no answer within {LIMIT_S:g} s") for name in threads if name not in told}
+    return dict(told), {
+        name: failed.get(name, f"no answer within {LIMIT_S:g} s")
+        for name in threads
+        if name not in told
+    }
 
 
 def _why(error: Exception) -> str:
@@ -154,9 +200,16 @@ def _queue(handle: Any) -> dict[str, Any]:
 
 
 def _other_nodes(session: Session, run_dir: str) -> list[dict[str, Any]]:
-    calls = {_there(node.node_id, run_dir): node.address for node in session.nodes()[1:]}  # the first is the driver's
-    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=LIMIT_S - 2) if calls else ([], [])
-    gone = [{"host": calls[call], "processes": [], "note": f"no answer within {LIMIT_S - 2:g} s"} for call in late]
+    calls = {
+        _there(node.node_id, run_dir): node.address for node in session.nodes()[1:]
+    }  # the first is the driver's
+    done, late = (
+        ray.wait(list(calls), num_returns=len(calls), timeout=LIMIT_S - 2) if calls else ([], [])
+    )
+    gone = [
+        {"host": calls[call], "processes": [], "note": f"no answer within {LIMIT_S - 2:g} s"}
+        for call in late
+    ]
     return [ray.get(call) for call in done] + gone
 
 
@@ -168,7 +221,11 @@ def _there(node_id: str, run_dir: str, role: str = "") -> Any:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "host": socket.gethostname(), "system": platform.platform()}
+    found = {
+        "python": platform.python_version(),
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+    }
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)

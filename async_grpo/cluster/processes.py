@@ -1,10 +1,12 @@
 """The classes that Ray runs: thin shells around plain ones.
 
-Runs in: rollout actors, learner ranks (`queue` has the queue's). A shell adds what only Ray can give: handles to other actors as ordinary
-clients, packing of byte buffers for out-of-band transport, and environment variables before a library reads them.
+Runs in: rollout actors, learner ranks (`queue` has the queue's). A shell adds what only Ray can
+give: handles to other actors as ordinary clients, packing of byte buffers for out-of-band
+transport, and environment variables before a library reads them.
 
-All calls of one actor run on one event loop (or one thread, in a learner rank). Ray gives every concurrency group a thread and a loop
-of its own, which an asyncio object does not survive; so rollout actors have none, and a limit that waiting calls cannot reach instead.
+All calls of one actor run on one event loop (or one thread, in a learner rank). Ray gives every
+concurrency group a thread and a loop of its own, which an asyncio object does not survive; so
+rollout actors have none, and a limit that waiting calls cannot reach instead.
 """
 
 from __future__ import annotations
@@ -31,18 +33,32 @@ TRANSFER = "transfer"
 SAVING = "saving"
 
 
-
-
 class RolloutProcess(RolloutActor):
     """A rollout actor whose queue is a Ray actor."""
 
     def __init__(
-        self, config: Config, *, actor_id: str, queue: Any, model_dir: str, device: str, cores: Sequence[int], partials: str | None = None
+        self,
+        config: Config,
+        *,
+        actor_id: str,
+        queue: Any,
+        model_dir: str,
+        device: str,
+        cores: Sequence[int],
+        partials: str | None = None,
     ) -> None:
         die_with_parent()
         stacks.register(actor_id, stacks.home(config.run.dir))
         handle = QueueHandle(queue, patience_s=config.watchdog.step_timeout_s)
-        super().__init__(config, actor_id=actor_id, queue=handle, model_dir=model_dir, device=device, cores=cores, partials=partials)
+        super().__init__(
+            config,
+            actor_id=actor_id,
+            queue=handle,
+            model_dir=model_dir,
+            device=device,
+            cores=cores,
+            partials=partials,
+        )
 
     async def pid(self) -> int:
         """Process id, for tests and post-mortems."""
@@ -50,16 +66,20 @@ class RolloutProcess(RolloutActor):
 
 
 class LearnerProcess:
-    """One learner rank: the learner, its half of the weight transport, and its place in the process group.
+    """One learner rank: the learner, its half of the weight transport, and its place in the process
+    group.
 
-    All that computes runs in one thread. What the transport does without the model has a thread of its own (TRANSFER), since a publication
-    that is cut off is repeated while a learner step runs; and so has what brings a checkpoint to the disk (SAVING).
+    All that computes runs in one thread. What the transport does without the model has a thread of
+    its own (TRANSFER), since a publication that is cut off is repeated while a learner step runs;
+    and so has what brings a checkpoint to the disk (SAVING).
     """
 
     def __init__(self, config: Config, *, rank: int, cores: Sequence[int], queue: Any) -> None:
         die_with_parent()
         if cores:
-            for thread in os.listdir("/proc/self/task"):  # Ray has started those that will run the calls
+            for thread in os.listdir(
+                "/proc/self/task"
+            ):  # Ray has started those that will run the calls
                 os.sched_setaffinity(int(thread), cores)
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
         stacks.register(f"learner-{rank}", stacks.home(config.run.dir))
@@ -67,18 +87,33 @@ class LearnerProcess:
         self._listener: socket.socket | None = None
 
     def address(self) -> tuple[str, int]:
-        """This rank's address and a port for the rendezvous of the group. It listens from now on, so that nobody else gets the port meanwhile."""
+        """This rank's address and a port for the rendezvous of the group. It listens from now on,
+        so that nobody else gets the port meanwhile.
+        """
         host = ray.util.get_node_ip_address()
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+        self._listener = socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+        )
         return host, self._listener.getsockname()[1]
 
     def setup(
-        self, *, master: tuple[str, int], model_dir: str, device: str, backend: str, key: str, total_updates: int, checkpoint: str | None
+        self,
+        *,
+        master: tuple[str, int],
+        model_dir: str,
+        device: str,
+        backend: str,
+        key: str,
+        total_updates: int,
+        checkpoint: str | None,
     ) -> dict[str, Any] | None:
         """Join the group, load the model (and the checkpoint, whose state is returned)."""
         os.environ.update(
-            RANK=str(self._rank), WORLD_SIZE=str(self._config.learner.ranks), LOCAL_RANK="0",
-            MASTER_ADDR=master[0], MASTER_PORT=str(master[1]),
+            RANK=str(self._rank),
+            WORLD_SIZE=str(self._config.learner.ranks),
+            LOCAL_RANK="0",
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
         )
         if self._listener is not None:
             os.environ["MASTER_LISTEN_FD"] = str(self._listener.detach())
@@ -89,7 +124,11 @@ class LearnerProcess:
 
         try:
             self._learner = Learner(
-                self._config, model_dir=model_dir, fetch=self._fetch, device="cpu" if device == "cpu" else "cuda:0", total_updates=total_updates
+                self._config,
+                model_dir=model_dir,
+                fetch=self._fetch,
+                device="cpu" if device == "cpu" else "cuda:0",
+                total_updates=total_updates,
             )
             state = self._learner.load(checkpoint) if checkpoint is not None else None
         except ValueError as error:
@@ -145,12 +184,20 @@ class LearnerProcess:
         return self._sender.note
 
     def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
-        """Stage the weights; and their log-probs of the sequences, before anything else can change them."""
+        """Stage the weights; and their log-probs of the sequences, before anything else can change
+        them.
+        """
         announcement = self._sender.stage(label, verify=verify)
-        return Staged(announcement, self._learner.logprobs(sequences, temperature=1.0) if sequences else [])
+        return Staged(
+            announcement, self._learner.logprobs(sequences, temperature=1.0) if sequences else []
+        )
 
-    def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged:
-        """The same of weights that are visibly other; the true ones are back, bit for bit, when this returns."""
+    def stage_perturbed(
+        self, label: str, *, scale: float, sequences: list[TokenSequence]
+    ) -> Staged:
+        """The same of weights that are visibly other; the true ones are back, bit for bit, when
+        this returns.
+        """
         self._sender.reserve()
         with self._learner.perturbed(scale=scale, seed=self._config.seed):
             announcement = self._sender.stage(label, verify=True, apart=True)
@@ -169,6 +216,8 @@ class LearnerProcess:
 
     def _fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         try:
-            return ray.get(self._queue.payload.remote(step, list(group_ids)), timeout=CALL_TIMEOUT_S)
+            return ray.get(
+                self._queue.payload.remote(step, list(group_ids)), timeout=CALL_TIMEOUT_S
+            )
         except ray.exceptions.RayActorError as error:
             raise queue_died(error) from error

@@ -1,9 +1,11 @@
 """The run's metrics on Ray's own metrics endpoint, for Prometheus.
 
-Runs in: the driver. Hides Ray's gauges and the names that Prometheus allows: `replay/lag_mean` becomes `ray_async_grpo_replay_lag_mean` with the label
-`run`. Each node's endpoint is in `ray.nodes()` as MetricsExportPort; the driver's has these.
+Runs in: the driver. Hides Ray's gauges and the names that Prometheus allows: `replay/lag_mean`
+becomes `ray_async_grpo_replay_lag_mean` with the label `run`. Each node's endpoint is in
+`ray.nodes()` as MetricsExportPort; the driver's has these.
 
-Invariants: a gauge has the value of the last line of `metrics.jsonl`, and one that has no value yet is not there; nothing here waits for anybody.
+Invariants: a gauge has the value of the last line of `metrics.jsonl`, and one that has no value yet
+is not there; nothing here waits for anybody.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from collections.abc import Mapping
 from ray.util.metrics import Gauge
 
 PREFIX = "async_grpo_"
-GROUPS = ("rollout/", "train/", "replay/", "weights/", "eval/", "time/", "cluster/", "goodput/", "checkpoint/")
+GROUPS = (
+    "rollout/",
+    "train/",
+    "replay/",
+    "weights/",
+    "eval/",
+    "time/",
+    "cluster/",
+    "goodput/",
+    "checkpoint/",
+)
 _BY_LAG = re.compile(r"/lag_[\d-]+/")
 
 
@@ -27,8 +39,12 @@ class Exported:
         self._gauges: dict[str, Gauge] = {}
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Set the gauges to what was logged of learner step `step`; those by lag are left out, they are for plots."""
-        if "time/step" in metrics:  # evaluations and checkpoints are logged late, under the step that they belong to
+        """Set the gauges to what was logged of learner step `step`; those by lag are left out, they
+        are for plots.
+        """
+        if (
+            "time/step" in metrics
+        ):  # evaluations and checkpoints are logged late, under the step that they belong to
             self._set("step", step)
         for name, value in metrics.items():
             if name.startswith(GROUPS) and not _BY_LAG.search(name) and math.isfinite(value):
@@ -36,7 +52,11 @@ class Exported:
 
     def _set(self, name: str, value: float) -> None:
         if name not in self._gauges:
-            self._gauges[name] = Gauge(gauge_name(name), description=f"{name} of async_grpo, see docs/metrics.md", tag_keys=("run",))
+            self._gauges[name] = Gauge(
+                gauge_name(name),
+                description=f"{name} of async_grpo, see docs/metrics.md",
+                tag_keys=("run",),
+            )
         self._gauges[name].set(float(value), tags=self._tags)
 
 

@@ -1,6 +1,7 @@
 """The replay queue as a Ray actor, and the one that repeats a journal.
 
-Runs in: the queue's process. A module of its own, so that a queue that died is back before anything large was imported.
+Runs in: the queue's process. A module of its own, so that a queue that died is back before anything
+large was imported.
 
 The replay queue as the driver sees it: every call has a deadline, and says who is late or gone.
 """
@@ -30,20 +31,27 @@ from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_fram
 
 BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
 TICKET_PATIENCE_S, TICKET_POLL_S = 0.25, 0.01
-"""The second is the time between two looks of anybody: the more actors wait, the longer it is for each."""
+"""The second is the time between two looks of anybody: the more actors wait, the longer it is for
+each.
+"""
 
 
 CALL_TIMEOUT_S = 60.0
 
 
 class QueueProcess(ReplayQueue):
-    """The replay queue as an actor: frames arrive as one array. Ray builds it again when it dies, and it goes on from its journal."""
+    """The replay queue as an actor: frames arrive as one array. Ray builds it again when it dies,
+    and it goes on from its journal.
+    """
 
     _waiting = 0
     """Actors whose `acquire` waits for tickets."""
 
     def __init__(
-        self, settings: QueueSettings, journal: JournalSettings | None = None, snapshot: dict[str, Any] | None = None,
+        self,
+        settings: QueueSettings,
+        journal: JournalSettings | None = None,
+        snapshot: dict[str, Any] | None = None,
         run_dir: str | None = None,
     ) -> None:
         die_with_parent()
@@ -52,7 +60,9 @@ class QueueProcess(ReplayQueue):
         try:
             vars(self).update(vars(open_queue(settings, journal, snapshot=snapshot)))
             self._opened_with, self._discards = (settings, journal), 0
-            gc.freeze()  # what the imports made lives as long as the process; looking through it again and again costs a tenth of the time
+            # what the imports made lives as long as the process; looking through it again and again
+            # costs a tenth of the time
+            gc.freeze()
         except Exception as error:  # noqa: BLE001 - raised by every call: from here Ray would wrap it into a story of its own
             self._not_opened = error
 
@@ -69,7 +79,11 @@ class QueueProcess(ReplayQueue):
     async def progress(self) -> dict[str, int]:
         """Learner steps done, the step in training (0: none), and the run epoch."""
         ledger = self._ledger
-        return {"steps": ledger.steps, "training": ledger.training_step or 0, "run_epoch": ledger.run_epoch}
+        return {
+            "steps": ledger.steps,
+            "training": ledger.training_step or 0,
+            "run_epoch": ledger.run_epoch,
+        }
 
     async def obstacle(self, after: int, until: int) -> str:
         """Why the trained steps after `after`, up to `until`, cannot be trained again, or ""."""
@@ -80,18 +94,31 @@ class QueueProcess(ReplayQueue):
             return str(error)
         return ""
 
-    async def discard(self, step: int, snapshot: dict[str, Any] | None, why: str) -> tuple[str, int]:
-        """Take back the learner steps after `step`, to which `snapshot` belongs; what became of the groups, and the run epoch, which is raised.
+    async def discard(
+        self, step: int, snapshot: dict[str, Any] | None, why: str
+    ) -> tuple[str, int]:
+        """Take back the learner steps after `step`, to which `snapshot` belongs; what became of the
+        groups, and the run epoch, which is raised.
 
         Tickets that are out are lost with it; their actors live on and are refused.
         """
         settings, journal = self._opened_with
         await self._commit()
         discards, run_epoch = self._discards + 1, self._ledger.run_epoch
-        journal = replace(journal, start=f"{journal.start}.{discards}", lost_steps="discard", reason=why, fresh=False)
-        vars(self).update(vars(open_queue(replace(settings, trained_steps=step), journal, snapshot=snapshot)))
+        journal = replace(
+            journal,
+            start=f"{journal.start}.{discards}",
+            lost_steps="discard",
+            reason=why,
+            fresh=False,
+        )
+        vars(self).update(
+            vars(open_queue(replace(settings, trained_steps=step), journal, snapshot=snapshot))
+        )
         self._discards = discards
-        if self._ledger.run_epoch <= run_epoch:  # a checkpoint of another run, which knows nothing of this one's epochs
+        if (
+            self._ledger.run_epoch <= run_epoch
+        ):  # a checkpoint of another run, which knows nothing of this one's epochs
             self._ledger.run_epoch, self._ledger.epoch_step = run_epoch + 1, step
             self.begin_segment()
         return str(self.report), self._ledger.run_epoch
@@ -107,19 +134,30 @@ class QueueProcess(ReplayQueue):
     async def in_flight(self) -> dict[str, list[tuple[int, int, float]]]:
         """(group_id, attempt, seconds since it was issued) at each actor, for post-mortems."""
         ledger, now = self._ledger, self._clock()
-        return {name: [(one.group_id, one.attempt, now - one.issued_at) for one in ledger.held_by(name)] for name in ledger.held}
+        return {
+            name: [(one.group_id, one.attempt, now - one.issued_at) for one in ledger.held_by(name)]
+            for name in ledger.held
+        }
 
     async def next_batch(self, step: int) -> Batch | None:
-        """`get_batch`, asked again here for a moment instead of by one remote call after the other."""
+        """`get_batch`, asked again here for a moment instead of by one remote call after the
+        other.
+        """
         deadline = time.monotonic() + BATCH_PATIENCE_S
         while (batch := await self.get_batch(step)) is None and time.monotonic() < deadline:
             await asyncio.sleep(BATCH_POLL_S)
         return batch
 
     async def acquire(
-        self, actor_id: str, serving_version: int, holding: Sequence[tuple[int, int]], want: int, report: Report | None = None
+        self,
+        actor_id: str,
+        serving_version: int,
+        holding: Sequence[tuple[int, int]],
+        want: int,
+        report: Report | None = None,
     ) -> list[GroupTicket] | None:
-        """As the queue's; where there is no ticket it is asked again here for a moment, unless the actor has missed a publication.
+        """As the queue's; where there is no ticket it is asked again here for a moment, unless the
+        actor has missed a publication.
 
         Meanwhile the actor gets no other ticket, so `holding` remains all it may have.
         """
@@ -127,7 +165,12 @@ class QueueProcess(ReplayQueue):
         deadline = time.monotonic() + TICKET_PATIENCE_S
         self._waiting += 1
         try:
-            while tickets == [] and want and serving_version >= self._ledger.live and (left := deadline - time.monotonic()) > 0:
+            while (
+                tickets == []
+                and want
+                and serving_version >= self._ledger.live
+                and (left := deadline - time.monotonic()) > 0
+            ):
                 await asyncio.sleep(min(TICKET_POLL_S * self._waiting, left))
                 tickets = await super().acquire(actor_id, serving_version, holding, want)
         finally:
@@ -179,13 +222,19 @@ class QueueClient:
         return await self._call(self._handle.digests.remote(), timeout_s=REOPEN_TIMEOUT_S)
 
     async def obstacle(self, *, after: int, until: int) -> str:
-        return await self._call(self._handle.obstacle.remote(after, until), timeout_s=REOPEN_TIMEOUT_S)
+        return await self._call(
+            self._handle.obstacle.remote(after, until), timeout_s=REOPEN_TIMEOUT_S
+        )
 
     async def progress(self) -> dict[str, int]:
         return await self._call(self._handle.progress.remote())
 
-    async def discard(self, *, step: int, snapshot: dict[str, Any] | None, why: str) -> tuple[str, int]:
-        return await self._call(self._handle.discard.remote(step, snapshot, why), timeout_s=REOPEN_TIMEOUT_S)
+    async def discard(
+        self, *, step: int, snapshot: dict[str, Any] | None, why: str
+    ) -> tuple[str, int]:
+        return await self._call(
+            self._handle.discard.remote(step, snapshot, why), timeout_s=REOPEN_TIMEOUT_S
+        )
 
     async def history(self, group_ids: list[int]) -> dict[int, dict[str, Any]]:
         return await self._call(self._handle.history.remote(group_ids))
@@ -223,21 +272,36 @@ class QueueClient:
 
 
 class QueueHandle:
-    """The queue as a rollout actor sees it; every call has a deadline, and may be repeated, so it is, for `patience_s` at most."""
+    """The queue as a rollout actor sees it; every call has a deadline, and may be repeated, so it
+    is, for `patience_s` at most.
+    """
 
     def __init__(self, handle: Any, *, patience_s: float = CALL_TIMEOUT_S) -> None:
         self._handle, self._patience_s = handle, patience_s
 
     async def acquire(
-        self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None = None
+        self,
+        actor_id: str,
+        version: int,
+        holding: list[tuple[int, int]],
+        want: int,
+        report: Report | None = None,
     ) -> list[GroupTicket] | None:
-        return await self._call(lambda: self._handle.acquire.remote(actor_id, version, holding, want, report))
+        return await self._call(
+            lambda: self._handle.acquire.remote(actor_id, version, holding, want, report)
+        )
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
         packed = pack_frames(frames)
         return await self._call(lambda: self._handle.put_packed.remote(actor_id, packed))
 
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int] | None = None) -> None:
+    async def fail(
+        self,
+        actor_id: str,
+        tickets: list[GroupTicket],
+        reason: str,
+        tokens: list[int] | None = None,
+    ) -> None:
         await self._call(lambda: self._handle.fail.remote(actor_id, tickets, reason, tokens))
 
     async def _call(self, ask: Callable[[], Any]) -> Any:
@@ -247,7 +311,9 @@ class QueueHandle:
                 return await asyncio.wait_for(ask(), CALL_TIMEOUT_S)
             except TimeoutError:
                 if time.monotonic() > deadline:
-                    raise Stalled(f"the replay queue did not answer for {self._patience_s:g} s") from None
+                    raise Stalled(
+                        f"the replay queue did not answer for {self._patience_s:g} s"
+                    ) from None
             except ray.exceptions.RayActorError as error:
                 raise queue_died(error) from error
 
@@ -256,5 +322,6 @@ def queue_died(error: BaseException) -> FaultBudgetSpent:
     """The error of a run whose queue is gone for good."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return FaultBudgetSpent(
-        f"the replay queue's process died, and more often than cluster.restart_budget allows (with replay.journal.enable=false: once): {lines[0]}"
+        "the replay queue's process died, and more often than cluster.restart_budget "
+        f"allows (with replay.journal.enable=false: once): {lines[0]}"
     )

@@ -1,11 +1,14 @@
 """Shared-memory weights on nodes without a learner rank.
 
-Runs in: the driver (Relays), one small process per node (RelayProcess). Once per publication and node:
+Runs in: the driver (Relays), one small process per node (RelayProcess). Once per publication and
+node:
 
-    learner's segment --home relay reads--> Ray's object store --network--> node's relay writes --> node's segment --> its engines
+    learner's segment --home relay reads--> Ray's object store --network-->
+        node's relay writes --> node's segment --> its engines
 
-Hides where an engine is: it is told the path of its own node. Invariants: the learner does not wait for any of this; the bytes are fetched once per
-node, whoever asks first; what arrives is what was announced, or the engines that asked get an error.
+Hides where an engine is: it is told the path of its own node. Invariants: the learner does not wait
+for any of this; the bytes are fetched once per node, whoever asks first; what arrives is what was
+announced, or the engines that asked get an error.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,18 +61,38 @@ class RelayProcess:
 
 
 class Relays:
-    """Relay processes by node, started when the first engine of a node asks. `home`: the node of learner rank 0."""
+    """Relay processes by node, started when the first engine of a node asks. `home`: the node of
+    learner rank 0.
+    """
 
-    def __init__(self, *, home: str, key: str, fallback: Path, where: Callable[[str], dict[str, Any]], note: Callable[[str], None]) -> None:
-        """where(node_id): Ray options of a process on that node that needs no reserved resources. fallback: a directory in the run's."""
-        self._home, self._key, self._fallback, self._where, self._note = home, key, fallback, where, note
+    def __init__(
+        self,
+        *,
+        home: str,
+        key: str,
+        fallback: Path,
+        where: Callable[[str], dict[str, Any]],
+        note: Callable[[str], None],
+    ) -> None:
+        """where(node_id): Ray options of a process on that node that needs no reserved resources.
+        fallback: a directory in the run's.
+        """
+        self._home, self._key, self._fallback, self._where, self._note = (
+            home,
+            key,
+            fallback,
+            where,
+            note,
+        )
         self._relays: dict[str, Any] = {}
         self._paths: dict[tuple[str, str, int], asyncio.Task[str]] = {}
         self._newest: tuple[tuple[str, int] | None, Any] = (None, None)
         self._noted: set[str] = set()
 
     async def local(self, announcement: Announcement, node_id: str) -> Announcement:
-        """The announcement as engines on this node need it. Raises Ray's error when a relay died more often than it is started again."""
+        """The announcement as engines on this node need it. Raises Ray's error when a relay died
+        more often than it is started again.
+        """
         if announcement.backend != "shared_memory" or node_id == self._home:
             return announcement
         payload = announcement.payload
@@ -89,13 +113,19 @@ class Relays:
         """Remove the segments and end the relays."""
         relays, self._relays = list(self._relays.values()), {}
         if relays:
-            await asyncio.wait([asyncio.ensure_future(_settled(relay.close.remote())) for relay in relays], timeout=CLOSE_TIMEOUT_S)
+            await asyncio.wait(
+                [asyncio.ensure_future(_settled(relay.close.remote())) for relay in relays],
+                timeout=CLOSE_TIMEOUT_S,
+            )
         for relay in relays:
             ray.kill(relay)
 
     async def _fetch(self, announcement: Announcement, node_id: str) -> str:
         payload = announcement.payload
-        write = (payload["path"], payload["sequence"])  # a learner that was started again counts from the beginning, in files of its own
+        write = (
+            payload["path"],
+            payload["sequence"],
+        )  # a learner that was started again counts from the beginning, in files of its own
         if self._newest[0] != write:  # read once, however many nodes there are
             self._newest = write, self._relay(self._home).read.remote(*write, announcement.nbytes)
         path, note = await self._relay(node_id).write.remote(write, self._newest[1])
@@ -106,13 +136,15 @@ class Relays:
 
     def _relay(self, node_id: str) -> Any:
         if node_id not in self._relays:
-            actor = ray.remote(RelayProcess).options(max_restarts=-1, max_task_retries=RETRIES, **self._where(node_id))
-            self._relays[node_id] = actor.remote(key=self._key, fallback=str(self._fallback), role=f"relay-{node_id[:8]}")
+            actor = ray.remote(RelayProcess).options(
+                max_restarts=-1, max_task_retries=RETRIES, **self._where(node_id)
+            )
+            self._relays[node_id] = actor.remote(
+                key=self._key, fallback=str(self._fallback), role=f"relay-{node_id[:8]}"
+            )
         return self._relays[node_id]
 
 
 async def _settled(call: Any) -> None:
-    try:
+    with suppress(ray.exceptions.RayError):  # it is being ended; dead already is just as good
         await call
-    except ray.exceptions.RayError:
-        pass  # it is being ended; dead already is just as good

@@ -1,10 +1,11 @@
 """A few of the responses that are trained or evaluated, as text, for the sample table.
 
-Runs in: the driver, beside the loop, which sees no tokens. Hides that the frames come from the queue, which has those of the step in
-training at hand, and that the tokenizer is loaded when the first are shown.
+Runs in: the driver, beside the loop, which sees no tokens. Hides that the frames come from the
+queue, which has those of the step in training at hand, and that the tokenizer is loaded when the
+first are shown.
 
-Invariants: a run shows about `tracking.sample_rows` of each kind, from its first step to its last; training waits for none of it, and a step that
-cannot be shown is said and not shown.
+Invariants: a run shows about `tracking.sample_rows` of each kind, from its first step to its last;
+training waits for none of it, and a step that cannot be shown is said and not shown.
 """
 
 from __future__ import annotations
@@ -39,22 +40,39 @@ class TrainingSamples:
     """Shows samples of the steps that are due. `show(rows)` gets them."""
 
     def __init__(
-        self, config: Config, *, queue: QueueSide, model_dir: str, total_steps: int, weights: Mapping[str, float],
-        show: Callable[[list[dict[str, Any]]], None], note: Callable[[str], None],
+        self,
+        config: Config,
+        *,
+        queue: QueueSide,
+        model_dir: str,
+        total_steps: int,
+        weights: Mapping[str, float],
+        show: Callable[[list[dict[str, Any]]], None],
+        note: Callable[[str], None],
     ) -> None:
         """weights: of the reward components."""
-        self._config, self._queue, self._model_dir, self._weights = config, queue, model_dir, weights
+        self._config, self._queue, self._model_dir, self._weights = (
+            config,
+            queue,
+            model_dir,
+            weights,
+        )
         self._show, self._note = show, note
         self._every = interval(total_steps, config.tracking.sample_rows, each=ROWS)
         self._decode: Decode | None = None
         self._task: asyncio.Task[None] | None = None
 
     def take(self, batch: Batch) -> None:
-        """A learner step begins with this batch. The queue is asked before it can hear of the next step."""
+        """A learner step begins with this batch. The queue is asked before it can hear of the next
+        step.
+        """
         due = self._every and (batch.step == 1 or batch.step % self._every == 0)
         if due and (self._task is None or self._task.done()):
             size = len(batch.groups)
-            chosen = {batch.groups[(batch.step + part * size // GROUPS) % size].group_id for part in range(GROUPS)}
+            chosen = {
+                batch.groups[(batch.step + part * size // GROUPS) % size].group_id
+                for part in range(GROUPS)
+            }
             self._task = asyncio.create_task(self._fetch(batch.step, sorted(chosen)))
 
     async def finish(self) -> None:
@@ -65,15 +83,23 @@ class TrainingSamples:
 
     async def _fetch(self, step: int, group_ids: list[int]) -> None:
         try:
-            groups = [decode_group(frame) for frame in unpack_frames(await self._queue.payload(step, group_ids))]
+            groups = [
+                decode_group(frame)
+                for frame in unpack_frames(await self._queue.payload(step, group_ids))
+            ]
             self._show(await asyncio.to_thread(self._rows, step, groups))
         except Exception as error:  # noqa: BLE001 - tokenizers raise what they like, and training must not hear of it
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            self._note(f"no samples of the groups {', '.join(map(str, group_ids))} of step {step}: {reason}")
+            self._note(
+                f"no samples of the groups {', '.join(map(str, group_ids))} of step "
+                f"{step}: {reason}"
+            )
 
     def _rows(self, step: int, groups: list[Group]) -> list[dict[str, Any]]:
         if self._decode is None:
-            self._decode = _decoder(self._model_dir, trust_remote_code=self._config.model.trust_remote_code)
+            self._decode = _decoder(
+                self._model_dir, trust_remote_code=self._config.model.trust_remote_code
+            )
         rows = [row for group in groups for row in self._of(group, step, self._decode)]
         return rows[: self._config.tracking.sample_rows]
 
@@ -82,8 +108,15 @@ class TrainingSamples:
         prompt = decode(group.prompt_ids.tolist())
         return [
             {
-                "step": step, "source": "training", "group_id": group.group_id, "prompt": prompt, "response": decode(row.response_ids.tolist()),
-                "tokens": len(row.response_ids), "rewards": row.rewards, "verdict": row.verdict, "finish_reason": row.finish_reason,
+                "step": step,
+                "source": "training",
+                "group_id": group.group_id,
+                "prompt": prompt,
+                "response": decode(row.response_ids.tolist()),
+                "tokens": len(row.response_ids),
+                "rewards": row.rewards,
+                "verdict": row.verdict,
+                "finish_reason": row.finish_reason,
                 "lag": max((step - 1 - span.policy_version for span in row.versions), default=0),
             }
             for row in ([ranked[-1], ranked[0]] if len(ranked) > 1 else ranked)
@@ -94,22 +127,34 @@ class TrainingSamples:
 
 
 class EvaluationSamples:
-    """Which responses of evaluations are shown: of the first, the last, and as many in between as there is room for in `rows`."""
+    """Which responses of evaluations are shown: of the first, the last, and as many in between as
+    there is room for in `rows`.
+    """
 
     def __init__(self, *, total_steps: int, rows: int) -> None:
-        self._total_steps, self._every, self.each = total_steps, interval(total_steps, rows, each=EVALUATED), min(rows, EVALUATED)
+        self._total_steps, self._every, self.each = (
+            total_steps,
+            interval(total_steps, rows, each=EVALUATED),
+            min(rows, EVALUATED),
+        )
         self._last: int | None = None
 
     def shown(self, step: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those of the evaluation of `step`."""
-        if self._last is not None and 0 <= step - self._last < self._every and step != self._total_steps:
+        if (
+            self._last is not None
+            and 0 <= step - self._last < self._every
+            and step != self._total_steps
+        ):
             return []
         self._last = step
         return rows[: self.each]
 
 
 def interval(total_steps: int, rows: int, *, each: int) -> int:
-    """Steps from one sample of `each` rows to the next, so that a run shows at most about `rows`: 0 for never."""
+    """Steps from one sample of `each` rows to the next, so that a run shows at most about `rows`: 0
+    for never.
+    """
     return -(-total_steps // max(1, rows // each - 1)) if rows else 0
 
 
@@ -117,7 +162,9 @@ def _decoder(model_dir: str, *, trust_remote_code: bool) -> Decode:
     """Token ids -> text without special tokens."""
     file = Path(model_dir) / "tokenizer.json"
     if file.is_file():
-        from tokenizers import Tokenizer  # what the other one wraps; it is there at once, and training does not feel it
+        from tokenizers import (
+            Tokenizer,
+        )  # what the other one wraps; it is there at once, and training does not feel it
 
         light = Tokenizer.from_file(str(file))
         return lambda ids: light.decode(list(ids), skip_special_tokens=True)

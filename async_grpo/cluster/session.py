@@ -2,10 +2,12 @@
 
 Runs in: the driver. Hides how Ray is started and what its placement groups are called.
 
-Invariant: a cluster that was joined is left as it was found; one that was started here ends with `close`.
+Invariant: a cluster that was joined is left as it was found; one that was started here ends with
+`close`.
 
-The machines as they are, before anything is started. Hides where they are listed: the cluster of RAY_ADDRESS tells, and is left as it was; without one the run would
-start Ray here, and this machine is all there is.
+The machines as they are, before anything is started. Hides where they are listed: the cluster of
+RAY_ADDRESS tells, and is left as it was; without one the run would start Ray here, and this machine
+is all there is.
 """
 
 from __future__ import annotations
@@ -31,8 +33,16 @@ from ray._private import ray_constants
 from ray._private import state as ray_state
 from ray._private import utils as ray_utils
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from async_grpo.cluster.placement import Node, Placement, PlacementError, Slot, describe, place
 from async_grpo.config.schema import Config
@@ -52,10 +62,14 @@ class Session:
 
     @classmethod
     def open(cls, *, processes: int) -> Session:
-        """Join the cluster of RAY_ADDRESS (set inside a Ray job), otherwise start one on loopback with room for `processes`."""
+        """Join the cluster of RAY_ADDRESS (set inside a Ray job), otherwise start one on loopback
+        with room for `processes`.
+        """
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-        os.environ.setdefault("RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S", "1")  # Ray's agents notice late that all others are gone
+        os.environ.setdefault(
+            "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S", "1"
+        )  # Ray's agents notice late that all others are gone
         joined = bool(os.environ.get("RAY_ADDRESS"))
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         with _own_sigterm():
@@ -64,10 +78,17 @@ class Session:
                 ray.init(address="auto", **options)
             else:
                 cpus = max(os.cpu_count() or 1, processes)
-                # Ray replaces a loopback address by the machine's own unless it believes that it cannot form clusters.
+                # Ray replaces a loopback address by the machine's own unless it believes that it
+                # cannot form clusters.
                 ray_constants.ENABLE_RAY_CLUSTER = False
                 with _few_processes():
-                    ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+                    ray.init(
+                        address="local",
+                        num_cpus=cpus,
+                        include_dashboard=False,
+                        _node_ip_address="127.0.0.1",
+                        **options,
+                    )
         return cls(local=not joined)
 
     def nodes(self) -> list[Node]:
@@ -79,15 +100,25 @@ class Session:
             if node["Alive"]:
                 cpus, gpus = (node["Resources"].get(name, 0.0) for name in ("CPU", "GPU"))
                 left = free.get(node["NodeID"], node["Resources"])
-                nodes.append(Node(
-                    node_id=node["NodeID"], address=node["NodeManagerAddress"], cpus=cpus, gpus=gpus,
-                    cores=tuple(sorted(os.sched_getaffinity(0))) if node["NodeID"] == own else (),
-                    used_cpus=cpus - left.get("CPU", 0.0), used_gpus=gpus - left.get("GPU", 0.0),
-                ))
+                nodes.append(
+                    Node(
+                        node_id=node["NodeID"],
+                        address=node["NodeManagerAddress"],
+                        cpus=cpus,
+                        gpus=gpus,
+                        cores=tuple(sorted(os.sched_getaffinity(0)))
+                        if node["NodeID"] == own
+                        else (),
+                        used_cpus=cpus - left.get("CPU", 0.0),
+                        used_gpus=gpus - left.get("GPU", 0.0),
+                    )
+                )
         return sorted(nodes, key=lambda node: (node.node_id != own, node.node_id))
 
     async def wait_for_room(self, config: Config) -> Placement:
-        """The placement, as soon as the cluster has room for it. Raises SetupError at `cluster.resources_timeout_s`."""
+        """The placement, as soon as the cluster has room for it. Raises SetupError at
+        `cluster.resources_timeout_s`.
+        """
         deadline = time.monotonic() + config.cluster.resources_timeout_s
         while True:
             nodes = self.nodes()
@@ -99,51 +130,75 @@ class Session:
                     raise SetupError(str(error)) from error
             await asyncio.sleep(POLL_S)
 
-    async def reserve(self, slots: list[Slot], *, timeout_s: float, sharers: int = 1) -> list[dict[str, Any]]:
-        """Reserve one bundle per slot on its node, for `sharers` processes each; returns Ray actor options of one process per slot.
+    async def reserve(
+        self, slots: list[Slot], *, timeout_s: float, sharers: int = 1
+    ) -> list[dict[str, Any]]:
+        """Reserve one bundle per slot on its node, for `sharers` processes each; returns Ray actor
+        options of one process per slot.
 
         Raises SetupError at the deadline.
         """
         bundles = [
-            {"CPU": slot.cpus * sharers, **({"GPU": slot.gpus * sharers} if slot.gpus else {})} for slot in slots
+            {"CPU": slot.cpus * sharers, **({"GPU": slot.gpus * sharers} if slot.gpus else {})}
+            for slot in slots
         ]
-        group = placement_group(bundles, strategy="PACK", bundle_label_selector=[{"ray.io/node-id": slot.node_id} for slot in slots])
+        group = placement_group(
+            bundles,
+            strategy="PACK",
+            bundle_label_selector=[{"ray.io/node-id": slot.node_id} for slot in slots],
+        )
         self._groups.append(group)
         try:
             await asyncio.wait_for(_created(group), timeout_s)
-        except BaseException as error:  # whoever is cancelled meanwhile leaves no reservation behind either
+        except (
+            BaseException
+        ) as error:  # whoever is cancelled meanwhile leaves no reservation behind either
             self._remove(group)
             if not isinstance(error, TimeoutError):
                 raise
             raise SetupError(
-                f"the cluster did not free {bundles} within cluster.resources_timeout_s = {timeout_s:g} s; it has {describe(self.nodes())}"
+                f"the cluster did not free {bundles} within cluster.resources_timeout_s = "
+                f"{timeout_s:g} s; it has {describe(self.nodes())}"
             ) from error
         return [
             {
-                "num_cpus": slot.cpus, "num_gpus": slot.gpus,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+                "num_cpus": slot.cpus,
+                "num_gpus": slot.gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
             }
             for index, slot in enumerate(slots)
         ]
 
     async def reserved_again(self, option: dict[str, Any], *, timeout_s: float) -> bool:
-        """Whether a place that `reserve` gave is reserved within the deadline: after a fault Ray may have to find the resources anew."""
+        """Whether a place that `reserve` gave is reserved within the deadline: after a fault Ray
+        may have to find the resources anew.
+        """
         try:
-            await asyncio.wait_for(_created(option["scheduling_strategy"].placement_group), timeout_s)
+            await asyncio.wait_for(
+                _created(option["scheduling_strategy"].placement_group), timeout_s
+            )
         except TimeoutError:
             return False
         return True
 
     def release(self, option: dict[str, Any]) -> None:
-        """Give back the reservation that these actor options belong to; what runs in it is killed."""
+        """Give back the reservation that these actor options belong to; what runs in it is
+        killed.
+        """
         self._remove(option["scheduling_strategy"].placement_group)
 
     async def node_serves(self, node_id: str, *, timeout_s: float) -> bool:
-        """Whether a node runs processes. Ray notices the loss of one late, so it is asked to run something."""
+        """Whether a node runs processes. Ray notices the loss of one late, so it is asked to run
+        something.
+        """
         if node_id == ray.get_runtime_context().get_node_id():
             return True
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        answer = asyncio.ensure_future(_settled(_here.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()))
+        answer = asyncio.ensure_future(
+            _settled(_here.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote())
+        )
         deadline = time.monotonic() + timeout_s
         try:
             while time.monotonic() < deadline and not answer.done():
@@ -154,8 +209,12 @@ class Session:
         finally:
             answer.cancel()
 
-    async def check_shared_storage(self, directory: str, node_ids: set[str], *, timeout_s: float) -> None:
-        """Every node reads in `directory` what the driver wrote there, and the driver what they wrote. Raises SetupError."""
+    async def check_shared_storage(
+        self, directory: str, node_ids: set[str], *, timeout_s: float
+    ) -> None:
+        """Every node reads in `directory` what the driver wrote there, and the driver what they
+        wrote. Raises SetupError.
+        """
         nodes = [node for node in self.nodes() if node.node_id in node_ids]
         token = secrets.token_hex(8)
         own = Path(directory) / f".probe-{token}"
@@ -163,15 +222,21 @@ class Session:
             own.write_text(token)
             for node in nodes:
                 where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-                answer = _probe_storage.options(num_cpus=0, scheduling_strategy=where).remote(str(own), token, node.node_id)
+                answer = _probe_storage.options(num_cpus=0, scheduling_strategy=where).remote(
+                    str(own), token, node.node_id
+                )
                 seen = await asyncio.wait_for(answer, timeout_s)
                 if not seen or not own.with_name(f"{own.name}-{node.node_id}").exists():
                     raise SetupError(
-                        f"node {node.address} does not see {directory} as the driver does; with several nodes run.dir must be storage "
+                        f"node {node.address} does not see {directory} as the driver does; "
+                        "with several nodes run.dir must be storage "
                         "that all of them share"
                     )
         except TimeoutError as error:  # an OSError too, without anything to say
-            raise SetupError(f"a node did not look at run.dir {directory} within cluster.resources_timeout_s = {timeout_s:g} s") from error
+            raise SetupError(
+                f"a node did not look at run.dir {directory} within "
+                f"cluster.resources_timeout_s = {timeout_s:g} s"
+            ) from error
         except OSError as error:
             raise SetupError(f"run.dir {directory} cannot be written: {error.strerror}") from error
         finally:
@@ -184,7 +249,10 @@ class Session:
 
     def on_node(self, node_id: str) -> dict[str, Any]:
         """The same for a process on this node."""
-        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+        return {
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        }
 
     def close(self) -> None:
         """Free the reservations and disconnect; a cluster started here ends."""
@@ -200,7 +268,9 @@ class Session:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the caller's SIGTERM handler, if there is one: Ray's own would end the run without saving it, in the middle of `ray.init` too."""
+    """Keep the caller's SIGTERM handler, if there is one: Ray's own would end the run without
+    saving it, in the middle of `ray.init` too.
+    """
     install, handler = ray_utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
     if callable(handler):
         ray_utils.set_sigterm_handler = lambda handler: None
@@ -209,12 +279,16 @@ def _own_sigterm() -> Iterator[None]:
     finally:
         ray_utils.set_sigterm_handler = install
         if callable(handler) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # in front of the one of Ray's C++ part, which prints a stack
+            signal.signal(
+                signal.SIGTERM, handler
+            )  # in front of the one of Ray's C++ part, which prints a stack
 
 
 @contextmanager
 def _few_processes() -> Iterator[None]:
-    """A cluster of this machine alone never grows, and nobody reads its logs through the driver: start no autoscaler and no log monitor."""
+    """A cluster of this machine alone never grows, and nobody reads its logs through the driver:
+    start no autoscaler and no log monitor.
+    """
     usual = ray_parameter.RayParams
     ray_parameter.RayParams = partial(usual, include_log_monitor=False, no_monitor=True)
     try:
@@ -254,14 +328,19 @@ async def _created(group: PlacementGroup) -> None:
 
 
 def _refuse_silent_head(address: str) -> None:
-    """Ray would try for minutes to reach a cluster that is not there. Raises SetupError after a few seconds."""
+    """Ray would try for minutes to reach a cluster that is not there. Raises SetupError after a few
+    seconds.
+    """
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:
         return  # `auto`, or a scheme that Ray resolves itself
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise SetupError(f"RAY_ADDRESS is {address}, and no Ray cluster answers there ({error}); start one, or unset RAY_ADDRESS") from error
+        raise SetupError(
+            f"RAY_ADDRESS is {address}, and no Ray cluster answers there ({error}); start "
+            "one, or unset RAY_ADDRESS"
+        ) from error
 
 
 LOCAL = "this machine"
@@ -276,7 +355,9 @@ class Survey:
 
 
 def survey(*, processes: int) -> Survey:
-    """The nodes that a run with so many processes would be placed on. Raises SetupError when RAY_ADDRESS names no living cluster."""
+    """The nodes that a run with so many processes would be placed on. Raises SetupError when
+    RAY_ADDRESS names no living cluster.
+    """
     if address := os.environ.get("RAY_ADDRESS"):
         session = Session.open(processes=processes)
         try:
@@ -284,7 +365,10 @@ def survey(*, processes: int) -> Survey:
         finally:
             session.close()
     cpus = max(os.cpu_count() or 1, processes)
-    return Survey([Node(LOCAL, LOCAL, cpus=cpus, gpus=_gpus(), cores=tuple(sorted(os.sched_getaffinity(0))))], None)
+    return Survey(
+        [Node(LOCAL, LOCAL, cpus=cpus, gpus=_gpus(), cores=tuple(sorted(os.sched_getaffinity(0))))],
+        None,
+    )
 
 
 def _gpus() -> int:

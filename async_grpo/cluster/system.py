@@ -1,7 +1,8 @@
 """All processes of a run, started in parallel and taken down in order.
 
-Runs in: the driver. The composition root: it gives the plain parts (loop, coordinator) the Ray-backed ones (queue, actor manager,
-learner group). Start-up is a race on purpose: the engines need longest, so the learner loads beside them.
+Runs in: the driver. The composition root: it gives the plain parts (loop, coordinator) the
+Ray-backed ones (queue, actor manager, learner group). Start-up is a race on purpose: the engines
+need longest, so the learner loads beside them.
 """
 
 from __future__ import annotations
@@ -56,11 +57,29 @@ class System:
     """Queue, rollout actors, learner ranks, coordinator and loop of one run."""
 
     def __init__(
-        self, config: Config, *, total_steps: int, weights: dict[str, float], problems: int, fingerprint: str, key: str
+        self,
+        config: Config,
+        *,
+        total_steps: int,
+        weights: dict[str, float],
+        problems: int,
+        fingerprint: str,
+        key: str,
     ) -> None:
-        """`weights` of the reward components; `problems` and `fingerprint` of the training data; `key` of this start's segments."""
-        self._config, self._total_steps, self._weights, self._key = config, total_steps, weights, key
-        self._problems, self._fingerprint, self._directory = problems, fingerprint, stacks.home(config.run.dir)
+        """`weights` of the reward components; `problems` and `fingerprint` of the training data;
+        `key` of this start's segments.
+        """
+        self._config, self._total_steps, self._weights, self._key = (
+            config,
+            total_steps,
+            weights,
+            key,
+        )
+        self._problems, self._fingerprint, self._directory = (
+            problems,
+            fingerprint,
+            stacks.home(config.run.dir),
+        )
         self._session: Session | None = None
         self.actors: ActorManager | None = None
         self.learner: LearnerGroup | None = None
@@ -86,16 +105,26 @@ class System:
         self.exported = Exported(self._config.run.name)
 
     async def start(
-        self, *, model_dir: str, origin: Origin, log: Callable[[int, dict[str, float]], None], note: Callable[[str], None],
+        self,
+        *,
+        model_dir: str,
+        origin: Origin,
+        log: Callable[[int, dict[str, float]], None],
+        note: Callable[[str], None],
         idle: Callable[[], Awaitable[None]],
-        took_back: Callable[[int], None], show: Callable[[list[dict[str, Any]]], None],
+        took_back: Callable[[int], None],
+        show: Callable[[list[dict[str, Any]]], None],
     ) -> None:
-        """Start all processes, load model and checkpoint, and bring the learner to the step that the queue is at.
+        """Start all processes, load model and checkpoint, and bring the learner to the step that
+        the queue is at.
 
-        idle: returns when no checkpoint is being written. took_back(step): the steps after this one are discarded. show(rows): samples.
+        idle: returns when no checkpoint is being written. took_back(step): the steps after this one
+        are discarded. show(rows): samples.
         """
         self._note, self._log, self.event_loop = note, log, asyncio.get_running_loop()
-        remove_segments(self._key, fallback_directory(self._config))  # in the run's own directory those of a start that was killed
+        remove_segments(
+            self._key, fallback_directory(self._config)
+        )  # in the run's own directory those of a start that was killed
         assert self._session is not None, "connect() comes first"
         config, session = self._config, self._session
         self.model_dir = model_dir
@@ -103,46 +132,105 @@ class System:
         self.device = placement.device
         used = {slot.node_id for slot in (*placement.learners, *placement.engines)}
         if len(session.nodes()) > 1:
-            await session.check_shared_storage(config.run.dir, used, timeout_s=config.cluster.resources_timeout_s)
+            await session.check_shared_storage(
+                config.run.dir, used, timeout_s=config.cluster.resources_timeout_s
+            )
         backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
         refuse(config, device=placement.device, backend=backend)
         learner_options, engine_options = await self._reserve(placement)
         self._under_way = UnderWay(config, origin.path, note)
         self._create_queue(origin)
         self._relays = Relays(
-            home=placement.learners[0].node_id, key=self._key, fallback=fallback_directory(config), where=session.on_node, note=note
+            home=placement.learners[0].node_id,
+            key=self._key,
+            fallback=fallback_directory(config),
+            where=session.on_node,
+            note=note,
         )
         self.actors = ActorManager(
-            config, session=session, placement=placement, options=engine_options, queue=self._queue_handle, client=self.queue,
-            relays=self._relays, model_dir=model_dir, backend=backend, on_fatal=self._fail, note=note, partials=self._under_way.path,
+            config,
+            session=session,
+            placement=placement,
+            options=engine_options,
+            queue=self._queue_handle,
+            client=self.queue,
+            relays=self._relays,
+            model_dir=model_dir,
+            backend=backend,
+            on_fatal=self._fail,
+            note=note,
+            partials=self._under_way.path,
         )
         self.learner = LearnerGroup(
-            config, placement=placement, options=learner_options, queue=self._queue_handle, model_dir=model_dir, backend=backend,
-            key=self._key, total_updates=self._total_steps * config.updates_per_step,
+            config,
+            placement=placement,
+            options=learner_options,
+            queue=self._queue_handle,
+            model_dir=model_dir,
+            backend=backend,
+            key=self._key,
+            total_updates=self._total_steps * config.updates_per_step,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.actors.start())  # they need longest, and the queue only later
-            if (report := await self.queue.opened(timeout_s=config.watchdog.start_timeout_s)) is not None:
+            if (
+                report := await self.queue.opened(timeout_s=config.watchdog.start_timeout_s)
+            ) is not None:
                 note(f"replay queue: {report}")
             progress = await self.queue.progress()
             exact = placement.device == "cpu" and config.model.dtype != "bfloat16"
-            self.coordinator = Coordinator(config, learner=self.learner, engines=self.actors, backend=backend, live=self.queue.live, exact=exact, note=note,
+            self.coordinator = Coordinator(
+                config,
+                learner=self.learner,
+                engines=self.actors,
+                backend=backend,
+                live=self.queue.live,
+                exact=exact,
+                note=note,
                 run_epoch=progress["run_epoch"],
             )
             self._samples = TrainingSamples(
-                config, queue=self.queue, model_dir=model_dir, total_steps=self._total_steps, weights=self._weights, show=show, note=note
+                config,
+                queue=self.queue,
+                model_dir=model_dir,
+                total_steps=self._total_steps,
+                weights=self._weights,
+                show=show,
+                note=note,
             )
             self.loop = Loop(
-                config, queue=self.queue, learner=self.learner, publisher=self.coordinator, weights=self._weights,
-                total_steps=self._total_steps, steps_done=origin.step, log=lambda step, metrics: log(step, self._with_faults(metrics)),
+                config,
+                queue=self.queue,
+                learner=self.learner,
+                publisher=self.coordinator,
+                weights=self._weights,
+                total_steps=self._total_steps,
+                steps_done=origin.step,
+                log=lambda step, metrics: log(step, self._with_faults(metrics)),
                 taken=self._samples.take,
             )
             self.gang = Gang(
-                config, learner=self.learner, loop=self.loop, coordinator=self.coordinator, queue=self.queue, origin=origin,
-                nodes_serve=partial(self._nodes_serve, {slot.node_id for slot in placement.learners}), idle=idle, took_back=took_back, note=note,
+                config,
+                learner=self.learner,
+                loop=self.loop,
+                coordinator=self.coordinator,
+                queue=self.queue,
+                origin=origin,
+                nodes_serve=partial(
+                    self._nodes_serve, {slot.node_id for slot in placement.learners}
+                ),
+                idle=idle,
+                took_back=took_back,
+                note=note,
             )
             self.evaluations = Evaluations(
-                config, coordinator=self.coordinator, died=self.actors.died, run_epoch=lambda: self.gang.run_epoch, note=note, fail=self._fail, total_steps=self._total_steps,
+                config,
+                coordinator=self.coordinator,
+                died=self.actors.died,
+                run_epoch=lambda: self.gang.run_epoch,
+                note=note,
+                fail=self._fail,
+                total_steps=self._total_steps,
             )
             await self.gang.start(progress["steps"], run_epoch=progress["run_epoch"])
 
@@ -159,25 +247,33 @@ class System:
         if not self._producing:
             self._producing = True
             self.actors.begin(self.coordinator.join, self.coordinator.between_publications)
-        return self._with_faults(await self.gang.surviving(partial(self._step, self.steps_done), blame=True))
+        return self._with_faults(
+            await self.gang.surviving(partial(self._step, self.steps_done), blame=True)
+        )
 
     async def _step(self, before: int) -> dict[str, float]:
         seconds, loop = self._config.watchdog.step_timeout_s, self.loop
         if loop.steps_done > before:
             return loop.latest  # the learner died after this step, and has repeated it
-        return await whole_step(loop.step(), seconds=seconds, number=loop.steps_done + 1, phase=lambda: loop.phase)
+        return await whole_step(
+            loop.step(), seconds=seconds, number=loop.steps_done + 1, phase=lambda: loop.phase
+        )
 
     async def settle(self) -> None:
         """Wait until the newest weights are live."""
         await self.gang.surviving(self.loop.finish)
 
     async def evaluate(self, total: int) -> tuple[dict[str, float], Rows]:
-        """Metrics of the newest weights on `total` held-out problems, and some responses; the learner waits."""
+        """Metrics of the newest weights on `total` held-out problems, and some responses; the
+        learner waits.
+        """
         await self.settle()
         self.loop.phase = "evaluating"
         with self.loop.time.during("evaluating"):
             await self.gang.surviving(self._until_evaluated)
-            return await self.evaluations.everywhere(total, step=self.steps_done, alone=self._between_steps)
+            return await self.evaluations.everywhere(
+                total, step=self.steps_done, alone=self._between_steps
+            )
 
     async def _between_steps(self) -> None:
         """Raise what ends the run; with NCCL, let an engine in that has started."""
@@ -185,17 +281,23 @@ class System:
         await self.gang.surviving(lambda: self.coordinator.refresh(self.steps_done))
 
     async def _until_evaluated(self) -> None:
-        """Wait for the evaluation that is under way. Its engine comes back to a learner that may have died meanwhile, which shows here."""
+        """Wait for the evaluation that is under way. Its engine comes back to a learner that may
+        have died meanwhile, which shows here.
+        """
         while not await self.evaluations.finish(POLL_S):
             await self.coordinator.refresh(self.steps_done)
 
     async def evaluate_beside(self, total: int, done: Done) -> None:
-        """Begin to evaluate the newest weights; `done(step, metrics, responses)` is called while training goes on."""
+        """Begin to evaluate the newest weights; `done(step, metrics, responses)` is called while
+        training goes on.
+        """
         await self.gang.surviving(self.loop.publish_newest)
         await self.evaluations.begin(total, done)
 
     async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
-        """Write the learner's checkpoint and the exported model, for `finish_save`; the queue's snapshot. Raises StorageFailure."""
+        """Write the learner's checkpoint and the exported model, for `finish_save`; the queue's
+        snapshot. Raises StorageFailure.
+        """
         step = self.steps_done
         saved = await self.gang.surviving(partial(self._save, directory))
         if self.steps_done != step:
@@ -208,25 +310,36 @@ class System:
         with self.loop.time.during("checkpointing"):
             snapshot = await self.queue.snapshot()
             self._under_way.begin(self.actors.alive(), snapshot)
-            return snapshot, await self.learner.write_checkpoint(str(directory), {"step": self.steps_done, "rows": self.loop.row_state()})
+            return snapshot, await self.learner.write_checkpoint(
+                str(directory), {"step": self.steps_done, "rows": self.loop.row_state()}
+            )
 
     async def finish_save(self, directory: Path) -> dict[str, FileSum]:
-        """Bring what `save` wrote into its directory, while steps go on; all files in it. Raises StorageFailure."""
+        """Bring what `save` wrote into its directory, while steps go on; all files in it. Raises
+        StorageFailure.
+        """
         sums = await self.learner.finish_checkpoint(str(directory))
         await self._under_way.write(directory)
         return sums
 
     async def forget(self, *, segment: int, step: int) -> None:
-        """Let the journal drop what is only in segments before this one, which begins with the checkpoint of `step`."""
+        """Let the journal drop what is only in segments before this one, which begins with the
+        checkpoint of `step`.
+        """
         await self.queue.forget(segment=segment, step=step)
 
     async def stop(self, *, orderly: bool = True) -> None:
-        """Close the queue, stop actors and learner. Every part is stopped whatever happens to the others. orderly: nothing went wrong."""
+        """Close the queue, stop actors and learner. Every part is stopped whatever happens to the
+        others. orderly: nothing went wrong.
+        """
         if self.evaluations is not None:
             self.evaluations.cancel()
         if orderly and self._samples is not None:
             await self._samples.finish()
-        results = await asyncio.gather(*([self._close_queue(orderly=orderly)] if self.loop is not None else []), return_exceptions=True)
+        results = await asyncio.gather(
+            *([self._close_queue(orderly=orderly)] if self.loop is not None else []),
+            return_exceptions=True,
+        )
         if self.coordinator is not None:
             await self.coordinator.close()
         parts = [part for part in (self.actors, self.learner) if part is not None]
@@ -235,12 +348,18 @@ class System:
             await self._relays.close()
         self._remove_leftovers()
         # A queue that died for good cannot be closed; the run has ended for that reason.
-        failures = [result for result in results if isinstance(result, BaseException) and not isinstance(result, FaultBudgetSpent)]
+        failures = [
+            result
+            for result in results
+            if isinstance(result, BaseException) and not isinstance(result, FaultBudgetSpent)
+        ]
         if failures:
             raise failures[0]
 
     async def _close_queue(self, *, orderly: bool) -> None:
-        """Close it, and after an orderly end log what became of all tokens and of the time: nothing is under way any more."""
+        """Close it, and after an orderly end log what became of all tokens and of the time: nothing
+        is under way any more.
+        """
         await self.queue.close(orderly=orderly)
         if not orderly or not self.loop.time.began:
             return
@@ -248,7 +367,9 @@ class System:
         for actor_id, report in reports.items():
             await self.queue.tell(actor_id, report)
         metrics = self._with_faults(await self.queue.metrics() | self.loop.time_metrics())
-        self.loop.latest |= (last := {name: value for name, value in metrics.items() if name.startswith(ACCOUNTS)})
+        self.loop.latest |= (
+            last := {name: value for name, value in metrics.items() if name.startswith(ACCOUNTS)}
+        )
         self._log(self.steps_done, last)
 
     def request_stop(self) -> None:
@@ -278,7 +399,13 @@ class System:
 
     def scene(self) -> Scene:
         """The parts of the run, as far as they were started, for a post-mortem."""
-        return Scene(session=self._session, queue=self._queue_handle, actors=self.actors, learner=self.learner, loop=self.loop)
+        return Scene(
+            session=self._session,
+            queue=self._queue_handle,
+            actors=self.actors,
+            learner=self.learner,
+            loop=self.loop,
+        )
 
     @property
     def run_epoch(self) -> int:
@@ -290,8 +417,12 @@ class System:
         """Learner steps contained in the weights."""
         return self.loop.steps_done
 
-    async def _reserve(self, placement: Placement) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Ray options of every learner rank and engine; colocated, rank i and engine i share one bundle."""
+    async def _reserve(
+        self, placement: Placement
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Ray options of every learner rank and engine; colocated, rank i and engine i share one
+        bundle.
+        """
         session, timeout_s = self._session, self._config.cluster.resources_timeout_s
         if placement.colocated:
             shared = await session.reserve(list(placement.learners), timeout_s=timeout_s, sharers=2)
@@ -301,44 +432,93 @@ class System:
         return learners, [option for [option] in engines]
 
     def _lost_steps(self) -> dict[str, str]:
-        """What becomes of learner steps after the checkpoint. Whoever names one wants to go on from there, not to be brought to the end."""
+        """What becomes of learner steps after the checkpoint. Whoever names one wants to go on from
+        there, not to be brought to the end.
+        """
         settings = self._config.checkpoint
         if settings.resume not in ("auto", "never"):
-            return {"lost_steps": "discard", "reason": "checkpoint.resume names the checkpoint to go on from"}
+            return {
+                "lost_steps": "discard",
+                "reason": "checkpoint.resume names the checkpoint to go on from",
+            }
         return {"lost_steps": settings.on_lost_steps}
 
     async def _nodes_serve(self, node_ids: set[str]) -> bool:
         timeout_s = self._config.cluster.resources_timeout_s
-        return all(await asyncio.gather(*[self._session.node_serves(node_id, timeout_s=timeout_s) for node_id in node_ids]))
+        return all(
+            await asyncio.gather(
+                *[self._session.node_serves(node_id, timeout_s=timeout_s) for node_id in node_ids]
+            )
+        )
 
     def _create_queue(self, origin: Origin) -> None:
-        """Let the queue's process start. With a journal, Ray starts it again when it dies and repeats the calls that were under way."""
+        """Let the queue's process start. With a journal, Ray starts it again when it dies and
+        repeats the calls that were under way.
+        """
         config = self._config
-        journal = JournalSettings(
-            directory=str(Path(config.run.dir) / "journal"), start=self._key, identity=self._identity(), fsync=config.replay.journal.fsync,
-            fresh=config.checkpoint.resume == "never", training=training_digest(config), **self._lost_steps(),
-        ) if config.replay.journal.enable else None
-        repairs = {"max_restarts": config.cluster.restart_budget, "max_task_retries": -1} if journal is not None else {}
-        queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, **repairs, **self._session.on_this_node())
-        self._queue_handle = queue.remote(self._queue_settings(origin.step), journal, self._under_way.snapshot(origin.snapshot()), config.run.dir)
+        journal = (
+            JournalSettings(
+                directory=str(Path(config.run.dir) / "journal"),
+                start=self._key,
+                identity=self._identity(),
+                fsync=config.replay.journal.fsync,
+                fresh=config.checkpoint.resume == "never",
+                training=training_digest(config),
+                **self._lost_steps(),
+            )
+            if config.replay.journal.enable
+            else None
+        )
+        repairs = (
+            {"max_restarts": config.cluster.restart_budget, "max_task_retries": -1}
+            if journal is not None
+            else {}
+        )
+        queue = ray.remote(QueueProcess).options(
+            max_concurrency=MAX_CALLS, **repairs, **self._session.on_this_node()
+        )
+        self._queue_handle = queue.remote(
+            self._queue_settings(origin.step),
+            journal,
+            self._under_way.snapshot(origin.snapshot()),
+            config.run.dir,
+        )
         self.queue = QueueClient(self._queue_handle)
 
     def _with_faults(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step with what the actors count; a queue that had to be started again is said once."""
+        """The metrics of a step with what the actors count; a queue that had to be started again is
+        said once.
+        """
         if (restarts := int(metrics.get("replay/restarts", 0))) > self.queue_restarts:
             budget = self._config.cluster.restart_budget
-            self._note(f"the replay queue's process died; it was started again from its journal (restart {restarts} of at most {budget})")
+            self._note(
+                "the replay queue's process died; it was started again from its journal "
+                f"(restart {restarts} of at most {budget})"
+            )
             self.queue_restarts = restarts
         times, self.engine_times = engine_times(self.queue.engine_seconds)
-        return metrics | times | self.actors.measurements() | self._under_way.measurements() | {"cluster/learner_restarts": float(self.gang.restarts)}
+        return (
+            metrics
+            | times
+            | self.actors.measurements()
+            | self._under_way.measurements()
+            | {"cluster/learner_restarts": float(self.gang.restarts)}
+        )
 
     def _identity(self) -> str:
-        """Digest of everything that a completed group depends on, the weights after the start apart."""
+        """Digest of everything that a completed group depends on, the weights after the start
+        apart.
+        """
         config, rollout = self._config, self._config.rollout
         parts = {
-            "seed": config.seed, "data": self._fingerprint, "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
-            "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction"}), "baseline": config.algorithm.adv_estimator == "remax",
-            "rollout": rollout.model_dump(include={"group_size", "prompt_length", "response_length", "temperature"}),
+            "seed": config.seed,
+            "data": self._fingerprint,
+            "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
+            "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction"}),
+            "baseline": config.algorithm.adv_estimator == "remax",
+            "rollout": rollout.model_dump(
+                include={"group_size", "prompt_length", "response_length", "temperature"}
+            ),
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -352,16 +532,31 @@ class System:
         config = self._config
         filters = config.replay.filter_groups
         rule = FilterRule(
-            metric=filters.metric, tolerance=filters.tolerance, zero_variance=filters.zero_variance, accuracy_low=filters.accuracy_low,
-            accuracy_high=filters.accuracy_high, all_truncated=filters.all_truncated,
+            metric=filters.metric,
+            tolerance=filters.tolerance,
+            zero_variance=filters.zero_variance,
+            accuracy_low=filters.accuracy_low,
+            accuracy_high=filters.accuracy_high,
+            all_truncated=filters.all_truncated,
         )
         return QueueSettings(
-            rollout_batch_size=config.rollout.rollout_batch_size, max_staleness=config.replay.max_staleness,
-            total_steps=self._total_steps, group_size=config.rollout.group_size, max_attempts=config.replay.max_attempts,
-            max_num_gen_batches=filters.max_num_gen_batches, shaping=shaping(config, self._weights), filter=rule if filters.enable else None,
-            order=config.replay.order, on_stale=config.replay.on_stale, ticket_timeout_s=config.rollout.group_timeout_s,
+            rollout_batch_size=config.rollout.rollout_batch_size,
+            max_staleness=config.replay.max_staleness,
+            total_steps=self._total_steps,
+            group_size=config.rollout.group_size,
+            max_attempts=config.replay.max_attempts,
+            max_num_gen_batches=filters.max_num_gen_batches,
+            shaping=shaping(config, self._weights),
+            filter=rule if filters.enable else None,
+            order=config.replay.order,
+            on_stale=config.replay.on_stale,
+            ticket_timeout_s=config.rollout.group_timeout_s,
             max_failed_fraction=config.task.max_bad_fraction,
-            baseline=config.algorithm.adv_estimator == "remax", mask_truncated=config.algorithm.mask_truncated, retire_at=filters.retire_at if filters.enable else None,
-            problem=partial(problem_index, config.seed, self._fingerprint, n=self._problems), problems=self._problems,
-            max_frame_bytes=config.wire.max_frame_bytes, trained_steps=steps_done,
+            baseline=config.algorithm.adv_estimator == "remax",
+            mask_truncated=config.algorithm.mask_truncated,
+            retire_at=filters.retire_at if filters.enable else None,
+            problem=partial(problem_index, config.seed, self._fingerprint, n=self._problems),
+            problems=self._problems,
+            max_frame_bytes=config.wire.max_frame_bytes,
+            trained_steps=steps_done,
         )

@@ -1,4 +1,5 @@
-"""Who is late: remote calls under way, learner steps beyond their deadline, and a driver whose own event loop does not turn.
+"""Who is late: remote calls under way, learner steps beyond their deadline, and a driver whose own
+event loop does not turn.
 
 Runs in: the driver.
 """
@@ -15,8 +16,10 @@ from typing import Any
 from async_grpo.errors import Stalled
 
 STEP_DEADLINES, STEP_GRACE_S = 2, 5.0
-"""A learner step as a whole gets this many times its deadline and so much longer: a call of the learner that hangs has one of its own, which may begin
-late in the step, and after which the learner is brought back."""
+"""A learner step as a whole gets this many times its deadline and so much longer: a call of the
+learner that hangs has one of its own, which may begin late in the step, and after which the learner
+is brought back.
+"""
 _BEATS = 20
 
 
@@ -28,8 +31,12 @@ class Calls:
         self._given_up = self._under_way[:]
 
     @contextmanager
-    def under_way(self, what: str, calls: Sequence[asyncio.Future[Any]]) -> Iterator[Callable[[], str]]:
-        """Inside the block these calls, one per process in order, are under way; gives a function that names those that are not done."""
+    def under_way(
+        self, what: str, calls: Sequence[asyncio.Future[Any]]
+    ) -> Iterator[Callable[[], str]]:
+        """Inside the block these calls, one per process in order, are under way; gives a function
+        that names those that are not done.
+        """
         entry = (what, time.monotonic(), calls)
         self._under_way.append(entry)
         try:
@@ -41,32 +48,53 @@ class Calls:
             self._under_way.remove(entry)
 
     def status(self) -> list[dict[str, Any]]:
-        """What is asked, for how many seconds, and who has not answered; what was given up last, too."""
-        asked = [(what, since, _ranks(calls)) for what, since, calls in [*self._under_way, *self._given_up]]
-        return [{"call": what, "seconds": time.monotonic() - since, "waits_for": late} for what, since, late in asked if late]
+        """What is asked, for how many seconds, and who has not answered; what was given up last,
+        too.
+        """
+        asked = [
+            (what, since, _ranks(calls))
+            for what, since, calls in [*self._under_way, *self._given_up]
+        ]
+        return [
+            {"call": what, "seconds": time.monotonic() - since, "waits_for": late}
+            for what, since, late in asked
+            if late
+        ]
 
 
 def _ranks(calls: Sequence[asyncio.Future[Any]]) -> str:
     """Those that have not answered; whoever gave up waiting has cancelled their calls."""
-    return ", ".join(f"rank {rank}" for rank, call in enumerate(calls) if call.cancelled() or not call.done())
+    return ", ".join(
+        f"rank {rank}" for rank, call in enumerate(calls) if call.cancelled() or not call.done()
+    )
 
 
-async def whole_step(work: Awaitable[Any], *, seconds: float, number: int, phase: Callable[[], str]) -> Any:
-    """The result of a learner step. Raises Stalled for a wait inside it that has no deadline of its own. seconds: `watchdog.step_timeout_s`."""
+async def whole_step(
+    work: Awaitable[Any], *, seconds: float, number: int, phase: Callable[[], str]
+) -> Any:
+    """The result of a learner step. Raises Stalled for a wait inside it that has no deadline of its
+    own. seconds: `watchdog.step_timeout_s`.
+    """
     try:
         async with asyncio.timeout(STEP_DEADLINES * seconds + STEP_GRACE_S) as deadline:
             return await work
     except TimeoutError as error:
         if not deadline.expired():
             raise
-        raise Stalled(f"learner step {number} took more than {STEP_DEADLINES} times watchdog.step_timeout_s ({seconds:g} s); it was {phase()}") from error
+        raise Stalled(
+            f"learner step {number} took more than {STEP_DEADLINES} times "
+            f"watchdog.step_timeout_s ({seconds:g} s); it was {phase()}"
+        ) from error
 
 
 @contextmanager
-def watched(loop: asyncio.AbstractEventLoop, *, seconds: float, stuck: Callable[[], None]) -> Iterator[None]:
+def watched(
+    loop: asyncio.AbstractEventLoop, *, seconds: float, stuck: Callable[[], None]
+) -> Iterator[None]:
     """Inside the block a plain thread calls `stuck` when the event loop has not turned for so long.
 
-    It counts short waits, so that a driver that was itself stopped for an hour is given time to go on.
+    It counts short waits, so that a driver that was itself stopped for an hour is given time to go
+    on.
     """
     over = threading.Event()
 

@@ -1,7 +1,8 @@
 """The settings of `algorithm`: how rewards become advantages, and advantages a loss.
 
-Runs in: any process (imports pydantic only). Hides nothing; the formulas are in `async_grpo.algo`, the rules that span several of these
-settings in `checks`. The constants of single losses are their papers'.
+Runs in: any process (imports pydantic only). Hides nothing; the formulas are in `async_grpo.algo`,
+the rules that span several of these settings in `checks`. The constants of single losses are their
+papers'.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from async_grpo.config.section import Above0, AtLeast0, Fraction, Positive, Sect
 
 class ClipSchedule(Section):
     kind: Literal["constant", "harmonic", "exponential"] = "constant"
-    """How the clip interval shrinks with a token's lag k: not at all, eps / (1 + rate k), or eps rate^k."""
+    """How the clip interval shrinks with a token's lag k: not at all, eps / (1 + rate k), or eps
+    rate^k.
+    """
     rate: AtLeast0 = 1.0
     """Rate of the schedule; for `exponential` at most 1."""
     floor: Fraction = 0.0
@@ -24,9 +27,13 @@ class ClipSchedule(Section):
 
 class Importance(Section):
     level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Off-policy weight of the anchor against the behaviour policy: per token, its product over the response, or its geometric mean."""
+    """Off-policy weight of the anchor against the behaviour policy: per token, its product over the
+    response, or its geometric mean.
+    """
     mode: Literal["truncate", "mask"] = "truncate"
-    """Clamp a weight into [lower, upper] (truncated importance sampling), or set it to 0 outside (IcePop)."""
+    """Clamp a weight into [lower, upper] (truncated importance sampling), or set it to 0 outside
+    (IcePop).
+    """
     lower: AtLeast0 = 0.0
     """Smallest weight that is neither clamped nor masked."""
     upper: Above0 = 2.0
@@ -35,7 +42,9 @@ class Importance(Section):
 
 class Rejection(Section):
     level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave out tokens (`token`) or whole responses whose ratio of anchor to behaviour policy lies outside [lower, upper]."""
+    """Leave out tokens (`token`) or whole responses whose ratio of anchor to behaviour policy lies
+    outside [lower, upper].
+    """
     lower: AtLeast0 = 0.5
     """Smallest ratio that is kept."""
     upper: Above0 = 2.0
@@ -51,25 +60,37 @@ class Sapo(Section):
 
 class Dppo(Section):
     divergence: Literal["tv", "kl"] = "tv"
-    """Divergence between the probabilities of a token: total variation, or KL, of the two-way choice 'this token or another'."""
+    """Divergence between the probabilities of a token: total variation, or KL, of the two-way
+    choice 'this token or another'.
+    """
     low: AtLeast0 = 0.2
-    """Tokens with a negative advantage are dropped when their probability has fallen by more than this divergence."""
+    """Tokens with a negative advantage are dropped when their probability has fallen by more than
+    this divergence.
+    """
     high: AtLeast0 = 0.2
-    """Tokens with a positive advantage are dropped when their probability has risen by more than this divergence."""
+    """Tokens with a positive advantage are dropped when their probability has risen by more than
+    this divergence.
+    """
     ratio_cap: Above0 | None = None
-    """Null: the kept tokens' loss is -ratio x advantage; a number: -min(ratio, cap) x advantage x log-prob with a detached ratio."""
+    """Null: the kept tokens' loss is -ratio x advantage; a number: -min(ratio, cap) x advantage x
+    log-prob with a detached ratio.
+    """
 
 
 class Opmd(Section):
     tau: Above0 = 0.1
     """Weight of the squared log ratio to the sampling policy."""
     level: Literal["token", "sequence"] = "token"
-    """Square the log ratio of each token, or of the whole response (the paper; use it with a `seq-mean-token-sum` aggregation)."""
+    """Square the log ratio of each token, or of the whole response (the paper; use it with a
+    `seq-mean-token-sum` aggregation).
+    """
 
 
 class ClipCov(Section):
     ratio: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Share of the tokens of an update whose loss is set to 0, drawn by hash from those with a covariance between the bounds."""
+    """Share of the tokens of an update whose loss is set to 0, drawn by hash from those with a
+    covariance between the bounds.
+    """
     lower: float = 1.0
     """Lower bound of the covariance."""
     upper: float = 5.0
@@ -85,7 +106,9 @@ class KlCov(Section):
 
 class M2po(Section):
     budget: Above0 = 0.04
-    """Mean squared log ratio that the tokens which move away from the anchor may have; above it the clip interval narrows."""
+    """Mean squared log ratio that the tokens which move away from the anchor may have; above it the
+    clip interval narrows.
+    """
 
 
 class KlCtrl(Section):
@@ -103,7 +126,9 @@ class KlCtrl(Section):
 
 class OverlongBuffer(Section):
     enable: bool = False
-    """Soft overlong punishment of DAPO: a linear penalty over the last `len` tokens of the response budget."""
+    """Soft overlong punishment of DAPO: a linear penalty over the last `len` tokens of the response
+    budget.
+    """
     len: Positive = 16
     """Length of the punished tail, in tokens."""
     penalty_factor: AtLeast0 = 1.0
@@ -113,47 +138,91 @@ class OverlongBuffer(Section):
 class Algorithm(Section):
     on_resume = warn("how rewards become gradients, from the next step on", trains=True)
     adv_estimator: Literal[
-        "grpo", "grpo_vectorized", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo",
-        "gpg", "maxrl", "raw", "asymre",
+        "grpo",
+        "grpo_vectorized",
+        "dr_grpo",
+        "grpo_passk",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "opo",
+        "gpg",
+        "maxrl",
+        "raw",
+        "asymre",
     ] = "grpo"
     """How rewards become advantages."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by a standard deviation (`grpo`, `grpo_passk`); false is Dr. GRPO's advantage."""
     adv_std_level: Literal["group", "batch"] = "group"
-    """Whose standard deviation `grpo` divides by: that of the response's group, or of all rewards of the learner step."""
+    """Whose standard deviation `grpo` divides by: that of the response's group, or of all rewards
+    of the learner step.
+    """
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per token, for the estimators with returns (`reinforce_plus_plus`, `remax`)."""
     asymre_shift: float = -0.1
-    """Added to the group mean in the baseline of `asymre`; below 0 keeps off-policy learning stable."""
+    """Added to the group mean in the baseline of `asymre`; below 0 keeps off-policy learning
+    stable.
+    """
     whiten_advantages: bool = False
-    """Subtract the mean of the advantages over all tokens of the learner step and divide by their standard deviation."""
+    """Subtract the mean of the advantages over all tokens of the learner step and divide by their
+    standard deviation.
+    """
     advantage_clip: Above0 | None = None
     """Clamp advantages to [-clip, clip], last of all; null is off."""
     reward_clip: Above0 | None = None
     """Clamp the weighted reward sum to [-clip, clip], before anything else; null is off."""
     reward_norm: Literal["group", "batch", "running"] | None = None
-    """Normalise shaped rewards by mean and standard deviation of the group, the learner step, or all steps so far."""
+    """Normalise shaped rewards by mean and standard deviation of the group, the learner step, or
+    all steps so far.
+    """
     reward_shift: bool = False
-    """Only subtract the mean (of `reward_norm`'s statistics; of the learner step's if that is null)."""
+    """Only subtract the mean (of `reward_norm`'s statistics; of the learner step's if that is
+    null).
+    """
     reward_scale: bool = False
-    """Only divide by the standard deviation (of `reward_norm`'s statistics; of the learner step's if that is null)."""
+    """Only divide by the standard deviation (of `reward_norm`'s statistics; of the learner step's
+    if that is null).
+    """
     add_token_level_kl: bool = False
-    """Subtract a KL penalty to the reference policy from the reward of every token (not together with `use_kl_loss`)."""
+    """Subtract a KL penalty to the reference policy from the reward of every token (not together
+    with `use_kl_loss`).
+    """
     kl_ctrl: KlCtrl = KlCtrl()
     overlong_buffer: OverlongBuffer = OverlongBuffer()
     mask_truncated: bool = False
     """Leave truncated responses out of the loss; they still count in the group statistics."""
     policy_loss: Literal[
-        "ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "gpg", "reinforce", "clip_cov", "kl_cov", "m2po", "dppo", "opmd", "topr",
+        "ppo_clip",
+        "gspo",
+        "gspo_token",
+        "cispo",
+        "sapo",
+        "gmpo",
+        "gpg",
+        "reinforce",
+        "clip_cov",
+        "kl_cov",
+        "m2po",
+        "dppo",
+        "opmd",
+        "topr",
         "asymre",
     ] = "ppo_clip"
     """Loss of one token."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Half-width of the clip interval around ratio 1, for the sides that have no value of their own."""
+    """Half-width of the clip interval around ratio 1, for the sides that have no value of their
+    own.
+    """
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Half-width of the lower side; null means `clip_ratio`; 1 leaves the lower side open where the schedule does not narrow it."""
+    """Half-width of the lower side; null means `clip_ratio`; 1 leaves the lower side open where the
+    schedule does not narrow it.
+    """
     clip_ratio_high: Above0 | None = None
-    """Half-width of the upper side; null means `clip_ratio`. Wider than the lower side is clip-higher (DAPO uses 0.28)."""
+    """Half-width of the upper side; null means `clip_ratio`. Wider than the lower side is
+    clip-higher (DAPO uses 0.28).
+    """
     dual_clip_loss: bool = False
     """Bound the loss of negative advantages too (`ppo_clip`, `m2po`)."""
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
@@ -166,24 +235,41 @@ class Algorithm(Section):
     kl_cov: KlCov = KlCov()
     m2po: M2po = M2po()
     anchor: Literal["behavior", "recomputed", "interpolated"] = "behavior"
-    """Centre of the trust region: the policy that sampled each token, the learner's policy before the step (one more forward pass), or
-    a mixture of both by the token's lag (A-3PO, no forward pass)."""
+    """Centre of the trust region: the policy that sampled each token, the learner's policy before
+    the step (one more forward pass), or a mixture of both by the token's lag (A-3PO, no forward
+    pass).
+    """
     importance: Importance = Importance()
     rejection: Rejection = Rejection()
     opsm_delta: AtLeast0 | None = None
-    """Leave out responses with a negative advantage whose mean log-prob has fallen by more than this since they were sampled (OPSM)."""
+    """Leave out responses with a negative advantage whose mean log-prob has fallen by more than
+    this since they were sampled (OPSM).
+    """
     loss_agg_mode: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+        "prompt-mean",
     ] = "token-mean"
-    """How token losses become one number; `seq-mean-token-sum-norm` divides by the constant `rollout.response_length` (Dr. GRPO)."""
+    """How token losses become one number; `seq-mean-token-sum-norm` divides by the constant
+    `rollout.response_length` (Dr. GRPO).
+    """
     use_kl_loss: bool = False
     """Add a KL penalty to a reference policy to the loss."""
     kl_loss_coef: AtLeast0 = 0.001
     """Weight of the KL penalty."""
-    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+"] = "low_var_kl"
-    """Estimator: k1, |k1|, k2, k3; with `+` its value and the gradient of k2, which is that of the KL divergence."""
+    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+"] = (
+        "low_var_kl"
+    )
+    """Estimator: k1, |k1|, k2, k3; with `+` its value and the gradient of k2, which is that of the
+    KL divergence.
+    """
     kl_loss_unbiased: bool = False
-    """Multiply the penalty by the ratio to the anchor policy, with gradient through both: unbiased for off-policy tokens."""
+    """Multiply the penalty by the ratio to the anchor policy, with gradient through both: unbiased
+    for off-policy tokens.
+    """
     entropy_coef: AtLeast0 = 0.0
     """Weight of the entropy bonus."""
 

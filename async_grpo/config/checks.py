@@ -1,10 +1,13 @@
 """Rules that span several settings.
 
-Runs in: any process (no third-party import). Hides nothing. Invariant: each rule yields one sentence that names the keys, their
-values and what is allowed; a configuration that passes here can be trained as far as its numbers tell.
+Runs in: any process (no third-party import). Hides nothing. Invariant: each rule yields one
+sentence that names the keys, their values and what is allowed; a configuration that passes here can
+be trained as far as its numbers tell.
 
-Rules that span several settings of `algorithm`: which estimator, loss, anchor, weights and filter belong together. The sets below repeat facts of `async_grpo.algo` (which needs torch); a test
-compares them. Invariant: each rule yields one sentence that names the keys, their values and what is allowed.
+Rules that span several settings of `algorithm`: which estimator, loss, anchor, weights and filter
+belong together. The sets below repeat facts of `async_grpo.algo` (which needs torch); a test
+compares them. Invariant: each rule yields one sentence that names the keys, their values and what
+is allowed.
 """
 
 from __future__ import annotations
@@ -20,10 +23,19 @@ if TYPE_CHECKING:
     from async_grpo.config.schema import Config
 
 
-
 GRPO = frozenset({"grpo", "grpo_vectorized"})
-COMPARING = GRPO | {"dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl"}
-"""Estimators that compare the responses of a group: groups of one, or whose rewards are all equal, have advantage 0."""
+COMPARING = GRPO | {
+    "dr_grpo",
+    "grpo_passk",
+    "rloo",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "maxrl",
+}
+"""Estimators that compare the responses of a group: groups of one, or whose rewards are all equal,
+have advantage 0.
+"""
 RETURNS = frozenset({"reinforce_plus_plus", "remax"})
 """Estimators with a return per token."""
 CLIPPED = frozenset({"ppo_clip", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov", "m2po"})
@@ -34,15 +46,30 @@ RATIO_FREE = frozenset({"gpg", "reinforce", "asymre", "topr", "opmd"})
 """Losses without a trust region around the anchor."""
 PARTNERS = {
     ("asymre", "asymre"): "the loss has no ratio and needs the shifted baseline",
-    ("topr", "raw grpo grpo_vectorized dr_grpo rloo"): "it splits responses by the sign of the advantage",
+    (
+        "topr",
+        "raw grpo grpo_vectorized dr_grpo rloo",
+    ): "it splits responses by the sign of the advantage",
     ("opmd", "rloo grpo grpo_vectorized dr_grpo"): "it needs R - mean, not whitened",
 }
 """(loss, the estimators it goes with) -> why."""
 
 
 def check_algorithm(config: Config) -> Iterator[str]:
-    """A sentence for every rule that `config.algorithm` breaks, the filter and the reference included."""
-    for rules in (_estimator, _pairs, _clip, _anchor, _row_losses, _weights, _kl, _rewards, _filter):
+    """A sentence for every rule that `config.algorithm` breaks, the filter and the reference
+    included.
+    """
+    for rules in (
+        _estimator,
+        _pairs,
+        _clip,
+        _anchor,
+        _row_losses,
+        _weights,
+        _kl,
+        _rewards,
+        _filter,
+    ):
         yield from rules(config)
 
 
@@ -54,29 +81,45 @@ def _estimator(config: Config) -> Iterator[str]:
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     if name in COMPARING and config.rollout.group_size < 2:
         yield (
-            f"`rollout.group_size` is {config.rollout.group_size}; `algorithm.adv_estimator: {name}` compares responses, so it needs at "
+            f"`rollout.group_size` is {config.rollout.group_size}; "
+            f"`algorithm.adv_estimator: {name}` compares responses, so it needs at "
             "least 2."
         )
     if name == "dr_grpo" and algorithm.loss_agg_mode != "seq-mean-token-sum-norm":
         yield (
-            f"`algorithm.loss_agg_mode` is {algorithm.loss_agg_mode}; with `algorithm.adv_estimator: dr_grpo` it is "
+            f"`algorithm.loss_agg_mode` is {algorithm.loss_agg_mode}; with "
+            "`algorithm.adv_estimator: dr_grpo` it is "
             "seq-mean-token-sum-norm, the "
-            "other half of Dr. GRPO (`grpo` with `norm_adv_by_std_in_grpo: false` is its advantage alone)."
+            "other half of Dr. GRPO (`grpo` with `norm_adv_by_std_in_grpo: false` is its "
+            "advantage alone)."
         )
     if not algorithm.norm_adv_by_std_in_grpo and name not in GRPO | {"dr_grpo", "grpo_passk"}:
-        yield f"`algorithm.norm_adv_by_std_in_grpo` is false, but `adv_estimator: {name}` has no such division; remove it."
-    if algorithm.adv_std_level != "group" and (name not in GRPO or not algorithm.norm_adv_by_std_in_grpo):
-        yield "`algorithm.adv_std_level: batch` belongs to `adv_estimator: grpo` with `norm_adv_by_std_in_grpo: true`; remove it."
+        yield (
+            f"`algorithm.norm_adv_by_std_in_grpo` is false, but `adv_estimator: {name}` has no "
+            "such division; remove it."
+        )
+    if algorithm.adv_std_level != "group" and (
+        name not in GRPO or not algorithm.norm_adv_by_std_in_grpo
+    ):
+        yield (
+            "`algorithm.adv_std_level: batch` belongs to `adv_estimator: grpo` with "
+            "`norm_adv_by_std_in_grpo: true`; remove it."
+        )
     if algorithm.gamma != 1 and name not in RETURNS:
-        yield f"`algorithm.gamma` is {algorithm.gamma:g}, but `adv_estimator: {name}` has no returns; allowed is 1, or {_listed(RETURNS)}."
+        yield (
+            f"`algorithm.gamma` is {algorithm.gamma:g}, but `adv_estimator: {name}` has no "
+            f"returns; allowed is 1, or {_listed(RETURNS)}."
+        )
     if name == "maxrl" and (algorithm.overlong_buffer.enable or algorithm.add_token_level_kl):
         yield (
-            "`algorithm.adv_estimator: maxrl` needs rewards of at least 0, but `overlong_buffer` and `add_token_level_kl` make them negative; "
+            "`algorithm.adv_estimator: maxrl` needs rewards of at least 0, but "
+            "`overlong_buffer` and `add_token_level_kl` make them negative; "
             "unset them."
         )
     if name == "maxrl" and (algorithm.reward_norm is not None or algorithm.reward_shift):
         yield (
-            "`algorithm.adv_estimator: maxrl` divides by the group's mean reward, which `reward_norm` and `reward_shift` remove; unset "
+            "`algorithm.adv_estimator: maxrl` divides by the group's mean reward, which "
+            "`reward_norm` and `reward_shift` remove; unset "
             "them."
         )
 
@@ -86,62 +129,105 @@ def _pairs(config: Config) -> Iterator[str]:
     name, loss = algorithm.adv_estimator, algorithm.policy_loss
     for (partner, estimators), reason in PARTNERS.items():
         if loss == partner and name not in estimators.split():
-            yield f"`algorithm.policy_loss: {loss}` goes with `adv_estimator` {' or '.join(estimators.split())}, not {name}: {reason}."
+            yield (
+                f"`algorithm.policy_loss: {loss}` goes with `adv_estimator` "
+                f"{' or '.join(estimators.split())}, not {name}: {reason}."
+            )
     if name == "asymre" and loss != "asymre":
         yield (
-            f"`algorithm.adv_estimator: asymre` goes with `policy_loss: asymre`, not {loss}: its shifted baseline is meant for a loss "
+            "`algorithm.adv_estimator: asymre` goes with `policy_loss: asymre`, not "
+            f"{loss}: its shifted baseline is meant for a loss "
             "without ratio."
         )
     if name == "gpg" and loss not in ("gpg", "reinforce"):
         yield (
-            f"`algorithm.adv_estimator: gpg` goes with `policy_loss` gpg or reinforce, not {loss}: its factor belongs to a loss without "
+            "`algorithm.adv_estimator: gpg` goes with `policy_loss` gpg or reinforce, not "
+            f"{loss}: its factor belongs to a loss without "
             "ratio."
         )
     if loss == "opmd":
         if name in GRPO and algorithm.norm_adv_by_std_in_grpo:
             yield (
-                "`algorithm.policy_loss: opmd` needs R - mean as advantage: set `norm_adv_by_std_in_grpo: false`, or `adv_estimator: "
+                "`algorithm.policy_loss: opmd` needs R - mean as advantage: set "
+                "`norm_adv_by_std_in_grpo: false`, or `adv_estimator: "
                 "rloo`."
             )
         if algorithm.whiten_advantages:
-            yield "`algorithm.policy_loss: opmd` needs R - mean as advantage: set `whiten_advantages: false`."
+            yield (
+                "`algorithm.policy_loss: opmd` needs R - mean as advantage: set "
+                "`whiten_advantages: false`."
+            )
 
 
 def _clip(config: Config) -> Iterator[str]:
-    algorithm, loss, schedule = config.algorithm, config.algorithm.policy_loss, config.algorithm.clip_schedule
+    algorithm, loss, schedule = (
+        config.algorithm,
+        config.algorithm.policy_loss,
+        config.algorithm.clip_schedule,
+    )
     if schedule.kind == "exponential" and schedule.rate > 1:
         yield (
-            f"`algorithm.clip_schedule.rate` is {schedule.rate:g}; with `kind: exponential` it is at most 1, "
+            f"`algorithm.clip_schedule.rate` is {schedule.rate:g}; with `kind: "
+            "exponential` it is at most 1, "
             "since the clip interval must not widen with lag."
         )
     if schedule.kind != "constant" and loss not in CLIPPED:
         yield (
-            f"`algorithm.clip_schedule.kind` is {schedule.kind}, but `policy_loss: {loss}` has no clip interval; losses with one: "
+            f"`algorithm.clip_schedule.kind` is {schedule.kind}, but `policy_loss: {loss}` "
+            "has no clip interval; losses with one: "
             f"{_listed(CLIPPED)}."
         )
     if algorithm.dual_clip_loss and loss not in ("ppo_clip", "m2po"):
-        yield f"`algorithm.dual_clip_loss` is true, but `policy_loss: {loss}` has no dual clip; only ppo_clip and m2po have."
-    widths = {"cispo": "1.0 (open at lag 0) and 4.0", "m2po": "0.3 and 0.5, at least", "gmpo": "0.4 and 0.4, of the log ratio"}.get(loss, "3e-4 and 4e-4")
-    if loss not in CLIPPED and (algorithm.clip_ratio_low is not None or algorithm.clip_ratio_high is not None):
-        yield f"`algorithm.clip_ratio_low` or `clip_ratio_high` is given, but `policy_loss: {loss}` has no clip interval; remove it."
-    if loss in ROW_LOSSES | {"cispo", "m2po"} and (algorithm.clip_ratio_low is None or algorithm.clip_ratio_high is None):
         yield (
-            f"`algorithm.policy_loss: {loss}` clips on another scale than PPO: give `algorithm.clip_ratio_low` and "
+            f"`algorithm.dual_clip_loss` is true, but `policy_loss: {loss}` has no dual clip; "
+            "only ppo_clip and m2po have."
+        )
+    widths = {
+        "cispo": "1.0 (open at lag 0) and 4.0",
+        "m2po": "0.3 and 0.5, at least",
+        "gmpo": "0.4 and 0.4, of the log ratio",
+    }.get(loss, "3e-4 and 4e-4")
+    if loss not in CLIPPED and (
+        algorithm.clip_ratio_low is not None or algorithm.clip_ratio_high is not None
+    ):
+        yield (
+            "`algorithm.clip_ratio_low` or `clip_ratio_high` is given, but `policy_loss: "
+            f"{loss}` has no clip interval; remove it."
+        )
+    if loss in ROW_LOSSES | {"cispo", "m2po"} and (
+        algorithm.clip_ratio_low is None or algorithm.clip_ratio_high is None
+    ):
+        yield (
+            f"`algorithm.policy_loss: {loss}` clips on another scale than PPO: give "
+            "`algorithm.clip_ratio_low` and "
             f"`algorithm.clip_ratio_high` (usual are {widths})."
         )
     if algorithm.clip_cov.lower >= algorithm.clip_cov.upper:
         yield (
-            f"`algorithm.clip_cov.lower` is {algorithm.clip_cov.lower:g}; it must be below `algorithm.clip_cov.upper`, "
+            f"`algorithm.clip_cov.lower` is {algorithm.clip_cov.lower:g}; it must be below "
+            "`algorithm.clip_cov.upper`, "
             f"{algorithm.clip_cov.upper:g}."
         )
 
 
 def _anchor(config: Config) -> Iterator[str]:
-    algorithm, loss, anchor = config.algorithm, config.algorithm.policy_loss, config.algorithm.anchor
+    algorithm, loss, anchor = (
+        config.algorithm,
+        config.algorithm.policy_loss,
+        config.algorithm.anchor,
+    )
     if loss == "m2po" and anchor != "behavior":
-        yield f"`algorithm.anchor` is {anchor}; `policy_loss: m2po` measures and clips the ratio to the policy that sampled: use behavior."
-    if loss in RATIO_FREE and (anchor == "interpolated" or (anchor == "recomputed" and not algorithm.add_token_level_kl)):
-        yield f"`algorithm.anchor` is {anchor}, but `policy_loss: {loss}` has no trust region that would use it; use behavior."
+        yield (
+            f"`algorithm.anchor` is {anchor}; `policy_loss: m2po` measures and clips the ratio "
+            "to the policy that sampled: use behavior."
+        )
+    if loss in RATIO_FREE and (
+        anchor == "interpolated" or (anchor == "recomputed" and not algorithm.add_token_level_kl)
+    ):
+        yield (
+            f"`algorithm.anchor` is {anchor}, but `policy_loss: {loss}` has no trust region "
+            "that would use it; use behavior."
+        )
 
 
 def _row_losses(config: Config) -> Iterator[str]:
@@ -149,82 +235,125 @@ def _row_losses(config: Config) -> Iterator[str]:
     mode = algorithm.loss_agg_mode
     if loss in ROW_LOSSES and mode != "seq-mean-token-mean":
         yield (
-            f"`algorithm.loss_agg_mode` is {mode}; `policy_loss: {loss}` has one ratio per response and is a mean over responses: "
+            f"`algorithm.loss_agg_mode` is {mode}; `policy_loss: {loss}` has one ratio per "
+            "response and is a mean over responses: "
             "use seq-mean-token-mean, others would weigh responses by length."
         )
-    if loss == "opmd" and algorithm.opmd.level == "sequence" and mode not in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
+    if (
+        loss == "opmd"
+        and algorithm.opmd.level == "sequence"
+        and mode not in ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+    ):
         yield (
-            f"`algorithm.loss_agg_mode` is {mode}; `algorithm.opmd.level: sequence` is a sum over each response: use seq-mean-token-sum or "
+            f"`algorithm.loss_agg_mode` is {mode}; `algorithm.opmd.level: sequence` is a "
+            "sum over each response: use seq-mean-token-sum or "
             "seq-mean-token-sum-norm."
         )
-    for key, level in (("importance", algorithm.importance.level), ("rejection", algorithm.rejection.level)):
+    for key, level in (
+        ("importance", algorithm.importance.level),
+        ("rejection", algorithm.rejection.level),
+    ):
         if loss in ROW_LOSSES and level == "token":
             yield (
-                f"`algorithm.{key}.level` is token, but `policy_loss: {loss}` has one ratio per response; allowed are none, sequence, "
+                f"`algorithm.{key}.level` is token, but `policy_loss: {loss}` has one "
+                "ratio per response; allowed are none, sequence, "
                 "geometric."
             )
-    varying = algorithm.adv_estimator in RETURNS and (algorithm.gamma != 1 or algorithm.add_token_level_kl)
+    varying = algorithm.adv_estimator in RETURNS and (
+        algorithm.gamma != 1 or algorithm.add_token_level_kl
+    )
     if loss in ("gspo", "gmpo") and varying:
         yield (
-            f"`algorithm.policy_loss: {loss}` needs one advantage per response, but `adv_estimator: {algorithm.adv_estimator}` with "
+            f"`algorithm.policy_loss: {loss}` needs one advantage per response, but "
+            f"`adv_estimator: {algorithm.adv_estimator}` with "
             "`gamma` below 1 or `add_token_level_kl` gives one per token; use gspo_token."
         )
 
 
 def _weights(config: Config) -> Iterator[str]:
-    algorithm, loss, anchor = config.algorithm, config.algorithm.policy_loss, config.algorithm.anchor
+    algorithm, loss, anchor = (
+        config.algorithm,
+        config.algorithm.policy_loss,
+        config.algorithm.anchor,
+    )
     importance, rejection = algorithm.importance, algorithm.rejection
     if importance.level != "none" and loss in RATIO_FREE - {"reinforce"}:
         yield (
-            f"`algorithm.importance.level` is {importance.level}, but `policy_loss: {loss}` is defined without it; use none, or "
+            f"`algorithm.importance.level` is {importance.level}, but `policy_loss: "
+            f"{loss}` is defined without it; use none, or "
             "policy_loss: reinforce."
         )
     elif anchor == "behavior" and loss not in RATIO_FREE:
         for key, level in (("importance", importance.level), ("rejection", rejection.level)):
             if level != "none":
                 yield (
-                    f"`algorithm.{key}.level: {level}` weighs the anchor against the behaviour policy and needs `algorithm.anchor: "
+                    f"`algorithm.{key}.level: {level}` weighs the anchor against the "
+                    "behaviour policy and needs `algorithm.anchor: "
                     "recomputed` or "
                     f"interpolated; with `{anchor}` both are the same policy."
                 )
     for key, section in (("importance", importance), ("rejection", rejection)):
         if section.lower >= section.upper:
-            yield f"`algorithm.{key}.lower` is {section.lower:g}; it must be below `algorithm.{key}.upper`, {section.upper:g}."
+            yield (
+                f"`algorithm.{key}.lower` is {section.lower:g}; it must be below "
+                f"`algorithm.{key}.upper`, {section.upper:g}."
+            )
 
 
 def _kl(config: Config) -> Iterator[str]:
     algorithm, model = config.algorithm, config.model
     if algorithm.use_kl_loss and algorithm.add_token_level_kl:
-        yield "`algorithm.use_kl_loss` and `algorithm.add_token_level_kl` are both true: the KL would be punished twice; keep one."
+        yield (
+            "`algorithm.use_kl_loss` and `algorithm.add_token_level_kl` are both true: the KL "
+            "would be punished twice; keep one."
+        )
     if algorithm.use_kl_loss and algorithm.kl_loss_type == "kl" and not algorithm.kl_loss_unbiased:
         yield (
-            "`algorithm.kl_loss_type: kl` has an expected gradient of 0 as a loss; use kl+ (same value, the gradient of the divergence), "
+            "`algorithm.kl_loss_type: kl` has an expected gradient of 0 as a loss; use "
+            "kl+ (same value, the gradient of the divergence), "
             "low_var_kl, or `kl_loss_unbiased: true`."
         )
     if algorithm.kl_loss_unbiased and not algorithm.use_kl_loss:
-        yield "`algorithm.kl_loss_unbiased` is true, but `algorithm.use_kl_loss` is false; set it to true, or remove the correction."
+        yield (
+            "`algorithm.kl_loss_unbiased` is true, but `algorithm.use_kl_loss` is false; set "
+            "it to true, or remove the correction."
+        )
     if algorithm.kl_loss_unbiased and algorithm.kl_loss_type not in ("kl", "low_var_kl"):
         yield (
-            f"`algorithm.kl_loss_type` is {algorithm.kl_loss_type}; with `kl_loss_unbiased` it is kl or low_var_kl: the others have a bias of "
+            f"`algorithm.kl_loss_type` is {algorithm.kl_loss_type}; with "
+            "`kl_loss_unbiased` it is kl or low_var_kl: the others have a bias of "
             "their own, or already hold the gradient of the divergence."
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.add_token_level_kl:
-        yield "`algorithm.kl_ctrl.type: adaptive` steers the KL in the reward: set `algorithm.add_token_level_kl: true`, or use fixed."
+        yield (
+            "`algorithm.kl_ctrl.type: adaptive` steers the KL in the reward: set "
+            "`algorithm.add_token_level_kl: true`, or use fixed."
+        )
     if not algorithm.uses_reference:
-        for key, given in (("reference", model.reference is not None), ("reference_refresh_steps", model.reference_refresh_steps > 0)):
+        for key, given in (
+            ("reference", model.reference is not None),
+            ("reference_refresh_steps", model.reference_refresh_steps > 0),
+        ):
             if given:
                 yield (
-                    f"`model.{key}` is given but nothing uses a reference: set `algorithm.use_kl_loss: true` or "
+                    f"`model.{key}` is given but nothing uses a reference: set "
+                    "`algorithm.use_kl_loss: true` or "
                     "`algorithm.add_token_level_kl: true`, or remove it."
                 )
 
 
 def _rewards(config: Config) -> Iterator[str]:
     if config.algorithm.reward_norm == "group" and config.rollout.group_size < 2:
-        yield "`algorithm.reward_norm: group` makes every reward of a group of one 0: use batch or running, or a `rollout.group_size` of at least 2."
+        yield (
+            "`algorithm.reward_norm: group` makes every reward of a group of one 0: use batch "
+            "or running, or a `rollout.group_size` of at least 2."
+        )
     overlong, limit = config.algorithm.overlong_buffer, config.rollout.response_length
     if overlong.enable and overlong.len > limit:
-        yield f"`algorithm.overlong_buffer.len` is {overlong.len}; allowed is at most `rollout.response_length`, {limit}."
+        yield (
+            f"`algorithm.overlong_buffer.len` is {overlong.len}; allowed is at most "
+            f"`rollout.response_length`, {limit}."
+        )
 
 
 def _filter(config: Config) -> Iterator[str]:
@@ -232,25 +361,42 @@ def _filter(config: Config) -> Iterator[str]:
     band = groups.accuracy_low is not None or groups.accuracy_high is not None
     if groups.metric == "seq_final_reward":
         yield (
-            "`replay.filter_groups.metric: seq_final_reward` holds the token KL, which exists only after the learner's forward pass, and "
+            "`replay.filter_groups.metric: seq_final_reward` holds the token KL, which "
+            "exists only after the learner's forward pass, and "
             "groups "
-            "are filtered before; use seq_reward (shaped), score, acc or the name of a reward component."
+            "are filtered before; use seq_reward (shaped), score, acc or the name of a "
+            "reward component."
         )
     if not groups.metric:
-        yield "`replay.filter_groups.metric` is empty; allowed are score, acc, seq_reward, or the name of a reward component."
+        yield (
+            "`replay.filter_groups.metric` is empty; allowed are score, acc, seq_reward, or "
+            "the name of a reward component."
+        )
     if not groups.enable and (band or groups.all_truncated or groups.retire_at is not None):
-        yield "`replay.filter_groups` has conditions, but `enable` is false; set it to true, or remove them."
+        yield (
+            "`replay.filter_groups` has conditions, but `enable` is false; set it to true, or "
+            "remove them."
+        )
     if groups.enable and groups.zero_variance and name not in COMPARING:
         yield (
-            f"`replay.filter_groups.zero_variance` is true, but with `algorithm.adv_estimator: {name}` a group of equal rewards carries "
+            "`replay.filter_groups.zero_variance` is true, but with "
+            f"`algorithm.adv_estimator: {name}` a group of equal rewards carries "
             "signal: "
             "its baseline is not the group's mean; set it to false."
         )
-    if groups.enable and not (groups.zero_variance or band or groups.all_truncated or groups.retire_at is not None):
-        yield "`replay.filter_groups.enable` is true, but no condition is set; set one, or enable: false."
+    if groups.enable and not (
+        groups.zero_variance or band or groups.all_truncated or groups.retire_at is not None
+    ):
+        yield (
+            "`replay.filter_groups.enable` is true, but no condition is set; set one, or "
+            "enable: false."
+        )
     low, high = groups.accuracy_low, groups.accuracy_high
     if low is not None and high is not None and low >= high:
-        yield f"`replay.filter_groups.accuracy_low` is {low:g}; it must be below `accuracy_high`, {high:g}."
+        yield (
+            f"`replay.filter_groups.accuracy_low` is {low:g}; it must be below "
+            f"`accuracy_high`, {high:g}."
+        )
 
 
 _ABSENT = object()
@@ -287,7 +433,23 @@ class RuleError(ValueError):
 
 def check(config: Config) -> None:
     """Raise RuleError with a sentence for every rule that `config` breaks."""
-    sentences = [sentence for rules in (_sizes, _run, _trained, _batches, _staleness, _partial, check_algorithm, _learner, _evaluation, _tracking, _cluster) for sentence in rules(config)]
+    sentences = [
+        sentence
+        for rules in (
+            _sizes,
+            _run,
+            _trained,
+            _batches,
+            _staleness,
+            _partial,
+            check_algorithm,
+            _learner,
+            _evaluation,
+            _tracking,
+            _cluster,
+        )
+        for sentence in rules(config)
+    ]
     if sentences:
         raise RuleError(sentences)
 
@@ -298,7 +460,10 @@ def _sizes(section: Section, prefix: str = "") -> Iterator[str]:
         if isinstance(value, Section):
             yield from _sizes(value, f"{prefix}{key}.")
         elif isinstance(value, int) and value > _LARGEST:
-            yield f"`{prefix}{key}` is an integer of {len(str(value))} digits; allowed is at most 2^53 = {_LARGEST}."
+            yield (
+                f"`{prefix}{key}` is an integer of {len(str(value))} digits; allowed is at "
+                f"most 2^53 = {_LARGEST}."
+            )
 
 
 def _run(config: Config) -> Iterator[str]:
@@ -307,19 +472,25 @@ def _run(config: Config) -> Iterator[str]:
         both = "both are" if run.epochs is not None else "neither is"
         yield f"Set exactly one of `run.total_steps` and `run.epochs`; {both} set."
     if run.name in (".", ".."):
-        yield f"`run.name` is {run.name}, which is not a name; allowed are letters, digits, `.`, `_` and `-`."
+        yield (
+            f"`run.name` is {run.name}, which is not a name; allowed are letters, digits, `.`, "
+            "`_` and `-`."
+        )
     if (model.path is None) == (model.warm_start is None):
         both = "both are (set the other to null)" if model.path is not None else "neither is"
         yield (
-            "Set exactly one of `model.path` (a model to load) and `model.warm_start` (a small one to build, `{}` for its defaults); "
+            "Set exactly one of `model.path` (a model to load) and `model.warm_start` (a "
+            "small one to build, `{}` for its defaults); "
             f"{both}."
         )
     if model.warm_start is not None:
         hidden, heads = model.warm_start.hidden_size, model.warm_start.heads
         if hidden % heads or hidden // heads not in HEAD_SIZES:
             yield (
-                f"`model.warm_start.hidden_size` is {hidden} and `model.warm_start.heads` is {heads}: hidden_size / heads must be one of "
-                f"the head sizes that the engines' attention has everywhere: {', '.join(map(str, HEAD_SIZES))}."
+                f"`model.warm_start.hidden_size` is {hidden} and `model.warm_start.heads` "
+                f"is {heads}: hidden_size / heads must be one of "
+                "the head sizes that the engines' attention has everywhere: "
+                f"{', '.join(map(str, HEAD_SIZES))}."
             )
 
 
@@ -331,10 +502,14 @@ def _trained(config: Config) -> Iterator[str]:
         except re.error as error:
             yield f"`model.freeze` has {pattern!r}, which is no regular expression: {error}."
     if model.lora is not None and model.freeze:
-        yield "`model.freeze` and `model.lora` are both set, but with adapters all weights stay as they are: leave one out, or choose `model.lora.target_modules`."
+        yield (
+            "`model.freeze` and `model.lora` are both set, but with adapters all weights stay "
+            "as they are: leave one out, or choose `model.lora.target_modules`."
+        )
     if model.lora is not None and model.reference_refresh_steps:
         yield (
-            f"`model.reference_refresh_steps` is {model.reference_refresh_steps}, but with `model.lora` the reference is a model that no "
+            f"`model.reference_refresh_steps` is {model.reference_refresh_steps}, but with "
+            "`model.lora` the reference is a model that no "
             "update changes: set it to 0, or train without adapters."
         )
 
@@ -343,34 +518,46 @@ def _batches(config: Config) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
     if rollout.rollout_batch_size % config.mini_batch_groups:
         yield (
-            f"`rollout.rollout_batch_size` is {rollout.rollout_batch_size}, which is not a multiple of `learner.ppo_mini_batch_size` "
+            f"`rollout.rollout_batch_size` is {rollout.rollout_batch_size}, which is not a "
+            "multiple of `learner.ppo_mini_batch_size` "
             f"{config.mini_batch_groups} (both count groups)."
         )
     if rollout.prompt_length + rollout.response_length > learner.tokens_per_micro_batch:
         total = rollout.prompt_length + rollout.response_length
         yield (
-            f"`learner.tokens_per_micro_batch` is {learner.tokens_per_micro_batch}, but one response may need `rollout.prompt_length` "
-            f"{rollout.prompt_length} + `rollout.response_length` {rollout.response_length} = {total} tokens: give at least {total}."
+            f"`learner.tokens_per_micro_batch` is {learner.tokens_per_micro_batch}, but "
+            "one response may need `rollout.prompt_length` "
+            f"{rollout.prompt_length} + `rollout.response_length` "
+            f"{rollout.response_length} = {total} tokens: give at least {total}."
         )
     if rollout.top_p != 1 or rollout.top_k != 0:
         yield (
-            f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}; allowed are 1 and 0, because the learner does "
+            f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}; "
+            "allowed are 1 and 0, because the learner does "
             "not renormalise over the sampler's kept set and its ratios would be biased."
         )
 
 
 def _staleness(config: Config) -> Iterator[str]:
-    every, bound, batch = config.weight_sync.every_steps, config.replay.max_staleness, config.rollout.rollout_batch_size
+    every, bound, batch = (
+        config.weight_sync.every_steps,
+        config.replay.max_staleness,
+        config.rollout.rollout_batch_size,
+    )
     if every > bound + 1:
         yield (
-            f"`weight_sync.every_steps` is {every}, allowed is at most `replay.max_staleness` + 1 = {bound + 1}: no more than "
-            f"{bound + 1} x {batch} = {config.max_outstanding} groups may be outstanding, {every} steps need {every} x {batch} = "
+            f"`weight_sync.every_steps` is {every}, allowed is at most "
+            f"`replay.max_staleness` + 1 = {bound + 1}: no more than "
+            f"{bound + 1} x {batch} = {config.max_outstanding} groups may be outstanding, "
+            f"{every} steps need {every} x {batch} = "
             f"{every * batch} before a publication frees any, so the slots would never return."
         )
     if config.replay.order == "ready" and config.replay.on_stale == "wait":
         yield (
-            "`replay.order: ready` lets groups leave as they are completed, so one that takes longer than the others may become older than "
-            f"`replay.max_staleness` = {bound} by any number of steps: use `replay.on_stale: mask` or `expire` with it, or order oldest or fifo."
+            "`replay.order: ready` lets groups leave as they are completed, so one that "
+            "takes longer than the others may become older than "
+            f"`replay.max_staleness` = {bound} by any number of steps: use "
+            "`replay.on_stale: mask` or `expire` with it, or order oldest or fifo."
         )
 
 
@@ -379,12 +566,15 @@ def _partial(config: Config) -> Iterator[str]:
         return
     if config.seeded:
         yield (
-            f"`checkpoint.partial_rollouts` is true and `rollout.seeded` is {config.rollout.seeded} (`replay.max_staleness` is "
-            f"{config.replay.max_staleness}): a seeded response that is continued would be another one than its seed makes; set one of them to false or off."
+            "`checkpoint.partial_rollouts` is true and `rollout.seeded` is "
+            f"{config.rollout.seeded} (`replay.max_staleness` is "
+            f"{config.replay.max_staleness}): a seeded response that is continued would be "
+            "another one than its seed makes; set one of them to false or off."
         )
     if not config.replay.journal.enable:
         yield (
-            "`checkpoint.partial_rollouts` is true and `replay.journal.enable` is false: only the journal tells which responses were still under "
+            "`checkpoint.partial_rollouts` is true and `replay.journal.enable` is false: "
+            "only the journal tells which responses were still under "
             "way when the run ended; enable it, or set the other to false."
         )
 
@@ -396,7 +586,10 @@ def _learner(config: Config) -> Iterator[str]:
             node = node.get(part, _ABSENT) if isinstance(node, dict) else _ABSENT
         if node is not _ABSENT:
             instead = f"; use {_DECIDED_BY[key]}" if key in _DECIDED_BY else "; remove it"
-            yield f"`learner.deepspeed.{key}` must not be given, because the learner sets it itself{instead}."
+            yield (
+                f"`learner.deepspeed.{key}` must not be given, because the learner sets it "
+                f"itself{instead}."
+            )
     zero = config.learner.deepspeed.get("zero_optimization", {})
     if not isinstance(zero, dict):
         yield f"`learner.deepspeed.zero_optimization` is {zero!r}; allowed is a mapping."
@@ -405,7 +598,8 @@ def _learner(config: Config) -> Iterator[str]:
     for key, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         if zero.get(key) and stage < lowest:
             yield (
-                f"`learner.deepspeed.zero_optimization.{key}` is given, but `learner.zero_stage` {stage} keeps what it would move away: "
+                f"`learner.deepspeed.zero_optimization.{key}` is given, but "
+                f"`learner.zero_stage` {stage} keeps what it would move away: "
                 f"set the stage to {lowest}{' or more' if lowest < 3 else ''}, or leave it out."
             )
 
@@ -414,28 +608,54 @@ def _evaluation(config: Config) -> Iterator[str]:
     evaluation, step_s = config.evaluation, config.watchdog.step_timeout_s
     if evaluation.every_steps and evaluation.timeout_s > step_s:
         yield (
-            f"`evaluation.timeout_s` is {evaluation.timeout_s:g} and `watchdog.step_timeout_s` is {step_s:g}: with one engine a learner step may "
-            "wait for an evaluation before it publishes, which is no reason to end the run; give the step at least as long."
+            f"`evaluation.timeout_s` is {evaluation.timeout_s:g} and "
+            f"`watchdog.step_timeout_s` is {step_s:g}: with one engine a learner step may "
+            "wait for an evaluation before it publishes, which is no reason to end the "
+            "run; give the step at least as long."
         )
 
 
 def _tracking(config: Config) -> Iterator[str]:
     tracking = config.tracking
     if tracking.register_model is not None and not (tracking.mlflow and tracking.log_model_max_gb):
-        without = "`tracking.mlflow` is false" if not tracking.mlflow else "`tracking.log_model_max_gb` is 0"
-        yield f"`tracking.register_model` is {tracking.register_model}, but {without}, so MLflow never gets the model: set that, or leave the name out."
+        without = (
+            "`tracking.mlflow` is false"
+            if not tracking.mlflow
+            else "`tracking.log_model_max_gb` is 0"
+        )
+        yield (
+            f"`tracking.register_model` is {tracking.register_model}, but {without}, so MLflow "
+            "never gets the model: set that, or leave the name out."
+        )
 
 
 def _cluster(config: Config) -> Iterator[str]:
-    cluster, actors, ranks, backend = config.cluster, config.cluster.rollout_actors, config.learner.ranks, config.weight_sync.backend
+    cluster, actors, ranks, backend = (
+        config.cluster,
+        config.cluster.rollout_actors,
+        config.learner.ranks,
+        config.weight_sync.backend,
+    )
     if actors.max is not None and actors.min > actors.max:
-        yield f"`cluster.rollout_actors.min` is {actors.min}; it must not exceed `cluster.rollout_actors.max`, {actors.max}."
+        yield (
+            f"`cluster.rollout_actors.min` is {actors.min}; it must not exceed "
+            f"`cluster.rollout_actors.max`, {actors.max}."
+        )
     if cluster.device == "cpu" and backend in ("nccl", "ipc"):
-        yield f"`weight_sync.backend: {backend}` needs GPUs, but `cluster.device` is cpu; use auto or shared_memory."
+        yield (
+            f"`weight_sync.backend: {backend}` needs GPUs, but `cluster.device` is cpu; use "
+            "auto or shared_memory."
+        )
     if backend == "ipc" and cluster.layout != "colocated":
-        yield "`weight_sync.backend: ipc` needs learner and engine on one GPU: set `cluster.layout: colocated`, or use auto or nccl."
+        yield (
+            "`weight_sync.backend: ipc` needs learner and engine on one GPU: set "
+            "`cluster.layout: colocated`, or use auto or nccl."
+        )
     if backend == "nccl" and cluster.layout == "colocated":
-        yield "`weight_sync.backend: nccl` cannot join two processes on one GPU; with `cluster.layout: colocated` use auto or ipc."
+        yield (
+            "`weight_sync.backend: nccl` cannot join two processes on one GPU; with "
+            "`cluster.layout: colocated` use auto or ipc."
+        )
     if cluster.layout == "colocated":
         yield from _colocated(config, ranks)
 
@@ -446,13 +666,19 @@ def _colocated(config: Config, ranks: int) -> Iterator[str]:
         yield "`cluster.layout: colocated` shares GPUs, but `cluster.device` is cpu; use split."
     if cluster.engine.tensor_parallel_size != 1:
         yield (
-            f"`cluster.engine.tensor_parallel_size` is {cluster.engine.tensor_parallel_size}; with `cluster.layout: colocated` it is 1 "
+            "`cluster.engine.tensor_parallel_size` is "
+            f"{cluster.engine.tensor_parallel_size}; with `cluster.layout: colocated` it "
+            "is 1 "
             "(learner rank i and engine i share one GPU)."
         )
-    for key, count in (("max", actors.max), ("min", actors.min if actors.max is None and actors.min > ranks else None)):
+    for key, count in (
+        ("max", actors.max),
+        ("min", actors.min if actors.max is None and actors.min > ranks else None),
+    ):
         if count is not None and count != ranks:
             limit = "equal" if key == "max" else "be at most"
             yield (
-                f"`cluster.rollout_actors.{key}` is {count}; with `cluster.layout: colocated` it must {limit} `learner.ranks`, {ranks} "
+                f"`cluster.rollout_actors.{key}` is {count}; with `cluster.layout: "
+                f"colocated` it must {limit} `learner.ranks`, {ranks} "
                 "(learner rank i and engine i share one GPU)."
             )

@@ -1,10 +1,11 @@
 """The reference page of all settings, written from the schema.
 
-Runs in: a terminal, `python -m async_grpo.config.docs` writes docs/configuration.md (`--check` only compares). Hides nothing.
-Invariant: the page holds every setting of the schema once.
+Runs in: a terminal, `python -m async_grpo.config.docs` writes docs/configuration.md (`--check` only
+compares). Hides nothing. Invariant: the page holds every setting of the schema once.
 
-What each setting may hold, in words: for error messages and for the reference page. Hides the JSON-schema form in which pydantic reports types and
-ranges. Invariant: everything said here is derived from the schema, so it cannot disagree with what is accepted.
+What each setting may hold, in words: for error messages and for the reference page. Hides the
+JSON-schema form in which pydantic reports types and ranges. Invariant: everything said here is
+derived from the schema, so it cannot disagree with what is accepted.
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ from typing import Any
 from async_grpo.config.schema import Config
 from async_grpo.config.yaml12 import write
 
-_BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
+_BOUNDS = (
+    ("minimum", ">="),
+    ("exclusiveMinimum", ">"),
+    ("maximum", "<="),
+    ("exclusiveMaximum", "<"),
+)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One key of the configuration. `name` is its dotted path; `section` says that it holds keys of its own."""
+    """One key of the configuration. `name` is its dotted path; `section` says that it holds keys of
+    its own.
+    """
 
     name: str
     section: bool
@@ -39,7 +47,9 @@ class Setting:
 
 @cache
 def settings() -> dict[str, Setting]:
-    """Every setting and section by dotted name, in the order of the schema; a section comes before its keys."""
+    """Every setting and section by dotted name, in the order of the schema; a section comes before
+    its keys.
+    """
     schema = Config.model_json_schema()
     found: dict[str, Setting] = {}
 
@@ -88,18 +98,29 @@ def _words(spec: dict[str, Any]) -> str:
         return f"only {spec['const']}"
     kind = spec.get("type")
     if kind in ("integer", "number"):
-        bounds = " and ".join(f"{sign} {_plain(spec[bound])}" for bound, sign in _BOUNDS if bound in spec)
-        return ("an integer" if kind == "integer" else "a number") + (f" {bounds}" if bounds else "")
+        bounds = " and ".join(
+            f"{sign} {_plain(spec[bound])}" for bound, sign in _BOUNDS if bound in spec
+        )
+        return ("an integer" if kind == "integer" else "a number") + (
+            f" {bounds}" if bounds else ""
+        )
     if kind == "boolean":
         return "true or false"
     if kind == "string":
         return f"text that matches {spec['pattern']}" if "pattern" in spec else "text"
     if kind == "array":
         low, high = spec.get("minItems", 0), spec.get("maxItems")
-        return f"a list{f' of {low}' if low == high else ', not empty' if low else ''}, each {_words(spec['items'])}"
+        return (
+            f"a list{f' of {low}' if low == high else ', not empty' if low else ''}, each "
+            f"{_words(spec['items'])}"
+        )
     if kind == "object":
         values = spec.get("additionalProperties")
-        return f"a mapping from names to {_words(values)} each" if isinstance(values, dict) else "a mapping"
+        return (
+            f"a mapping from names to {_words(values)} each"
+            if isinstance(values, dict)
+            else "a mapping"
+        )
     raise AssertionError(f"the reference has no words for the type {spec}")
 
 
@@ -112,42 +133,75 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m async_grpo.config.docs` from async_grpo/config/schema.py: change it there. -->
+<!-- Written by `python -m async_grpo.config.docs` from the schema: change it there. -->
 
 A run is described by one YAML file and any number of overrides:
 
     python -m async_grpo.run configs/quickstart.yaml rollout.group_size=16 learner.lr=5e-5
 
-- An override is `section.key=value`; the value is YAML (`null`, `[0.9, 0.99]`, `{a: 1}`) and replaces the whole value of its key.
-- Scalars follow YAML 1.2: `1e-4` is a number, `on` and `off` are text, only `true` and `false` are booleans. A key given twice is an error.
-- An unknown key, a value of the wrong type and a combination that cannot work end the start with one message; nothing is ignored.
-- A relative `run.dir` is relative to the current directory. In a Ray job the current directory is a package that is thrown away, so
-  there it is relative to `$ASYNC_GRPO_HOME`, and where that is not set to `~/async_grpo`.
-- The column `resume` says whether a run that continues from a checkpoint may have another value: `free` yes; `warn` yes, and one line
-  says what it changes; `fixed` no, the start ends with exit code 2. With `warn*` the learner computes something else from then on, so
-  learner steps that were lost with an interruption cannot be repeated from the journal as they were.
-- `config.yaml` in the run directory holds the complete configuration of the run, defaults included, and can be run again.
+- An override is `section.key=value`; the value is YAML (`null`, `[0.9, 0.99]`, `{a: 1}`) and
+  replaces the whole value of its key.
+- Scalars follow YAML 1.2: `1e-4` is a number, `on` and `off` are text, only `true` and `false` are
+  booleans. A key given twice is an error.
+- An unknown key, a value of the wrong type and a combination that cannot work end the start with
+  one message; nothing is ignored.
+- A relative `run.dir` is relative to the current directory. In a Ray job the current directory is a
+  package that is thrown away, so there it is relative to `$ASYNC_GRPO_HOME`, and where that is not
+  set to `~/async_grpo`.
+- The column `resume` says whether a run that continues from a checkpoint may have another value:
+  `free` yes; `warn` yes, and one line says what it changes; `fixed` no, the start ends with exit
+  code 2. With `warn*` the learner computes something else from then on, so learner steps that were
+  lost with an interruption cannot be repeated from the journal as they were.
+- `config.yaml` in the run directory holds the complete configuration of the run, defaults included,
+  and can be run again.
 """
 
 
 def render() -> str:
     """The page as Markdown."""
     known = settings()
-    parts = [_INTRODUCTION, *_table([setting for setting in known.values() if not setting.section and "." not in setting.name])]
+    parts = [
+        _INTRODUCTION,
+        *_table(
+            [
+                setting
+                for setting in known.values()
+                if not setting.section and "." not in setting.name
+            ]
+        ),
+    ]
     for section in (setting for setting in known.values() if setting.section):
-        keys = [setting for setting in known.values() if setting.name.rpartition(".")[0] == section.name and not setting.section]
+        keys = [
+            setting
+            for setting in known.values()
+            if setting.name.rpartition(".")[0] == section.name and not setting.section
+        ]
         parts.append(f"\n## `{section.name}`\n")
         if section.description:
-            null = f" Default: `null`. Resume: {_resume(section.name)}." if section.default is None else ""
+            null = (
+                f" Default: `null`. Resume: {_resume(section.name)}."
+                if section.default is None
+                else ""
+            )
             parts.append(f"{section.description}{null}\n")
         parts += _table(keys)
     return "\n".join(parts) + "\n"
 
 
 def _table(keys: list[Setting]) -> list[str]:
-    rows = ["| key | allowed | default | resume | meaning |", "| --- | --- | --- | --- | --- |"] if keys else []
+    rows = (
+        ["| key | allowed | default | resume | meaning |", "| --- | --- | --- | --- | --- |"]
+        if keys
+        else []
+    )
     for key in keys:
-        cells = (f"`{key.name.rpartition('.')[2]}`", key.allowed, f"`{_default(key)}`", _resume(key.name), key.description)
+        cells = (
+            f"`{key.name.rpartition('.')[2]}`",
+            key.allowed,
+            f"`{_default(key)}`",
+            _resume(key.name),
+            key.description,
+        )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 
@@ -169,7 +223,10 @@ def main(arguments: list[str]) -> int:
     """Write the page, or with `--check` compare it; 0 when it is up to date afterwards."""
     if arguments == ["--check"]:
         fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == render()
-        print(f"{PAGE} is {'up to date' if fresh else 'out of date: run python -m async_grpo.config.docs'}")
+        print(
+            f"{PAGE} is "
+            f"{'up to date' if fresh else 'out of date: run python -m async_grpo.config.docs'}"
+        )
         return 0 if fresh else 1
     PAGE.write_text(render(), encoding="utf-8")
     print(f"wrote {PAGE}")

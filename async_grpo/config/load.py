@@ -1,8 +1,10 @@
-"""From a YAML file and overrides to a complete `Config`; every mistake becomes a message of at most two lines.
+"""From a YAML file and overrides to a complete `Config`; every mistake becomes a message of at most
+two lines.
 
-Runs in: driver (imports pydantic and yaml only). Hides YAML's and pydantic's error reports, did-you-mean, and where a run may write.
-Invariants: the only exception that leaves `load_config`, `resolve` and `preflight_files` for a user's mistake is `ConfigError`; after
-`resolve`, `run.dir` is absolute, has no placeholders, and lies outside the package that a Ray job unpacks and throws away.
+Runs in: driver (imports pydantic and yaml only). Hides YAML's and pydantic's error reports,
+did-you-mean, and where a run may write. Invariants: the only exception that leaves `load_config`,
+`resolve` and `preflight_files` for a user's mistake is `ConfigError`; after `resolve`, `run.dir` is
+absolute, has no placeholders, and lies outside the package that a Ray job unpacks and throws away.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from async_grpo.config.schema import Config
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration. `str(error)` is what the user sees: at most two lines, with what to do."""
+    """A mistake in the configuration. `str(error)` is what the user sees: at most two lines, with
+    what to do.
+    """
 
 
 def load_config(
@@ -39,16 +43,20 @@ def load_config(
     cwd: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Read `path`, apply `section.key=value` overrides in their order, check everything and resolve `run.dir`. Raises ConfigError.
+    """Read `path`, apply `section.key=value` overrides in their order, check everything and resolve
+    `run.dir`. Raises ConfigError.
 
-    An override's value is YAML, and replaces the whole value of its key. An empty file is a configuration without settings.
+    An override's value is YAML, and replaces the whole value of its key. An empty file is a
+    configuration without settings.
     """
     data, lines = _read_file(Path(path))
     places = {key: f"{path}, line {line}" for key, line in lines.items()}
     for text in overrides:
         _apply_override(data, text, places)
     for name, setting in settings().items():
-        _empty_section(data, setting.path if setting.section and setting.default is not None else (), name)
+        _empty_section(
+            data, setting.path if setting.section and setting.default is not None else (), name
+        )
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -61,14 +69,17 @@ def dump(config: Config) -> str:
     return yaml12.write(config.model_dump(mode="python"))
 
 
-# ---- reading ------------------------------------------------------------------------------------------------------------------------
+# ---- reading
+# --------------------------------------------------------------------------------------------------
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"The configuration file {path} does not exist (current directory: {os.getcwd()}).") from None
+        raise ConfigError(
+            f"The configuration file {path} does not exist (current directory: {os.getcwd()})."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"The configuration file {path} cannot be read: {reason}.") from None
@@ -76,12 +87,16 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
         data, lines = yaml12.read(text)
     except yaml12.YamlError as error:
         raise ConfigError(
-            f"{path}{f', line {error.line}' if error.line else ''}: this is not valid YAML: {_one_line(str(error))}."
+            f"{path}{f', line {error.line}' if error.line else ''}: this is not valid "
+            f"YAML: {_one_line(str(error))}."
         ) from None
     if data is None:
         return {}, {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a configuration is a mapping of sections (`run:`, `rollout:`, ...), not {_show(data)}.")
+        raise ConfigError(
+            f"{path}: a configuration is a mapping of sections (`run:`, `rollout:`, ...), "
+            f"not {_show(data)}."
+        )
     return data, lines
 
 
@@ -89,15 +104,22 @@ def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...
     name, equals, raw = text.partition("=")
     path = tuple(name.strip().split("."))
     if not equals or not all(path):
-        raise ConfigError(f"The override {_show(text)} is not of the form section.key=value (for example rollout.group_size=8).")
+        raise ConfigError(
+            f"The override {_show(text)} is not of the form section.key=value (for example "
+            "rollout.group_size=8)."
+        )
     try:
         value, _ = yaml12.read(raw)
     except yaml12.YamlError as error:
-        raise ConfigError(f"The value of the override {_show(text)} is not valid YAML: {_one_line(str(error))}.") from None
+        raise ConfigError(
+            f"The value of the override {_show(text)} is not valid YAML: {_one_line(str(error))}."
+        ) from None
     node = data
     for key in path[:-1]:
         inner = node.get(key)
-        node[key] = dict(inner) if isinstance(inner, dict) else {}  # a copy: aliases in the file share their mapping
+        node[key] = (
+            dict(inner) if isinstance(inner, dict) else {}
+        )  # a copy: aliases in the file share their mapping
         node = node[key]
     node[path[-1]] = value
     for depth in range(1, len(path) + 1):
@@ -113,24 +135,37 @@ def _empty_section(data: dict[str, Any], path: tuple[str, ...], name: str) -> No
         node[path[-1]] = {}
 
 
-# ---- explaining ---------------------------------------------------------------------------------------------------------------------
+# ---- explaining
+# --------------------------------------------------------------------------------------------------
 
 
-def _explain(error: ValidationError, data: dict[str, Any], places: Mapping[tuple[str, ...], str], file: str) -> str:
-    """The first problem in full, unknown keys before wrong values (they are often the cause), and the number of the others."""
-    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+def _explain(
+    error: ValidationError, data: dict[str, Any], places: Mapping[tuple[str, ...], str], file: str
+) -> str:
+    """The first problem in full, unknown keys before wrong values (they are often the cause), and
+    the number of the others.
+    """
+    problems = sorted(
+        error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden"
+    )
     first = problems[0]
     more = len(problems) - 1
     path = tuple(first["loc"])
     place = places.get(tuple(str(part) for part in path if not isinstance(part, int)), file)
     if first["type"] == "extra_forbidden":
-        lines = [f"{place}: `{_dotted(path)}` is not a setting.", _suggest(tuple(map(str, path)), first["input"])]
+        lines = [
+            f"{place}: `{_dotted(path)}` is not a setting.",
+            _suggest(tuple(map(str, path)), first["input"]),
+        ]
     elif first["type"] == "value_error":
         rule = first["ctx"]["error"]
         more += len(rule.sentences) - 1 if isinstance(rule, RuleError) else 0
         lines = [f"{place}: {_one_line(str(rule))}"]
     else:
-        lines = [f"{place}: `{_dotted(path)}` is {_show(first['input'])}; allowed is {_known(path).allowed}."]
+        lines = [
+            f"{place}: `{_dotted(path)}` is {_show(first['input'])}; allowed is "
+            f"{_known(path).allowed}."
+        ]
     if more:
         lines[-1] += f" ({more} more problem{'s' if more > 1 else ''} in this configuration.)"
     return "\n".join(lines)
@@ -154,13 +189,17 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
     for name in known:
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
     leaf = path[-1].strip().lower().replace("-", "_")
-    close = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.84)
+    close = difflib.get_close_matches(
+        leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.84
+    )
     if not close:
         for inner in (path, *_leaves(path, value)):
             ours = PEERS.get(inner[-1]) or _one_home(by_leaf.get(inner[-1], []), path)
             if ours:
                 return f"`{inner[-1] if inner == path else _dotted(inner)}` is `{ours}` here."
-        close = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.6)
+        close = difflib.get_close_matches(
+            leaf, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.6
+        )
     if close:
         return f"Did you mean `{_dotted((*path[:-1], close[0]))}`?"
     near = difflib.get_close_matches(leaf, [*by_leaf, *PEERS], n=1, cutoff=0.8)
@@ -172,7 +211,9 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
 
 
 def _one_home(homes: list[str], path: tuple[str, ...]) -> str:
-    """The setting that someone who wrote a known key in the wrong place means; empty when several sections have such a key."""
+    """The setting that someone who wrote a known key in the wrong place means; empty when several
+    sections have such a key.
+    """
     near = [name for name in homes if name.split(".")[0] == path[0]] or homes
     shallow = [name for name in near if name.count(".") == min(name.count(".") for name in near)]
     return "` or `".join(shallow) if 1 <= len(shallow) <= 2 else ""
@@ -202,17 +243,24 @@ def _show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# ---- resolving ----------------------------------------------------------------------------------------------------------------------
+# ---- resolving
+# --------------------------------------------------------------------------------------------------
 
 
 def resolve(
-    config: Config, *, now: datetime | None = None, cwd: str | Path | None = None, environ: Mapping[str, str] | None = None
+    config: Config,
+    *,
+    now: datetime | None = None,
+    cwd: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Fill `run.dir`: `{name}`, `{time}` (YYYYmmdd-HHMMSS), `~`, and make it absolute. Idempotent. Raises ConfigError.
+    """Fill `run.dir`: `{name}`, `{time}` (YYYYmmdd-HHMMSS), `~`, and make it absolute. Idempotent.
+    Raises ConfigError.
 
-    A relative directory is relative to `cwd`; inside the throw-away package of a Ray job to `$ASYNC_GRPO_HOME`, else `~/async_grpo`.
-    Models and data that exist under `cwd` become absolute too, since the run's processes have other current directories; not inside
-    such a package, which every node unpacks in a place of its own and runs in.
+    A relative directory is relative to `cwd`; inside the throw-away package of a Ray job to
+    `$ASYNC_GRPO_HOME`, else `~/async_grpo`. Models and data that exist under `cwd` become absolute
+    too, since the run's processes have other current directories; not inside such a package, which
+    every node unpacks in a place of its own and runs in.
     """
     now = now or datetime.now()
     here = Path(cwd) if cwd is not None else Path.cwd()
@@ -220,33 +268,50 @@ def resolve(
     values = {"name": config.run.name, "time": now.strftime("%Y%m%d-%H%M%S")}
     unknown = [name for name in re.findall(r"\{([^{}]*)\}", config.run.dir) if name not in values]
     if unknown or not config.run.dir.strip() or "\0" in config.run.dir:
-        raise ConfigError(f"`run.dir` is {_show(config.run.dir)}; allowed is a directory, with {{name}} and {{time}} as placeholders.")
+        raise ConfigError(
+            f"`run.dir` is {_show(config.run.dir)}; allowed is a directory, with {{name}} "
+            f"and {{time}} as placeholders."
+        )
     directory = _expand(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], config.run.dir), env)
     if not directory.is_absolute():
         directory = (_home(env) if _throw_away(here) else here) / directory
     directory = Path(os.path.normpath(directory))
     if _throw_away(directory):
         raise ConfigError(
-            f"`run.dir` is {_show(str(directory))}, inside the package that Ray deletes after the job.\n"
-            "Give a directory outside it (run.dir=/path/that/stays), or a relative one with ASYNC_GRPO_HOME set."
+            f"`run.dir` is {_show(str(directory))}, inside the package that Ray deletes "
+            "after the job.\n"
+            "Give a directory outside it (run.dir=/path/that/stays), or a relative one "
+            "with ASYNC_GRPO_HOME set."
         )
     changes: dict[str, dict[str, Any]] = {"run": {"dir": str(directory)}}
     if not _throw_away(here):
         for section, names in (("model", ("path", "reference")), ("task", ("train", "eval"))):
             given = getattr(config, section).model_dump(include=set(names))
-            changes[section] = {name: str(here / path) for name, path in given.items() if path and (here / path).exists()}
+            changes[section] = {
+                name: str(here / path)
+                for name, path in given.items()
+                if path and (here / path).exists()
+            }
         other = config.evaluation.task
         if other is not None and other.eval is not None and (here / other.eval).exists():
-            changes["evaluation"] = {"task": other.model_copy(update={"eval": str(here / other.eval)})}
-    return config.model_copy(update={
-        section: getattr(config, section).model_copy(update=values) for section, values in changes.items()
-    })
+            changes["evaluation"] = {
+                "task": other.model_copy(update={"eval": str(here / other.eval)})
+            }
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update=values)
+            for section, values in changes.items()
+        }
+    )
 
 
 def _home(env: Mapping[str, str]) -> Path:
     home = _expand(env.get("ASYNC_GRPO_HOME") or "~/async_grpo", env)
     if not home.is_absolute():
-        raise ConfigError(f"ASYNC_GRPO_HOME is {_show(str(home))}; inside a Ray job it must be an absolute directory.")
+        raise ConfigError(
+            f"ASYNC_GRPO_HOME is {_show(str(home))}; inside a Ray job it must be an "
+            "absolute directory."
+        )
     return home
 
 
@@ -257,28 +322,42 @@ def _expand(path: str, env: Mapping[str, str]) -> Path:
 
 
 def _throw_away(path: Path) -> bool:
-    """Whether `path` lies where Ray unpacks a job's working directory, which it deletes when the job has ended."""
+    """Whether `path` lies where Ray unpacks a job's working directory, which it deletes when the
+    job has ended.
+    """
     for parts in (path.parts, Path(os.path.realpath(path)).parts):
         if any(part.startswith("_ray_pkg_") for part in parts):
             return True
-        if any(a.startswith("session_") and b == "runtime_resources" for a, b in itertools.pairwise(parts)):
+        if any(
+            a.startswith("session_") and b == "runtime_resources"
+            for a, b in itertools.pairwise(parts)
+        ):
             return True
     return False
 
 
-# ---- files --------------------------------------------------------------------------------------------------------------------------
+# ---- files
+# --------------------------------------------------------------------------------------------------
 
 
 def preflight_files(config: Config) -> None:
-    """Check what `config` (resolved) says about files: models, data, the checkpoint to resume, and the run directory, which is created.
+    """Check what `config` (resolved) says about files: models, data, the checkpoint to resume, and
+    the run directory, which is created.
 
     Raises ConfigError. Hub names are checked for their form only; no network is used.
     """
-    for key, model in (("model.path", config.model.path), ("model.reference", config.model.reference)):
+    for key, model in (
+        ("model.path", config.model.path),
+        ("model.reference", config.model.reference),
+    ):
         if model is not None:
             _check_model(key, model)
     other = config.evaluation.task
-    for key, data in (("task.train", config.task.train), ("task.eval", config.task.eval), ("evaluation.task.eval", other and other.eval)):
+    for key, data in (
+        ("task.train", config.task.train),
+        ("task.eval", config.task.eval),
+        ("evaluation.task.eval", other and other.eval),
+    ):
         if data is not None:
             _check_data(key, data)
     run_dir = Path(config.run.dir)
@@ -288,16 +367,23 @@ def preflight_files(config: Config) -> None:
             if os.path.exists(run_dir / name):
                 raise ConfigError(
                     f"`checkpoint.resume` is never, but {run_dir} already holds a run ({name}).\n"
-                    "Choose another run.name or run.dir, remove that directory, or set checkpoint.resume=auto to continue it."
+                    "Choose another run.name or run.dir, remove that directory, or set "
+                    "checkpoint.resume=auto to continue it."
                 )
     elif resume != "auto" and not os.path.exists(os.path.expanduser(resume)):
-        raise ConfigError(f"`checkpoint.resume` is {_show(resume)}; allowed is auto, never, or the path of an existing checkpoint.")
+        raise ConfigError(
+            f"`checkpoint.resume` is {_show(resume)}; allowed is auto, never, or the path "
+            "of an existing checkpoint."
+        )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
             pass
     except OSError as error:
-        raise ConfigError(f"`run.dir` is {_show(str(run_dir))}, which cannot be created or written: {error.strerror}.") from None
+        raise ConfigError(
+            f"`run.dir` is {_show(str(run_dir))}, which cannot be created or written: "
+            f"{error.strerror}."
+        ) from None
 
 
 def _looks_local(text: str) -> bool:
@@ -307,9 +393,15 @@ def _looks_local(text: str) -> bool:
 def _check_data(key: str, data: str) -> None:
     file, path = data.endswith((".jsonl", ".json")), os.path.expanduser(data)
     if file and os.path.isdir(path):
-        raise ConfigError(f"`{key}` is {_show(data)}, which is a directory; allowed is a JSONL file, or a data set's name.")
+        raise ConfigError(
+            f"`{key}` is {_show(data)}, which is a directory; allowed is a JSONL file, or "
+            "a data set's name."
+        )
     if (file or _looks_local(data)) and not os.path.exists(path.partition(":")[0]):
-        raise ConfigError(f"`{key}` is {_show(data)}, and there is no such file (current directory: {os.getcwd()}).")
+        raise ConfigError(
+            f"`{key}` is {_show(data)}, and there is no such file (current directory: "
+            f"{os.getcwd()})."
+        )
 
 
 def _check_model(key: str, model: str) -> None:
@@ -317,6 +409,12 @@ def _check_model(key: str, model: str) -> None:
     if _looks_local(model) or os.path.exists(path):
         if not os.path.isfile(os.path.join(path, "config.json")):
             what = "has no config.json" if os.path.isdir(path) else "is not a directory"
-            raise ConfigError(f"`{key}` is {_show(model)}, which {what}; allowed is a directory of a Hugging Face model, or a hub name.")
+            raise ConfigError(
+                f"`{key}` is {_show(model)}, which {what}; allowed is a directory of a "
+                "Hugging Face model, or a hub name."
+            )
     elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model):
-        raise ConfigError(f"`{key}` is {_show(model)}; allowed is an existing directory, or a hub name of the form organisation/name.")
+        raise ConfigError(
+            f"`{key}` is {_show(model)}; allowed is an existing directory, or a hub name "
+            "of the form organisation/name."
+        )

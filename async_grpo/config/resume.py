@@ -1,8 +1,8 @@
 """Which settings a resumed run may change, and what another value means.
 
-Runs in: the driver (imports pydantic only, through the schema). Hides where marks come from: a key has its own, or that of the nearest
-section around it. Invariants: every key has a mark; `run.dir` is never compared, since a run may be moved; a key that one side does not
-know counts as unchanged.
+Runs in: the driver (imports pydantic only, through the schema). Hides where marks come from: a key
+has its own, or that of the nearest section around it. Invariants: every key has a mark; `run.dir`
+is never compared, since a run may be moved; a key that one side does not know counts as unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from async_grpo.config.section import Mark, Section, fixed
 
 _LENGTH = frozenset({"run.total_steps", "run.epochs"})
 """They reach the weights only through a learning rate with a schedule."""
-_SLICED = fixed("with `learner.zero_stage` 3 every rank reads the slices that a rank of the same number wrote")
+_SLICED = fixed(
+    "with `learner.zero_stage` 3 every rank reads the slices that a rank of the same number wrote"
+)
 _NEVER = frozenset({"run.dir"})
 _ABSENT = object()
 _SHOWN = 5
@@ -44,7 +46,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """Everything that differs between saved settings and those given. `unknown`, `missing`: keys that only one program version has."""
+    """Everything that differs between saved settings and those given. `unknown`, `missing`: keys
+    that only one program version has.
+    """
 
     all: list[Change] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -62,7 +66,9 @@ class Changes:
 
     @property
     def trains_differently(self) -> bool:
-        """Whether the learner would make other weights of the groups that were recorded, were it only in the last bit."""
+        """Whether the learner would make other weights of the groups that were recorded, were it
+        only in the last bit.
+        """
         return any(change.trains for change in self.all)
 
     def refusal(self, checkpoint: Path) -> str:
@@ -70,9 +76,15 @@ class Changes:
         if not self.fixed:
             return ""
         first, more = self.fixed[0], [change.key for change in self.fixed[1:]]
-        others = f" So it is with {', '.join(more[:_SHOWN])}{' and others' if len(more) > _SHOWN else ''}." if more else ""
+        others = (
+            " So it is with "
+            f"{', '.join(more[:_SHOWN])}{' and others' if len(more) > _SHOWN else ''}."
+            if more
+            else ""
+        )
         return (
-            f"`{first.key}` is {_show(first.given)}, but {checkpoint} was made with {_show(first.saved)} and cannot go on with another: "
+            f"`{first.key}` is {_show(first.given)}, but {checkpoint} was made with "
+            f"{_show(first.saved)} and cannot go on with another: "
             f"{first.mark.reason}. Set it back, or start anew with another run.dir.{others}"
         )
 
@@ -80,26 +92,40 @@ class Changes:
         """What to print when a run resumes."""
         for change in self.warned:
             yield f"resumed with another {change} ({change.mark.reason})"
-        for names, what in ((self.unknown, "has settings that do not exist any more"), (self.missing, "does not know the settings")):
+        for names, what in (
+            (self.unknown, "has settings that do not exist any more"),
+            (self.missing, "does not know the settings"),
+        ):
             if names:
                 more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                yield f"the checkpoint is of another version: it {what} {', '.join(names[:_SHOWN])}{more} (taken as unchanged)"
+                yield (
+                    f"the checkpoint is of another version: it {what} "
+                    f"{', '.join(names[:_SHOWN])}{more} (taken as unchanged)"
+                )
 
 
 @cache
 def marks() -> dict[str, Mark]:
-    """The mark of every key, and of every section that may be null, by dotted name. Raises ValueError for a key without one."""
+    """The mark of every key, and of every section that may be null, by dotted name. Raises
+    ValueError for a key without one.
+    """
     found: dict[str, Mark] = {}
     _collect(Config, "", None, found)
     return found
 
 
 def compare(saved: Mapping[str, Any], config: Config) -> Changes:
-    """`config` against the settings of an earlier start (`Config.model_dump(mode="json")`), in the order of the schema."""
+    """`config` against the settings of an earlier start (`Config.model_dump(mode="json")`), in the
+    order of the schema.
+    """
     given, changes, known = config.model_dump(mode="json"), Changes(), settings()
     for name, mark in marks().items():
         there, here = _at(saved, known[name].path), _at(given, known[name].path)
-        if there is _ABSENT and here is not _ABSENT and _at(saved, known[name].path[:-1]) is not None:
+        if (
+            there is _ABSENT
+            and here is not _ABSENT
+            and _at(saved, known[name].path[:-1]) is not None
+        ):
             changes.missing.append(name)
         if there is _ABSENT or here is _ABSENT or name in _NEVER or there == here:
             continue
@@ -122,21 +148,38 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def training_digest(config: Config) -> str:
-    """Digest of every setting that decides which weights the learner makes of recorded groups: `compare(...).trains_differently`."""
+    """Digest of every setting that decides which weights the learner makes of recorded groups:
+    `compare(...).trains_differently`.
+    """
     values, known = config.model_dump(mode="json"), settings()
     constant = config.learner.schedule == "constant"
-    parts = {name: _at(values, known[name].path) for name, mark in marks().items() if mark.trains and not (constant and name in _LENGTH)}
-    plain = {name: value is not None if known[name].section else value for name, value in parts.items() if value is not _ABSENT}
+    parts = {
+        name: _at(values, known[name].path)
+        for name, mark in marks().items()
+        if mark.trains and not (constant and name in _LENGTH)
+    }
+    plain = {
+        name: value is not None if known[name].section else value
+        for name, value in parts.items()
+        if value is not _ABSENT
+    }
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def _collect(section: type[Section], prefix: str, around: Mark | None, found: dict[str, Mark]) -> None:
+def _collect(
+    section: type[Section], prefix: str, around: Mark | None, found: dict[str, Mark]
+) -> None:
     for key, info in section.model_fields.items():
         name, inner = f"{prefix}{key}", _section(info.annotation)
-        mark = next((part for part in info.metadata if isinstance(part, Mark)), section.on_resume or around)
+        mark = next(
+            (part for part in info.metadata if isinstance(part, Mark)), section.on_resume or around
+        )
         if inner is None or info.default is None:
             if mark is None:
-                raise ValueError(f"`{name}` has no mark for resume; give it, or its section, one (async_grpo.config.section.Mark)")
+                raise ValueError(
+                    f"`{name}` has no mark for resume; give it, or its section, one "
+                    "(async_grpo.config.section.Mark)"
+                )
             found[name] = mark
         if inner is not None:
             _collect(inner, f"{name}.", mark, found)
@@ -144,7 +187,11 @@ def _collect(section: type[Section], prefix: str, around: Mark | None, found: di
 
 def _section(annotation: Any) -> type[Section] | None:
     """The section class that an annotation (`X` or `X | None`) names, if any."""
-    options = [option for option in (annotation, *get_args(annotation)) if isinstance(option, type) and issubclass(option, Section)]
+    options = [
+        option
+        for option in (annotation, *get_args(annotation))
+        if isinstance(option, type) and issubclass(option, Section)
+    ]
     return options[0] if options else None
 
 

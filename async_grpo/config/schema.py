@@ -1,12 +1,15 @@
 """Every setting of a run: its name, type, default, range and meaning.
 
-Runs in: any process (imports pydantic only). This module, with `algorithm` for that section, hides nothing and is the only home of
-defaults; `load` reads YAML and overrides into it, `checks` holds the rules that span several sections. A `Config` is immutable and
-complete once loaded: no other module supplies a default for a missing setting.
+Runs in: any process (imports pydantic only). This module, with `algorithm` for that section, hides
+nothing and is the only home of defaults; `load` reads YAML and overrides into it, `checks` holds
+the rules that span several sections. A `Config` is immutable and complete once loaded: no other
+module supplies a default for a missing setting.
 
-The settings of `model`: what is trained, and from which weights. A part of `schema`, and as such a home of defaults.
+The settings of `model`: what is trained, and from which weights. A part of `schema`, and as such a
+home of defaults.
 
-The settings of weight publication: `weight_sync` and its deadlines. A part of `schema`, and as such a home of defaults.
+The settings of weight publication: `weight_sync` and its deadlines. A part of `schema`, and as such
+a home of defaults.
 """
 
 from __future__ import annotations
@@ -16,12 +19,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from async_grpo.config.algorithm import Algorithm
-from async_grpo.config.section import FREE, Fraction, NonNegative, Positive, Seconds, Section, fixed, warn
+from async_grpo.config.section import (
+    FREE,
+    Fraction,
+    NonNegative,
+    Positive,
+    Seconds,
+    Section,
+    fixed,
+    warn,
+)
 
 if TYPE_CHECKING:
     from async_grpo.observe.console.console import Console
     from async_grpo.trainer import Trainer
-
 
 
 WARM_START_POSITIONS = 512
@@ -29,9 +40,11 @@ WARM_START_POSITIONS = 512
 
 
 class WarmStart(Section):
-    """Build a small Qwen2-architecture model from scratch and teach it the task's own solutions before RL starts.
+    """Build a small Qwen2-architecture model from scratch and teach it the task's own solutions
+    before RL starts.
 
-    The result is cached by its settings and the seed. It is supervised training and is reported as such.
+    The result is cached by its settings and the seed. It is supervised training and is reported as
+    such.
     """
 
     hidden_size: Positive = 128
@@ -53,9 +66,13 @@ class WarmStart(Section):
     target_accuracy: Fraction = 0.9
     """Stop the clean phase when greedy accuracy on training problems reaches this."""
     blur_accuracy: Fraction = 0.5
-    """Then train on partly randomised answers until greedy accuracy has fallen to this: knowledge kept, distribution blurred."""
+    """Then train on partly randomised answers until greedy accuracy has fallen to this: knowledge
+    kept, distribution blurred.
+    """
     blur_sampled_accuracy: Fraction = 0.3
-    """The blur phase also goes on until the accuracy of answers sampled at temperature 1 has fallen to this."""
+    """The blur phase also goes on until the accuracy of answers sampled at temperature 1 has fallen
+    to this.
+    """
     blur_noise: Fraction = 0.3
     """Share of answer tokens that the blur phase replaces at random."""
     blur_max_steps: NonNegative = 60
@@ -65,10 +82,12 @@ class WarmStart(Section):
 
 
 class Lora(Section):
-    """Train low-rank adapters (LoRA) beside the weights instead of the weights, which stay as they are.
+    """Train low-rank adapters (LoRA) beside the weights instead of the weights, which stay as they
+    are.
 
-    Engines and exports get the merged weights; the reference is the model without its adapters. Adapters want a learning rate about ten
-    times as high as the weights. A section without keys (`{}`) has these defaults.
+    Engines and exports get the merged weights; the reference is the model without its adapters.
+    Adapters want a learning rate about ten times as high as the weights. A section without keys
+    (`{}`) has these defaults.
     """
 
     rank: Positive = 16
@@ -76,27 +95,42 @@ class Lora(Section):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The product of an adapter's two matrices is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Linear layers that get an adapter, by the ends of their names (`[q_proj, v_proj]`); never the language-model head."""
+    """Linear layers that get an adapter, by the ends of their names (`[q_proj, v_proj]`); never the
+    language-model head.
+    """
 
 
 class Model(Section):
     on_resume = fixed("the checkpoint holds the weights and the optimizer of another model")
     path: str | None = None
-    """Local directory or hub name of a Hugging Face causal language model. Exactly one of `path` and `warm_start` is set."""
+    """Local directory or hub name of a Hugging Face causal language model. Exactly one of `path`
+    and `warm_start` is set.
+    """
     warm_start: WarmStart | None = None
     """Build and warm-start a small model instead of loading one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type of learner and engines; `auto` is float32 on CPU and bfloat16 on GPU."""
-    reference: Annotated[str | None, warn("the model that the KL penalty pulls to", trains=True)] = None
-    """Model of the KL reference (directory or hub name); null means the initial policy. Used only with a KL penalty."""
+    reference: Annotated[
+        str | None, warn("the model that the KL penalty pulls to", trains=True)
+    ] = None
+    """Model of the KL reference (directory or hub name); null means the initial policy. Used only
+    with a KL penalty.
+    """
     lora: Lora | None = None
     """Train adapters instead of the weights."""
     freeze: list[str] = Field([])
-    """Regular expressions, searched in parameter names (`embed_tokens`): these weights are not trained. A tied head follows the embedding."""
-    reference_refresh_steps: Annotated[NonNegative, warn("when the reference takes over the policy's weights", trains=True)] = 0
-    """Learner steps after which the reference takes over the policy's weights, again and again; 0 means never."""
+    """Regular expressions, searched in parameter names (`embed_tokens`): these weights are not
+    trained. A tied head follows the embedding.
+    """
+    reference_refresh_steps: Annotated[
+        NonNegative, warn("when the reference takes over the policy's weights", trains=True)
+    ] = 0
+    """Learner steps after which the reference takes over the policy's weights, again and again; 0
+    means never.
+    """
     lm_head_fp32: Annotated[bool, warn("the rounding of all log-probs", trains=True)] = False
-    """Compute the language-model head in float32 in learner and engines, whatever `model.dtype` is."""
+    """Compute the language-model head in float32 in learner and engines, whatever `model.dtype` is.
+    """
     trust_remote_code: Annotated[bool, FREE] = False
     """Allow code that ships with a model to run."""
 
@@ -109,38 +143,73 @@ class Deadlines(Section):
     pause_s: Seconds = 30.0
     """An engine's current forward pass, after which it pauses."""
     bucket_s: Seconds = 20.0
-    """Longest time for one bucket over NCCL. When nothing moved for twice as long (two are under way), both sides abort; before the first
-    bucket `pause_s` later."""
+    """Longest time for one bucket over NCCL. When nothing moved for twice as long (two are under
+    way), both sides abort; before the first bucket `pause_s` later.
+    """
     resume_s: Seconds = 30.0
     """Setting the new version label and going on."""
     acknowledge_s: Seconds = 120.0
-    """Everything above for one publication, until an engine says that it serves the new version; one that does not is replaced."""
+    """Everything above for one publication, until an engine says that it serves the new version;
+    one that does not is replaced.
+    """
 
 
 class WeightSync(Section):
     on_resume = FREE
     backend: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"
-    """How weights reach the engines; `auto`: shared memory on CPU, `ipc` when colocated on GPU, `nccl` otherwise."""
+    """How weights reach the engines; `auto`: shared memory on CPU, `ipc` when colocated on GPU,
+    `nccl` otherwise.
+    """
     every_steps: Annotated[Positive, warn("how old the tokens are that are trained")] = 1
     """Learner steps per publication; at most `replay.max_staleness + 1`."""
-    kv_cache: Annotated[Literal["recompute", "keep"], warn("under which weights a running response goes on")] = "recompute"
-    """What running responses do after a publication: recompute their cache under the new weights, or keep the old one."""
+    kv_cache: Annotated[
+        Literal["recompute", "keep"], warn("under which weights a running response goes on")
+    ] = "recompute"
+    """What running responses do after a publication: recompute their cache under the new weights,
+    or keep the old one.
+    """
     overlap: bool = True
-    """Let the engines take new weights while the next learner step runs (where the transport allows it)."""
+    """Let the engines take new weights while the next learner step runs (where the transport allows
+    it).
+    """
     self_check: bool = True
-    """When an engine starts: publish visibly perturbed weights, compare log-probabilities of learner and engine, restore."""
+    """When an engine starts: publish visibly perturbed weights, compare log-probabilities of
+    learner and engine, restore.
+    """
     verify_every: NonNegative = 10
-    """Publications between those whose bytes are compared by checksum, and after which every engine's log-probabilities of a few fixed
-    responses are compared with the learner's; 0 means never."""
+    """Publications between those whose bytes are compared by checksum, and after which every
+    engine's log-probabilities of a few fixed responses are compared with the learner's; 0 means
+    never.
+    """
     deadlines: Deadlines = Deadlines()
 
 
-# The learner sets these itself from other settings; `learner.deepspeed` may not contain them. Dots go into nested sections.
-REFUSED_DEEPSPEED_KEYS = frozenset({
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation", "optimizer", "scheduler",
-    "gradient_clipping", "bf16", "fp16", "bfloat16", "amp", "torch_autocast", "data_types", "zero_optimization.stage", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "steps_per_print", "tensor_parallel", "sequence_parallel_size", "pipeline",
-})
+# The learner sets these itself from other settings; `learner.deepspeed` may not contain them. Dots
+# go into nested sections.
+REFUSED_DEEPSPEED_KEYS = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "managed_gradient_accumulation",
+        "optimizer",
+        "scheduler",
+        "gradient_clipping",
+        "bf16",
+        "fp16",
+        "bfloat16",
+        "amp",
+        "torch_autocast",
+        "data_types",
+        "zero_optimization.stage",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "steps_per_print",
+        "tensor_parallel",
+        "sequence_parallel_size",
+        "pipeline",
+    }
+)
 
 
 class Run(Section):
@@ -148,10 +217,18 @@ class Run(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "async_grpo"
     """Name of the run; part of its directory and of the MLflow run."""
     dir: str = "runs/{name}"
-    """Directory of everything the run writes. `{name}` and `{time}` are filled in; with `{time}` every start is a run of its own."""
-    total_steps: Annotated[Positive | None, warn("the number of steps, and with a schedule the learning rate", trains=True)] = None
+    """Directory of everything the run writes. `{name}` and `{time}` are filled in; with `{time}`
+    every start is a run of its own.
+    """
+    total_steps: Annotated[
+        Positive | None,
+        warn("the number of steps, and with a schedule the learning rate", trains=True),
+    ] = None
     """Learner steps to train. Exactly one of `total_steps` and `epochs` is set."""
-    epochs: Annotated[Positive | None, warn("the number of steps, and with a schedule the learning rate", trains=True)] = None
+    epochs: Annotated[
+        Positive | None,
+        warn("the number of steps, and with a schedule the learning rate", trains=True),
+    ] = None
     """Passes over the training prompts, rounded down to whole learner steps."""
 
 
@@ -163,34 +240,58 @@ class Verifier(Section):
     """Longest time one response may take to score; then the child is killed and replaced."""
     memory_mb: Positive = 2048
     """Address-space limit of a verifier child in MiB."""
-    on_error: Annotated[Literal["drop_group", "zero", "fail"], warn("what a response is worth that cannot be scored")] = "drop_group"
-    """What a verifier crash, timeout or non-finite reward does: re-issue the group, score the response 0, or end the run."""
+    on_error: Annotated[
+        Literal["drop_group", "zero", "fail"],
+        warn("what a response is worth that cannot be scored"),
+    ] = "drop_group"
+    """What a verifier crash, timeout or non-finite reward does: re-issue the group, score the
+    response 0, or end the run.
+    """
 
 
 class Task(Section):
-    on_resume = warn("which problems are posed: groups completed before are generated again, and problems may come twice in an epoch")
-    name: Annotated[str, fixed("the group ids of the run stand for problems of the other task")] = "arithmetic"
-    """Built-in task (`arithmetic`, `gsm8k`, `math`, `reasoning_gym`, `jsonl`) or a dotted path `package.module:Class`."""
+    on_resume = warn(
+        "which problems are posed: groups completed before are generated again, and "
+        "problems may come twice in an epoch"
+    )
+    name: Annotated[str, fixed("the group ids of the run stand for problems of the other task")] = (
+        "arithmetic"
+    )
+    """Built-in task (`arithmetic`, `gsm8k`, `math`, `reasoning_gym`, `jsonl`) or a dotted path
+    `package.module:Class`.
+    """
     train: str | None = None
-    """Training data: a local JSONL file, or a Hugging Face data set as `name`, `name:config` or `name:config:split`."""
-    eval: Annotated[str | None, warn("what held-out accuracy means: it cannot be compared with that before")] = None
+    """Training data: a local JSONL file, or a Hugging Face data set as `name`, `name:config` or
+    `name:config:split`.
+    """
+    eval: Annotated[
+        str | None, warn("what held-out accuracy means: it cannot be compared with that before")
+    ] = None
     """Held-out data, same forms as `train`."""
     options: dict[str, Any] = Field({})
     """The task's own settings, checked by the task."""
     rewards: Annotated[dict[str, float], warn("what responses are worth", trains=True)] = Field({})
     """Weight per reward component; empty means the task's own weights."""
     max_bad_fraction: Annotated[Fraction, FREE] = 0.0
-    """Share of malformed data rows, and of groups that fail `replay.max_attempts` times, that is tolerated (left out and counted)."""
+    """Share of malformed data rows, and of groups that fail `replay.max_attempts` times, that is
+    tolerated (left out and counted).
+    """
     verifier: Verifier = Verifier()
 
 
 class Rollout(Section):
-    on_resume = warn("how responses are sampled: groups completed before are generated again", trains=True)
-    rollout_batch_size: Annotated[Positive, warn("how many groups a learner step trains", trains=True)] = 32
+    on_resume = warn(
+        "how responses are sampled: groups completed before are generated again", trains=True
+    )
+    rollout_batch_size: Annotated[
+        Positive, warn("how many groups a learner step trains", trains=True)
+    ] = 32
     """Groups (prompts) that one learner step consumes."""
     group_size: Positive = 8
     """Responses sampled per prompt."""
-    prompt_length: Annotated[Positive, warn("which prompts fit: groups completed before are generated again")] = 512
+    prompt_length: Annotated[
+        Positive, warn("which prompts fit: groups completed before are generated again")
+    ] = 512
     """Longest prompt in tokens; a longer one is refused."""
     response_length: Positive = 512
     """Longest response in tokens."""
@@ -200,19 +301,25 @@ class Rollout(Section):
     """Must stay 1 while training: the learner does not renormalise over the sampler's kept set."""
     top_k: NonNegative = 0
     """Must stay 0 (off) while training, for the same reason."""
-    seeded: Annotated[Literal["auto", "on", "off"], warn("whether the same command samples the same responses")] = "auto"
+    seeded: Annotated[
+        Literal["auto", "on", "off"], warn("whether the same command samples the same responses")
+    ] = "auto"
     """Seed every group by (seed, group_id); `auto` means on at `replay.max_staleness: 0` only."""
     group_timeout_s: Annotated[Seconds, FREE] = 600.0
-    """A group that takes longer to generate and score is aborted and issued again; so is one that its actor lost."""
+    """A group that takes longer to generate and score is aborted and issued again; so is one that
+    its actor lost.
+    """
 
 
 class FilterGroups(Section):
     on_resume = warn("which groups are trained, from here on")
     enable: bool = False
-    """Reject groups without learning signal and generate others in their place (dynamic sampling)."""
+    """Reject groups without learning signal and generate others in their place (dynamic sampling).
+    """
     metric: str = "score"
-    """What must vary inside a group: `score` (weighted reward sum), `acc` (the verifier's verdict), `seq_reward` (the shaped reward) or
-    a reward component."""
+    """What must vary inside a group: `score` (weighted reward sum), `acc` (the verifier's verdict),
+    `seq_reward` (the shaped reward) or a reward component.
+    """
     zero_variance: bool = True
     """Reject groups whose values of the metric are all equal."""
     tolerance: Annotated[float, Field(ge=0)] = 1e-6
@@ -226,13 +333,17 @@ class FilterGroups(Section):
     retire_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Pose a problem no more once this share of a group's responses was right; null is off."""
     max_num_gen_batches: Annotated[NonNegative, FREE] = 20
-    """End the run when this many times `rollout_batch_size` groups were rejected since the last learner step; 0 means no limit."""
+    """End the run when this many times `rollout_batch_size` groups were rejected since the last
+    learner step; 0 means no limit.
+    """
 
 
 class Wire(Section):
     on_resume = FREE
     max_frame_bytes: Annotated[int, Field(ge=2**16)] = 2**28
-    """Largest group on its way from a rollout actor to the queue, in bytes (9 per response token and its rows' facts); a larger one fails."""
+    """Largest group on its way from a rollout actor to the queue, in bytes (9 per response token
+    and its rows' facts); a larger one fails.
+    """
 
 
 class Journal(Section):
@@ -240,40 +351,71 @@ class Journal(Section):
 
     on_resume = FREE
     enable: Annotated[bool, warn("whether completed groups survive the next interruption")] = True
-    """Keep one: completed groups survive the death of the queue, and a resumed run does not generate them again."""
+    """Keep one: completed groups survive the death of the queue, and a resumed run does not
+    generate them again.
+    """
     fsync: Literal["group", "interval", "never"] = "group"
-    """When it is flushed: before a completed group is acknowledged (survives power loss), every second, or never (both survive processes)."""
+    """When it is flushed: before a completed group is acknowledged (survives power loss), every
+    second, or never (both survive processes).
+    """
 
 
 class Replay(Section):
     on_resume = FREE
     max_staleness: Annotated[NonNegative, warn("how old a trained token may be", trains=True)] = 1
     """Strict bound on the lag of every trained token, in learner steps; 0 is synchronous."""
-    order: Annotated[Literal["oldest", "fifo", "ready"], warn("which groups are trained first, from here on")] = "oldest"
-    """Which ready groups leave first: those with the oldest ticket, those with the smallest id, or those that were completed first."""
-    on_stale: Annotated[Literal["wait", "mask", "expire"], warn("what becomes of groups that are too old", trains=True)] = "wait"
-    """Groups that would become too old: the learner waits in time, or goes on and gives old tokens weight 0, or has the group generated again."""
+    order: Annotated[
+        Literal["oldest", "fifo", "ready"], warn("which groups are trained first, from here on")
+    ] = "oldest"
+    """Which ready groups leave first: those with the oldest ticket, those with the smallest id, or
+    those that were completed first.
+    """
+    on_stale: Annotated[
+        Literal["wait", "mask", "expire"],
+        warn("what becomes of groups that are too old", trains=True),
+    ] = "wait"
+    """Groups that would become too old: the learner waits in time, or goes on and gives old tokens
+    weight 0, or has the group generated again.
+    """
     max_attempts: Positive = 3
-    """Times a group may come to nothing (or become too old) before it counts as failed (or expired)."""
+    """Times a group may come to nothing (or become too old) before it counts as failed (or
+    expired).
+    """
     filter_groups: FilterGroups = FilterGroups()
     journal: Journal = Journal()
 
 
 class Learner(Section):
     on_resume = warn("how the weights are updated, from the next step on", trains=True)
-    ranks: Annotated[Positive, warn("the order of sums, so the last bits of gradients; with zero_stage 3 it is refused", trains=True)] = 1
+    ranks: Annotated[
+        Positive,
+        warn(
+            "the order of sums, so the last bits of gradients; with zero_stage 3 it is refused",
+            trains=True,
+        ),
+    ] = 1
     """DeepSpeed processes."""
-    zero_stage: Annotated[int, Field(ge=0, le=3), fixed("it decides how the optimizer's files are laid out")] = 1
-    """What DeepSpeed shards over the ranks: nothing, optimizer states, gradients too, parameters too."""
+    zero_stage: Annotated[
+        int, Field(ge=0, le=3), fixed("it decides how the optimizer's files are laid out")
+    ] = 1
+    """What DeepSpeed shards over the ranks: nothing, optimizer states, gradients too, parameters
+    too.
+    """
     ppo_epochs: Positive = 1
     """Passes over each learner step's batch."""
     ppo_mini_batch_size: Positive | None = None
     """Groups per optimizer update; null means the whole batch."""
-    tokens_per_micro_batch: Annotated[Positive, warn("the order of sums, so the last bits of gradients", trains=True)] = 16384
-    """Upper limit of prompt and response tokens in one forward pass of one rank, a prompt that rows share counted once."""
+    tokens_per_micro_batch: Annotated[
+        Positive, warn("the order of sums, so the last bits of gradients", trains=True)
+    ] = 16384
+    """Upper limit of prompt and response tokens in one forward pass of one rank, a prompt that rows
+    share counted once.
+    """
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field([0.9, 0.95])
+    betas: Annotated[
+        list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)
+    ] = Field([0.9, 0.95])
     """Decay rates of AdamW's two averages."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's weight decay."""
@@ -301,19 +443,30 @@ class EvaluationTask(Section):
 class Evaluation(Section):
     on_resume = FREE
     every_steps: NonNegative = 0
-    """Learner steps between evaluations, beside training; 0 means only before and after. One that is due while another is under way is left out."""
+    """Learner steps between evaluations, beside training; 0 means only before and after. One that
+    is due while another is under way is left out.
+    """
     before: bool = True
     """Evaluate before the first step (the 'before' of the summary)."""
-    task: Annotated[EvaluationTask | None, warn("what held-out accuracy means: it cannot be compared with that before")] = None
-    """Evaluate on the held-out problems of another task; null: on those of the task that is trained."""
+    task: Annotated[
+        EvaluationTask | None,
+        warn("what held-out accuracy means: it cannot be compared with that before"),
+    ] = None
+    """Evaluate on the held-out problems of another task; null: on those of the task that is
+    trained.
+    """
     max_samples: Positive = 1000
     """Held-out problems per evaluation."""
     n: NonNegative = 1
-    """Sampled responses per problem besides the greedy one: pass@k for k = 1, 2, 4, ... up to n; 0: greedy only."""
+    """Sampled responses per problem besides the greedy one: pass@k for k = 1, 2, 4, ... up to n; 0:
+    greedy only.
+    """
     temperature: Annotated[float, Field(gt=0)] | None = None
     """Temperature of the sampled responses; null: that of training, `rollout.temperature`."""
     timeout_s: Seconds = 600.0
-    """Longest time one evaluation may take. One before or after training ends the run then, one beside it is given up with a note."""
+    """Longest time one evaluation may take. One before or after training ends the run then, one
+    beside it is given up with a note.
+    """
 
 
 class Checkpoint(Section):
@@ -323,14 +476,22 @@ class Checkpoint(Section):
     keep: Positive = 2
     """Newest checkpoints that are kept."""
     max_failures: Positive = 3
-    """Checkpoints in a row that may fail, for want of space for instance, before the run ends with exit code 4. The last one must succeed."""
+    """Checkpoints in a row that may fail, for want of space for instance, before the run ends with
+    exit code 4. The last one must succeed.
+    """
     resume: str = "auto"
-    """`auto` continues from the newest complete checkpoint of the run directory, `never` starts anew, a path names a checkpoint to go back to."""
+    """`auto` continues from the newest complete checkpoint of the run directory, `never` starts
+    anew, a path names a checkpoint to go back to.
+    """
     on_lost_steps: Literal["replay", "discard"] = "replay"
-    """Learner steps after the checkpoint that the journal recorded: train the same batches again, or take them back and train others. After
-    a checkpoint that `resume` names by its path they are always taken back."""
+    """Learner steps after the checkpoint that the journal recorded: train the same batches again,
+    or take them back and train others. After a checkpoint that `resume` names by its path they are
+    always taken back.
+    """
     partial_rollouts: bool = False
-    """Keep the beginnings of responses that are being generated, and let a resumed run continue them; off, their prompts are issued again."""
+    """Keep the beginnings of responses that are being generated, and let a resumed run continue
+    them; off, their prompts are issued again.
+    """
 
 
 class Tracking(Section):
@@ -342,17 +503,27 @@ class Tracking(Section):
     experiment: str = "async_grpo"
     """MLflow experiment."""
     offline_ok: bool = False
-    """Begin although MLflow cannot be reached: its run is created when the server answers, or by `python -m async_grpo.report --sync`."""
+    """Begin although MLflow cannot be reached: its run is created when the server answers, or by
+    `python -m async_grpo.report --sync`.
+    """
     system_metrics: bool = True
-    """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every ten seconds."""
+    """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every ten
+    seconds.
+    """
     log_model_max_gb: Annotated[float, Field(ge=0)] = 1.0
-    """Send the final model to MLflow unless it is larger than this, in GiB; 0 never does. It is in the last checkpoint in any case."""
+    """Send the final model to MLflow unless it is larger than this, in GiB; 0 never does. It is in
+    the last checkpoint in any case.
+    """
     register_model: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the registered model in MLflow that gets the final model as its next version; null registers nothing."""
+    """Name of the registered model in MLflow that gets the final model as its next version; null
+    registers nothing.
+    """
     report: bool = True
     """Write the report (`report/report.html` of the run directory) when a run ends."""
     sample_rows: NonNegative = 100
-    """About how many trained and how many evaluated responses the sample table keeps of the whole run."""
+    """About how many trained and how many evaluated responses the sample table keeps of the whole
+    run.
+    """
 
 
 class Watchdog(Section):
@@ -367,9 +538,13 @@ class Watchdog(Section):
 
 class RolloutActors(Section):
     min: Positive = 1
-    """The run starts when this many have room, and goes on as long as this many are alive. On CPU they share cores if they must."""
+    """The run starts when this many have room, and goes on as long as this many are alive. On CPU
+    they share cores if they must.
+    """
     max: Positive | None = None
-    """As many as there is room for up to this number, at the start and when nodes come later; null: what the layout has room for."""
+    """As many as there is room for up to this number, at the start and when nodes come later; null:
+    what the layout has room for.
+    """
 
 
 class Engine(Section):
@@ -378,7 +553,9 @@ class Engine(Section):
     max_num_seqs: Positive = 256
     """Responses generated at the same time by one engine."""
     kv_cache_gb: Annotated[float, Field(gt=0)] | None = None
-    """KV cache per engine GPU or process in GiB; null: 0.25 on CPU, 4 on a GPU that the learner shares, else vLLM's own choice."""
+    """KV cache per engine GPU or process in GiB; null: 0.25 on CPU, 4 on a GPU that the learner
+    shares, else vLLM's own choice.
+    """
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that an engine may use."""
     enforce_eager: bool | None = None
@@ -387,15 +564,21 @@ class Engine(Section):
 
 class Cluster(Section):
     on_resume = FREE
-    device: Annotated[Literal["auto", "cpu", "cuda"], warn("the rounding of everything computed", trains=True)] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], warn("the rounding of everything computed", trains=True)
+    ] = "auto"
     """`auto` is cuda where the cluster has GPUs."""
     layout: Literal["auto", "split", "colocated"] = "auto"
-    """Engines and learner on their own GPUs, or rank i and engine i sharing one; `auto` shares where there are too few GPUs to split."""
+    """Engines and learner on their own GPUs, or rank i and engine i sharing one; `auto` shares
+    where there are too few GPUs to split.
+    """
     rollout_actors: RolloutActors = RolloutActors()
     engine: Engine = Engine()
     restart_budget: NonNegative = 3
-    """Faults after which rollout actors are not started again; a node that is lost is one. The run ends with exit code 4 below `min`.
-    The queue, and the learner, may die as often as well, each with a count of its own."""
+    """Faults after which rollout actors are not started again; a node that is lost is one. The run
+    ends with exit code 4 below `min`. The queue, and the learner, may die as often as well, each
+    with a count of its own.
+    """
     resources_timeout_s: Seconds = 120.0
     """Longest wait for the cluster to have what the run needs."""
 
@@ -403,8 +586,13 @@ class Cluster(Section):
 class Config(Section):
     """One object builds everything: `load_config(path).build()` is a `Trainer`."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**32), fixed("the group ids of the run stand for problems in the order of its seed")] = 0
-    """Seed of everything random: data order, warm start, minibatches, sampling where it is seeded."""
+    seed: Annotated[
+        int,
+        Field(ge=0, lt=2**32),
+        fixed("the group ids of the run stand for problems in the order of its seed"),
+    ] = 0
+    """Seed of everything random: data order, warm start, minibatches, sampling where it is seeded.
+    """
     run: Run = Run()
     model: Model = Model()
     task: Task = Task()
@@ -439,7 +627,9 @@ class Config(Section):
 
     @property
     def max_lag_updates(self) -> int:
-        """Optimizer updates between the weights that sampled a token and the last update that trains it, at most."""
+        """Optimizer updates between the weights that sampled a token and the last update that
+        trains it, at most.
+        """
         return (self.replay.max_staleness + 1) * self.updates_per_step - 1
 
     @property
@@ -454,7 +644,11 @@ class Config(Section):
         if other is None:
             return self.task
         return Task(
-            name=other.name, eval=other.eval, options=other.options, verifier=self.task.verifier, max_bad_fraction=self.task.max_bad_fraction
+            name=other.name,
+            eval=other.eval,
+            options=other.options,
+            verifier=self.task.verifier,
+            max_bad_fraction=self.task.max_bad_fraction,
         )
 
     @property
@@ -464,7 +658,9 @@ class Config(Section):
         return mode == "on" or (mode == "auto" and self.replay.max_staleness == 0)
 
     def build(self, *, console: Console | None = None) -> Trainer:
-        """Build the trainer of this configuration, which prints to `console`, or to standard output. Nothing starts before its first call."""
+        """Build the trainer of this configuration, which prints to `console`, or to standard
+        output. Nothing starts before its first call.
+        """
         from async_grpo.trainer import Trainer
 
         return Trainer(self, console=console)

@@ -1,8 +1,9 @@
 """What every section of the configuration is made of.
 
-Runs in: any process (imports pydantic only). Hides pydantic's settings. Invariants: unknown keys, wrong types and non-finite numbers
-are errors in every section; every key of the configuration has a `Mark`, its own (`Annotated[..., mark]`), or that of its section
-(`on_resume`) or of the section around that.
+Runs in: any process (imports pydantic only). Hides pydantic's settings. Invariants: unknown keys,
+wrong types and non-finite numbers are errors in every section; every key of the configuration has a
+`Mark`, its own (`Annotated[..., mark]`), or that of its section (`on_resume`) or of the section
+around that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0, le=1e8)]  # three years; what waits counts in 64-bit nanoseconds
+Seconds = Annotated[
+    float, Field(gt=0, le=1e8)
+]  # three years; what waits counts in 64-bit nanoseconds
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
@@ -22,13 +25,16 @@ AtLeast0 = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """May a resumed run have another value of the key: `free` (yes), `warn` (yes, with a line that says what it changes), `fixed` (no)."""
+    """May a resumed run have another value of the key: `free` (yes), `warn` (yes, with a line that
+    says what it changes), `fixed` (no).
+    """
 
     level: Literal["free", "warn", "fixed"]
     reason: str = ""
     """What another value changes (`warn`), or why there can be none (`fixed`)."""
     trains: bool = False
-    """Whether the learner computes something else from recorded groups, were it only the last bit."""
+    """Whether the learner computes something else from recorded groups, were it only the last bit.
+    """
 
 
 FREE = Mark("free")
@@ -47,6 +53,8 @@ def fixed(reason: str) -> Mark:
 class Section(BaseModel):
     """A strict, immutable group of settings: unknown keys and wrong types are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
     on_resume: ClassVar[Mark | None] = None
     """Mark of the keys without one of their own."""

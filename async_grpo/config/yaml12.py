@@ -1,7 +1,8 @@
 """YAML as people expect it: version 1.2 scalars, no duplicate keys, nothing executable.
 
-Runs in: any process (imports yaml only). Hides PyYAML, which reads YAML 1.1: there `1e-4` is text, `on` is true, `010` is eight,
-`1:30` is ninety, and the first of two equal keys disappears. Invariant: what `write` writes, `read` reads back equal.
+Runs in: any process (imports yaml only). Hides PyYAML, which reads YAML 1.1: there `1e-4` is text,
+`on` is true, `010` is eight, `1:30` is ninety, and the first of two equal keys disappears.
+Invariant: what `write` writes, `read` reads back equal.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import yaml
 _DIGITS = 4300
 """Python shows no integer with more digits than these, and would read one in hexadecimal."""
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
-_FLOAT = re.compile(r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
 _SCALARS = (
     ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
@@ -25,7 +28,9 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader with the scalars of YAML 1.2; mappings have unique text keys and are never recursive."""
+    """A safe loader with the scalars of YAML 1.2; mappings have unique text keys and are never
+    recursive.
+    """
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
@@ -34,9 +39,13 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not text", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is not text", key_node.start_mark
+                )
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key `{key}` is given twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key `{key}` is given twice", key_node.start_mark
+                )
             seen.add(key)
         return self.construct_mapping(node, deep=True)
 
@@ -56,7 +65,9 @@ class _Dumper(yaml.SafeDumper):
 
 def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     # PyYAML loses some line breaks (U+0085) in any other style.
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    )
 
 
 _Dumper.add_representer(str, _text)
@@ -70,7 +81,11 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.plain_int)
 
 _WORDS = (
     ("character '\\t'", "a tab; YAML is indented with spaces"),
-    ("mapping values are not allowed here", "this line, or the one before, has a colon too many or too few, or another indentation than its neighbours"),
+    (
+        "mapping values are not allowed here",
+        "this line, or the one before, has a colon too many or too few, or another "
+        "indentation than its neighbours",
+    ),
     ("unexpected end of stream", "a quotation mark or a bracket is not closed before the end"),
     ("could not find expected ':'", "a key without a colon after it"),
 )
@@ -90,7 +105,9 @@ class YamlError(ValueError):
 
 
 def read(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """The document in `text` (None when empty) and the line, from 1, of every mapping key by its path. Raises YamlError."""
+    """The document in `text` (None when empty) and the line, from 1, of every mapping key by its
+    path. Raises YamlError.
+    """
     try:
         loader = _Loader(text)
         try:
@@ -107,14 +124,18 @@ def read(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
         raise YamlError("it contains characters that YAML does not allow") from error
     except RecursionError as error:
         raise YamlError("it is nested too deeply") from error
-    except ValueError as error:  # an integer with more digits than Python converts, or `!!float` before a word
+    except (
+        ValueError
+    ) as error:  # an integer with more digits than Python converts, or `!!float` before a word
         raise YamlError("a number in it cannot be read") from error
     lines: dict[tuple[str, ...], int] = {}
     _collect_lines(node, (), lines)
     return value, lines
 
 
-def _collect_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
+def _collect_lines(
+    node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]
+) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             here = (*path, str(key.value))

@@ -1,9 +1,12 @@
-"""What is trained of a model: all of it, what `model.freeze` leaves, or low-rank adapters (LoRA, through peft).
+"""What is trained of a model: all of it, what `model.freeze` leaves, or low-rank adapters (LoRA,
+through peft).
 
 Runs in: learner ranks. Hides peft. Invariants:
 
-- A model that is read on its own has its adapters beside its weights: W x + scaling B A x. Base weights are never changed.
-- Adapters start as no change at all (B is zero) and equal on every rank; the language-model head and the embeddings get none.
+- A model that is read on its own has its adapters beside its weights: W x + scaling B A x. Base
+  weights are never changed.
+- Adapters start as no change at all (B is zero) and equal on every rank; the language-model head
+  and the embeddings get none.
 """
 
 from __future__ import annotations
@@ -31,11 +34,15 @@ _ADAPTER = "default"
 
 
 class UntrainableError(SetupError, ValueError):
-    """`model.lora` or `model.freeze` names what the model does not have, or leaves nothing to train."""
+    """`model.lora` or `model.freeze` names what the model does not have, or leaves nothing to
+    train.
+    """
 
 
 def restrict(hf: PreTrainedModel, settings: Model, *, seed: int, base: str) -> None:
-    """Leave of `hf` trainable what `settings` say. base: where the model came from. Raises UntrainableError."""
+    """Leave of `hf` trainable what `settings` say. base: where the model came from. Raises
+    UntrainableError.
+    """
     if settings.lora is not None:
         _attach(hf, settings.lora, seed=seed, base=base)
     elif settings.freeze:
@@ -47,38 +54,67 @@ def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         matching = [name for name in named if re.search(pattern, name)]
         if not matching:
-            tied = "; a tied head follows the embedding" if hf.config.get_text_config().tie_word_embeddings else ""
-            raise UntrainableError(f"model.freeze has {pattern!r}, which is found in no parameter name of the model (one is {next(iter(named))}{tied})")
+            tied = (
+                "; a tied head follows the embedding"
+                if hf.config.get_text_config().tie_word_embeddings
+                else ""
+            )
+            raise UntrainableError(
+                f"model.freeze has {pattern!r}, which is found in no parameter name of the "
+                f"model (one is {next(iter(named))}{tied})"
+            )
         for name in matching:
             named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
-        raise UntrainableError(f"model.freeze {list(patterns)} leaves nothing to train; take patterns out")
+        raise UntrainableError(
+            f"model.freeze {list(patterns)} leaves nothing to train; take patterns out"
+        )
 
 
 def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    targets = (
+        lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    )
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets, bias="none", task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=targets,
+        bias="none",
+        task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
-    linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}  # the head is a class of ours by now
+    linear = {
+        name for name, module in hf.named_modules() if isinstance(module, nn.Linear)
+    }  # the head is a class of ours by now
     for target in [] if isinstance(targets, str) else targets:
-        matching = {name for name, _ in hf.named_modules() if name == target or name.endswith(f".{target}")}
+        matching = {
+            name for name, _ in hf.named_modules() if name == target or name.endswith(f".{target}")
+        }
         if not matching or not matching <= linear:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise UntrainableError(f"model.lora.target_modules has {target!r}, which is no linear layer that adapters can be put on; there are: {known}")
+            raise UntrainableError(
+                f"model.lora.target_modules has {target!r}, which is no linear layer that "
+                f"adapters can be put on; there are: {known}"
+            )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, hf, adapter_name=_ADAPTER)
     if not layers(hf):
-        raise UntrainableError(f"model.lora found no linear layer in {base}; train it without adapters")
+        raise UntrainableError(
+            f"model.lora found no linear layer in {base}; train it without adapters"
+        )
 
 
 def layers(hf: nn.Module) -> dict[str, LoraLayer]:
     """Layers with an adapter, by module name."""
-    return {name: module for name, module in hf.named_modules() if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)}
+    return {
+        name: module
+        for name, module in hf.named_modules()
+        if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
+    }
 
 
 def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter, float]:
@@ -90,7 +126,8 @@ def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter, float]:
 def switched_off(hf: nn.Module) -> Iterator[None]:
     """Inside the block the model is its base.
 
-    The adapters are computed and weighted 0: under ZeRO-3 all passes call the same modules in the same order.
+    The adapters are computed and weighted 0: under ZeRO-3 all passes call the same modules in the
+    same order.
     """
     scalings = [(layer, layer.scaling[_ADAPTER]) for layer in layers(hf).values()]
     try:
@@ -103,15 +140,23 @@ def switched_off(hf: nn.Module) -> Iterator[None]:
 
 
 def export(hf: PreTrainedModel, directory: Path, *, writes: bool) -> None:
-    """Write the adapters for `PeftModel.from_pretrained`. Collective; only where `writes` files appear. Raises StorageFailure."""
+    """Write the adapters for `PeftModel.from_pretrained`. Collective; only where `writes` files
+    appear. Raises StorageFailure.
+    """
     named = [
         (f"base_model.model.{name}.lora_{part}.weight", factor)
-        for name, layer in layers(hf).items() for part, factor in zip("AB", factors(layer)[:2], strict=True)
+        for name, layer in layers(hf).items()
+        for part, factor in zip("AB", factors(layer)[:2], strict=True)
     ]
     tensors: dict[str, Tensor] = {}
     for bucket in zero.buckets(named, lambda item: (item[1],)):
         with zero.gathered([factor for _, factor in bucket]):
-            tensors |= {name: factor.detach().to("cpu", copy=True).contiguous() for name, factor in bucket if writes}
+            tensors |= {
+                name: factor.detach().to("cpu", copy=True).contiguous()
+                for name, factor in bucket
+                if writes
+            }
+
     def write() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         hf.peft_config[_ADAPTER].save_pretrained(str(directory))

@@ -1,22 +1,30 @@
-"""The learner on disk: DeepSpeed checkpoints that resume bit for bit, and models for `from_pretrained`.
+"""The learner on disk: DeepSpeed checkpoints that resume bit for bit, and models for
+`from_pretrained`.
 
-Runs in: learner ranks. Hides the file layout. Invariants: a checkpoint continues only under the ZeRO stage and dtype that wrote it, and
-with stage 3 under as many ranks; a model file never has more than 4 GiB, so no rank holds a second copy of the model; what one rank
-cannot write is an error on every rank, after all of them have gone through the same collective calls, so that they can go on with the
-next step.
+Runs in: learner ranks. Hides the file layout. Invariants: a checkpoint continues only under the
+ZeRO stage and dtype that wrote it, and with stage 3 under as many ranks; a model file never has
+more than 4 GiB, so no rank holds a second copy of the model; what one rank cannot write is an error
+on every rank, after all of them have gone through the same collective calls, so that they can go on
+with the next step.
 
-A checkpoint of another number of ranks: the optimizer's state, divided anew. Hides how DeepSpeed's ZeRO stages 1 and 2 divide it: the parameters of a group lie one behind
-the other in a vector, float32 weights and each moment alike, and each rank has an interval of it, in which a parameter has at most one
-fragment. Every rank reads all files, mapped into memory, and copies what belongs into its own interval.
+A checkpoint of another number of ranks: the optimizer's state, divided anew. Hides how DeepSpeed's
+ZeRO stages 1 and 2 divide it: the parameters of a group lie one behind the other in a vector,
+float32 weights and each moment alike, and each rank has an interval of it, in which a parameter has
+at most one fragment. Every rank reads all files, mapped into memory, and copies what belongs into
+its own interval.
 
 Invariant: afterwards every float32 weight and moment has the value that it had, bit for bit.
 
-One rank's part of a checkpoint: written between two learner steps, brought to the disk beside them. `write` is called on all ranks by the thread that trains, `finish` by another thread while training goes on:
+One rank's part of a checkpoint: written between two learner steps, brought to the disk beside them.
+`write` is called on all ranks by the thread that trains, `finish` by another thread while training
+goes on:
 
-    model, optimizer --write--> draft, in memory where all ranks have room --finish--> copied, hashed, fsynced --> DIRECTORY
+    model, optimizer --write--> draft, in memory where all ranks have room
+                     --finish--> copied, hashed, fsynced --> DIRECTORY
                                or in DIRECTORY, and then `finish` only hashes, fsyncs and renames
 
-Invariants: one checkpoint at a time; a draft does not outlive a failure, `close`, or the start of the next run on this machine.
+Invariants: one checkpoint at a time; a draft does not outlive a failure, `close`, or the start of
+the next run on this machine.
 """
 
 from __future__ import annotations
@@ -43,28 +51,46 @@ if TYPE_CHECKING:
     from async_grpo.learner.learner import Learner
 
 STAGES = (0, 1, 2)
-"""With stage 0 every rank holds everything. Stage 3 divides each parameter for itself, weights included."""
+"""With stage 0 every rank holds everything. Stage 3 divides each parameter for itself, weights
+included.
+"""
 
 
 def load_optimizer(engine: Any, directory: Path, *, saved_ranks: int) -> None:
-    """Fill the optimizer of a ZeRO 1 or 2 engine, whose weights are loaded, from the files of `saved_ranks` ranks.
+    """Fill the optimizer of a ZeRO 1 or 2 engine, whose weights are loaded, from the files of
+    `saved_ranks` ranks.
 
     Raises ValueError for a missing file.
     """
     optimizer = engine.optimizer
     flats, mine = optimizer.single_partition_of_fp32_groups, optimizer._param_slice_mappings
-    begins = {name: parameter._hp_mapping.lp_fragment_address.start for parameter, name in optimizer.param_names.items() if _has_part(parameter)}
+    begins = {
+        name: parameter._hp_mapping.lp_fragment_address.start
+        for parameter, name in optimizer.param_names.items()
+        if _has_part(parameter)
+    }
     seen: list[dict[str, int]] = [{} for _ in mine]
     for rank in range(saved_ranks):
-        saved = torch.load(_file(directory, rank), weights_only=False, mmap=True, map_location="cpu")["optimizer_state_dict"]
+        saved = torch.load(
+            _file(directory, rank), weights_only=False, mmap=True, map_location="cpu"
+        )["optimizer_state_dict"]
         for group, flat in enumerate(flats):
             state = saved["base_optimizer_state"]["state"].get(group, {})
-            vectors = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == 1}
+            vectors = {
+                key: value
+                for key, value in state.items()
+                if torch.is_tensor(value) and value.dim() == 1
+            }
             own = optimizer.optimizer.state[flat] if state else {}
             for key, value in state.items():
                 if key not in own:
-                    own[key] = torch.zeros_like(flat) if key in vectors else copy.deepcopy(value)  # nothing keeps the file open
-            pairs = [(flat.data, saved["single_partition_of_fp32_groups"][group]), *((own[key], vectors[key]) for key in vectors)]
+                    own[key] = (
+                        torch.zeros_like(flat) if key in vectors else copy.deepcopy(value)
+                    )  # nothing keeps the file open
+            pairs = [
+                (flat.data, saved["single_partition_of_fp32_groups"][group]),
+                *((own[key], vectors[key]) for key in vectors),
+            ]
             for name, theirs in saved["param_slice_mappings"][group].items():
                 begin = seen[group].get(name, 0)
                 seen[group][name] = begin + theirs.numel
@@ -72,13 +98,19 @@ def load_optimizer(engine: Any, directory: Path, *, saved_ranks: int) -> None:
                     _copy(pairs, mine[group][name], begins[name], theirs, begin)
 
 
-def _copy(pairs: list[tuple[Tensor, Tensor]], mine: Any, my_begin: int, theirs: Any, their_begin: int) -> None:
-    """Copy what two fragments of a parameter share, each with its place in a rank's interval (`start`, `numel`) and in the parameter (begin)."""
+def _copy(
+    pairs: list[tuple[Tensor, Tensor]], mine: Any, my_begin: int, theirs: Any, their_begin: int
+) -> None:
+    """Copy what two fragments of a parameter share, each with its place in a rank's interval
+    (`start`, `numel`) and in the parameter (begin).
+    """
     first = max(my_begin, their_begin)
     count = min(my_begin + mine.numel, their_begin + theirs.numel) - first
     if count > 0:
         for target, source in pairs:
-            target.narrow(0, mine.start + first - my_begin, count).copy_(source.narrow(0, theirs.start + first - their_begin, count))
+            target.narrow(0, mine.start + first - my_begin, count).copy_(
+                source.narrow(0, theirs.start + first - their_begin, count)
+            )
 
 
 def _has_part(parameter: Tensor) -> bool:
@@ -100,7 +132,9 @@ _SHARD_BYTES = 2**32
 
 
 class Writes:
-    """What one rank writes between two `agree`: after the first write that the storage refuses the others are left out."""
+    """What one rank writes between two `agree`: after the first write that the storage refuses the
+    others are left out.
+    """
 
     def __init__(self) -> None:
         self._error = ""
@@ -118,6 +152,7 @@ class Writes:
 
     def torch(self, value: Any, path: Path) -> None:
         """Write a file of `torch.save`."""
+
         def write() -> None:
             with open(path, "wb") as file:  # of Python's, whose errors say what is wrong
                 torch.save(value, file)
@@ -129,7 +164,11 @@ class Writes:
         errors: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(errors, self._error)
         if any(errors):
-            raise StorageFailure("; ".join(f"learner rank {rank}: {error}" for rank, error in enumerate(errors) if error))
+            raise StorageFailure(
+                "; ".join(
+                    f"learner rank {rank}: {error}" for rank, error in enumerate(errors) if error
+                )
+            )
 
 
 class _CheckpointWriter:
@@ -152,8 +191,11 @@ class _CheckpointWriter:
         return False
 
 
-def save(engine: Any, directory: str, client_state: dict[str, Any], *, rank: int, layout: dict[str, Any]) -> None:
-    """Write the engine's state (`client_state`: plain values) and, per rank, its random state and layout. Called on every rank.
+def save(
+    engine: Any, directory: str, client_state: dict[str, Any], *, rank: int, layout: dict[str, Any]
+) -> None:
+    """Write the engine's state (`client_state`: plain values) and, per rank, its random state and
+    layout. Called on every rank.
 
     The directory may be another one on each rank. Raises StorageFailure.
     """
@@ -161,9 +203,13 @@ def save(engine: Any, directory: str, client_state: dict[str, Any], *, rank: int
     writes.do(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
     kept = engine.checkpoint_engine
     engine.checkpoint_engine = _CheckpointWriter(writes)
-    engine._copy_recovery_script = lambda *_: None  # scripts beside the files; what they raise would leave the other ranks waiting
+    engine._copy_recovery_script = lambda *_: (
+        None
+    )  # scripts beside the files; what they raise would leave the other ranks waiting
     try:
-        engine.save_checkpoint(directory, tag=_TAG, client_state={"async_grpo": client_state}, save_latest=False)
+        engine.save_checkpoint(
+            directory, tag=_TAG, client_state={"async_grpo": client_state}, save_latest=False
+        )
     finally:
         engine.checkpoint_engine = kept
         del engine._copy_recovery_script
@@ -175,18 +221,26 @@ def save(engine: Any, directory: str, client_state: dict[str, Any], *, rank: int
 
 
 def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> dict[str, Any]:
-    """Restore what `save` wrote and return its client state. With another number of ranks the optimizer's state is divided anew.
+    """Restore what `save` wrote and return its client state. With another number of ranks the
+    optimizer's state is divided anew.
 
     Raises ValueError for a missing file, or a layout that cannot be continued.
     """
     written = _read_rank(directory, 0)
-    saved_ranks, other_ranks = written["layout"][_RANKS], written["layout"][_RANKS] != layout[_RANKS]
+    saved_ranks, other_ranks = (
+        written["layout"][_RANKS],
+        written["layout"][_RANKS] != layout[_RANKS],
+    )
     if written["layout"] | {_RANKS: layout[_RANKS]} != layout:
-        raise ValueError(f"{directory} holds a learner with {written['layout']}, this one has {layout}; resume with the settings of the checkpoint")
+        raise ValueError(
+            f"{directory} holds a learner with {written['layout']}, this one has {layout}; "
+            "resume with the settings of the checkpoint"
+        )
     stage = layout["learner.zero_stage"]
     if other_ranks and stage not in STAGES:
         raise ValueError(
-            f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage {stage}, whose files only {saved_ranks} ranks can read; set "
+            f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage "
+            f"{stage}, whose files only {saved_ranks} ranks can read; set "
             f"learner.ranks={saved_ranks}"
         )
     divided = other_ranks and stage > 0
@@ -205,12 +259,16 @@ def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> d
 def _read_rank(directory: str, rank: int) -> dict[str, Any]:
     path = _rank_file(directory, rank)
     if not path.is_file():
-        raise ValueError(f"{directory} holds no state of learner rank {rank}; resume from another checkpoint")
+        raise ValueError(
+            f"{directory} holds no state of learner rank {rank}; resume from another checkpoint"
+        )
     return torch.load(path, weights_only=True)
 
 
 def save_weights(weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool) -> None:
-    """Write a refreshed reference, whose weights are in no model directory; `weights` is exhausted on every rank. Raises StorageFailure."""
+    """Write a refreshed reference, whose weights are in no model directory; `weights` is exhausted
+    on every rank. Raises StorageFailure.
+    """
     kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights if writes}
     out = Writes()
     if writes:
@@ -218,19 +276,32 @@ def save_weights(weights: Iterator[tuple[str, Tensor]], directory: str, *, write
     out.agree()
 
 
-def load_weights(module: torch.nn.Module, directory: str, *, writable: Callable[..., AbstractContextManager[None]]) -> None:
-    """Restore what `save_weights` wrote. `writable(parameters, modify=True)` makes sharded parameters whole. Raises ValueError."""
+def load_weights(
+    module: torch.nn.Module,
+    directory: str,
+    *,
+    writable: Callable[..., AbstractContextManager[None]],
+) -> None:
+    """Restore what `save_weights` wrote. `writable(parameters, modify=True)` makes sharded
+    parameters whole. Raises ValueError.
+    """
     path = Path(directory) / _REFERENCE
     if not path.is_file():
-        raise ValueError(f"{path} is missing: the checkpoint says that the reference had been refreshed; resume from another checkpoint")
+        raise ValueError(
+            f"{path} is missing: the checkpoint says that the reference had been "
+            "refreshed; resume from another checkpoint"
+        )
     kept = torch.load(path, weights_only=True, mmap=True)
     for name, parameter in module.named_parameters():
         with torch.no_grad(), writable([parameter], modify=True):
             parameter.data.copy_(kept[name])
 
 
-def export(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool) -> None:
-    """Write config and safetensors shards from `weights`, which is exhausted on every rank; only where `writes` files appear.
+def export(
+    model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool
+) -> None:
+    """Write config and safetensors shards from `weights`, which is exhausted on every rank; only
+    where `writes` files appear.
 
     Raises StorageFailure.
     """
@@ -259,7 +330,11 @@ def export(model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], direct
     if writes:
         flush()
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        out.do(lambda: _write_text(target / "model.safetensors.index.json", json.dumps(index, indent=1)))
+        out.do(
+            lambda: _write_text(
+                target / "model.safetensors.index.json", json.dumps(index, indent=1)
+            )
+        )
     out.agree()
 
 
@@ -289,11 +364,17 @@ class Saving:
         drafts.remove_abandoned_drafts()
 
     def write(self, directory: str, state: dict[str, Any]) -> Written:
-        """Write learner (with `state`) and exported model. Collective. Raises StorageFailure on every rank, and nothing is left then."""
+        """Write learner (with `state`) and exported model. Collective. Raises StorageFailure on
+        every rank, and nothing is left then.
+        """
         self.discard()
         in_memory, note = self._choose()
         self._count += 1
-        own = drafts.draft_in_memory(self._key, self._count) if in_memory else Path(directory) / f"draft_{self._learner.rank:02d}"
+        own = (
+            drafts.draft_in_memory(self._key, self._count)
+            if in_memory
+            else Path(directory) / f"draft_{self._learner.rank:02d}"
+        )
         draft = self._draft = own
         _remove(draft)  # of a learner that died while it wrote this checkpoint
         try:
@@ -309,7 +390,9 @@ class Saving:
         return Written(sum(_gather(mine)), in_memory, note, self._learner.updates)
 
     def finish(self, directory: str) -> dict[str, FileSum]:
-        """Bring what was written into `directory`; size and checksum of every file by its name there. Raises OSError, and nothing is left in memory."""
+        """Bring what was written into `directory`; size and checksum of every file by its name
+        there. Raises OSError, and nothing is left in memory.
+        """
         draft, target = self._draft, Path(directory)
         if draft is None:
             raise RuntimeError("finish without write")
@@ -337,11 +420,17 @@ class Saving:
         if drafts.fits(ranks):
             return True, ""
         needed, free = (sum(rank[2] for rank in ranks), min(rank[1] for rank in ranks))
-        return False, f"{drafts.SEGMENT_DIR} and memory have room for {max(free, 0) / 2**20:,.0f} MiB, and it may take {needed / 2**20:,.0f} MiB"
+        return (
+            False,
+            f"{drafts.SEGMENT_DIR} and memory have room for {max(free, 0) / 2**20:,.0f} "
+            f"MiB, and it may take {needed / 2**20:,.0f} MiB",
+        )
 
 
 def _remove(draft: Path) -> None:
-    shutil.rmtree(draft, ignore_errors=True)  # the directory around it may be gone, or the disk broken
+    shutil.rmtree(
+        draft, ignore_errors=True
+    )  # the directory around it may be gone, or the disk broken
 
 
 def _gather(value: Any) -> list[Any]:

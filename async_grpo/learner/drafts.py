@@ -1,8 +1,10 @@
-"""Where a rank writes its part of a checkpoint first: a directory in memory, as long as there is room.
+"""Where a rank writes its part of a checkpoint first: a directory in memory, as long as there is
+room.
 
-Runs in: learner ranks, and the driver (`remove_drafts`). Hides names and room. Invariants: a draft in memory is private to the user, and
-its name carries the run's key and its owner's process id; the owner removes it, the driver by key at the end of the run, and the next
-run those of owners that no longer live. All ranks have room, or none uses memory.
+Runs in: learner ranks, and the driver (`remove_drafts`). Hides names and room. Invariants: a draft
+in memory is private to the user, and its name carries the run's key and its owner's process id; the
+owner removes it, the driver by key at the end of the run, and the next run those of owners that no
+longer live. All ranks have room, or none uses memory.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def draft_in_memory(key: str, number: int) -> Path:
-    """The directory that this process may create in memory for its draft of this number, in the run with this key."""
+    """The directory that this process may create in memory for its draft of this number, in the run
+    with this key.
+    """
     return SEGMENT_DIR / f"async_grpo-{key}-{owner()}-{number}-checkpoint"
 
 
@@ -38,14 +42,18 @@ def remove_abandoned_drafts() -> None:
 
 
 def room() -> tuple[str, int]:
-    """The memory that ranks share, by a name, and how many bytes may be written there without driving the machine out of memory."""
+    """The memory that ranks share, by a name, and how many bytes may be written there without
+    driving the machine out of memory.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     free = min(free_bytes(SEGMENT_DIR), available_bytes()) - KEEP_FREE
     return f"{boot}/{SEGMENT_DIR.stat().st_dev}", free
 
 
 def fits(ranks: Iterable[tuple[str, int, int]]) -> bool:
-    """Whether all ranks, each (memory, free bytes there, bytes needed), have room at the same time."""
+    """Whether all ranks, each (memory, free bytes there, bytes needed), have room at the same
+    time.
+    """
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
     for memory, available, wanted in ranks:
@@ -56,11 +64,24 @@ def fits(ranks: Iterable[tuple[str, int, int]]) -> bool:
 
 def available_bytes() -> int:
     """Memory that is free, or can be freed at once, on this machine and in this container."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    fields = dict(
+        line.split(":", 1)
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    )
     available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
-        limit, used = ((_CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
-        usage = dict(line.split() for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        limit, used = (
+            (_CGROUP / name).read_text(encoding="ascii").strip()
+            for name in ("memory.max", "memory.current")
+        )
+        usage = dict(
+            line.split()
+            for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+        )
     except FileNotFoundError:
         return available  # no container of its own
-    return available if limit == "max" else min(available, int(limit) - int(used) + int(usage["inactive_file"]))
+    return (
+        available
+        if limit == "max"
+        else min(available, int(limit) - int(used) + int(usage["inactive_file"]))
+    )

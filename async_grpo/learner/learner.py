@@ -1,11 +1,14 @@
 """One DeepSpeed rank: begin / assign / update / end of a learner step, weights out, checkpoints.
 
-Runs in: learner ranks; every method is called on all ranks with the same arguments but the plan. Hides DeepSpeed and its ZeRO stages;
-the formulas are `token_math`'s. Invariants:
+Runs in: learner ranks; every method is called on all ranks with the same arguments but the plan.
+Hides DeepSpeed and its ZeRO stages; the formulas are `token_math`'s. Invariants:
 
-- The gradient of an update is that of the plan's rows and weights, whatever their split into micro-batches and ranks: weights hold the
-  global normalisers, so losses are added, and DeepSpeed's mean over ranks is undone by the factor `world_size`.
-- All ranks run the same number of forward and backward passes; one without rows runs a dummy token with loss 0.
+- The gradient of an update is that of the plan's rows and weights, whatever their split into
+  micro-batches and ranks: weights hold the
+  global normalisers, so losses are added, and DeepSpeed's mean over ranks is undone by the factor
+      `world_size`.
+- All ranks run the same number of forward and backward passes; one without rows runs a dummy token
+  with loss 0.
 - A non-finite loss or gradient norm ends the update on every rank.
 """
 
@@ -29,7 +32,14 @@ from async_grpo.config.schema import Config
 from async_grpo.learner import adapters, checkpoint, zero
 from async_grpo.learner.model import PolicyModel, load_model
 from async_grpo.learner.packing import Packed, pack
-from async_grpo.learner.rows import Row, Stopwatch, TokenBatch, decode_rows, learning_rate, token_batch
+from async_grpo.learner.rows import (
+    Row,
+    Stopwatch,
+    TokenBatch,
+    decode_rows,
+    learning_rate,
+    token_batch,
+)
 from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.learner.weights import Published
 from async_grpo.learner.zero import Collectives
@@ -38,7 +48,9 @@ Fetch = Callable[[int, Sequence[int]], wire.Buffer]
 
 
 class NonFinite(RuntimeError):
-    """An update whose loss or gradient norm is not finite. `group_ids`: the groups it came from, of all ranks."""
+    """An update whose loss or gradient norm is not finite. `group_ids`: the groups it came from, of
+    all ranks.
+    """
 
     exit_code = 6
 
@@ -52,7 +64,9 @@ class NonFinite(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward pass over a micro-batch: its rows, their token tensors, log-probs [M] and entropies [M]."""
+    """A forward pass over a micro-batch: its rows, their token tensors, log-probs [M] and entropies
+    [M].
+    """
 
     packed: Packed
     batch: TokenBatch
@@ -61,13 +75,19 @@ class Pass:
 
 
 class Learner:
-    """One rank of the learner gang. `rank` and `world_size` are its place, `device` is "cpu" or "cuda:0", `sharded` whether no rank holds the model."""
+    """One rank of the learner gang. `rank` and `world_size` are its place, `device` is "cpu" or
+    "cuda:0", `sharded` whether no rank holds the model.
+    """
 
-    def __init__(self, config: Config, *, model_dir: str, fetch: Fetch, device: str, total_updates: int) -> None:
-        """Join the process group described by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, and load the model.
+    def __init__(
+        self, config: Config, *, model_dir: str, fetch: Fetch, device: str, total_updates: int
+    ) -> None:
+        """Join the process group described by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+        LOCAL_RANK, and load the model.
 
-        fetch(step, group_ids): packed frames of these groups. total_updates: optimizer updates of the whole run, for the schedule.
-        Raises ValueError for models and settings that cannot be trained.
+        fetch(step, group_ids): packed frames of these groups. total_updates: optimizer updates of
+        the whole run, for the schedule. Raises ValueError for models and settings that cannot be
+        trained.
         """
         self.config, self.device = config, device
         self._fetch, self._total_updates = fetch, total_updates
@@ -80,7 +100,11 @@ class Learner:
         self._metrics = MetricSums()
         self._torch_device = torch.device(device)
         wanted = config.model.dtype
-        self._dtype = torch.float32 if wanted == "float32" or (wanted == "auto" and device == "cpu") else torch.bfloat16
+        self._dtype = (
+            torch.float32
+            if wanted == "float32" or (wanted == "auto" and device == "cpu")
+            else torch.bfloat16
+        )
         self.sharded = config.learner.zero_stage == 3
         self._collectives = Collectives(self._torch_device)
         self._math = TokenMath(config, self._collectives)
@@ -95,53 +119,86 @@ class Learner:
         model = self._load(model_dir, gradient_checkpointing=learner.gradient_checkpointing)
         adapters.restrict(model.hf, self.config.model, seed=self.config.seed, base=model_dir)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=learner.lr, betas=tuple(learner.betas), weight_decay=learner.weight_decay)
+        optimizer = torch.optim.AdamW(
+            trained, lr=learner.lr, betas=tuple(learner.betas), weight_decay=learner.weight_decay
+        )
         if learner.zero_stage == 0:
             optimizer.register_step_pre_hook(self._clip_gradients)
         self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         self.engine.train()
         self._published = Published(self.engine.module.hf, keeps=self.rank == 0 or not self.sharded)
         is_base = self.config.model.lora is not None and self.config.model.reference is None
-        self._reference = self._build_reference(model_dir) if self.config.algorithm.uses_reference and not is_base else None
+        self._reference = (
+            self._build_reference(model_dir)
+            if self.config.algorithm.uses_reference and not is_base
+            else None
+        )
 
     def _build_reference(self, model_dir: str) -> torch.nn.Module:
         import deepspeed
 
-        model = self._load(self.config.model.reference or model_dir, gradient_checkpointing=False).requires_grad_(False).eval()
+        model = (
+            self._load(self.config.model.reference or model_dir, gradient_checkpointing=False)
+            .requires_grad_(False)
+            .eval()
+        )
         shapes = [zero.full_shape(parameter) for parameter in model.parameters()]
-        if self.config.model.reference_refresh_steps and shapes != [shape for _, shape, _ in self._published.metadata()]:
+        if self.config.model.reference_refresh_steps and shapes != [
+            shape for _, shape, _ in self._published.metadata()
+        ]:
             raise ValueError(
-                "model.reference_refresh_steps copies the policy's weights into the reference, but model.reference is of another "
+                "model.reference_refresh_steps copies the policy's weights into the "
+                "reference, but model.reference is of another "
                 "architecture; set it to 0, or use a reference of the policy's architecture"
             )
         if not self.sharded:
             return model.to(self._torch_device)
-        engine = deepspeed.initialize(model=model, config=zero.reference_config(dtype=self._dtype, world_size=self.world_size))[0]
+        engine = deepspeed.initialize(
+            model=model, config=zero.reference_config(dtype=self._dtype, world_size=self.world_size)
+        )[0]
         engine.eval()
         return engine
 
     def _load(self, directory: str, *, gradient_checkpointing: bool) -> PolicyModel:
         return load_model(
-            directory, dtype=self._dtype, longest_row=self.config.rollout.prompt_length + self.config.rollout.response_length,
-            gradient_checkpointing=gradient_checkpointing, trust_remote_code=self.config.model.trust_remote_code,
+            directory,
+            dtype=self._dtype,
+            longest_row=self.config.rollout.prompt_length + self.config.rollout.response_length,
+            gradient_checkpointing=gradient_checkpointing,
+            trust_remote_code=self.config.model.trust_remote_code,
             float32_head=self.config.model.lm_head_fp32,
         )
 
     def begin(self, plan: RankPlan) -> dict[RowKey, float]:
-        """Fetch and check this rank's rows, and compute reference and anchor log-probs where something needs them.
+        """Fetch and check this rank's rows, and compute reference and anchor log-probs where
+        something needs them.
 
-        Returns the token KL of each row that this rank owns, summed over its mask, if it is part of the reward; else nothing.
-        Raises StalenessError for a token outside the bound, ValueError for a payload that does not fit the plan.
+        Returns the token KL of each row that this rank owns, summed over its mask, if it is part of
+        the reward; else nothing. Raises StalenessError for a token outside the bound, ValueError
+        for a payload that does not fit the plan.
         """
         if self._plan is not None:
-            raise RuntimeError(f"begin of step {plan.step} while step {self._plan.step} is open; call end first")
+            raise RuntimeError(
+                f"begin of step {plan.step} while step {self._plan.step} is open; call end first"
+            )
         algorithm, self._metrics = self.config.algorithm, MetricSums()
         with Stopwatch() as fetching:
-            payload = self._fetch(plan.step, plan.group_ids) if plan.group_ids else wire.pack_frames([])
-            self._rows = decode_rows(plan, payload, max_staleness=self.config.replay.max_staleness, mask_stale=self.config.replay.on_stale == "mask")
+            payload = (
+                self._fetch(plan.step, plan.group_ids) if plan.group_ids else wire.pack_frames([])
+            )
+            self._rows = decode_rows(
+                plan,
+                payload,
+                max_staleness=self.config.replay.max_staleness,
+                mask_stale=self.config.replay.on_stale == "mask",
+            )
         self._metrics.add_value("time/learner_fetch", fetching.seconds)
         # Rows outside the loss count in the statistics of their group, with their KL.
-        rows = [self._rows[key] for key, row in plan.rows.items() if row.weight != 0 or algorithm.add_token_level_kl]
+        rows = [
+            self._rows[key]
+            for key, row in plan.rows.items()
+            if row.weight != 0 or algorithm.add_token_level_kl
+        ]
         tokens = [row.tokens for row in rows]
         if algorithm.uses_reference:
             with Stopwatch() as watch:
@@ -150,7 +207,9 @@ class Learner:
             self._metrics.add_value("time/learner_reference", watch.seconds)
         if algorithm.anchor == "recomputed":
             with Stopwatch() as watch:
-                for row, values in zip(rows, self._no_grad_logprobs(self.engine, tokens), strict=True):
+                for row, values in zip(
+                    rows, self._no_grad_logprobs(self.engine, tokens), strict=True
+                ):
                     row.anchor = values
             self._metrics.add_value("time/learner_anchor", watch.seconds)
         self._plan = plan
@@ -160,7 +219,9 @@ class Learner:
         return {key: sums[key] for key in plan.owned}
 
     def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
-        """What the rows of the step are worth; between `begin` and the first `update`. kl_coef: of the token KL in the reward."""
+        """What the rows of the step are worth; between `begin` and the first `update`. kl_coef: of
+        the token KL in the reward.
+        """
         if self._plan is None:
             raise RuntimeError("assign without begin")
         trained = {key: self._rows[key] for key, row in self._plan.rows.items() if row.weight != 0}
@@ -169,13 +230,18 @@ class Learner:
     def update(self, index: int) -> None:
         """One optimizer step over `plan.updates[index]`.
 
-        Raises NonFinite on every rank: for a loss before any weight changes; for a gradient norm after, so the weights must not be used.
+        Raises NonFinite on every rank: for a loss before any weight changes; for a gradient norm
+        after, so the weights must not be used.
         """
         if self._plan is None:
             raise RuntimeError(f"update {index} without begin")
         with Stopwatch() as watch:
-            micro_batches = [[row for row in batch if row.weight != 0] for batch in self._plan.updates[index]]
-            selections = self._select(micro_batches) if self._math.selects else [None] * len(micro_batches)
+            micro_batches = [
+                [row for row in batch if row.weight != 0] for batch in self._plan.updates[index]
+            ]
+            selections = (
+                self._select(micro_batches) if self._math.selects else [None] * len(micro_batches)
+            )
             losses = []
             for micro_batch, selection in zip(micro_batches, selections, strict=True):
                 loss = self._loss(micro_batch, selection, unmoved=index == 0)
@@ -185,13 +251,18 @@ class Learner:
             lr = self._step()
         group_ids = sorted({row.group_id for micro_batch in micro_batches for row in micro_batch})
         if self._grad_norm is None or not np.isfinite(self._grad_norm):
-            raise NonFinite(f"gradient norm of update {index}, {self._grad_norm},", self._collectives.union(group_ids))
+            raise NonFinite(
+                f"gradient norm of update {index}, {self._grad_norm},",
+                self._collectives.union(group_ids),
+            )
         for name, value in (("loss", total), ("grad_norm", self._grad_norm), ("lr", lr)):
             self._metrics.add_value(f"train/{name}", value)
         self._metrics.add_value("time/learner_update", watch.seconds)
 
     def end(self) -> dict[str, Any]:
-        """Free the payload and return this rank's metrics of the step as sums and counts (`MetricSums.to_wire`)."""
+        """Free the payload and return this rank's metrics of the step as sums and counts
+        (`MetricSums.to_wire`).
+        """
         every = self.config.model.reference_refresh_steps
         if self._plan is not None and every and self._plan.step % every == 0:
             zero.copy_parameters(self.engine.module, _module(self._reference))
@@ -200,27 +271,44 @@ class Learner:
         return self._metrics.to_wire()
 
     def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[Tensor]:
-        """Tokens that the loss selects by statistics of the whole update, per micro-batch; one pass without gradient."""
+        """Tokens that the loss selects by statistics of the whole update, per micro-batch; one pass
+        without gradient.
+        """
         with torch.no_grad(), Stopwatch() as watch:
-            passes = [self._forward(micro_batch, with_entropy=False) for micro_batch in micro_batches]
-            selections = self._math.select(self._plan.step, [one.batch for one in passes], [one.logprobs for one in passes])
+            passes = [
+                self._forward(micro_batch, with_entropy=False) for micro_batch in micro_batches
+            ]
+            selections = self._math.select(
+                self._plan.step, [one.batch for one in passes], [one.logprobs for one in passes]
+            )
         self._metrics.add_value("time/learner_select", watch.seconds)
         return selections
 
-    def _loss(self, planned: Sequence[PlanRow], selection: Tensor | None, *, unmoved: bool) -> Tensor:
-        """This rank's share of the loss from one micro-batch: a scalar to be added to the others. unmoved: the weights are those of the step's start."""
+    def _loss(
+        self, planned: Sequence[PlanRow], selection: Tensor | None, *, unmoved: bool
+    ) -> Tensor:
+        """This rank's share of the loss from one micro-batch: a scalar to be added to the others.
+        unmoved: the weights are those of the step's start.
+        """
         one = self._forward(planned, with_entropy=True)
         if planned:
             self._count(one.packed)
             if unmoved:
                 compare_sampler(self._metrics, one.batch, one.logprobs.detach())
-        return self._math.loss(one.batch, one.logprobs, one.entropy, selection=selection, metrics=self._metrics if planned else None)
+        return self._math.loss(
+            one.batch,
+            one.logprobs,
+            one.entropy,
+            selection=selection,
+            metrics=self._metrics if planned else None,
+        )
 
     def _forward(self, planned: Sequence[PlanRow], *, with_entropy: bool) -> Pass:
-        """One pass of the policy over a micro-batch, and the token tensors in the order of its rows in the pack.
+        """One pass of the policy over a micro-batch, and the token tensors in the order of its rows
+        in the pack.
 
-        Without rows a dummy token takes the same path with weight 0: ZeRO-3 compares the order of backward hooks between ranks, which
-        depends on the outputs that the loss uses.
+        Without rows a dummy token takes the same path with weight 0: ZeRO-3 compares the order of
+        backward hooks between ranks, which depends on the outputs that the loss uses.
         """
         packed = pack([self._rows[row.key].tokens for row in planned], self._torch_device)
         logprobs, entropy = self.engine(packed, self.config.rollout.temperature, with_entropy)
@@ -229,29 +317,48 @@ class Learner:
         return Pass(packed, batch, logprobs, entropy)
 
     def _count(self, packed: Packed) -> None:
-        """train/padding: share of attention positions that hold no token; train/shared_prompts: share of the rows' tokens that were not
-        computed again; train/micro_batch_tokens: tokens per forward pass."""
-        computed, tokens, positions = packed.input_ids.numel(), packed.layout.tokens, packed.layout.positions
+        """train/padding: share of attention positions that hold no token; train/shared_prompts:
+        share of the rows' tokens that were not computed again; train/micro_batch_tokens: tokens per
+        forward pass.
+        """
+        computed, tokens, positions = (
+            packed.input_ids.numel(),
+            packed.layout.tokens,
+            packed.layout.positions,
+        )
         self._metrics.add_value("train/padding", positions - tokens, positions)
         self._metrics.add_value("train/shared_prompts", tokens - computed, tokens)
         self._metrics.add_value("train/micro_batch_tokens", computed)
 
     def _checked_total(self, losses: Tensor, micro_batches: Sequence[Sequence[PlanRow]]) -> float:
-        """Sum of the losses over all ranks. Raises NonFinite on every rank before any weight changes."""
+        """Sum of the losses over all ranks. Raises NonFinite on every rank before any weight
+        changes.
+        """
         totals = torch.stack([losses.double().sum(), (~losses.isfinite()).double().sum()])
         finite = losses.isfinite().tolist()
         dist.all_reduce(totals)
         total, broken = totals.tolist()
         if broken or not np.isfinite(total):
-            mine = {row.group_id for ok, micro_batch in zip(finite, micro_batches, strict=True) if not ok for row in micro_batch}
+            mine = {
+                row.group_id
+                for ok, micro_batch in zip(finite, micro_batches, strict=True)
+                if not ok
+                for row in micro_batch
+            }
             raise NonFinite("loss", self._collectives.union(sorted(mine)))
         return total
 
     def _step(self) -> float:
-        """Optimizer step; returns the learning rate, leaves the gradient norm before clipping in `_grad_norm`."""
+        """Optimizer step; returns the learning rate, leaves the gradient norm before clipping in
+        `_grad_norm`.
+        """
         settings = self.config.learner
         lr = learning_rate(
-            self.updates, lr=settings.lr, warmup=settings.warmup_steps, schedule=settings.schedule, total=self._total_updates
+            self.updates,
+            lr=settings.lr,
+            warmup=settings.warmup_steps,
+            schedule=settings.schedule,
+            total=self._total_updates,
         )
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -262,12 +369,22 @@ class Learner:
         return lr
 
     def _clip_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Before the step of plain AdamW (stage 0): the gradients are reduced, DeepSpeed neither clips nor measures them."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip))
+        """Before the step of plain AdamW (stage 0): the gradients are reduced, DeepSpeed neither
+        clips nor measures them.
+        """
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        self._grad_norm = float(
+            torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip)
+        )
 
-    def logprobs(self, sequences: list[tuple[list[int], list[int]]], *, temperature: float | None = None) -> list[np.ndarray]:
-        """Float32 log-probs of each response in (prompt, response) pairs, by default at the training temperature; collective with ZeRO-3."""
+    def logprobs(
+        self, sequences: list[tuple[list[int], list[int]]], *, temperature: float | None = None
+    ) -> list[np.ndarray]:
+        """Float32 log-probs of each response in (prompt, response) pairs, by default at the
+        training temperature; collective with ZeRO-3.
+        """
         rows = [(np.asarray(prompt), np.asarray(response)) for prompt, response in sequences]
         return self._no_grad_logprobs(self.engine, rows, temperature=temperature)
 
@@ -279,7 +396,11 @@ class Learner:
             return self._no_grad_logprobs(self.engine, rows)
 
     def _no_grad_logprobs(
-        self, model: torch.nn.Module, rows: list[tuple[np.ndarray, np.ndarray]], *, temperature: float | None = None
+        self,
+        model: torch.nn.Module,
+        rows: list[tuple[np.ndarray, np.ndarray]],
+        *,
+        temperature: float | None = None,
     ) -> list[np.ndarray]:
         temperature = self.config.rollout.temperature if temperature is None else temperature
         shapes = [(prompt.tobytes(), len(prompt), len(response)) for prompt, response in rows]
@@ -303,34 +424,41 @@ class Learner:
         return self._published.metadata()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under Hugging Face names, adapters merged, a tied head left out. Each is valid until the next item.
+        """Full weights under Hugging Face names, adapters merged, a tied head left out. Each is
+        valid until the next item.
 
         Collective with ZeRO-3: every rank must exhaust the iterator.
         """
         return self._published.named()
 
     def perturbed(self, *, scale: float, seed: int) -> AbstractContextManager[None]:
-        """Inside the block every weight w is w + scale * rms(w) * noise, the same on every rank; leaving restores it bit for bit.
+        """Inside the block every weight w is w + scale * rms(w) * noise, the same on every rank;
+        leaving restores it bit for bit.
 
-        With adapters w is the base's weight. No update may happen inside. Rank 0 (without ZeRO-3: every rank) keeps a copy of the
-        weights in host memory meanwhile.
+        With adapters w is the base's weight. No update may happen inside. Rank 0 (without ZeRO-3:
+        every rank) keeps a copy of the weights in host memory meanwhile.
         """
         return self._published.perturbed(scale=scale, seed=seed)
 
     def save(self, directory: str, state: dict[str, Any]) -> None:
-        """Write weights, optimizer, update counter, random state and `state` (plain values) so that `load` continues bit for bit.
+        """Write weights, optimizer, update counter, random state and `state` (plain values) so that
+        `load` continues bit for bit.
 
         Each rank may have a directory of its own. Raises StorageFailure, on every rank.
         """
         kept = {"updates": self.updates, "state": state, "reference_moved": self._reference_moved}
         checkpoint.save(self.engine, directory, kept, rank=self.rank, layout=self._layout())
         if self._reference_moved:
-            checkpoint.save_weights(zero.whole(_module(self._reference)), directory, writes=self.rank == 0)
+            checkpoint.save_weights(
+                zero.whole(_module(self._reference)), directory, writes=self.rank == 0
+            )
 
     def load(self, directory: str) -> dict[str, Any]:
-        """Continue from `save` and return its `state`, with the reference as it was if it had been refreshed.
+        """Continue from `save` and return its `state`, with the reference as it was if it had been
+        refreshed.
 
-        Raises ValueError if the ZeRO stage or the dtype differ, with stage 3 also the ranks, or a file is missing.
+        Raises ValueError if the ZeRO stage or the dtype differ, with stage 3 also the ranks, or a
+        file is missing.
         """
         saved = checkpoint.load(self.engine, directory, rank=self.rank, layout=self._layout())
         self.updates = saved["updates"]
@@ -342,28 +470,45 @@ class Learner:
     def _layout(self) -> dict[str, Any]:
         model = self.config.model
         return {
-            "learner.ranks": self.world_size, "learner.zero_stage": self.config.learner.zero_stage, "model.dtype": str(self._dtype),
-            "model.lora": None if model.lora is None else model.lora.model_dump(), "model.freeze": model.freeze,
+            "learner.ranks": self.world_size,
+            "learner.zero_stage": self.config.learner.zero_stage,
+            "model.dtype": str(self._dtype),
+            "model.lora": None if model.lora is None else model.lora.model_dump(),
+            "model.freeze": model.freeze,
         }
 
     def export(self, directory: str) -> None:
-        """Write the model for `from_pretrained` (safetensors and config; the tokenizer is the caller's), and its adapters in `adapter/`.
+        """Write the model for `from_pretrained` (safetensors and config; the tokenizer is the
+        caller's), and its adapters in `adapter/`.
 
         Collective. Raises StorageFailure, on every rank.
         """
-        checkpoint.export(self.engine.module.hf, self.named_weights(), directory, writes=self.rank == 0)
+        checkpoint.export(
+            self.engine.module.hf, self.named_weights(), directory, writes=self.rank == 0
+        )
         if self.config.model.lora is not None:
-            adapters.export(self.engine.module.hf, Path(directory) / "adapter", writes=self.rank == 0)
+            adapters.export(
+                self.engine.module.hf, Path(directory) / "adapter", writes=self.rank == 0
+            )
 
     def bytes_to_save(self) -> int:
         """What this rank writes with `save` and `export`, at most."""
         parameters, learner = list(self.engine.module.parameters()), self.config.learner
         counts = [torch.Size(zero.full_shape(parameter)).numel() for parameter in parameters]
-        trained = sum(count for count, parameter in zip(counts, parameters, strict=True) if parameter.requires_grad)
+        trained = sum(
+            count
+            for count, parameter in zip(counts, parameters, strict=True)
+            if parameter.requires_grad
+        )
         model, first = sum(counts) * self._dtype.itemsize, self.rank == 0
-        optimizer = (first and 8 * trained) if learner.zero_stage == 0 else 12 * trained // self.world_size
+        optimizer = (
+            (first and 8 * trained) if learner.zero_stage == 0 else 12 * trained // self.world_size
+        )
         module = model // self.world_size if self.sharded else (first and model)
-        return int(1.1 * (optimizer + module + (first and model * (2 + self._reference_moved)))) + 2**24
+        return (
+            int(1.1 * (optimizer + module + (first and model * (2 + self._reference_moved))))
+            + 2**24
+        )
 
     def close(self) -> None:
         """Free the model and leave the process group."""

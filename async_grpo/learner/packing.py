@@ -1,16 +1,18 @@
 """Rows as one sequence of tokens, in which rows that answer the same prompt share it.
 
-Runs in: learner ranks. Hides where the tokens of a row lie. A pack of three answers to prompt p and one to prompt q:
+Runs in: learner ranks. Hides where the tokens of a row lie. A pack of three answers to prompt p and
+one to prompt q:
 
-    tokens       p p p q q | a a a a | b b | c c | d d d         N: each is computed once by linear layers
-    attention    p p p a a a a                                   positions: every row with its prompt in front, padded to the longest
-                 p p p b b . .                                   row of its bucket
-                 p p p c c . .
-                 q q d d d
+    tokens       p p p q q | a a a a | b b | c c | d d d         N: each is computed once by linear
+                 layers
+    attention    p p p a a a a                                   positions: every row with its
+                 prompt in front, padded to the longest p p p b b . .
+                 row of its bucket p p p c c . . q q d d d
 
-Invariants: a token looks at the tokens of its row before it and at no others; attention's result for a prompt is taken from the prompt's
-first row, all of whose copies agree; the gradient of a shared token is the sum over its copies. Every index is used once in each direction,
-so that sums have a fixed order on any device.
+Invariants: a token looks at the tokens of its row before it and at no others; attention's result
+for a prompt is taken from the prompt's first row, all of whose copies agree; the gradient of a
+shared token is the sum over its copies. Every index is used once in each direction, so that sums
+have a fixed order on any device.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 SPARE_POSITIONS = 64
-"""Padding of a bucket that costs attention about as much as another bucket would: calls of kernels, forward and backward."""
+"""Padding of a bucket that costs attention about as much as another bucket would: calls of kernels,
+forward and backward.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,9 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Tokens [start, stop) of a pack are those of prompts with `times` + 1 rows each; others [(stop - start) * times]: positions of
-    their copies in all rows but the first, token by token."""
+    """Tokens [start, stop) of a pack are those of prompts with `times` + 1 rows each; others [(stop
+    - start) * times]: positions of their copies in all rows but the first, token by token.
+    """
 
     start: int
     stop: int
@@ -56,8 +61,9 @@ class Copies:
 class RowLayout:
     """Where attention finds the rows, among A positions.
 
-    take [A]: the token at each position, 0 for padding. own [N]: the position whose result a token gets. foreign [A]: positions that are no
-    token's own. tokens: the rows' lengths together, each with its prompt.
+    take [A]: the token at each position, 0 for padding. own [N]: the position whose result a token
+    gets. foreign [A]: positions that are no token's own. tokens: the rows' lengths together, each
+    with its prompt.
     """
 
     take: Tensor
@@ -94,7 +100,9 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         out = gradient.index_select(0, ctx.layout.own)
         for copies in ctx.layout.copies:
-            others = gradient.index_select(0, copies.others).view(copies.stop - copies.start, copies.times, *gradient.shape[1:])
+            others = gradient.index_select(0, copies.others).view(
+                copies.stop - copies.start, copies.times, *gradient.shape[1:]
+            )
             out[copies.start : copies.stop] += others.sum(1)
         return out, None
 
@@ -118,8 +126,9 @@ class _Collect(torch.autograd.Function):
 class Packed:
     """Rows as one sequence. N input tokens, M response tokens.
 
-    input_ids [1, N], position_ids [1, N]; predictors [M]: index of the hidden state that predicts each response token; targets [M];
-    order: packed row k is row `order[k]` of the caller; the M tokens lie in that order.
+    input_ids [1, N], position_ids [1, N]; predictors [M]: index of the hidden state that predicts
+    each response token; targets [M]; order: packed row k is row `order[k]` of the caller; the M
+    tokens lie in that order.
     """
 
     input_ids: Tensor
@@ -131,9 +140,11 @@ class Packed:
 
 
 def pack(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> Packed:
-    """Pack (prompt, response) token rows. The last response token is a target only: nothing is predicted from it.
+    """Pack (prompt, response) token rows. The last response token is a target only: nothing is
+    predicted from it.
 
-    With no rows the pack is a single dummy token, so that a rank without work still runs the same collectives.
+    With no rows the pack is a single dummy token, so that a rank without work still runs the same
+    collectives.
     """
     if not rows:
         rows = [(np.zeros(1, np.int64), np.zeros(1, np.int64))]
@@ -157,12 +168,23 @@ def pack(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) ->
         inputs.append(response[:-1])
         positions.append(np.arange(len(prompt), lengths[index]))
         targets.append(response)
-        tokens.append(np.concatenate([np.arange(start, start + len(prompt)), np.arange(at, at + len(response) - 1)]))
+        tokens.append(
+            np.concatenate(
+                [np.arange(start, start + len(prompt)), np.arange(at, at + len(response) - 1)]
+            )
+        )
         at += len(response) - 1
-    predictors = [part[len(rows[index][0]) - 1 :] for part, index in zip(tokens, order, strict=True)]
+    predictors = [
+        part[len(rows[index][0]) - 1 :] for part, index in zip(tokens, order, strict=True)
+    ]
     return Packed(
-        input_ids=_tensor(inputs, device)[None], position_ids=_tensor(positions, device)[None], predictors=_tensor(predictors, device),
-        targets=_tensor(targets, device), layout=_layout(tokens, [(places, len(rows[order[places[0]]][0])) for places in prompts], at, device),
+        input_ids=_tensor(inputs, device)[None],
+        position_ids=_tensor(positions, device)[None],
+        predictors=_tensor(predictors, device),
+        targets=_tensor(targets, device),
+        layout=_layout(
+            tokens, [(places, len(rows[order[places[0]]][0])) for places in prompts], at, device
+        ),
         order=tuple(order),
     )
 
@@ -171,34 +193,60 @@ def _tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
 
-def _layout(tokens: Sequence[np.ndarray], prompts: Sequence[tuple[list[int], int]], count: int, device: torch.device) -> RowLayout:
-    """tokens: of each row, longest first. prompts: the rows of each and its length, in the order in which they begin the pack."""
+def _layout(
+    tokens: Sequence[np.ndarray],
+    prompts: Sequence[tuple[list[int], int]],
+    count: int,
+    device: torch.device,
+) -> RowLayout:
+    """tokens: of each row, longest first. prompts: the rows of each and its length, in the order in
+    which they begin the pack.
+    """
     buckets = _buckets([len(part) for part in tokens])
     starts, positions = [], 0
     for bucket in buckets:
         starts += range(positions, positions + bucket.positions, bucket.width)
         positions += bucket.positions
-    take, own, foreign = np.zeros(positions, np.int64), np.zeros(count, np.int64), np.ones(positions, bool)
-    for start, part in zip(reversed(starts), reversed(tokens), strict=True):  # a prompt's first row comes last and stays
+    take, own, foreign = (
+        np.zeros(positions, np.int64),
+        np.zeros(count, np.int64),
+        np.ones(positions, bool),
+    )
+    for start, part in zip(
+        reversed(starts), reversed(tokens), strict=True
+    ):  # a prompt's first row comes last and stays
         take[start : start + len(part)] = part
         own[part] = np.arange(start, start + len(part))
     foreign[own] = False
     copies: list[Copies] = []
     at = 0
     for times, group in _runs(prompts):
-        others = [np.arange(length)[:, None] + [[starts[place] for place in places[1:]]] for places, length in group]
+        others = [
+            np.arange(length)[:, None] + [[starts[place] for place in places[1:]]]
+            for places, length in group
+        ]
         stop = at + sum(length for _, length in group)
         if times:
-            copies.append(Copies(at, stop, times, _tensor([part.ravel() for part in others], device)))
+            copies.append(
+                Copies(at, stop, times, _tensor([part.ravel() for part in others], device))
+            )
         at = stop
     return RowLayout(
-        take=torch.from_numpy(take).to(device), own=torch.from_numpy(own).to(device), foreign=torch.from_numpy(foreign).to(device),
-        copies=tuple(copies), buckets=buckets, tokens=sum(map(len, tokens)),
+        take=torch.from_numpy(take).to(device),
+        own=torch.from_numpy(own).to(device),
+        foreign=torch.from_numpy(foreign).to(device),
+        copies=tuple(copies),
+        buckets=buckets,
+        tokens=sum(map(len, tokens)),
     )
 
 
-def _runs(prompts: Sequence[tuple[list[int], int]]) -> list[tuple[int, list[tuple[list[int], int]]]]:
-    """Neighbouring prompts with equally many rows: how many rows beside the first, and the prompts."""
+def _runs(
+    prompts: Sequence[tuple[list[int], int]],
+) -> list[tuple[int, list[tuple[list[int], int]]]]:
+    """Neighbouring prompts with equally many rows: how many rows beside the first, and the
+    prompts.
+    """
     runs: list[tuple[int, list[tuple[list[int], int]]]] = []
     for places, length in prompts:
         if not runs or runs[-1][0] != len(places) - 1:
@@ -208,7 +256,9 @@ def _runs(prompts: Sequence[tuple[list[int], int]]) -> list[tuple[int, list[tupl
 
 
 def _buckets(lengths: list[int]) -> tuple[Bucket, ...]:
-    """Cut descending lengths where a row is at most half as long as the bucket's first, or would bring its padding above SPARE_POSITIONS."""
+    """Cut descending lengths where a row is at most half as long as the bucket's first, or would
+    bring its padding above SPARE_POSITIONS.
+    """
     buckets, first, spare = [], 0, 0
     for last in range(1, len(lengths) + 1):
         if last < len(lengths):

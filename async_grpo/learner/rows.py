@@ -1,7 +1,8 @@
 """The rows of a learner step on one rank, from the wire to tensors.
 
-Runs in: learner ranks. Hides the decoding of the payload. Invariant: every token that is trained has a lag between 0 and the configured
-bound, checked here for every row that is planned: an older one gets weight 0 with `on_stale: mask`, and ends the run otherwise.
+Runs in: learner ranks. Hides the decoding of the payload. Invariant: every token that is trained
+has a lag between 0 and the configured bound, checked here for every row that is planned: an older
+one gets weight 0 with `on_stale: mask`, and ends the run otherwise.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from async_grpo.replay.rules import StalenessError
 class Row:
     """One response of L tokens with its prompt; arrays are views into the payload.
 
-    behavior [L] float32; mask [L] uint8; lag [L] int64; once computed: anchor, reference, advantages [L] float32, kl [L] float64.
-    max_lag: older tokens are not trained; they stay in the divisors, and out of the statistics of their row.
+    behavior [L] float32; mask [L] uint8; lag [L] int64; once computed: anchor, reference,
+    advantages [L] float32, kl [L] float64. max_lag: older tokens are not trained; they stay in the
+    divisors, and out of the statistics of their row.
     """
 
     prompt: np.ndarray
@@ -48,14 +50,19 @@ class Row:
     @property
     def trained(self) -> np.ndarray:
         """[L] uint8: the mask without the tokens that are too old."""
-        return self.mask if self.max_lag is None else self.mask * (self.lag <= self.max_lag).astype(np.uint8)
+        return (
+            self.mask
+            if self.max_lag is None
+            else self.mask * (self.lag <= self.max_lag).astype(np.uint8)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """Everything the loss needs of the M response tokens of a micro-batch, each [M].
 
-    `trained`: the mask without tokens that are too old. `weights`: loss weight, 0 where not trained. `row_index`: row of the micro-batch. `identity` [M, 3]: group_id, row, position.
+    `trained`: the mask without tokens that are too old. `weights`: loss weight, 0 where not
+    trained. `row_index`: row of the micro-batch. `identity` [M, 3]: group_id, row, position.
     """
 
     behavior: Tensor
@@ -71,34 +78,73 @@ class TokenBatch:
 
     @classmethod
     def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
-        """The tokens of several micro-batches in order, without `reference`; `row_index` stays what it was in each."""
+        """The tokens of several micro-batches in order, without `reference`; `row_index` stays what
+        it was in each.
+        """
         names = [name for name in cls.__dataclass_fields__ if name != "reference"]
-        return cls(reference=None, **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names})
+        return cls(
+            reference=None,
+            **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names},
+        )
 
 
-def decode_rows(plan: RankPlan, payload: wire.Buffer, *, max_staleness: int, mask_stale: bool = False) -> dict[RowKey, Row]:
-    """The planned rows by (group_id, row). mask_stale: tokens older than `max_staleness` are not trained instead of refused. Raises StalenessError, and ValueError for a payload that is not what the plan names."""
-    groups = {group.group_id: group for group in map(wire.decode_group, wire.unpack_frames(payload))}
+def decode_rows(
+    plan: RankPlan, payload: wire.Buffer, *, max_staleness: int, mask_stale: bool = False
+) -> dict[RowKey, Row]:
+    """The planned rows by (group_id, row). mask_stale: tokens older than `max_staleness` are not
+    trained instead of refused. Raises StalenessError, and ValueError for a payload that is not what
+    the plan names.
+    """
+    groups = {
+        group.group_id: group for group in map(wire.decode_group, wire.unpack_frames(payload))
+    }
     if set(groups) != set(plan.group_ids):
-        raise ValueError(f"step {plan.step}: the payload holds groups {sorted(groups)}, the plan needs {sorted(plan.group_ids)}")
+        raise ValueError(
+            f"step {plan.step}: the payload holds groups {sorted(groups)}, the plan needs "
+            f"{sorted(plan.group_ids)}"
+        )
     rows: dict[RowKey, Row] = {}
     for key, planned in plan.rows.items():
         group = groups[planned.group_id]
         rollout = group.rollouts[planned.row]
-        if (len(group.prompt_ids), len(rollout.response_ids)) != (planned.prompt_length, planned.length):
-            raise ValueError(f"step {plan.step}: group {key[0]} row {key[1]} does not have the planned lengths {planned}")
-        lag = np.concatenate([np.full(span.end - span.start, plan.step - 1 - span.policy_version, np.int64) for span in rollout.versions])
-        if lag.min() < 0 or lag.max() > max_staleness and not mask_stale:
-            raise StalenessError(
-                f"step {plan.step}: group {key[0]} row {key[1]} has tokens with lag {lag.min()} to {lag.max()}, outside 0 to "
-                f"replay.max_staleness {max_staleness}; this is a bug in admission or labelling, please report it"
+        if (len(group.prompt_ids), len(rollout.response_ids)) != (
+            planned.prompt_length,
+            planned.length,
+        ):
+            raise ValueError(
+                f"step {plan.step}: group {key[0]} row {key[1]} does not have the planned "
+                f"lengths {planned}"
             )
-        rows[key] = Row(group.prompt_ids, rollout.response_ids, rollout.behavior_logprobs, rollout.loss_mask, lag, max_lag=max_staleness)
+        lag = np.concatenate(
+            [
+                np.full(span.end - span.start, plan.step - 1 - span.policy_version, np.int64)
+                for span in rollout.versions
+            ]
+        )
+        if lag.min() < 0 or (lag.max() > max_staleness and not mask_stale):
+            raise StalenessError(
+                f"step {plan.step}: group {key[0]} row {key[1]} has tokens with lag "
+                f"{lag.min()} to {lag.max()}, outside 0 to "
+                f"replay.max_staleness {max_staleness}; this is a bug in admission or "
+                "labelling, please report it"
+            )
+        rows[key] = Row(
+            group.prompt_ids,
+            rollout.response_ids,
+            rollout.behavior_logprobs,
+            rollout.loss_mask,
+            lag,
+            max_lag=max_staleness,
+        )
     return rows
 
 
-def token_batch(planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.device) -> TokenBatch:
-    """Token tensors of rows in packed order; without rows, those of the one dummy token, outside mask and loss."""
+def token_batch(
+    planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.device
+) -> TokenBatch:
+    """Token tensors of rows in packed order; without rows, those of the one dummy token, outside
+    mask and loss.
+    """
     lengths = np.array([row.length for row in planned] or [1])
 
     def column(arrays: list[np.ndarray], dtype: type[np.generic]) -> Tensor:
@@ -107,30 +153,56 @@ def token_batch(planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.d
     def spread(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values or [0], dtype), lengths)).to(device)
 
-    behavior, trained = column([row.behavior for row in rows], np.float32), column([row.trained for row in rows], np.uint8)
+    behavior, trained = (
+        column([row.behavior for row in rows], np.float32),
+        column([row.trained for row in rows], np.uint8),
+    )
     row_index = spread(range(len(planned)), np.int64)
-    position = torch.arange(len(row_index), device=device) - torch.from_numpy(np.cumsum(lengths) - lengths).to(device)[row_index]
-    anchored, referred = [row.anchor is not None for row in rows], [row.reference is not None for row in rows]
+    position = (
+        torch.arange(len(row_index), device=device)
+        - torch.from_numpy(np.cumsum(lengths) - lengths).to(device)[row_index]
+    )
+    anchored, referred = (
+        [row.anchor is not None for row in rows],
+        [row.reference is not None for row in rows],
+    )
     return TokenBatch(
         behavior=behavior,
-        anchor=column([row.anchor for row in rows], np.float32) if anchored and all(anchored) else behavior,
-        reference=column([row.reference for row in rows], np.float32) if referred and all(referred) else None,
+        anchor=column([row.anchor for row in rows], np.float32)
+        if anchored and all(anchored)
+        else behavior,
+        reference=column([row.reference for row in rows], np.float32)
+        if referred and all(referred)
+        else None,
         advantages=column([row.advantages for row in rows], np.float32),
         mask=column([row.mask for row in rows], np.uint8),
         trained=trained,
         lag=column([row.lag for row in rows], np.int64),
         weights=spread([row.weight for row in planned], np.float32) * trained,
         row_index=row_index,
-        identity=torch.stack([spread([row.group_id for row in planned], np.int64), spread([row.row for row in planned], np.int64), position], -1),
+        identity=torch.stack(
+            [
+                spread([row.group_id for row in planned], np.int64),
+                spread([row.row for row in planned], np.int64),
+                position,
+            ],
+            -1,
+        ),
     )
 
 
 def learning_rate(update: int, *, lr: float, warmup: int, schedule: str, total: int) -> float:
-    """Learning rate of optimizer update `update` (from 0): linear warm-up to `lr`, then the schedule, which ends at 0 after `total`."""
+    """Learning rate of optimizer update `update` (from 0): linear warm-up to `lr`, then the
+    schedule, which ends at 0 after `total`.
+    """
     if update < warmup:
         return lr * (update + 1) / warmup
     progress = min((update - warmup) / max(total - warmup, 1), 1.0)
-    shapes = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    shapes = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+    }
     return lr * shapes[schedule]
 
 

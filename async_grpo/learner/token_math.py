@@ -1,13 +1,18 @@
 """Token mathematics of a learner step: from what a row is worth to the loss of its tokens.
 
-Runs in: learner ranks. Hides which parts of the loss a configuration uses. The order, per step and per micro-batch:
+Runs in: learner ranks. Hides which parts of the loss a configuration uses. The order, per step and
+per micro-batch:
 
-    reward_kl   token KL of every row, its sum goes to the driver                      (only with add_token_level_kl)
+    reward_kl   token KL of every row, its sum goes to the driver                      (only with
+                add_token_level_kl)
     assign      row values -> advantage per token: the row's own, or returns -> whitened -> clipped
-    select      tokens chosen by statistics of the whole update, after a pass without gradient (only clip_cov, kl_cov, m2po)
-    loss        policy loss x off-policy weights + KL penalty - entropy bonus, summed with the tokens' loss weights
+    select      tokens chosen by statistics of the whole update, after a pass without gradient (only
+                clip_cov, kl_cov, m2po)
+    loss        policy loss x off-policy weights + KL penalty - entropy bonus, summed with the
+                tokens' loss weights
 
-Invariants: off-policy weights, selections and tokens that are too old never change a divisor; every rank calls the collective parts equally often.
+Invariants: off-policy weights, selections and tokens that are too old never change a divisor; every
+rank calls the collective parts equally often.
 """
 
 from __future__ import annotations
@@ -20,7 +25,12 @@ from torch import Tensor
 
 from async_grpo.algo.advantages import ESTIMATORS, place_rewards, token_advantages
 from async_grpo.algo.aggregation import aggregate_loss
-from async_grpo.algo.importance import importance_weights, interpolated_anchor, opsm_mask, rejection_mask
+from async_grpo.algo.importance import (
+    importance_weights,
+    interpolated_anchor,
+    opsm_mask,
+    rejection_mask,
+)
 from async_grpo.algo.kl import kl_penalty
 from async_grpo.algo.losses import RATIO_FREE, SELECTING, Clip, LossOptions, policy_loss
 from async_grpo.algo.metrics import MetricSums, loss_metrics
@@ -42,13 +52,26 @@ class TokenMath:
         """Whether `loss` needs the result of `select`."""
 
     def reward_kl(self, row: Row) -> float:
-        """Compute and keep the row's token KL to the reference, under the recomputed policy if there is one; its sum over the mask."""
+        """Compute and keep the row's token KL to the reference, under the recomputed policy if
+        there is one; its sum over the mask.
+        """
         policy = row.behavior if row.anchor is None else row.anchor
-        row.kl = kl_penalty(_double(policy), _double(row.reference), self._algorithm.kl_ctrl.kl_type).numpy()
+        row.kl = kl_penalty(
+            _double(policy), _double(row.reference), self._algorithm.kl_ctrl.kl_type
+        ).numpy()
         return float(row.kl[row.mask != 0].sum())
 
-    def assign(self, rows: Mapping[RowKey, Row], *, owned: Collection[RowKey], values: Mapping[RowKey, RowValue], kl_coef: float) -> None:
-        """Give every row (those in the loss) its advantages. `owned` rows count in the moments on this rank. Collective."""
+    def assign(
+        self,
+        rows: Mapping[RowKey, Row],
+        *,
+        owned: Collection[RowKey],
+        values: Mapping[RowKey, RowValue],
+        kl_coef: float,
+    ) -> None:
+        """Give every row (those in the loss) its advantages. `owned` rows count in the moments on
+        this rank. Collective.
+        """
         if not self._estimator.returns:
             for key, row in rows.items():
                 row.advantages = np.full(len(row.mask), values[key].value, np.float32)
@@ -63,48 +86,102 @@ class TokenMath:
 
         mask = padded([row.mask for row in rows.values()])
         kl = padded([row.kl for row in rows.values()]) if algorithm.add_token_level_kl else None
-        rewards = place_rewards(_double([values[key].value for key in rows]), mask, kl=kl, kl_coef=kl_coef)
+        rewards = place_rewards(
+            _double([values[key].value for key in rows]), mask, kl=kl, kl_coef=kl_coef
+        )
         mine = _double([float(key in owned) for key in rows]).unsqueeze(-1).expand_as(mask)
         advantages, _ = token_advantages(
-            algorithm.adv_estimator, rewards, mask, gamma=algorithm.gamma,
-            reward_baselines=_double([values[key].baseline for key in rows]) if self._estimator.baseline else None,
-            whiten_advantages=algorithm.whiten_advantages, advantage_clip=algorithm.advantage_clip, counted=mine,
+            algorithm.adv_estimator,
+            rewards,
+            mask,
+            gamma=algorithm.gamma,
+            reward_baselines=_double([values[key].baseline for key in rows])
+            if self._estimator.baseline
+            else None,
+            whiten_advantages=algorithm.whiten_advantages,
+            advantage_clip=algorithm.advantage_clip,
+            counted=mine,
             reduce=self._collectives.sum,
         )
         for row, advantage in zip(rows.values(), advantages.numpy(), strict=True):
             row.advantages = advantage[: len(row.mask)].astype(np.float32)
 
-    def select(self, step: int, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor]) -> list[Tensor]:
-        """The selection of each micro-batch of an update, from log-probs without gradient. Collective."""
+    def select(
+        self, step: int, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The selection of each micro-batch of an update, from log-probs without gradient.
+        Collective.
+        """
         whole = TokenBatch.joined(batches)
         group_ids, rows, positions = whole.identity.unbind(-1)
         current = torch.cat(list(logprobs))
         selection = select_tokens(
-            self._algorithm.policy_loss, logprobs=current, anchor_logprobs=self._anchor(whole, current), advantages=whole.advantages,
-            loss_mask=whole.trained, staleness=whole.lag, clip=self._clip, options=self._options,
-            hashes=token_hashes(self._seed, step, group_ids, rows, positions), reduce=self._collectives.sum, gather=self._collectives.gather,
+            self._algorithm.policy_loss,
+            logprobs=current,
+            anchor_logprobs=self._anchor(whole, current),
+            advantages=whole.advantages,
+            loss_mask=whole.trained,
+            staleness=whole.lag,
+            clip=self._clip,
+            options=self._options,
+            hashes=token_hashes(self._seed, step, group_ids, rows, positions),
+            reduce=self._collectives.sum,
+            gather=self._collectives.gather,
         )
         return list(selection.split([len(part) for part in logprobs]))
 
-    def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor, *, selection: Tensor | None, metrics: MetricSums | None) -> Tensor:
-        """The micro-batch's share of the loss, a scalar to be added to the others; its metrics are added to `metrics`."""
+    def loss(
+        self,
+        batch: TokenBatch,
+        logprobs: Tensor,
+        entropy: Tensor,
+        *,
+        selection: Tensor | None,
+        metrics: MetricSums | None,
+    ) -> Tensor:
+        """The micro-batch's share of the loss, a scalar to be added to the others; its metrics are
+        added to `metrics`.
+        """
         algorithm, anchor = self._algorithm, self._anchor(batch, logprobs.detach())
         weights, kept = self._weights(batch, logprobs.detach(), anchor)
         token_loss, diagnostics = policy_loss(
-            algorithm.policy_loss, logprobs, anchor_logprobs=anchor, behavior_logprobs=batch.behavior, advantages=batch.advantages,
-            loss_mask=batch.trained, staleness=batch.lag, clip=self._clip, row_index=batch.row_index, selection=selection,
-            options=self._options, weights=weights if kept is None else kept if weights is None else weights * kept,
+            algorithm.policy_loss,
+            logprobs,
+            anchor_logprobs=anchor,
+            behavior_logprobs=batch.behavior,
+            advantages=batch.advantages,
+            loss_mask=batch.trained,
+            staleness=batch.lag,
+            clip=self._clip,
+            row_index=batch.row_index,
+            selection=selection,
+            options=self._options,
+            weights=weights if kept is None else kept if weights is None else weights * kept,
         )
         kl = None
         if batch.reference is not None and algorithm.use_kl_loss:
             corrected = anchor if algorithm.kl_loss_unbiased else None
-            kl = kl_penalty(logprobs, batch.reference, algorithm.kl_loss_type, anchor_logprobs=corrected)
+            kl = kl_penalty(
+                logprobs, batch.reference, algorithm.kl_loss_type, anchor_logprobs=corrected
+            )
         if metrics is not None:
             metrics.add("train/stale_share", batch.trained == 0, batch.mask)
             loss_metrics(
-                metrics, token_loss=token_loss, diagnostics=diagnostics, logprobs=logprobs.detach(), anchor_logprobs=anchor,
-                behavior_logprobs=batch.behavior, recomputed=algorithm.anchor == "recomputed", advantages=batch.advantages,
-                staleness=batch.lag, mask=batch.trained, row_index=batch.row_index, weights=weights, kept=kept, kl=kl, entropy=entropy,
+                metrics,
+                token_loss=token_loss,
+                diagnostics=diagnostics,
+                logprobs=logprobs.detach(),
+                anchor_logprobs=anchor,
+                behavior_logprobs=batch.behavior,
+                recomputed=algorithm.anchor == "recomputed",
+                advantages=batch.advantages,
+                staleness=batch.lag,
+                mask=batch.trained,
+                row_index=batch.row_index,
+                weights=weights,
+                kept=kept,
+                kl=kl,
+                entropy=entropy,
             )
         if kl is not None:
             token_loss = token_loss + algorithm.kl_loss_coef * kl
@@ -118,37 +195,62 @@ class TokenMath:
             return interpolated_anchor(logprobs, batch.behavior, batch.lag)
         return batch.anchor
 
-    def _weights(self, batch: TokenBatch, logprobs: Tensor, anchor: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Importance weights, and which tokens are kept (0 or 1). A loss without ratio is weighed by the current policy's own."""
+    def _weights(
+        self, batch: TokenBatch, logprobs: Tensor, anchor: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Importance weights, and which tokens are kept (0 or 1). A loss without ratio is weighed
+        by the current policy's own.
+        """
         algorithm = self._algorithm
         importance, rejection = algorithm.importance, algorithm.rejection
         policy = logprobs if algorithm.policy_loss in RATIO_FREE else anchor
         weights = kept = None
         if importance.level != "none":
             weights = importance_weights(
-                policy, batch.behavior, batch.trained, level=importance.level, mode=importance.mode, lower=importance.lower,
-                upper=importance.upper, row_index=batch.row_index,
+                policy,
+                batch.behavior,
+                batch.trained,
+                level=importance.level,
+                mode=importance.mode,
+                lower=importance.lower,
+                upper=importance.upper,
+                row_index=batch.row_index,
             )
         if rejection.level != "none":
             kept = rejection_mask(
-                policy, batch.behavior, batch.trained, level=rejection.level, lower=rejection.lower, upper=rejection.upper,
+                policy,
+                batch.behavior,
+                batch.trained,
+                level=rejection.level,
+                lower=rejection.lower,
+                upper=rejection.upper,
                 row_index=batch.row_index,
             )
         if algorithm.opsm_delta is not None:
             opsm = opsm_mask(
-                logprobs, batch.behavior, batch.advantages, batch.trained, delta=algorithm.opsm_delta, row_index=batch.row_index
+                logprobs,
+                batch.behavior,
+                batch.advantages,
+                batch.trained,
+                delta=algorithm.opsm_delta,
+                row_index=batch.row_index,
             )
             kept = opsm if kept is None else kept * opsm
         return weights, kept
 
 
 def compare_sampler(metrics: MetricSums, batch: TokenBatch, logprobs: Tensor) -> None:
-    """Learner against sampler on tokens of lag 0, which were sampled from the very weights that computed `logprobs` [M].
+    """Learner against sampler on tokens of lag 0, which were sampled from the very weights that
+    computed `logprobs` [M].
 
-    weights/sampler_error: mean absolute difference in responses of one version. weights/kv_cache_error: in those that were running when the
-    weights came; with `weight_sync.kv_cache: recompute` the same, with `keep` larger, since these tokens looked at an older version's cache.
+    weights/sampler_error: mean absolute difference in responses of one version.
+    weights/kv_cache_error: in those that were running when the weights came; with
+    `weight_sync.kv_cache: recompute` the same, with `keep` larger, since these tokens looked at an
+    older version's cache.
     """
-    oldest = torch.zeros(int(batch.row_index.max()) + 1, dtype=batch.lag.dtype, device=batch.lag.device)
+    oldest = torch.zeros(
+        int(batch.row_index.max()) + 1, dtype=batch.lag.dtype, device=batch.lag.device
+    )
     oldest = oldest.scatter_reduce(0, batch.row_index, batch.lag, "amax")[batch.row_index]
     fresh, error = (batch.mask != 0) & (batch.lag == 0), (logprobs - batch.behavior).abs()
     metrics.add("weights/sampler_error", error, fresh & (oldest == 0))
@@ -162,17 +264,30 @@ def _double(values: Sequence[float] | np.ndarray) -> Tensor:
 def _clip(config: Config) -> Clip:
     algorithm = config.algorithm
     return Clip(
-        low=algorithm.clip_low, high=algorithm.clip_high, kind=algorithm.clip_schedule.kind, rate=algorithm.clip_schedule.rate,
-        floor=algorithm.clip_schedule.floor, dual=algorithm.clip_ratio_c if algorithm.dual_clip_loss else None,
+        low=algorithm.clip_low,
+        high=algorithm.clip_high,
+        kind=algorithm.clip_schedule.kind,
+        rate=algorithm.clip_schedule.rate,
+        floor=algorithm.clip_schedule.floor,
+        dual=algorithm.clip_ratio_c if algorithm.dual_clip_loss else None,
     )
 
 
 def _options(config: Config) -> LossOptions:
     algorithm = config.algorithm
     return LossOptions(
-        sapo_tau_pos=algorithm.sapo.tau_pos, sapo_tau_neg=algorithm.sapo.tau_neg, dppo_divergence=algorithm.dppo.divergence,
-        dppo_low=algorithm.dppo.low, dppo_high=algorithm.dppo.high, dppo_ratio_cap=algorithm.dppo.ratio_cap, opmd_tau=algorithm.opmd.tau,
-        opmd_level=algorithm.opmd.level, clip_cov_ratio=algorithm.clip_cov.ratio, clip_cov_lower=algorithm.clip_cov.lower,
-        clip_cov_upper=algorithm.clip_cov.upper, kl_cov_ratio=algorithm.kl_cov.ratio, kl_cov_coef=algorithm.kl_cov.coef,
+        sapo_tau_pos=algorithm.sapo.tau_pos,
+        sapo_tau_neg=algorithm.sapo.tau_neg,
+        dppo_divergence=algorithm.dppo.divergence,
+        dppo_low=algorithm.dppo.low,
+        dppo_high=algorithm.dppo.high,
+        dppo_ratio_cap=algorithm.dppo.ratio_cap,
+        opmd_tau=algorithm.opmd.tau,
+        opmd_level=algorithm.opmd.level,
+        clip_cov_ratio=algorithm.clip_cov.ratio,
+        clip_cov_lower=algorithm.clip_cov.lower,
+        clip_cov_upper=algorithm.clip_cov.upper,
+        kl_cov_ratio=algorithm.kl_cov.ratio,
+        kl_cov_coef=algorithm.kl_cov.coef,
         m2po_budget=algorithm.m2po.budget,
     )

@@ -1,9 +1,13 @@
-"""The policy's weights as engines and exports get them: whole, under Hugging Face names, adapters merged.
+"""The policy's weights as engines and exports get them: whole, under Hugging Face names, adapters
+merged.
 
-Runs in: learner ranks. Hides where parameters live (ZeRO, offload) and that some have adapters. Invariants:
+Runs in: learner ranks. Hides where parameters live (ZeRO, offload) and that some have adapters.
+Invariants:
 
-- Names, order, shapes and dtypes are those of the base model, a tied head left out, frozen weights included.
-- Reading changes nothing: a weight with an adapter is computed into a fresh tensor, W + scaling B A in float32, rounded to W's dtype.
+- Names, order, shapes and dtypes are those of the base model, a tied head left out, frozen weights
+  included.
+- Reading changes nothing: a weight with an adapter is computed into a fresh tensor, W + scaling B A
+  in float32, rounded to W's dtype.
 - Never more than a bucket is whole on a rank with ZeRO-3.
 """
 
@@ -46,20 +50,29 @@ class Published:
     """The weights of one model. keeps: whether `perturbed` restores from this rank's copy."""
 
     def __init__(self, hf: PreTrainedModel, *, keeps: bool) -> None:
-        adapted = {f"{name}.base_layer.weight": adapters.factors(layer) for name, layer in adapters.layers(hf).items()}
+        adapted = {
+            f"{name}.base_layer.weight": adapters.factors(layer)
+            for name, layer in adapters.layers(hf).items()
+        }
         ours = {id(factor) for factors in adapted.values() for factor in factors[:2]}
         self._weights = [
             _Weight(name.replace(".base_layer.", "."), parameter, *adapted.get(name, ()))
-            for name, parameter in hf.named_parameters() if id(parameter) not in ours
+            for name, parameter in hf.named_parameters()
+            if id(parameter) not in ours
         ]
         self._keeps = keeps
 
     def metadata(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Name, full shape and dtype name of every weight, in the order of `named`."""
-        return [(one.name, zero.full_shape(one.base), str(one.base.dtype).removeprefix("torch.")) for one in self._weights]
+        return [
+            (one.name, zero.full_shape(one.base), str(one.base.dtype).removeprefix("torch."))
+            for one in self._weights
+        ]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, valid until the next item. Collective with ZeRO-3: every rank must exhaust the iterator."""
+        """Every weight, valid until the next item. Collective with ZeRO-3: every rank must exhaust
+        the iterator.
+        """
         for bucket in zero.buckets(self._weights, _Weight.parameters):
             with zero.gathered([parameter for one in bucket for parameter in one.parameters()]):
                 for one in bucket:
@@ -67,14 +80,18 @@ class Published:
 
     @contextmanager
     def perturbed(self, *, scale: float, seed: int) -> Iterator[None]:
-        """Inside the block every base weight w is w + scale * rms(w) * noise; leaving restores it bit for bit."""
+        """Inside the block every base weight w is w + scale * rms(w) * noise; leaving restores it
+        bit for bit.
+        """
         kept: dict[str, Tensor] = {}
         try:
             for one in self._weights:
                 with torch.no_grad(), zero.gathered([one.base], modify=True):
                     if self._keeps:
                         kept[one.name] = one.base.data.to("cpu", copy=True)
-                        one.base.data.add_(_noise(one.base.data, scale=scale, seed=seed, name=one.name))
+                        one.base.data.add_(
+                            _noise(one.base.data, scale=scale, seed=seed, name=one.name)
+                        )
             yield
         finally:
             for one in self._weights:
@@ -86,6 +103,10 @@ class Published:
 def _noise(weight: Tensor, *, scale: float, seed: int, name: str) -> Tensor:
     """scale * rms(weight) * standard normal noise, a function of the seed and the name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator(device=weight.device).manual_seed(int.from_bytes(digest[:7], "little"))
-    noise = torch.randn(weight.shape, generator=generator, device=weight.device, dtype=torch.float32)
+    generator = torch.Generator(device=weight.device).manual_seed(
+        int.from_bytes(digest[:7], "little")
+    )
+    noise = torch.randn(
+        weight.shape, generator=generator, device=weight.device, dtype=torch.float32
+    )
     return (noise * (scale * weight.float().square().mean().sqrt())).to(weight.dtype)

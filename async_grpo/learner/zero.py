@@ -1,10 +1,12 @@
 """DeepSpeed's settings and the differences between its ZeRO stages.
 
-Runs in: learner ranks. Hides where a parameter lives: with stages 0 to 2 every rank holds it whole, with stage 3 a rank holds a
-slice and reading it is collective. DeepSpeed is imported inside functions, because it chooses its accelerator when imported.
+Runs in: learner ranks. Hides where a parameter lives: with stages 0 to 2 every rank holds it whole,
+with stage 3 a rank holds a slice and reading it is collective. DeepSpeed is imported inside
+functions, because it chooses its accelerator when imported.
 
-Sums, maxima and concatenations over the learner ranks. Hides the device that the process group communicates from. Invariant: every rank calls the same functions in the
-same order, whatever it holds, and all get the same result.
+Sums, maxima and concatenations over the learner ranks. Hides the device that the process group
+communicates from. Invariant: every rank calls the same functions in the same order, whatever it
+holds, and all get the same result.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ Item = TypeVar("Item")
 
 
 def start(device: str, *, timeout_s: float) -> None:
-    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; no-op if it exists. timeout_s: of collectives."""
+    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; no-op if
+    it exists. timeout_s: of collectives.
+    """
     cpu = device == "cpu"
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -37,22 +41,37 @@ def start(device: str, *, timeout_s: float) -> None:
     import deepspeed
     from deepspeed.ops import __compatible_ops__
 
-    # Otherwise DeepSpeed compiles a shared-memory collective at this point, which needs a compiler and ninja; gloo does the same work.
+    # Otherwise DeepSpeed compiles a shared-memory collective at this point, which needs a compiler
+    # and ninja; gloo does the same work.
     __compatible_ops__["deepspeed_shm_comm"] = False
-    # DeepSpeed calls collectives by names that torch has deprecated; every call would print a warning.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    # DeepSpeed calls collectives by names that torch has deprecated; every call would print a
+    # warning.
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
     backend, timeout = "gloo" if cpu else "nccl", timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=_store(rank, ranks, timeout), rank=rank, world_size=ranks, timeout=timeout)
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=_store(rank, ranks, timeout),
+            rank=rank,
+            world_size=ranks,
+            timeout=timeout,
+        )
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
+    )
 
 
 def _store(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
-    """The rendezvous of the ranks. Rank 0 listens on MASTER_ADDR alone; left to itself, torch would listen on every interface. Where
-    MASTER_LISTEN_FD is set, that socket listens already."""
+    """The rendezvous of the ranks. Rank 0 listens on MASTER_ADDR alone; left to itself, torch would
+    listen on every interface. Where MASTER_LISTEN_FD is set, that socket listens already.
+    """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if host.startswith("127."):  # the ranks' connections to each other would go by the machine's name
+    if host.startswith(
+        "127."
+    ):  # the ranks' connections to each other would go by the machine's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if rank > 0:
@@ -62,27 +81,44 @@ def _store(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
     else:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=1024)
-    return dist.TCPStore(host, listener.getsockname()[1], ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        ranks,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of the policy. Raises ValueError for keys of `learner.deepspeed` that this project sets itself."""
+    """The DeepSpeed configuration of the policy. Raises ValueError for keys of `learner.deepspeed`
+    that this project sets itself.
+    """
     learner = config.learner
     refused = sorted(path for path in _paths(learner.deepspeed) if path in REFUSED_DEEPSPEED_KEYS)
     if refused:
-        raise ValueError(f"learner.deepspeed may not set {', '.join(refused)}: the learner sets it from the other settings; remove it")
+        raise ValueError(
+            f"learner.deepspeed may not set {', '.join(refused)}: the learner sets it from "
+            "the other settings; remove it"
+        )
     bf16 = dtype == torch.bfloat16
     if bf16 and learner.zero_stage == 0:
-        raise ValueError("learner.zero_stage 0 would add up gradients in bfloat16; set learner.zero_stage to 1, or model.dtype to float32")
+        raise ValueError(
+            "learner.zero_stage 0 would add up gradients in bfloat16; set "
+            "learner.zero_stage to 1, or model.dtype to float32"
+        )
     ours: dict[str, Any] = {
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        # backward() only accumulates and step() is the boundary, so every update may have another number of micro-batches.
+        # backward() only accumulates and step() is the boundary, so every update may have another
+        # number of micro-batches.
         "managed_gradient_accumulation": False,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        # Plain float32 without ZeRO reports no gradient norm: there the learner clips, in a hook of the optimizer.
+        # Plain float32 without ZeRO reports no gradient norm: there the learner clips, in a hook of
+        # the optimizer.
         "gradient_clipping": learner.grad_clip if learner.zero_stage > 0 else 0.0,
         "bf16": {"enabled": bf16},
         "zero_optimization": {"stage": learner.zero_stage, "overlap_comm": False},
@@ -94,29 +130,43 @@ def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> 
 
 
 def reference_config(*, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of a frozen model that is sharded by stage 3 and has no optimizer."""
+    """The DeepSpeed configuration of a frozen model that is sharded by stage 3 and has no
+    optimizer.
+    """
     return {
-        "train_batch_size": world_size, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": dtype == torch.bfloat16}, "zero_optimization": {"stage": 3, "overlap_comm": False}, "steps_per_print": 10**9,
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {"stage": 3, "overlap_comm": False},
+        "steps_per_print": 10**9,
     }
 
 
-def gathered(parameters: Sequence[nn.Parameter], *, modify: bool = False) -> AbstractContextManager[None]:
-    """Whole parameters inside the block (collective with stage 3, no-op otherwise); `modify`: rank 0's changes are kept on leaving."""
+def gathered(
+    parameters: Sequence[nn.Parameter], *, modify: bool = False
+) -> AbstractContextManager[None]:
+    """Whole parameters inside the block (collective with stage 3, no-op otherwise); `modify`: rank
+    0's changes are kept on leaving.
+    """
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if modify else None)
 
 
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Give `target` the weights of `source`, a module of the same architecture. Collective with stage 3."""
+    """Give `target` the weights of `source`, a module of the same architecture. Collective with
+    stage 3.
+    """
     for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
         with torch.no_grad(), gathered([ours]), gathered([theirs], modify=True):
             theirs.data.copy_(ours.data)
 
 
 def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter with its name, each valid until the next. Collective with stage 3: every rank must exhaust it."""
+    """Every parameter with its name, each valid until the next. Collective with stage 3: every rank
+    must exhaust it.
+    """
     for name, parameter in module.named_parameters():
         with gathered([parameter]):
             yield name, parameter.data
@@ -127,12 +177,19 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
-def buckets(items: Sequence[Item], parameters: Callable[[Item], Sequence[nn.Parameter]]) -> Iterator[list[Item]]:
-    """Consecutive items whose parameters fill up to 64 MiB a bucket (or one larger item): the unit of a gather."""
+def buckets(
+    items: Sequence[Item], parameters: Callable[[Item], Sequence[nn.Parameter]]
+) -> Iterator[list[Item]]:
+    """Consecutive items whose parameters fill up to 64 MiB a bucket (or one larger item): the unit
+    of a gather.
+    """
     bucket: list[Item] = []
     held = 0
     for item in items:
-        size = sum(torch.Size(full_shape(parameter)).numel() * parameter.element_size() for parameter in parameters(item))
+        size = sum(
+            torch.Size(full_shape(parameter)).numel() * parameter.element_size()
+            for parameter in parameters(item)
+        )
         if bucket and held + size > _GATHER_BYTES:
             yield bucket
             bucket, held = [], 0
@@ -152,7 +209,11 @@ def _paths(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in extra.items():
-        merged[key] = _merged(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+        merged[key] = (
+            _merged(merged[key], value)
+            if isinstance(value, dict) and isinstance(merged.get(key), dict)
+            else value
+        )
     return merged
 
 
@@ -175,7 +236,9 @@ class Collectives:
         return int(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Concatenation over the ranks along the first dimension, whose length may differ between them."""
+        """Concatenation over the ranks along the first dimension, whose length may differ between
+        them.
+        """
         lengths = torch.zeros(self._world_size, dtype=torch.int64, device=self._device)
         lengths[dist.get_rank()] = len(tensor)
         dist.all_reduce(lengths)
@@ -184,7 +247,9 @@ class Collectives:
         padded[: len(tensor)] = tensor.to(self._device)
         parts = [torch.empty_like(padded) for _ in range(self._world_size)]
         dist.all_gather(parts, padded)
-        return torch.cat([part[:length] for part, length in zip(parts, lengths.tolist(), strict=True)]).to(tensor.device)
+        return torch.cat(
+            [part[:length] for part, length in zip(parts, lengths.tolist(), strict=True)]
+        ).to(tensor.device)
 
     def union(self, values: Sequence[int]) -> list[int]:
         """Values of all ranks, sorted, each once."""

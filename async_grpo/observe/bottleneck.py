@@ -1,19 +1,26 @@
-"""Who is the bottleneck of a run, and what to change: one sentence per interval, from rates that were measured.
+"""Who is the bottleneck of a run, and what to change: one sentence per interval, from rates that
+were measured.
 
-Runs in: the driver, and simulations. Hides the model. With R groups per learner step, K = max_staleness, X trained groups per second, and
-Little's law (what is there at a time = rate x time in the system) where it says so:
+Runs in: the driver, and simulations. Hides the model. With R groups per learner step, K =
+max_staleness, X trained groups per second, and Little's law (what is there at a time = rate x time
+in the system) where it says so:
 
     learner     X_L = R / (time of a step that waits for nothing)
-    engines     X_E = X / (share of the places that are taken), places = actors x groups that one generates at a time, and
-                taken = rate of completions x time that a group takes a place: each response takes its own until it ends    (Little)
-    verifiers   X_V = X while more responses wait for a verdict than there are workers    (Little), else no limit
-    slots       X_S = X (K' + 1) / (K + 1) with another bound K': every group holds one of (K + 1) R slots for a time that the slowest decide
+    engines     X_E = X / (share of the places that are taken), places = actors x groups that one
+                generates at a time, and taken = rate of completions x time that a group takes a
+                place: each response takes its own until it ends    (Little)
+    verifiers   X_V = X while more responses wait for a verdict than there are workers    (Little),
+                else no limit
+    slots       X_S = X (K' + 1) / (K + 1) with another bound K': every group holds one of (K + 1) R
+                slots for a time that the slowest decide
 
-A starved learner is waiting for verifiers, engines or slots, in this order; a busy one is itself the limit, or its publications are. The
-predicted gain is up to the next limit. Two things make it too high: engines that generate more groups at a time generate each more slowly, and
-learner ranks do not divide a small step evenly.
+A starved learner is waiting for verifiers, engines or slots, in this order; a busy one is itself
+the limit, or its publications are. The predicted gain is up to the next limit. Two things make it
+too high: engines that generate more groups at a time generate each more slowly, and learner ranks
+do not divide a small step evenly.
 
-Invariants: pure functions of metrics that are logged anyway; no advice without a gain of at least `WORTH` of the throughput.
+Invariants: pure functions of metrics that are logged anyway; no advice without a gain of at least
+`WORTH` of the throughput.
 """
 
 from __future__ import annotations
@@ -27,15 +34,28 @@ from async_grpo.config.schema import Config
 
 Kind = Literal["balanced", "learner", "publications", "engines", "verifier", "slots", "tail"]
 LITTLE, WORTH, FULL = 0.10, 0.15, 0.80
-"""Shares: a learner that starves for less is busy; a smaller gain is no advice; engines with more of their places taken are full."""
+"""Shares: a learner that starves for less is busy; a smaller gain is no advice; engines with more
+of their places taken are full.
+"""
 MUCH = 0.15
 """Share of the time of learner or engines that publications may take."""
 AT_MOST = 4
 """Advice never changes a number by more than this factor: what lies beyond was not measured."""
 RATES = (
-    "rollout/generate_s", "rollout/verify_s", "rollout/response_length", "rollout/tokens_per_s_per_response", "replay/ready_wait_s",
+    "rollout/generate_s",
+    "rollout/verify_s",
+    "rollout/response_length",
+    "rollout/tokens_per_s_per_response",
+    "replay/ready_wait_s",
 )
-DONE = ("replay/trained", "replay/training", "replay/ready", "replay/rejected", "replay/expired", "replay/expirations")
+DONE = (
+    "replay/trained",
+    "replay/training",
+    "replay/ready",
+    "replay/rejected",
+    "replay/expired",
+    "replay/expirations",
+)
 """States and counters of groups that came out of the engines."""
 TIMES = ("time/learner/", "time/engine/")
 MIN_STEPS, MIN_S = 5, 5.0
@@ -43,8 +63,10 @@ MIN_STEPS, MIN_S = 5, 5.0
 
 @dataclass(frozen=True)
 class Setup:
-    """What the model needs to know of a configuration. places: groups that one rollout actor has room for; whole: a group keeps its place
-    until its last response is verified, otherwise each response keeps its own until it ends."""
+    """What the model needs to know of a configuration. places: groups that one rollout actor has
+    room for; whole: a group keeps its place until its last response is verified, otherwise each
+    response keeps its own until it ends.
+    """
 
     batch: int
     max_staleness: int
@@ -59,15 +81,21 @@ class Setup:
     def of(cls, config: Config) -> Setup:
         responses = config.rollout.group_size + (config.algorithm.adv_estimator == "remax")
         return cls(
-            batch=config.rollout.rollout_batch_size, max_staleness=config.replay.max_staleness, every_steps=config.weight_sync.every_steps,
-            ranks=config.learner.ranks, workers=config.task.verifier.workers, responses=responses,
+            batch=config.rollout.rollout_batch_size,
+            max_staleness=config.replay.max_staleness,
+            every_steps=config.weight_sync.every_steps,
+            ranks=config.learner.ranks,
+            workers=config.task.verifier.workers,
+            responses=responses,
             places=config.cluster.engine.max_num_seqs / responses,
         )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: who limits. text: one sentence. advice: setting -> value. predicted_gain: in groups per second; rate: what there is now."""
+    """kind: who limits. text: one sentence. advice: setting -> value. predicted_gain: in groups per
+    second; rate: what there is now.
+    """
 
     kind: Kind
     text: str
@@ -78,7 +106,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Interval:
-    """What was measured between two lines of metrics. Seconds are shares of the time that passed; rates in groups per second."""
+    """What was measured between two lines of metrics. Seconds are shares of the time that passed;
+    rates in groups per second.
+    """
 
     rate: float
     """Trained groups."""
@@ -94,16 +124,32 @@ class Interval:
     ready_wait_s: float
 
     @classmethod
-    def between(cls, first: Mapping[str, float], last: Mapping[str, float], means: Mapping[str, float], *, steps: int, batch: int) -> Interval:
-        """first, last: metrics of two learner steps, `steps` apart; means: of `RATES`, over the steps between."""
+    def between(
+        cls,
+        first: Mapping[str, float],
+        last: Mapping[str, float],
+        means: Mapping[str, float],
+        *,
+        steps: int,
+        batch: int,
+    ) -> Interval:
+        """first, last: metrics of two learner steps, `steps` apart; means: of `RATES`, over the
+        steps between.
+        """
         speed, generate_s = means["rollout/tokens_per_s_per_response"], means["rollout/generate_s"]
         learner, seconds = _shares(first, last, "time/learner/")
         engine, _ = _shares(first, last, "time/engine/")
         completed = sum(last.get(name, 0.0) - first.get(name, 0.0) for name in DONE)
         return cls(
-            rate=steps * batch / seconds, completed=max(completed, steps * batch) / seconds, learner=learner, engine=engine,
-            actors=max(last["cluster/rollout_actors"], 1.0), generate_s=generate_s, verify_s=means["rollout/verify_s"],
-            response_s=means["rollout/response_length"] / speed if speed else generate_s, ready_wait_s=means["replay/ready_wait_s"],
+            rate=steps * batch / seconds,
+            completed=max(completed, steps * batch) / seconds,
+            learner=learner,
+            engine=engine,
+            actors=max(last["cluster/rollout_actors"], 1.0),
+            generate_s=generate_s,
+            verify_s=means["rollout/verify_s"],
+            response_s=means["rollout/response_length"] / speed if speed else generate_s,
+            ready_wait_s=means["replay/ready_wait_s"],
         )
 
 
@@ -112,8 +158,14 @@ def _rest(share: float) -> float:
     return max(1.0 - share, 1e-3)
 
 
-def _shares(first: Mapping[str, float], last: Mapping[str, float], prefix: str) -> tuple[dict[str, float], float]:
-    spent = {name.removeprefix(prefix): last[name] - first.get(name, 0.0) for name in last if name.startswith(prefix)}
+def _shares(
+    first: Mapping[str, float], last: Mapping[str, float], prefix: str
+) -> tuple[dict[str, float], float]:
+    spent = {
+        name.removeprefix(prefix): last[name] - first.get(name, 0.0)
+        for name in last
+        if name.startswith(prefix)
+    }
     seconds = sum(spent.values())
     return {cause: value / max(seconds, 1e-9) for cause, value in spent.items()}, seconds
 
@@ -122,8 +174,15 @@ def judge(setup: Setup, seen: Interval) -> Verdict:
     """The verdict on an interval."""
     found = _busy(setup, seen) if seen.learner["starved"] < LITTLE else _starved(setup, seen)
     if found is None or found.predicted_gain < WORTH * seen.rate:
-        idle = f"learner idle {seen.learner['starved']:.0%}, engines without tickets {seen.engine.get('blocked', 0.0):.0%}"
-        return Verdict("balanced", f"balanced: {idle}; no single change promises more than {WORTH:.0%}", seen.rate)
+        idle = (
+            f"learner idle {seen.learner['starved']:.0%}, engines without tickets "
+            f"{seen.engine.get('blocked', 0.0):.0%}"
+        )
+        return Verdict(
+            "balanced",
+            f"balanced: {idle}; no single change promises more than {WORTH:.0%}",
+            seen.rate,
+        )
     return found
 
 
@@ -131,29 +190,55 @@ def _busy(setup: Setup, seen: Interval) -> Verdict | None:
     """The learner has batches: it is the limit, or its publications are."""
     published = seen.learner["publishing"]
     if published >= MUCH:
-        return _publications(setup, seen, published, f"publications take {published:.0%} of the learner's time")
+        return _publications(
+            setup, seen, published, f"publications take {published:.0%} of the learner's time"
+        )
     factor = min(_engines_limit(setup, seen) / seen.rate, AT_MOST)
     ranks = math.ceil(setup.ranks * factor)
-    rate = min(seen.rate * factor, seen.rate / _rest(seen.learner["working"] * (1 - setup.ranks / ranks)))
+    rate = min(
+        seen.rate * factor, seen.rate / _rest(seen.learner["working"] * (1 - setup.ranks / ranks))
+    )
     return _verdict(
-        "learner", f"learner busy {seen.learner['working']:.0%}, engines without tickets {seen.engine['blocked']:.0%}", seen, rate,
-        {"learner.ranks": ranks}, f"{ranks} learner ranks instead of {setup.ranks}, or fewer ppo_epochs; fewer engines would do as well",
+        "learner",
+        f"learner busy {seen.learner['working']:.0%}, engines without tickets "
+        f"{seen.engine['blocked']:.0%}",
+        seen,
+        rate,
+        {"learner.ranks": ranks},
+        f"{ranks} learner ranks instead of {setup.ranks}, or fewer ppo_epochs; fewer "
+        "engines would do as well",
     )
 
 
 def _starved(setup: Setup, seen: Interval) -> Verdict | None:
     """The learner waits for groups."""
-    idle, limit = f"learner idle {seen.learner['starved']:.0%}", seen.rate / _rest(seen.learner["starved"])
+    idle, limit = (
+        f"learner idle {seen.learner['starved']:.0%}",
+        seen.rate / _rest(seen.learner["starved"]),
+    )
     if (paused := seen.engine["paused"]) >= MUCH:
-        return _publications(setup, seen, paused, f"{idle}: engines stand still for weights {paused:.0%} of their time")
+        return _publications(
+            setup,
+            seen,
+            paused,
+            f"{idle}: engines stand still for weights {paused:.0%} of their time",
+        )
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
     if waiting > setup.workers * seen.actors and seen.verify_s > seen.generate_s / 3:
-        generating = seen.completed * (seen.generate_s if setup.whole else seen.response_s) / (seen.actors * setup.places)
+        generating = (
+            seen.completed
+            * (seen.generate_s if setup.whole else seen.response_s)
+            / (seen.actors * setup.places)
+        )
         factor = min(limit / seen.rate, 1 / max(generating, 1e-3), AT_MOST)
         workers = math.ceil(setup.workers * factor)
         return _verdict(
-            "verifier", f"{idle}: a group waits {seen.verify_s:.2g} s for its verdict and is generated in {seen.generate_s:.2g} s", seen,
-            min(seen.rate * min(factor, workers / setup.workers), limit), {"task.verifier.workers": workers},
+            "verifier",
+            f"{idle}: a group waits {seen.verify_s:.2g} s for its verdict and is generated "
+            f"in {seen.generate_s:.2g} s",
+            seen,
+            min(seen.rate * min(factor, workers / setup.workers), limit),
+            {"task.verifier.workers": workers},
             f"{workers} verifier workers instead of {setup.workers}",
         )
     if _taken(setup, seen) >= FULL:
@@ -165,14 +250,30 @@ def _more_engines(setup: Setup, seen: Interval, idle: str, limit: float) -> Verd
     actors = math.ceil(seen.actors * min(limit / seen.rate, AT_MOST))
     rate = min(limit, seen.rate * actors / seen.actors)
     advice = {"cluster.rollout_actors.max": actors}
-    # By Little's law: groups at the engines; and of the others a batch in training and, on average, half a one that is being collected.
-    needed = math.ceil(rate * seen.completed / seen.rate * (seen.generate_s + seen.verify_s) / setup.batch + 1.5) - 1
+    # By Little's law: groups at the engines; and of the others a batch in training and, on average,
+    # half a one that is being collected.
+    needed = (
+        math.ceil(
+            rate * seen.completed / seen.rate * (seen.generate_s + seen.verify_s) / setup.batch
+            + 1.5
+        )
+        - 1
+    )
     more = ""
     if needed > setup.max_staleness:
-        advice["replay.max_staleness"], more = needed, f", with replay.max_staleness {needed} so that all of them have tickets"
+        advice["replay.max_staleness"], more = (
+            needed,
+            f", with replay.max_staleness {needed} so that all of them have tickets",
+        )
     return _verdict(
-        "engines", f"{idle}, the queue is empty and the engines are full ({_taken(setup, seen):.0%} of their places taken)", seen, rate, advice,
-        f"{actors - seen.actors:.0f} more rollout actors{more}; or lower group_size or response_length",
+        "engines",
+        f"{idle}, the queue is empty and the engines are full ({_taken(setup, seen):.0%} "
+        "of their places taken)",
+        seen,
+        rate,
+        advice,
+        f"{actors - seen.actors:.0f} more rollout actors{more}; or lower group_size or "
+        "response_length",
     )
 
 
@@ -182,21 +283,39 @@ def _more_slots(setup: Setup, seen: Interval, idle: str, limit: float) -> Verdic
     bound = math.ceil(slots * factor) - 1
     rate = min(seen.rate * (bound + 1) / slots, seen.rate * factor)
     tail = seen.ready_wait_s > (seen.generate_s + seen.verify_s) / 2
-    why = f"finished groups wait {seen.ready_wait_s:.2g} s for the slowest, which take their slots" if tail else "all slots are taken"
+    why = (
+        f"finished groups wait {seen.ready_wait_s:.2g} s for the slowest, which take their slots"
+        if tail
+        else "all slots are taken"
+    )
     return _verdict(
-        "tail" if tail else "slots", f"{idle}, engines without tickets {seen.engine['blocked']:.0%}: {why}", seen, rate,
+        "tail" if tail else "slots",
+        f"{idle}, engines without tickets {seen.engine['blocked']:.0%}: {why}",
+        seen,
+        rate,
         {"replay.max_staleness": bound},
-        f"replay.max_staleness {bound} instead of {setup.max_staleness}" + ("; or replay.on_stale=mask, or a lower response_length" if tail else ""),
+        f"replay.max_staleness {bound} instead of {setup.max_staleness}"
+        + ("; or replay.on_stale=mask, or a lower response_length" if tail else ""),
     )
 
 
 def _publications(setup: Setup, seen: Interval, share: float, why: str) -> Verdict:
-    every = min(math.ceil(setup.every_steps * share / _rest(share) / LITTLE), AT_MOST * setup.every_steps)
+    every = min(
+        math.ceil(setup.every_steps * share / _rest(share) / LITTLE), AT_MOST * setup.every_steps
+    )
     bound = setup.max_staleness + every - setup.every_steps
-    rate = min(seen.rate / _rest(share * (1 - setup.every_steps / every)), max(_engines_limit(setup, seen), seen.rate))
+    rate = min(
+        seen.rate / _rest(share * (1 - setup.every_steps / every)),
+        max(_engines_limit(setup, seen), seen.rate),
+    )
     return _verdict(
-        "publications", why, seen, rate, {"weight_sync.every_steps": every, "replay.max_staleness": bound},
-        f"publish every {every} steps instead of {setup.every_steps}, with replay.max_staleness {bound}",
+        "publications",
+        why,
+        seen,
+        rate,
+        {"weight_sync.every_steps": every, "replay.max_staleness": bound},
+        f"publish every {every} steps instead of {setup.every_steps}, with "
+        f"replay.max_staleness {bound}",
     )
 
 
@@ -211,13 +330,23 @@ def _engines_limit(setup: Setup, seen: Interval) -> float:
     return seen.rate / min(max(_taken(setup, seen), 1e-3), 1.0)
 
 
-def _verdict(kind: Kind, why: str, seen: Interval, rate: float, advice: dict[str, int], what: str) -> Verdict:
+def _verdict(
+    kind: Kind, why: str, seen: Interval, rate: float, advice: dict[str, int], what: str
+) -> Verdict:
     gain = rate - seen.rate
-    return Verdict(kind, f"{why}: {what}; about {gain:+.2g} groups/s ({gain / seen.rate:+.0%})", seen.rate, gain, advice)
+    return Verdict(
+        kind,
+        f"{why}: {what}; about {gain:+.2g} groups/s ({gain / seen.rate:+.0%})",
+        seen.rate,
+        gain,
+        advice,
+    )
 
 
 class Observer:
-    """Collects the lines of learner steps and judges one interval after the other. `latest`: the last verdict."""
+    """Collects the lines of learner steps and judges one interval after the other. `latest`: the
+    last verdict.
+    """
 
     def __init__(self, setup: Setup, *, min_steps: int = MIN_STEPS, min_s: float = MIN_S) -> None:
         """An interval has at least so many steps and seconds."""
@@ -231,8 +360,12 @@ class Observer:
         """Take the metrics of a learner step; a verdict when an interval is complete."""
         if "time/engine/working" not in metrics or "time/learner/working" not in metrics:
             return None  # no engine has told anything yet, or the step was repeated
-        if self._first is None or any(metrics[name] < self._first.get(name, 0.0) for name in metrics if name.startswith(TIMES)):
-            self._begin(metrics)  # also when the queue's process died, and with it what dead actors had told
+        if self._first is None or any(
+            metrics[name] < self._first.get(name, 0.0) for name in metrics if name.startswith(TIMES)
+        ):
+            self._begin(
+                metrics
+            )  # also when the queue's process died, and with it what dead actors had told
             return None
         self._steps += 1
         for name in RATES:
@@ -240,7 +373,12 @@ class Observer:
         if self._steps < self._min_steps or self._passed(metrics) < self._min_s:
             return None
         means = {name: total / self._steps for name, total in self._sums.items()}
-        self.latest = judge(self._setup, Interval.between(self._first, metrics, means, steps=self._steps, batch=self._setup.batch))
+        self.latest = judge(
+            self._setup,
+            Interval.between(
+                self._first, metrics, means, steps=self._steps, batch=self._setup.batch
+            ),
+        )
         self._begin(metrics)
         return self.latest
 

@@ -1,7 +1,8 @@
 """What one node shows of a run's processes: stacks, log tails, resource use.
 
-Runs in: the driver for its own node; a Ray task pinned to each other node. Everything is read from /proc, the run's directory and Ray's log
-files, so a process that is stuck or gone is described too. Nothing here waits for a process longer than `seconds`.
+Runs in: the driver for its own node; a Ray task pinned to each other node. Everything is read from
+/proc, the run's directory and Ray's log files, so a process that is stuck or gone is described too.
+Nothing here waits for a process longer than `seconds`.
 """
 
 from __future__ import annotations
@@ -21,34 +22,64 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def gather(run_dir: str, *, role: str = "", seconds: float = stacks.ANSWER_S) -> dict[str, Any]:
-    """Processes of this host, of all roles or of this one and its parts, and the state of the machine. Plain values only."""
+    """Processes of this host, of all roles or of this one and its parts, and the state of the
+    machine. Plain values only.
+    """
     directory = stacks.home(run_dir)
-    usage = {process.pid: _usage(process.pid) for process in stacks.registered(directory, role=role)}  # before they write their stacks
+    usage = {
+        process.pid: _usage(process.pid) for process in stacks.registered(directory, role=role)
+    }  # before they write their stacks
     looks = stacks.look(directory, role=role, seconds=seconds)
     processes = [
         {
-            "role": one.process.role, "name": one.process.name, "pid": one.process.pid, "alive": one.alive, "trouble": one.trouble,
-            "where": one.where, "stacks": one.text, "usage": usage.get(one.process.pid, {}), "logs": _logs(one.process),
+            "role": one.process.role,
+            "name": one.process.name,
+            "pid": one.process.pid,
+            "alive": one.alive,
+            "trouble": one.trouble,
+            "where": one.where,
+            "stacks": one.text,
+            "usage": usage.get(one.process.pid, {}),
+            "logs": _logs(one.process),
         }
         for one in looks
     ]
     known = {process["pid"] for process in processes}
-    return {"host": socket.gethostname(), "processes": processes + _children(looks, known), "machine": machine(run_dir)}
+    return {
+        "host": socket.gethostname(),
+        "processes": processes + _children(looks, known),
+        "machine": machine(run_dir),
+    }
 
 
 def _children(looks: Iterable[stacks.Look], known: set[int]) -> list[dict[str, Any]]:
-    """Children of registered processes that have not registered: helpers of the libraries, and what does not get as far as registering."""
-    parents = {one.process.pid: one.process.role for one in looks if one.alive and one.process.role != "driver"}
+    """Children of registered processes that have not registered: helpers of the libraries, and what
+    does not get as far as registering.
+    """
+    parents = {
+        one.process.pid: one.process.role
+        for one in looks
+        if one.alive and one.process.role != "driver"
+    }
     found = []
     for entry in Path("/proc").iterdir():
         status = stacks.status(int(entry.name)) if entry.name.isdigit() else {}
         pid, parent = int(status.get("Pid", 0)), parents.get(int(status.get("PPid", 0)))
         if parent is not None and pid not in known:
             name, state = status.get("Name", "?"), status["State"][0]
-            found.append({
-                "role": f"{parent}{stacks.PART}{name}", "name": f"{name}, a child of {parent} (pid {pid})", "pid": pid, "alive": state not in "ZX",
-                "trouble": stacks.STATES[state] if state in "TtZX" else "", "where": [], "stacks": "", "usage": _usage(pid), "logs": {},
-            })
+            found.append(
+                {
+                    "role": f"{parent}{stacks.PART}{name}",
+                    "name": f"{name}, a child of {parent} (pid {pid})",
+                    "pid": pid,
+                    "alive": state not in "ZX",
+                    "trouble": stacks.STATES[state] if state in "TtZX" else "",
+                    "where": [],
+                    "stacks": "",
+                    "usage": _usage(pid),
+                    "logs": {},
+                }
+            )
     return found
 
 
@@ -56,13 +87,22 @@ def _usage(pid: int) -> dict[str, Any]:
     """Memory, processor time and open files of a process; empty when it is gone."""
     status = stacks.status(pid)
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
         files = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return {}
     return {
-        "state": status.get("State", "?"), "rss": status.get("VmRSS", "0 kB"), "rss_peak": status.get("VmHWM", "0 kB"),
-        "threads": int(status.get("Threads", 0)), "cpu_s": (int(fields[11]) + int(fields[12])) / _TICKS, "open_files": files,
+        "state": status.get("State", "?"),
+        "rss": status.get("VmRSS", "0 kB"),
+        "rss_peak": status.get("VmHWM", "0 kB"),
+        "threads": int(status.get("Threads", 0)),
+        "cpu_s": (int(fields[11]) + int(fields[12])) / _TICKS,
+        "open_files": files,
     }
 
 
@@ -86,16 +126,30 @@ def machine(run_dir: str) -> dict[str, Any]:
     """Memory, disks, load and kills for want of memory on this host."""
     memory = _pairs("/proc/meminfo")
     return {
-        "memory": {name: memory.get(name, "?") for name in ("MemTotal", "MemAvailable", "SwapFree", "Shmem")},
-        "disk_free_gib": {path: round(shutil.disk_usage(path).free / 2**30, 2) for path in ("/dev/shm", "/tmp", run_dir) if os.path.isdir(path)},
-        "load": list(os.getloadavg()), "cores": len(os.sched_getaffinity(0)),
-        "cgroup": {name: _read(f"/sys/fs/cgroup/{name}") for name in ("memory.max", "memory.current", "memory.events")},
+        "memory": {
+            name: memory.get(name, "?")
+            for name in ("MemTotal", "MemAvailable", "SwapFree", "Shmem")
+        },
+        "disk_free_gib": {
+            path: round(shutil.disk_usage(path).free / 2**30, 2)
+            for path in ("/dev/shm", "/tmp", run_dir)
+            if os.path.isdir(path)
+        },
+        "load": list(os.getloadavg()),
+        "cores": len(os.sched_getaffinity(0)),
+        "cgroup": {
+            name: _read(f"/sys/fs/cgroup/{name}")
+            for name in ("memory.max", "memory.current", "memory.events")
+        },
         "oom_kills": _pairs("/proc/vmstat", " ").get("oom_kill", "?"),
     }
 
 
 def _pairs(path: str, separator: str = ":") -> dict[str, str]:
-    return {name.strip(): value.strip() for name, _, value in (line.partition(separator) for line in _read(path).splitlines())}
+    return {
+        name.strip(): value.strip()
+        for name, _, value in (line.partition(separator) for line in _read(path).splitlines())
+    }
 
 
 def _read(path: str) -> str:

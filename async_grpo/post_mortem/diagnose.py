@@ -1,9 +1,12 @@
 """What a post-mortem concludes from what it saw, and how it says it.
 
-Runs in: the driver. Pure functions of plain values, so every rule is tested on invented facts. Strongest first: a process that is stopped, one that
-is gone, one that does not answer; then whoever the run waits for: the learner's late ranks, or the oldest group in flight and what it waits for.
+Runs in: the driver. Pure functions of plain values, so every rule is tested on invented facts.
+Strongest first: a process that is stopped, one that is gone, one that does not answer; then whoever
+the run waits for: the learner's late ranks, or the oldest group in flight and what it waits for.
 
-Of a run that did not stall, the error says who, where no process is in trouble. Invariant: nobody is blamed for waiting for somebody else: a rollout actor that waits for its engine or its verifier is not the culprit.
+Of a run that did not stall, the error says who, where no process is in trouble. Invariant: nobody
+is blamed for waiting for somebody else: a rollout actor that waits for its engine or its verifier
+is not the culprit.
 """
 
 from __future__ import annotations
@@ -19,13 +22,17 @@ _DISTRIBUTED = ("distributed_c10d.py", "comm/comm.py", "comm/torch.py")
 
 
 def conclude(facts: dict[str, Any]) -> tuple[str, list[str]]:
-    """The line that says where the run is and who is to blame, if that is known; and all that was found, the most telling first."""
+    """The line that says where the run is and who is to blame, if that is known; and all that was
+    found, the most telling first.
+    """
     processes = [process for node in facts["nodes"] for process in node["processes"]]
     found = [*_troubled(processes, facts), *_silent(facts)]
     if facts["exit_code"] == STALLED:  # otherwise nobody need be late
         found += [*_late_ranks(facts, processes), *_oldest(facts, processes)]
     found += _dropped(facts)
-    nobody = "nobody stands out: see the stacks" if facts["exit_code"] == STALLED else facts["error"]
+    nobody = (
+        "nobody stands out: see the stacks" if facts["exit_code"] == STALLED else facts["error"]
+    )
     return f"it was {facts['phase']}; {found[0] if found else nobody}", found
 
 
@@ -35,8 +42,12 @@ def _troubled(processes: list[dict[str, Any]], facts: dict[str, Any]) -> list[st
     alive.sort(key=lambda process: not process["trouble"].startswith(("is stopped", "is held")))
     living = {process["role"] for process in processes if process["alive"]}
     gone = [
-        process for process in processes
-        if not process["alive"] and process["role"] not in living and _belongs(process["role"], facts) and "verifier" not in process["role"]
+        process
+        for process in processes
+        if not process["alive"]
+        and process["role"] not in living
+        and _belongs(process["role"], facts)
+        and "verifier" not in process["role"]
     ]
     return [f"{process['name']} {process['trouble']}" for process in [*alive, *gone]]
 
@@ -49,18 +60,39 @@ def _belongs(role: str, facts: dict[str, Any]) -> bool:
 
 def _silent(facts: dict[str, Any]) -> list[str]:
     names = {"queue": "the replay queue", "other_nodes": "another node", "nodes": "this node"}
-    return [f"{names.get(name, name.removeprefix('actor '))} does not answer ({why})" for name, why in facts["silent"].items()]
+    return [
+        f"{names.get(name, name.removeprefix('actor '))} does not answer ({why})"
+        for name, why in facts["silent"].items()
+    ]
 
 
 def _late_ranks(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]:
-    """Calls of the learner under way. Where only one late rank is outside a collective, the others wait for it."""
+    """Calls of the learner under way. Where only one late rank is outside a collective, the others
+    wait for it.
+    """
     found = []
     for call in facts["learner"]:
-        late = [process for process in processes if process["alive"] and process["role"].replace("learner-", "rank ") in call["waits_for"].split(", ")]
-        busy = [process for process in late if process["where"] and not any(name in line for line in process["where"] for name in _DISTRIBUTED)]
+        late = [
+            process
+            for process in processes
+            if process["alive"]
+            and process["role"].replace("learner-", "rank ") in call["waits_for"].split(", ")
+        ]
+        busy = [
+            process
+            for process in late
+            if process["where"]
+            and not any(name in line for line in process["where"] for name in _DISTRIBUTED)
+        ]
         who = busy if len(busy) == 1 and len(late) > 1 else late
-        names = ", ".join(f"{process['name']}, in {process['where'][0]}" if process["where"] else process["name"] for process in who)
-        found.append(f"{call['call']} has been waiting for {names or call['waits_for'] or 'nobody'} for {call['seconds']:.0f} s")
+        names = ", ".join(
+            f"{process['name']}, in {process['where'][0]}" if process["where"] else process["name"]
+            for process in who
+        )
+        found.append(
+            f"{call['call']} has been waiting for {names or call['waits_for'] or 'nobody'} "
+            f"for {call['seconds']:.0f} s"
+        )
     return found
 
 
@@ -74,14 +106,32 @@ def _oldest(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]
         oldest = status["in_flight"][0]
         who, since = actor_id, oldest["stage_s"]
         if oldest["stage"] == "generating":
-            who = next((process["name"] for process in processes if process["role"] == f"{actor_id}{PART}engine" and process["alive"]), f"the engine of {actor_id}")
-            doing = "is paused for new weights" if status["paused"] else f"has been generating group {oldest['group_id']}"
+            who = next(
+                (
+                    process["name"]
+                    for process in processes
+                    if process["role"] == f"{actor_id}{PART}engine" and process["alive"]
+                ),
+                f"the engine of {actor_id}",
+            )
+            doing = (
+                "is paused for new weights"
+                if status["paused"]
+                else f"has been generating group {oldest['group_id']}"
+            )
         elif oldest["stage"] == "verifying":
             pid, busy = max(status["verifying"], key=lambda one: one[1], default=(0, 0.0))
             if busy > SLOW_S:
-                who, doing, since = f"verifier of {actor_id} (pid {pid})", "has been at one response", busy
+                who, doing, since = (
+                    f"verifier of {actor_id} (pid {pid})",
+                    "has been at one response",
+                    busy,
+                )
             else:
-                who, doing = f"the verifiers of {actor_id}", f"have been scoring group {oldest['group_id']}"
+                who, doing = (
+                    f"the verifiers of {actor_id}",
+                    f"have been scoring group {oldest['group_id']}",
+                )
         else:
             doing = f"has had group {oldest['group_id']} in stage {oldest['stage']}"
         found.append((since, f"{who} {doing} for {since:.0f} s"))
@@ -97,18 +147,41 @@ def _dropped(facts: dict[str, Any]) -> list[str]:
 
 def text(facts: dict[str, Any]) -> str:
     """summary.txt: what a person reads first."""
-    lines = [f"exit code {facts['exit_code']}: {facts['meaning']}", facts["error"], "", facts["where"], f"{facts['time']}, {facts.get('steps_done')} learner steps done"]
+    lines = [
+        f"exit code {facts['exit_code']}: {facts['meaning']}",
+        facts["error"],
+        "",
+        facts["where"],
+        f"{facts['time']}, {facts.get('steps_done')} learner steps done",
+    ]
     if "nodes" in facts:
         lines += _section("found", facts.get("findings", []))
-        lines += _section("did not answer", [f"{name}: {why}" for name, why in facts["silent"].items()])
+        lines += _section(
+            "did not answer", [f"{name}: {why}" for name, why in facts["silent"].items()]
+        )
         lines += _section("replay queue", _queue(facts))
         lines += _section("rollout actors", _actors(facts))
-        lines += _section("learner", [f"{call['call']}: {call['seconds']:.1f} s, waiting for {call['waits_for'] or 'nobody'}" for call in facts["learner"]])
+        lines += _section(
+            "learner",
+            [
+                f"{call['call']}: {call['seconds']:.1f} s, waiting for "
+                f"{call['waits_for'] or 'nobody'}"
+                for call in facts["learner"]
+            ],
+        )
         lines += _section("actors that died", facts["deaths"])
         for node in facts["nodes"]:
-            lines += _section(f"processes on {node['host']}", [node["note"]] if "note" in node else _processes(node))
-            lines += _section(f"machine {node['host']}", [f"{name}: {value}" for name, value in node.get("machine", {}).items()])
-        lines += _section("versions", [f"{name} {value}" for name, value in facts["versions"].items()])
+            lines += _section(
+                f"processes on {node['host']}",
+                [node["note"]] if "note" in node else _processes(node),
+            )
+            lines += _section(
+                f"machine {node['host']}",
+                [f"{name}: {value}" for name, value in node.get("machine", {}).items()],
+            )
+        lines += _section(
+            "versions", [f"{name} {value}" for name, value in facts["versions"].items()]
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -122,10 +195,17 @@ def _queue(facts: dict[str, Any]) -> list[str]:
         return ["did not answer; its journal tells: python -m async_grpo.replay RUN_DIR"]
     metrics = {name: round(value, 3) for name, value in queue["metrics"].items() if value}
     ages = {
-        actor: f"{len(groups)} in flight, the oldest (group {max(groups, key=lambda one: one[2])[0]}) for {max(one[2] for one in groups):.1f} s"
-        for actor, groups in queue["in_flight"].items() if groups
+        actor: f"{len(groups)} in flight, the oldest (group "
+        f"{max(groups, key=lambda one: one[2])[0]}) for "
+        f"{max(one[2] for one in groups):.1f} s"
+        for actor, groups in queue["in_flight"].items()
+        if groups
     }
-    return [f"counts: {queue['counts']}", f"metrics: {metrics}", *(f"{actor}: {told}" for actor, told in ages.items())]
+    return [
+        f"counts: {queue['counts']}",
+        f"metrics: {metrics}",
+        *(f"{actor}: {told}" for actor, told in ages.items()),
+    ]
 
 
 def _actors(facts: dict[str, Any]) -> list[str]:
@@ -133,14 +213,24 @@ def _actors(facts: dict[str, Any]) -> list[str]:
     for actor_id, actor in facts["actors"].items():
         status = actor["status"]
         state = "in the set" if actor["serving_set"] else "not in the set"
-        lines.append(f"{actor_id}: {state}, last acknowledged {actor['acknowledged'] or 'nothing'}" + ("" if status else ", does not answer"))
+        lines.append(
+            f"{actor_id}: {state}, last acknowledged {actor['acknowledged'] or 'nothing'}"
+            + ("" if status else ", does not answer")
+        )
         if status:
-            lines.append(f"  serves {status['serving']}{' (paused)' if status['paused'] else ''}; counts {status['counts']}")
+            lines.append(
+                f"  serves {status['serving']}{' (paused)' if status['paused'] else ''}; "
+                f"counts {status['counts']}"
+            )
             lines += [
-                f"  group {one['group_id']} attempt {one['attempt']}: {one['stage']} for {one['stage_s']:.1f} s, here for {one['age_s']:.1f} s"
+                f"  group {one['group_id']} attempt {one['attempt']}: {one['stage']} for "
+                f"{one['stage_s']:.1f} s, here for {one['age_s']:.1f} s"
                 for one in status["in_flight"]
             ]
-            lines += [f"  verifier (pid {pid}) at one response for {seconds:.1f} s" for pid, seconds in status["verifying"]]
+            lines += [
+                f"  verifier (pid {pid}) at one response for {seconds:.1f} s"
+                for pid, seconds in status["verifying"]
+            ]
     return lines
 
 
@@ -148,7 +238,14 @@ def _processes(node: dict[str, Any]) -> list[str]:
     lines = []
     for process in node["processes"]:
         usage = process["usage"]
-        numbers = f": rss {usage['rss']} (peak {usage['rss_peak']}), cpu {usage['cpu_s']:.1f} s, {usage['open_files']} files, {usage['state']}" if usage else ""
-        lines.append(f"{process['name']}{numbers}{', ' + process['trouble'] if process['trouble'] else ''}")
+        numbers = (
+            f": rss {usage['rss']} (peak {usage['rss_peak']}), cpu {usage['cpu_s']:.1f} s, "
+            f"{usage['open_files']} files, {usage['state']}"
+            if usage
+            else ""
+        )
+        lines.append(
+            f"{process['name']}{numbers}{', ' + process['trouble'] if process['trouble'] else ''}"
+        )
         lines += [f"  {line}" for line in process["where"]]
     return lines

@@ -1,9 +1,12 @@
-"""How much memory a run needs, before it is started: plain arithmetic on the model's shape and the settings.
+"""How much memory a run needs, before it is started: plain arithmetic on the model's shape and the
+settings.
 
-Runs in: anywhere. Counts what grows with the model; the libraries' own code and buffers come on top. Sources: ZeRO (arXiv 1910.02054) for the learner's states; the factors of activations were measured
-on packed rows of a Qwen2 model with SwiGLU.
+Runs in: anywhere. Counts what grows with the model; the libraries' own code and buffers come on
+top. Sources: ZeRO (arXiv 1910.02054) for the learner's states; the factors of activations were
+measured on packed rows of a Qwen2 model with SwiGLU.
 
-The size of a model, from its `config.json` alone: no weight is read, no memory taken. Hides transformers' and peft's classes, which count the parameters on torch's `meta` device.
+The size of a model, from its `config.json` alone: no weight is read, no memory taken. Hides
+transformers' and peft's classes, which count the parameters on torch's `meta` device.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from async_grpo.learner.model import PolicyModel
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`parameters` of the model as engines get it, tied ones once; `trained` ones, adapters included; `frozen` ones; its main dimensions."""
+    """`parameters` of the model as engines get it, tied ones once; `trained` ones, adapters
+    included; `frozen` ones; its main dimensions.
+    """
 
     parameters: int
     trained: int
@@ -36,20 +41,31 @@ class Shape:
 
 
 def shape_of(config: Config, model_dir: str | None) -> Shape:
-    """Shape of the model in `model_dir` (directory or hub name) or, if None, of the one that will be warm-started.
+    """Shape of the model in `model_dir` (directory or hub name) or, if None, of the one that will
+    be warm-started.
 
-    Raises SetupError where `model.lora` or `model.freeze` do not fit it, OSError or ValueError for a configuration that cannot be read.
+    Raises SetupError where `model.lora` or `model.freeze` do not fit it, OSError or ValueError for
+    a configuration that cannot be read.
     """
     with torch.device("meta"):
-        hf = _warm_started(config) if model_dir is None else AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code), trust_remote_code=config.model.trust_remote_code
+        hf = (
+            _warm_started(config)
+            if model_dir is None
+            else AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(
+                    model_dir, trust_remote_code=config.model.trust_remote_code
+                ),
+                trust_remote_code=config.model.trust_remote_code,
+            )
         )
     parameters = sum(parameter.numel() for parameter in hf.parameters())
     PolicyModel(hf, float32_head=False)  # its head is no layer for adapters
     adapters.restrict(hf, config.model, seed=config.seed, base=str(model_dir))
     trained = sum(parameter.numel() for parameter in hf.parameters() if parameter.requires_grad)
     frozen = sum(parameter.numel() for parameter in hf.parameters() if not parameter.requires_grad)
-    return _with_dimensions(hf.config.get_text_config(), parameters=parameters, trained=trained, frozen=frozen)
+    return _with_dimensions(
+        hf.config.get_text_config(), parameters=parameters, trained=trained, frozen=frozen
+    )
 
 
 def _warm_started(config: Config) -> PreTrainedModel:
@@ -58,18 +74,27 @@ def _warm_started(config: Config) -> PreTrainedModel:
     return build_model(config.model.warm_start, build_tokenizer())
 
 
-def _with_dimensions(text: PretrainedConfig, *, parameters: int, trained: int, frozen: int) -> Shape:
+def _with_dimensions(
+    text: PretrainedConfig, *, parameters: int, trained: int, frozen: int
+) -> Shape:
     heads = text.num_attention_heads
     return Shape(
-        parameters=parameters, trained=trained, frozen=frozen, layers=text.num_hidden_layers, hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size, vocabulary=text.vocab_size,
+        parameters=parameters,
+        trained=trained,
+        frozen=frozen,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        vocabulary=text.vocab_size,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
     )
 
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
-"""Bytes per trained parameter in float32: DeepSpeed's copy of the weights, the gradient, AdamW's two averages."""
+"""Bytes per trained parameter in float32: DeepSpeed's copy of the weights, the gradient, AdamW's
+two averages.
+"""
 ENGINE_CODE, LEARNER_CODE = 1.3 * 2**30, 0.5 * 2**30
 """Bytes that the libraries of an engine and of a learner rank take on CPU, measured."""
 BUCKET_ELEMENTS = 500_000_000
@@ -77,14 +102,18 @@ BUCKET_ELEMENTS = 500_000_000
 HIDDEN_PER_TOKEN, INTERMEDIATE_PER_TOKEN = 12.5, 4.0
 """Numbers kept for the backward pass per token and layer, in hidden and intermediate sizes."""
 HIDDEN_PER_POSITION = 4.0
-"""Those among them that attention keeps; it works on rows with their prompts in front, shared or not, so on more positions than tokens."""
+"""Those among them that attention keeps; it works on rows with their prompts in front, shared or
+not, so on more positions than tokens.
+"""
 LOGIT_CHUNKS = 3
 """Pieces of logits that live at once in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerMemory:
-    """Bytes of one rank: weights, gradients, the optimizer's states, DeepSpeed's buckets (at most), a micro-batch's activations and the reference."""
+    """Bytes of one rank: weights, gradients, the optimizer's states, DeepSpeed's buckets (at most),
+    a micro-batch's activations and the reference.
+    """
 
     weights: int
     gradients: int
@@ -96,12 +125,21 @@ class LearnerMemory:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.buckets + self.activations + self.reference
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.buckets
+            + self.activations
+            + self.reference
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes of one engine GPU or process: weights and KV cache (None: what vLLM finds free); KV bytes per token of all layers."""
+    """Bytes of one engine GPU or process: weights and KV cache (None: what vLLM finds free); KV
+    bytes per token of all layers.
+    """
 
     weights: int
     kv_cache: int | None
@@ -116,41 +154,75 @@ class EngineMemory:
 
 def element_bytes(config: Config, device: str) -> int:
     """Bytes per number in `model.dtype`."""
-    return 4 if config.model.dtype == "float32" or (config.model.dtype == "auto" and device == "cpu") else 2
+    return (
+        4
+        if config.model.dtype == "float32" or (config.model.dtype == "auto" and device == "cpu")
+        else 2
+    )
 
 
 def learner_memory(config: Config, shape: Shape, *, device: str, stage: int) -> LearnerMemory:
-    """Of one rank under this ZeRO stage, at its peak: stage 1 shards the optimizer's states, 2 gradients too, 3 weights too."""
+    """Of one rank under this ZeRO stage, at its peak: stage 1 shards the optimizer's states, 2
+    gradients too, 3 weights too.
+    """
     ranks, size = config.learner.ranks, element_bytes(config, device)
     sharded = [ranks if stage >= least else 1 for least in (1, 2, 3)]
     master = MASTER if stage > 0 else 0
     zero = config.learner.deepspeed.get("zero_optimization", {})
     bucket = int(zero.get("reduce_bucket_size", BUCKET_ELEMENTS)) if stage > 0 else 0
-    reference = (shape.parameters * size) // sharded[2] if config.algorithm.uses_reference and config.model.lora is None else 0
+    reference = (
+        (shape.parameters * size) // sharded[2]
+        if config.algorithm.uses_reference and config.model.lora is None
+        else 0
+    )
     return LearnerMemory(
-        weights=(shape.trained + shape.frozen) * size // sharded[2], gradients=shape.trained * GRADIENT // sharded[1],
-        optimizer=shape.trained * (master + MOMENTS) // sharded[0], buckets=min(bucket, shape.trained) * size,
-        activations=activation_bytes(config, shape, size=size), reference=reference,
+        weights=(shape.trained + shape.frozen) * size // sharded[2],
+        gradients=shape.trained * GRADIENT // sharded[1],
+        optimizer=shape.trained * (master + MOMENTS) // sharded[0],
+        buckets=min(bucket, shape.trained) * size,
+        activations=activation_bytes(config, shape, size=size),
+        reference=reference,
     )
 
 
 def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
-    """Of one micro-batch: all layers', or with gradient checkpointing one layer's and the input of each; and three pieces of logits."""
+    """Of one micro-batch: all layers', or with gradient checkpointing one layer's and the input of
+    each; and three pieces of logits.
+    """
     rollout = config.rollout
     rows = config.mini_batch_groups * rollout.group_size // config.learner.ranks or 1
-    longest, budget = rows * (rollout.prompt_length + rollout.response_length), config.learner.tokens_per_micro_batch
+    longest, budget = (
+        rows * (rollout.prompt_length + rollout.response_length),
+        config.learner.tokens_per_micro_batch,
+    )
     tokens, positions = min(budget, longest), min(REPEATED * budget, longest)
     layer = tokens * (HIDDEN_PER_TOKEN * shape.hidden + INTERMEDIATE_PER_TOKEN * shape.intermediate)
     layer += (positions - tokens) * HIDDEN_PER_POSITION * shape.hidden
-    kept = layer + shape.layers * tokens * shape.hidden if config.learner.gradient_checkpointing else layer * shape.layers
+    kept = (
+        layer + shape.layers * tokens * shape.hidden
+        if config.learner.gradient_checkpointing
+        else layer * shape.layers
+    )
     return int(kept * size) + LOGIT_CHUNKS * min(tokens * shape.vocabulary * 4, CHUNK_BYTES)
 
 
-def engine_memory(config: Config, shape: Shape, *, device: str, kv_cache_gb: float | None) -> EngineMemory:
-    """Of one GPU or process of an engine; kv_cache_gb: what the engine is given, None where vLLM chooses."""
-    size, tensor_parallel = element_bytes(config, device), config.cluster.engine.tensor_parallel_size
+def engine_memory(
+    config: Config, shape: Shape, *, device: str, kv_cache_gb: float | None
+) -> EngineMemory:
+    """Of one GPU or process of an engine; kv_cache_gb: what the engine is given, None where vLLM
+    chooses.
+    """
+    size, tensor_parallel = (
+        element_bytes(config, device),
+        config.cluster.engine.tensor_parallel_size,
+    )
     return EngineMemory(
-        weights=shape.parameters * size // tensor_parallel, kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
-        kv_token=2 * shape.layers * max(1, shape.kv_heads // tensor_parallel) * shape.head_dim * size,
+        weights=shape.parameters * size // tensor_parallel,
+        kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+        kv_token=2
+        * shape.layers
+        * max(1, shape.kv_heads // tensor_parallel)
+        * shape.head_dim
+        * size,
         longest=config.rollout.prompt_length + config.rollout.response_length,
     )

@@ -1,7 +1,9 @@
-"""What is known about model, tokenizer and prompts before anything starts: whether they fit each other.
+"""What is known about model, tokenizer and prompts before anything starts: whether they fit each
+other.
 
-Runs in: the driver. Hides which files of a model say so, and transformers, whose automatic classes take seconds to import. Invariant:
-nothing is refused that the run's processes would take; what they would refuse later is refused here where files alone tell.
+Runs in: the driver. Hides which files of a model say so, and transformers, whose automatic classes
+take seconds to import. Invariant: nothing is refused that the run's processes would take; what they
+would refuse later is refused here where files alone tell.
 """
 
 from __future__ import annotations
@@ -22,29 +24,47 @@ from async_grpo.warm_start.cache import cache_path, is_cached
 
 SAMPLE = 256
 """Prompts that are looked at, spread evenly over the training problems."""
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer_config.json",
+)
 """Files of which a tokenizer has at least one, the usual one first."""
 _PLAIN_ROPE = (None, "default", "llama3", "mrope")
-"""Position embeddings that reach no further than `max_position_embeddings`; the others stretch it."""
+"""Position embeddings that reach no further than `max_position_embeddings`; the others stretch it.
+"""
 
 
 def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[str] | None:
-    """Lines worth telling about model and prompts, as `check_fit`; None while the model (`model_dir`) is still to be made."""
+    """Lines worth telling about model and prompts, as `check_fit`; None while the model
+    (`model_dir`) is still to be made.
+    """
     model = model_dir or known_model(config, task)
     if model is not None:
         return list(check_fit(config, model, task))
-    _check_positions(config, "a warm-started model", {"max_position_embeddings": WARM_START_POSITIONS})
+    _check_positions(
+        config, "a warm-started model", {"max_position_embeddings": WARM_START_POSITIONS}
+    )
     return None
 
 
 def check_metric_and_journal(config: Config, components: list[str]) -> None:
-    """Names in the settings that only the task knows, and the place of the journal. components: of the task's rewards. Raises SetupError."""
+    """Names in the settings that only the task knows, and the place of the journal. components: of
+    the task's rewards. Raises SetupError.
+    """
     filters, known = config.replay.filter_groups, ["score", "acc", "seq_reward", *components]
     if filters.enable and filters.metric not in known:
-        raise SetupError(f"`replay.filter_groups.metric` is {filters.metric!r}; for task {config.task.name} it is one of {', '.join(known)}.")
+        raise SetupError(
+            f"`replay.filter_groups.metric` is {filters.metric!r}; for task "
+            f"{config.task.name} it is one of {', '.join(known)}."
+        )
     journal = Path(config.run.dir) / "journal"
     if journal.exists() and not journal.is_dir():
-        raise SetupError(f"{journal} is no directory, and the replay queue keeps its journal there: move it away")
+        raise SetupError(
+            f"{journal} is no directory, and the replay queue keeps its journal there: move it away"
+        )
 
 
 def known_model(config: Config, task: Task) -> str | None:
@@ -57,7 +77,9 @@ def known_model(config: Config, task: Task) -> str | None:
 
 
 def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
-    """Lines worth telling about `model` (directory or hub name) and the prompts of `task`. Raises SetupError where they do not fit."""
+    """Lines worth telling about `model` (directory or hub name) and the prompts of `task`. Raises
+    SetupError where they do not fit.
+    """
     if isinstance(task, RowTask):
         yield from task.notes
     with quiet_hub():
@@ -75,7 +97,12 @@ def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
     if config.evaluation.task is not None:
         try:
             evaluated = config.model_copy(update={"task": config.evaluated_task})
-            _encoded(evaluated, model, tokenizer, create_task(evaluated.task, config.seed).evaluation(1)[0])
+            _encoded(
+                evaluated,
+                model,
+                tokenizer,
+                create_task(evaluated.task, config.seed).evaluation(1)[0],
+            )
         except SetupError as error:
             raise SetupError(f"evaluation.task: {error}") from error
 
@@ -88,11 +115,16 @@ def _architecture(model: str) -> dict[str, Any]:
         path = cached_file(model, "config.json")
     except OSError as error:
         reason = _one_line(error).partition(". ")[0]
-        raise SetupError(f"`model.path` is {model}, which cannot be loaded: {reason}. Name a model of the hub, or a local directory") from error
+        raise SetupError(
+            f"`model.path` is {model}, which cannot be loaded: {reason}. Name a model of "
+            "the hub, or a local directory"
+        ) from error
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SetupError(f"`model.path` is {model}, whose config.json cannot be read: {_one_line(error)}") from error
+        raise SetupError(
+            f"`model.path` is {model}, whose config.json cannot be read: {_one_line(error)}"
+        ) from error
     if not isinstance(values, dict):
         raise SetupError(f"`model.path` is {model}, whose config.json is no JSON object")
     inner = values.get("text_config")
@@ -100,12 +132,21 @@ def _architecture(model: str) -> dict[str, Any]:
 
 
 def _tokenizer(model: str, *, trust_remote_code: bool) -> Any:
-    """The tokenizer from its `tokenizer.json`; where there is none, from whatever files or code the model brings."""
+    """The tokenizer from its `tokenizer.json`; where there is none, from whatever files or code the
+    model brings.
+    """
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
     try:
-        found = next((name for name in _TOKENIZERS if cached_file(model, name, _raise_exceptions_for_missing_entries=False) is not None), None)
+        found = next(
+            (
+                name
+                for name in _TOKENIZERS
+                if cached_file(model, name, _raise_exceptions_for_missing_entries=False) is not None
+            ),
+            None,
+        )
         if found == _TOKENIZERS[0]:
             return PreTrainedTokenizerFast.from_pretrained(model)
         if found is None:  # the library would make an empty one
@@ -113,9 +154,12 @@ def _tokenizer(model: str, *, trust_remote_code: bool) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the library's parsers raise anything, plain Exception included, for files that are not a tokenizer's
+    # the library's parsers raise anything, plain Exception included, for files that are not a
+    # tokenizer's
+    except Exception as error:
         raise SetupError(
-            f"the tokenizer of {model} cannot be loaded: {_one_line(error)}; a model needs its tokenizer beside it"
+            f"the tokenizer of {model} cannot be loaded: {_one_line(error)}; a model needs "
+            "its tokenizer beside it"
         ) from error
 
 
@@ -126,24 +170,35 @@ def _check_positions(config: Config, model: str, architecture: dict[str, Any]) -
     prompt, response = config.rollout.prompt_length, config.rollout.response_length
     if kind in _PLAIN_ROPE and isinstance(limit, int) and prompt + response > limit:
         raise SetupError(
-            f"`rollout.prompt_length` {prompt} + `rollout.response_length` {response} = {prompt + response} tokens, but {model} has "
+            f"`rollout.prompt_length` {prompt} + `rollout.response_length` {response} = "
+            f"{prompt + response} tokens, but {model} has "
             f"max_position_embeddings {limit}: make them shorter, or train another model"
         )
 
 
 def _check_vocabulary(model: str, tokenizer: Any, rows: int, ends: list[int]) -> None:
-    """Ids without a row in the embedding: some models have added tokens there that nobody uses, which is no mistake."""
+    """Ids without a row in the embedding: some models have added tokens there that nobody uses,
+    which is no mistake.
+    """
     added = set(tokenizer.added_tokens_decoder)
-    beyond = {index: token for token, index in tokenizer.get_vocab().items() if index >= rows and (index not in added or index in ends)}
+    beyond = {
+        index: token
+        for token, index in tokenizer.get_vocab().items()
+        if index >= rows and (index not in added or index in ends)
+    }
     if beyond:
         index = min(beyond)
         raise SetupError(
-            f"model and tokenizer of {model} do not fit: the tokenizer gives token ids up to {max(beyond)} ({beyond[index]!r} is {index}), the "
-            f"model has {rows} (vocab_size in config.json): use the tokenizer that the model was trained with"
+            f"model and tokenizer of {model} do not fit: the tokenizer gives token ids up "
+            f"to {max(beyond)} ({beyond[index]!r} is {index}), the "
+            f"model has {rows} (vocab_size in config.json): use the tokenizer that the "
+            "model was trained with"
         )
 
 
-def _check_prompts(config: Config, model: str, task: Task, tokenizer: Any, rows: int | None) -> Iterator[str]:
+def _check_prompts(
+    config: Config, model: str, task: Task, tokenizer: Any, rows: int | None
+) -> Iterator[str]:
     limit, count = config.rollout.prompt_length, len(task)
     indices = range(0, count, -(-count // SAMPLE))
     too_long: list[tuple[int, int, Problem]] = []
@@ -152,46 +207,61 @@ def _check_prompts(config: Config, model: str, task: Task, tokenizer: Any, rows:
         ids = _encoded(config, model, tokenizer, problem)
         if isinstance(rows, int) and max(ids, default=0) >= rows:
             raise SetupError(
-                f"model and tokenizer of {model} do not fit: training problem {index} has token id {max(ids)}, the model has {rows} "
+                f"model and tokenizer of {model} do not fit: training problem {index} has "
+                f"token id {max(ids)}, the model has {rows} "
                 "(vocab_size in config.json): use the tokenizer that the model was trained with"
             )
         if not ids:
-            raise SetupError(f"training problem {index} of task {config.task.name} is an empty prompt: there is no token to begin with")
+            raise SetupError(
+                f"training problem {index} of task {config.task.name} is an empty prompt: "
+                "there is no token to begin with"
+            )
         if len(ids) > limit:
             too_long.append((len(ids), index, problem))
     if not too_long:
         return
     longest, index, problem = max(too_long, key=lambda entry: entry[0])
     found = (
-        f"{len(too_long)} of {len(indices)} sampled prompts have more than `rollout.prompt_length` {limit} tokens, training problem {index} has "
+        f"{len(too_long)} of {len(indices)} sampled prompts have more than "
+        f"`rollout.prompt_length` {limit} tokens, training problem {index} has "
         f"{longest} ({_start(problem)})"
     )
     if len(too_long) > config.task.max_bad_fraction * len(indices):
         raise SetupError(
-            f"{found}: raise rollout.prompt_length, take them out of task.train, or leave them out (task.max_bad_fraction, now "
+            f"{found}: raise rollout.prompt_length, take them out of task.train, or leave "
+            "them out (task.max_bad_fraction, now "
             f"{config.task.max_bad_fraction:g})"
         )
-    yield f"note: {found}; they will be left out, as task.max_bad_fraction {config.task.max_bad_fraction:g} allows"
+    yield (
+        f"note: {found}; they will be left out, as task.max_bad_fraction "
+        f"{config.task.max_bad_fraction:g} allows"
+    )
 
 
 def _problem(config: Config, task: Task, index: int) -> Problem:
     try:
         return task.train(index)
     except Exception as error:
-        raise SetupError(f"task {config.task.name} cannot pose training problem {index}: {type(error).__name__}: {_one_line(error)}") from error
+        raise SetupError(
+            f"task {config.task.name} cannot pose training problem {index}: "
+            f"{type(error).__name__}: {_one_line(error)}"
+        ) from error
 
 
 def _encoded(config: Config, model: str, tokenizer: Any, problem: Problem) -> list[int]:
     if not isinstance(problem.prompt, str) and tokenizer.chat_template is None:
         raise SetupError(
-            f"task {config.task.name} asks in chat messages, but the tokenizer of {model} has no chat template; "
+            f"task {config.task.name} asks in chat messages, but the tokenizer of {model} "
+            "has no chat template; "
             "use an instruction-tuned model, or the task's plain style (task.options.style=plain)"
         )
     try:
         return prompt_ids(tokenizer, problem.prompt)
-    except Exception as error:  # templates are programs: some refuse a system prompt, or roles that they do not know
+    # templates are programs: some refuse a system prompt, or roles that they do not know
+    except Exception as error:
         raise SetupError(
-            f"the tokenizer of {model} cannot make a prompt of task {config.task.name}: {_one_line(error)}; is its chat template made for "
+            f"the tokenizer of {model} cannot make a prompt of task {config.task.name}: "
+            f"{_one_line(error)}; is its chat template made for "
             "these messages (task.options.system='' leaves the system prompt out)?"
         ) from error
 

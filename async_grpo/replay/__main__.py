@@ -1,8 +1,10 @@
-"""A look inside a run: `python -m async_grpo.replay RUN_DIR` prints the ledger and its groups, while the run goes on or afterwards.
+"""A look inside a run: `python -m async_grpo.replay RUN_DIR` prints the ledger and its groups,
+while the run goes on or afterwards.
 
-Runs in: a process of its own, on any machine that sees the run's directory; it only reads. Hides options, tokenizers and layout. Exit code
-2 with one sentence for a directory, an option or a group that does not exist. Invariants: text from a run (answers, names, reasons) cannot
-move the cursor; off a terminal there are no control characters, and no line is cut or wrapped.
+Runs in: a process of its own, on any machine that sees the run's directory; it only reads. Hides
+options, tokenizers and layout. Exit code 2 with one sentence for a directory, an option or a group
+that does not exist. Invariants: text from a run (answers, names, reasons) cannot move the cursor;
+off a terminal there are no control characters, and no line is cut or wrapped.
 """
 
 from __future__ import annotations
@@ -55,13 +57,29 @@ PLAIN_WIDTH = 100_000
 """Columns off a terminal, where no line is to wrap."""
 SNIPPET = 60
 """Characters of a prompt or response in the table."""
-CHOICES = ("states", "steps", "version", "actor", "min_reward", "max_reward", "sort", "reverse", "limit")
+CHOICES = (
+    "states",
+    "steps",
+    "version",
+    "actor",
+    "min_reward",
+    "max_reward",
+    "sort",
+    "reverse",
+    "limit",
+)
 """Options that say which groups are listed, and in which order."""
 LEAST_IMPORTANT = ("actor", "seconds", "ticket", "truncated", "verdict")
 """Columns that a narrow terminal does without, the first one first."""
 STATE_STYLES = {
-    "trained": "green", "training": "bright_green", "ready": "cyan", "in flight": "blue", "waiting": "yellow", "rejected": "magenta",
-    "failed": "red", "expired": "red",
+    "trained": "green",
+    "training": "bright_green",
+    "ready": "cyan",
+    "in flight": "blue",
+    "waiting": "yellow",
+    "rejected": "magenta",
+    "failed": "red",
+    "expired": "red",
 }
 
 
@@ -72,28 +90,80 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Exits with 2 for one that makes no sense."""
-    parser = _Parser(prog="python -m async_grpo.replay", description="Look into a run's replay queue, while it goes on or afterwards.")
-    parser.add_argument("run_dir", type=Path, help="the run's directory (run.dir), which holds journal/")
+    parser = _Parser(
+        prog="python -m async_grpo.replay",
+        description="Look into a run's replay queue, while it goes on or afterwards.",
+    )
+    parser.add_argument(
+        "run_dir", type=Path, help="the run's directory (run.dir), which holds journal/"
+    )
     parser.add_argument("--ledger", action="store_true", help="print only the ledger, no groups")
     which = parser.add_argument_group("which groups")
-    which.add_argument("--group", type=_natural, metavar="ID", help="this one, whole: prompt, responses, rewards, version spans")
     which.add_argument(
-        "--state", dest="states", action="append", choices=[state.value for state in State], metavar="STATE",
+        "--group",
+        type=_natural,
+        metavar="ID",
+        help="this one, whole: prompt, responses, rewards, version spans",
+    )
+    which.add_argument(
+        "--state",
+        dest="states",
+        action="append",
+        choices=[state.value for state in State],
+        metavar="STATE",
         help="in this state; may be repeated: " + ", ".join(State),
     )
-    which.add_argument("--step", "--steps", dest="steps", type=_span, metavar="N|A-B", help="taken by these learner steps")
-    which.add_argument("--version", type=_natural, metavar="V", help="with a token that policy version V sampled")
-    which.add_argument("--actor", metavar="NAME", help="from this rollout actor; * stands for anything")
+    which.add_argument(
+        "--step",
+        "--steps",
+        dest="steps",
+        type=_span,
+        metavar="N|A-B",
+        help="taken by these learner steps",
+    )
+    which.add_argument(
+        "--version", type=_natural, metavar="V", help="with a token that policy version V sampled"
+    )
+    which.add_argument(
+        "--actor", metavar="NAME", help="from this rollout actor; * stands for anything"
+    )
     which.add_argument("--min-reward", type=_real, metavar="X", help="mean reward of at least X")
     which.add_argument("--max-reward", type=_real, metavar="X", help="mean reward of at most X")
     how = parser.add_argument_group("how they are shown")
-    how.add_argument("--sort", choices=list(SORT_KEYS), default="id", help="largest first (default: id, so the newest first)")
+    how.add_argument(
+        "--sort",
+        choices=list(SORT_KEYS),
+        default="id",
+        help="largest first (default: id, so the newest first)",
+    )
     how.add_argument("--reverse", action="store_true", help="smallest first")
-    how.add_argument("--limit", type=_natural, default=20, metavar="N", help="at most N groups, 0 for all (default: 20)")
-    how.add_argument("--text", action="store_true", help="with the prompt and the best response; with --json, all responses")
-    how.add_argument("--tokenizer", type=Path, metavar="DIR", help="makes text of tokens (default: the model's, or the newest checkpoint's)")
-    how.add_argument("--json", action="store_true", help="one JSON object per group and line; with --ledger, one for the ledger")
-    parser.epilog = "The reward is weighted by task.rewards of the run's config.yaml; without weights there, it is the first component."
+    how.add_argument(
+        "--limit",
+        type=_natural,
+        default=20,
+        metavar="N",
+        help="at most N groups, 0 for all (default: 20)",
+    )
+    how.add_argument(
+        "--text",
+        action="store_true",
+        help="with the prompt and the best response; with --json, all responses",
+    )
+    how.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="makes text of tokens (default: the model's, or the newest checkpoint's)",
+    )
+    how.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object per group and line; with --ledger, one for the ledger",
+    )
+    parser.epilog = (
+        "The reward is weighted by task.rewards of the run's config.yaml; without weights "
+        "there, it is the first component."
+    )
     options = parser.parse_args(argv)
     if problem := _contradiction(options, parser):
         parser.error(problem)
@@ -102,14 +172,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _contradiction(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
     """What one option says against another."""
-    chosen = any(value != parser.get_default(name) for name, value in vars(options).items() if name in CHOICES)
+    chosen = any(
+        value != parser.get_default(name)
+        for name, value in vars(options).items()
+        if name in CHOICES
+    )
     alone = "--ledger" if options.ledger else "--group" if options.group is not None else None
     if options.ledger and (options.group is not None or options.text):
-        return f"--ledger prints no groups, so {'--text' if options.group is None else '--group'} has no place beside it"
+        return (
+            f"--ledger prints no groups, so {'--text' if options.group is None else '--group'} "
+            "has no place beside it"
+        )
     if alone and chosen:
         return f"options that choose or sort groups have no place beside {alone}"
-    if None not in (options.min_reward, options.max_reward) and options.min_reward > options.max_reward:
-        return f"no reward is at least {options.min_reward:g} (--min-reward) and at most {options.max_reward:g} (--max-reward)"
+    if (
+        None not in (options.min_reward, options.max_reward)
+        and options.min_reward > options.max_reward
+    ):
+        return (
+            f"no reward is at least {options.min_reward:g} (--min-reward) and at most "
+            f"{options.max_reward:g} (--max-reward)"
+        )
     return None
 
 
@@ -135,19 +218,36 @@ def _output(options: argparse.Namespace, history: History, config: dict[str, Any
         yield from [json.dumps(ledger_facts(history))] if options.json else _ledger(history)
     else:
         selection = Selection(
-            states=options.states, steps=options.steps, version=options.version, actor=options.actor, min_reward=options.min_reward,
-            max_reward=options.max_reward, sort=options.sort, reverse=options.reverse,
+            states=options.states,
+            steps=options.steps,
+            version=options.version,
+            actor=options.actor,
+            min_reward=options.min_reward,
+            max_reward=options.max_reward,
+            sort=options.sort,
+            reverse=options.reverse,
         )
         found: Iterator[Facts] = islice(select(history, selection, weights), options.limit or None)
         if decode is not None:
-            found = (facts | _texts(history, facts, weights, decode, whole=options.json) for facts in found)
+            found = (
+                facts | _texts(history, facts, weights, decode, whole=options.json)
+                for facts in found
+            )
         if options.json:
             yield from map(json.dumps, found)
         else:
             yield from _ledger(history)
             groups = list(found)
             cut = len(groups) == options.limit
-            yield from ("", _title(history, selection, len(groups), count(history, selection, weights) if cut else len(groups)))
+            yield from (
+                "",
+                _title(
+                    history,
+                    selection,
+                    len(groups),
+                    count(history, selection, weights) if cut else len(groups),
+                ),
+            )
             yield from _table(groups)
 
 
@@ -157,7 +257,9 @@ def _output(options: argparse.Namespace, history: History, config: dict[str, Any
 def _span(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor a range of steps like 3-7")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a step nor a range of steps like 3-7"
+        )
     first, last = int(match[1]), int(match[2] or match[1])
     if first > last:
         raise argparse.ArgumentTypeError(f"{text!r} has no steps: {first} comes after {last}")
@@ -200,23 +302,43 @@ def _history(run_dir: Path, config: dict[str, Any]) -> History:
     if not run_dir.is_dir():
         raise SetupError(f"{run_dir} is no directory")
     if not segments(run_dir / "journal"):
-        raise SetupError(f"{run_dir} has no journal: it is not the directory of a run (run.dir), or replay.journal.enable is false")
+        raise SetupError(
+            f"{run_dir} has no journal: it is not the directory of a run (run.dir), or "
+            "replay.journal.enable is false"
+        )
     return read_history(run_dir / "journal")
 
 
 def _decoder(options: argparse.Namespace, config: dict[str, Any]) -> Decode | None:
-    """Token ids -> text, special tokens included. None where no tokenizer is at hand and no option insists on one."""
+    """Token ids -> text, special tokens included. None where no tokenizer is at hand and no option
+    insists on one.
+    """
     model = _section(config, "model").get("path")
     checkpoints = sorted(options.run_dir.glob("checkpoints/step_*/hf"), reverse=True)
-    places = [options.tokenizer] if options.tokenizer else [*([Path(model)] if model else []), *checkpoints]
-    place = next((place for place in places if any((place / f"tokenizer{end}.json").is_file() for end in ("", "_config"))), None)
+    places = (
+        [options.tokenizer]
+        if options.tokenizer
+        else [*([Path(model)] if model else []), *checkpoints]
+    )
+    place = next(
+        (
+            place
+            for place in places
+            if any((place / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
+        ),
+        None,
+    )
     if place is None and (options.text or options.tokenizer):
         looked = ", ".join(map(str, places)) or f"{options.run_dir}, which has no checkpoint yet"
-        raise SetupError(f"there is no tokenizer in {looked}; name its directory with --tokenizer DIR")
+        raise SetupError(
+            f"there is no tokenizer in {looked}; name its directory with --tokenizer DIR"
+        )
     if place is None:
         return None
     if (place / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer  # what AutoTokenizer wraps; alone it is there in a hundredth of the time
+        from tokenizers import (
+            Tokenizer,
+        )  # what AutoTokenizer wraps; alone it is there in a hundredth of the time
 
         tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
     else:
@@ -240,9 +362,17 @@ def _indented(ids: Sequence[int], decode: Decode | None) -> str:
 
 
 def _render(table: Table) -> Iterator[str]:
-    """Lines of a table: colours and the terminal's width on a terminal, plain and as wide as they are elsewhere."""
+    """Lines of a table: colours and the terminal's width on a terminal, plain and as wide as they
+    are elsewhere.
+    """
     terminal, out = sys.stdout.isatty(), io.StringIO()
-    Console(file=out, force_terminal=terminal, width=None if terminal else PLAIN_WIDTH, highlight=False, emoji=False).print(table)
+    Console(
+        file=out,
+        force_terminal=terminal,
+        width=None if terminal else PLAIN_WIDTH,
+        highlight=False,
+        emoji=False,
+    ).print(table)
     yield from (line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
 
 
@@ -277,7 +407,9 @@ def _title(history: History, selection: Selection, shown: int, matching: int | N
 
 
 def _table(groups: list[Facts]) -> Iterator[str]:
-    """One line per group. A terminal that is too narrow does without the least important columns, and folds long texts."""
+    """One line per group. A terminal that is too narrow does without the least important columns,
+    and folds long texts.
+    """
     if not groups:
         return
     columns = columns_of(groups)
@@ -285,15 +417,27 @@ def _table(groups: list[Facts]) -> Iterator[str]:
         columns = _narrowed(columns, shutil.get_terminal_size().columns)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        table.add_column(Text(column.header), justify=column.justify, no_wrap=not column.long, overflow="fold" if column.long else "ellipsis")
+        table.add_column(
+            Text(column.header),
+            justify=column.justify,
+            no_wrap=not column.long,
+            overflow="fold" if column.long else "ellipsis",
+        )
     for cells in zip(*[column.cells for column in columns], strict=True):
         named = zip(columns, cells, strict=True)
-        table.add_row(*[Text(cell, style=STATE_STYLES.get(cell, "") if column.header == "state" else "") for column, cell in named])
+        table.add_row(
+            *[
+                Text(cell, style=STATE_STYLES.get(cell, "") if column.header == "state" else "")
+                for column, cell in named
+            ]
+        )
     yield from _render(table)
 
 
 def _narrowed(columns: list[Column], width: int) -> list[Column]:
-    """The columns that fit into `width` characters: without the least important ones, as far as needed."""
+    """The columns that fit into `width` characters: without the least important ones, as far as
+    needed.
+    """
     for name in LEAST_IMPORTANT:
         if sum(column.width for column in columns) <= width:
             break
@@ -301,8 +445,12 @@ def _narrowed(columns: list[Column], width: int) -> list[Column]:
     return columns
 
 
-def _texts(history: History, facts: Facts, weights: Mapping[str, float], decode: Decode, *, whole: bool) -> Facts:
-    """Prompt and best response, short enough for the table; or, `whole`, the prompt and all responses to train."""
+def _texts(
+    history: History, facts: Facts, weights: Mapping[str, float], decode: Decode, *, whole: bool
+) -> Facts:
+    """Prompt and best response, short enough for the table; or, `whole`, the prompt and all
+    responses to train.
+    """
     group = _group(history, facts["group_id"])
     if group is None:
         return {}
@@ -324,7 +472,12 @@ def _group(history: History, group_id: int) -> Group | None:
         return None
 
 
-def _one_group(options: argparse.Namespace, history: History, weights: Mapping[str, float], decode: Decode | None) -> Iterator[str]:
+def _one_group(
+    options: argparse.Namespace,
+    history: History,
+    weights: Mapping[str, float],
+    decode: Decode | None,
+) -> Iterator[str]:
     record = history.groups.get(options.group)
     if record is None:
         raise SetupError(why_unknown(history, options.group))
@@ -341,7 +494,12 @@ def _one_group(options: argparse.Namespace, history: History, weights: Mapping[s
         return
     if group.attempt != record.attempt:
         yield f"what follows is the result of attempt {group.attempt}"
-    yield from ("", f"prompt, {len(group.prompt_ids)} tokens", _indented(group.prompt_ids, decode), "")
+    yield from (
+        "",
+        f"prompt, {len(group.prompt_ids)} tokens",
+        _indented(group.prompt_ids, decode),
+        "",
+    )
     for index, row in enumerate(group.rollouts, 1):
         yield from (f"response {index}: {_row_line(row)}", _indented(row.response_ids, decode))
 
@@ -349,13 +507,23 @@ def _one_group(options: argparse.Namespace, history: History, weights: Mapping[s
 def _whole(group: Group, decode: Decode | None) -> Facts:
     rollouts = [
         {
-            "role": row.role, "rewards": row.rewards, "verdict": row.verdict, "finish_reason": row.finish_reason,
-            "versions": [[span.policy_version, span.start, span.end] for span in row.versions], "response_ids": row.response_ids.tolist(),
-        } | ({"text": decode(row.response_ids)} if decode else {})
+            "role": row.role,
+            "rewards": row.rewards,
+            "verdict": row.verdict,
+            "finish_reason": row.finish_reason,
+            "versions": [[span.policy_version, span.start, span.end] for span in row.versions],
+            "response_ids": row.response_ids.tolist(),
+        }
+        | ({"text": decode(row.response_ids)} if decode else {})
         for row in group.rollouts
     ]
     prompt = {"prompt": decode(group.prompt_ids)} if decode else {}
-    return prompt | {"attempt": group.attempt, "prompt_ids": group.prompt_ids.tolist(), "rollouts": rollouts, "times": group.times}
+    return prompt | {
+        "attempt": group.attempt,
+        "prompt_ids": group.prompt_ids.tolist(),
+        "rollouts": rollouts,
+        "times": group.times,
+    }
 
 
 def _row_line(row: Rollout) -> str:
@@ -365,7 +533,10 @@ def _row_line(row: Rollout) -> str:
         spans = f"v{row.versions[0].policy_version}"
     verdict = "" if row.verdict is None else f", verdict {row.verdict:g}"
     baseline = "baseline, " if row.role == "baseline" else ""
-    return f"{baseline}{rewards}{verdict}, {len(row.response_ids)} tokens by {spans}, {visible(row.finish_reason)}"
+    return (
+        f"{baseline}{rewards}{verdict}, {len(row.response_ids)} tokens by {spans}, "
+        f"{visible(row.finish_reason)}"
+    )
 
 
 if __name__ == "__main__":

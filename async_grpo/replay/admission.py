@@ -1,13 +1,15 @@
 """Who may have how many tickets.
 
-Runs in: the replay queue's process. Hides the count of free slots and the memory of who asked. With R = rollout_batch_size, K =
-max_staleness, s learner steps done and B = (K + 1) R:
+Runs in: the replay queue's process. Hides the count of free slots and the memory of who asked. With
+R = rollout_batch_size, K = max_staleness, s learner steps done and B = (K + 1) R:
 
     a group that waits for another attempt   goes first, while fewer than B groups are under way
-    a new id                                 only while fewer than B groups hold a slot, and only if the run can still train it
+    a new id                                 only while fewer than B groups hold a slot, and only if
+                                             the run can still train it
 
-Which problems are posed no more because they are answered right often enough. Hides how a group id becomes a problem; the set itself is the ledger's. Invariant: a problem that is
-retired stays retired; only ids that are not issued yet are affected.
+Which problems are posed no more because they are answered right often enough. Hides how a group id
+becomes a problem; the set itself is the ledger's. Invariant: a problem that is retired stays
+retired; only ids that are not issued yet are affected.
 """
 
 from __future__ import annotations
@@ -22,29 +24,52 @@ from async_grpo.wire import GroupMeta
 
 
 class Retirement:
-    """The rule of retirement over a set of `retired` problems; without `settings.retire_at` none ever is."""
+    """The rule of retirement over a set of `retired` problems; without `settings.retire_at` none
+    ever is.
+    """
 
     def __init__(self, settings: QueueSettings, retired: set[int]) -> None:
         """Raises ValueError for a retired problem that the task does not have."""
-        self._at, self._problem, self._problems, self._retired = settings.retire_at, settings.problem, settings.problems, retired
+        self._at, self._problem, self._problems, self._retired = (
+            settings.retire_at,
+            settings.problem,
+            settings.problems,
+            retired,
+        )
         if self._at is not None and retired and max(retired) >= self._problems:
-            raise ValueError(f"problem {max(retired)} was retired, but the task has {self._problems} problems: not the same data")
+            raise ValueError(
+                f"problem {max(retired)} was retired, but the task has {self._problems} "
+                "problems: not the same data"
+            )
 
     @property
     def exhausted(self) -> bool:
-        """Whether no problem is left to pose. While this is false, one of any 2 x `problems` - 1 successive ids is not retired."""
+        """Whether no problem is left to pose. While this is false, one of any 2 x `problems` - 1
+        successive ids is not retired.
+        """
         return self._at is not None and len(self._retired) >= self._problems
 
     def retires(self, meta: GroupMeta) -> int | None:
-        """The problem that this group retires: the mean verdict of its responses is at least `retire_at`. None if it retires none."""
+        """The problem that this group retires: the mean verdict of its responses is at least
+        `retire_at`. None if it retires none.
+        """
         if self._at is None:
             return None
-        rate, problem = accuracy([row.verdict for row in rows_to_train(meta)]), self._index(meta.group_id)
-        return problem if rate is not None and rate >= self._at and problem not in self._retired else None
+        rate, problem = (
+            accuracy([row.verdict for row in rows_to_train(meta)]),
+            self._index(meta.group_id),
+        )
+        return (
+            problem
+            if rate is not None and rate >= self._at and problem not in self._retired
+            else None
+        )
 
     def skips(self, group_id: int) -> bool:
         """Whether this id poses a retired problem."""
-        return bool(self._retired) and self._at is not None and self._index(group_id) in self._retired
+        return (
+            bool(self._retired) and self._at is not None and self._index(group_id) in self._retired
+        )
 
     def _index(self, group_id: int) -> int:
         assert self._problem is not None  # with `retire_at`, QueueSettings has one
@@ -52,7 +77,9 @@ class Retirement:
 
 
 POLL_MEMORY_S = 2.0
-"""An actor that asked for work counts in the division of free slots for this long; a silent one must not reserve them."""
+"""An actor that asked for work counts in the division of free slots for this long; a silent one
+must not reserve them.
+"""
 
 
 @dataclass(slots=True)
@@ -64,17 +91,28 @@ class _Poll:
 class Admission:
     """Divides the free slots of a ledger among the actors that ask."""
 
-    def __init__(self, settings: QueueSettings, ledger: Ledger, retirement: Retirement, continued: Continued) -> None:
-        self._settings, self._ledger, self._retirement, self._continued = settings, ledger, retirement, continued
+    def __init__(
+        self, settings: QueueSettings, ledger: Ledger, retirement: Retirement, continued: Continued
+    ) -> None:
+        self._settings, self._ledger, self._retirement, self._continued = (
+            settings,
+            ledger,
+            retirement,
+            continued,
+        )
         self._polls: dict[str, _Poll] = {}
 
     def grant(self, actor_id: str, want: int, *, now: float) -> int:
-        """Tickets for this actor, which asked for `want`: all free slots go, one by one, to the asking actor with the fewest in flight."""
+        """Tickets for this actor, which asked for `want`: all free slots go, one by one, to the
+        asking actor with the fewest in flight.
+        """
         free = free_again(self._settings, self._ledger) + self._free_new()
         if want <= 0 or free <= 0:  # the common answer, so it must not look at every actor
             self._polls[actor_id] = _Poll(now, want)
             return 0
-        self._polls = {name: poll for name, poll in self._polls.items() if now - poll.at <= POLL_MEMORY_S}
+        self._polls = {
+            name: poll for name, poll in self._polls.items() if now - poll.at <= POLL_MEMORY_S
+        }
         self._polls[actor_id] = _Poll(now, want)
         wants = {name: poll.want for name, poll in self._polls.items() if poll.want > 0}
         in_flight = {name: len(self._ledger.held.get(name, ())) for name in wants}
@@ -87,7 +125,8 @@ class Admission:
         self._polls.pop(actor_id, None)
 
     def again(self) -> list[tuple[int, int]]:
-        """(group id, version of its ticket) of all waiting groups that may be issued again now: first those that continue.
+        """(group id, version of its ticket) of all waiting groups that may be issued again now:
+        first those that continue.
 
         They are all that wait, unless a resumed run has more than B.
         """
@@ -95,18 +134,30 @@ class Admission:
         known = {group_id: self._continued.version(entry) for group_id, entry in waiting.items()}
         order = sorted(known, key=lambda group_id: (known[group_id] is None, group_id))
         free = free_again(self._settings, self._ledger)
-        return [(group_id, live if known[group_id] is None else known[group_id]) for group_id in order[:free]]
+        return [
+            (group_id, live if known[group_id] is None else known[group_id])
+            for group_id in order[:free]
+        ]
 
     def _free_new(self) -> int:
         if self._retirement.exhausted:
             return 0
-        return max(min(self._settings.capacity - len(self._ledger.entries), _trainable(self._settings, self._ledger)), 0)
+        return max(
+            min(
+                self._settings.capacity - len(self._ledger.entries),
+                _trainable(self._settings, self._ledger),
+            ),
+            0,
+        )
 
 
 def free_again(settings: QueueSettings, ledger: Ledger) -> int:
     """How many waiting groups may be issued again now."""
     waiting = len(ledger.slots[State.WAITING])
-    return max(min(waiting, settings.capacity - ledger.under_way, _trainable(settings, ledger) + waiting), 0)
+    return max(
+        min(waiting, settings.capacity - ledger.under_way, _trainable(settings, ledger) + waiting),
+        0,
+    )
 
 
 def _trainable(settings: QueueSettings, ledger: Ledger) -> int:

@@ -1,8 +1,9 @@
 """What can happen to groups: the only things that change the ledger, and what the journal records.
 
-Runs in: the replay queue's process, and whoever reads a journal. Hides how an event is written. An event is a tuple of plain values, its
-kind is the first word on the wire; a `put` is followed by the group's frame. Invariant: a state of the ledger is a snapshot and the events
-after it, applied in order, and nothing else.
+Runs in: the replay queue's process, and whoever reads a journal. Hides how an event is written. An
+event is a tuple of plain values, its kind is the first word on the wire; a `put` is followed by the
+group's frame. Invariant: a state of the ledger is a snapshot and the events after it, applied in
+order, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ OVERDUE = "no result in time and no word from its actor"
 
 
 class Issue(NamedTuple):
-    """A new id (attempt 1), or one that waited (the next attempt), goes to an actor. `version` is the live one, or the one it began with (`partial`)."""
+    """A new id (attempt 1), or one that waited (the next attempt), goes to an actor. `version` is
+    the live one, or the one it began with (`partial`).
+    """
 
     group_id: int
     attempt: int
@@ -32,7 +35,9 @@ class Skip(NamedTuple):
 
 
 class Put(NamedTuple):
-    """in flight -> ready. The group's frame comes with it. tokens: of its responses to train; baseline: of the others."""
+    """in flight -> ready. The group's frame comes with it. tokens: of its responses to train;
+    baseline: of the others.
+    """
 
     group_id: int
     attempt: int
@@ -51,7 +56,9 @@ class Reject(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """in flight -> waiting, or failed after the last attempt. tokens: what was sampled for it; None if its actor did not say."""
+    """in flight -> waiting, or failed after the last attempt. tokens: what was sampled for it; None
+    if its actor did not say.
+    """
 
     group_id: int
     attempt: int
@@ -75,7 +82,9 @@ class Drop(NamedTuple):
 
 
 class Forfeit(NamedTuple):
-    """The actor is gone: it gets no ticket any more. A `Fail` for each group that it held follows."""
+    """The actor is gone: it gets no ticket any more. A `Fail` for each group that it held
+    follows.
+    """
 
     actor_id: str
 
@@ -87,7 +96,9 @@ class Retire(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """A result that changes no group: `late`, `duplicate`, `abandoned` or `invalid`; with its tokens, where they can be told."""
+    """A result that changes no group: `late`, `duplicate`, `abandoned` or `invalid`; with its
+    tokens, where they can be told.
+    """
 
     status: str
     group_id: int
@@ -98,7 +109,9 @@ class Refuse(NamedTuple):
 
 
 class Waste(NamedTuple):
-    """An actor gave up an attempt whose ticket had been taken away: no group changes, but its tokens are accounted for."""
+    """An actor gave up an attempt whose ticket had been taken away: no group changes, but its
+    tokens are accounted for.
+    """
 
     group_id: int
     attempt: int
@@ -107,13 +120,17 @@ class Waste(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What engines have sampled by now: rows of actor id and `tokens.Told`, of the actors that told something new."""
+    """What engines have sampled by now: rows of actor id and `tokens.Told`, of the actors that told
+    something new.
+    """
 
     totals: tuple[tuple[Any, ...], ...]
 
 
 class TakeBatch(NamedTuple):
-    """ready -> training: these groups are learner step `step`. masked: their tokens that have no weight in the loss."""
+    """ready -> training: these groups are learner step `step`. masked: their tokens that have no
+    weight in the loss.
+    """
 
     step: int
     group_ids: tuple[int, ...]
@@ -127,7 +144,9 @@ class Done(NamedTuple):
 
 
 class Live(NamedTuple):
-    """Every engine serves `version`: the slots of the steps that it contains are free. `digest` names the weights, if they have one."""
+    """Every engine serves `version`: the slots of the steps that it contains are free. `digest`
+    names the weights, if they have one.
+    """
 
     version: int
     digest: str
@@ -137,16 +156,49 @@ class Close(NamedTuple):
     """The run is over: what no step took is unused."""
 
 
-Event = Issue | Skip | Put | Reject | Fail | Expire | Drop | Forfeit | Retire | Refuse | Waste | Sampled | TakeBatch | Done | Live | Close
+Event = (
+    Issue
+    | Skip
+    | Put
+    | Reject
+    | Fail
+    | Expire
+    | Drop
+    | Forfeit
+    | Retire
+    | Refuse
+    | Waste
+    | Sampled
+    | TakeBatch
+    | Done
+    | Live
+    | Close
+)
 KINDS: dict[str, type[Event]] = {
-    "issue": Issue, "skip": Skip, "put": Put, "reject": Reject, "fail": Fail, "expire": Expire, "drop": Drop, "forfeit": Forfeit,
-    "retire": Retire, "refuse": Refuse, "waste": Waste, "sampled": Sampled, "batch": TakeBatch, "done": Done, "live": Live, "close": Close,
+    "issue": Issue,
+    "skip": Skip,
+    "put": Put,
+    "reject": Reject,
+    "fail": Fail,
+    "expire": Expire,
+    "drop": Drop,
+    "forfeit": Forfeit,
+    "retire": Retire,
+    "refuse": Refuse,
+    "waste": Waste,
+    "sampled": Sampled,
+    "batch": TakeBatch,
+    "done": Done,
+    "live": Live,
+    "close": Close,
 }
 _KIND_OF = {event: kind for kind, event in KINDS.items()}
 
 
 def plain_text(reason: str) -> str:
-    """The beginning of a reason as text that can be written down, whatever an exception put into it."""
+    """The beginning of a reason as text that can be written down, whatever an exception put into
+    it.
+    """
     return reason[:REASON_CHARS].encode("utf-8", "replace").decode()
 
 

@@ -1,7 +1,8 @@
 """Groups and the ledger of a run as plain values: what a person filters, sorts and reads.
 
-Runs in: any process that looks at a run. Hides which questions need a group's frame: those are asked last, of the groups that everything
-else selects. All numbers of a group are of its responses to train; a baseline counts nowhere.
+Runs in: any process that looks at a run. Hides which questions need a group's frame: those are
+asked last, of the groups that everything else selects. All numbers of a group are of its responses
+to train; a baseline counts nowhere.
 """
 
 from __future__ import annotations
@@ -23,14 +24,24 @@ Facts = dict[str, Any]
 """Plain values of one group or of the ledger, as JSON can hold them."""
 Sort = Literal["id", "reward", "length", "lag", "seconds"]
 
-SORT_KEYS: dict[Sort, str] = {"id": "group_id", "reward": "reward", "length": "length_mean", "lag": "lag_max", "seconds": "seconds"}
+SORT_KEYS: dict[Sort, str] = {
+    "id": "group_id",
+    "reward": "reward",
+    "length": "length_mean",
+    "lag": "lag_max",
+    "seconds": "seconds",
+}
 REASON_STATES = (State.WAITING, State.REJECTED, State.FAILED, State.EXPIRED)
-"""A reason is of the group's present state only in these; a trained group may have lost an attempt before."""
+"""A reason is of the group's present state only in these; a trained group may have lost an attempt
+before.
+"""
 HAS_RESULT = (State.READY, State.TRAINING, State.TRAINED)
 """A group in one of these had a result, whatever the journal still has of it."""
 GONE = "its result is no longer in the journal"
 COUNTED = 2_000
-"""Results that are read only to say how many groups match: a fraction of a second, unless responses are very long."""
+"""Results that are read only to say how many groups match: a fraction of a second, unless responses
+are very long.
+"""
 SILENT_S = 60.0
 """Seconds after which a journal that grows no more and has no end is pointed out."""
 ONE = {"attempts_lost": "attempt lost", "expirations": "expiration"}
@@ -42,7 +53,9 @@ LONG_MIN_WIDTH, GAP = 16, 2
 
 @dataclass(frozen=True)
 class Selection:
-    """Which groups, in which order; None selects all. `steps` is a range with both ends, `actor` may contain `*`."""
+    """Which groups, in which order; None selects all. `steps` is a range with both ends, `actor`
+    may contain `*`.
+    """
 
     states: Sequence[str] | None = None
     steps: tuple[int, int] | None = None
@@ -61,13 +74,22 @@ class Selection:
     @property
     def reads_frames(self) -> bool:
         """Whether the journal's events alone cannot tell which groups match."""
-        return (self.version, self.actor, self.min_reward, self.max_reward) != (None, None, None, None)
+        return (self.version, self.actor, self.min_reward, self.max_reward) != (
+            None,
+            None,
+            None,
+            None,
+        )
 
     def may_match(self, record: GroupRecord) -> bool:
-        """What can be told without the frame. No token is older than its ticket, or newer than the weights that its step trained."""
+        """What can be told without the frame. No token is older than its ticket, or newer than the
+        weights that its step trained.
+        """
         if self.states and record.state not in self.states:
             return False
-        if self.steps and not (record.step is not None and self.steps[0] <= record.step <= self.steps[1]):
+        if self.steps and not (
+            record.step is not None and self.steps[0] <= record.step <= self.steps[1]
+        ):
             return False
         if self.actor and record.actor_id and not fnmatchcase(record.actor_id, self.actor):
             return False
@@ -86,22 +108,28 @@ class Selection:
         reward = facts["reward"]
         if self.min_reward is not None and (reward is None or reward < self.min_reward):
             return False
-        return self.max_reward is None or reward is not None and reward <= self.max_reward
+        return self.max_reward is None or (reward is not None and reward <= self.max_reward)
 
 
 def candidates(history: History, selection: Selection) -> list[GroupRecord]:
-    """Groups that may match, as far as no frame is needed; the newest first, or last with `reverse`."""
+    """Groups that may match, as far as no frame is needed; the newest first, or last with
+    `reverse`.
+    """
     found = [record for record in history.groups.values() if selection.may_match(record)]
     return sorted(found, key=lambda record: record.group_id, reverse=not selection.reverse)
 
 
 def select(history: History, selection: Selection, weights: Mapping[str, float]) -> Iterator[Facts]:
-    """The groups that match, in order; sorted by id they are read only as far as they are asked for."""
+    """The groups that match, in order; sorted by id they are read only as far as they are asked
+    for.
+    """
     every = (group_facts(history, record, weights) for record in candidates(history, selection))
     found: Iterator[Facts] = (facts for facts in every if selection.matches(facts))
     if selection.sort != "id":
         key, sign = SORT_KEYS[selection.sort], 1 if selection.reverse else -1
-        found = iter(sorted(found, key=lambda facts: (facts[key] is None, sign * (facts[key] or 0))))
+        found = iter(
+            sorted(found, key=lambda facts: (facts[key] is None, sign * (facts[key] or 0)))
+        )
     return found
 
 
@@ -110,16 +138,38 @@ def count(history: History, selection: Selection, weights: Mapping[str, float]) 
     found = candidates(history, selection)
     if not selection.reads_frames:
         return len(found)
-    return None if len(found) > COUNTED else sum(selection.matches(group_facts(history, record, weights)) for record in found)
+    return (
+        None
+        if len(found) > COUNTED
+        else sum(selection.matches(group_facts(history, record, weights)) for record in found)
+    )
 
 
 def group_facts(history: History, record: GroupRecord, weights: Mapping[str, float]) -> Facts:
-    """One group at its latest attempt. Without its result, what only that can tell is None or empty. weights: see `reward`."""
+    """One group at its latest attempt. Without its result, what only that can tell is None or
+    empty. weights: see `reward`.
+    """
     facts: Facts = {
-        "group_id": record.group_id, "attempt": record.attempt, "state": record.state.value if record.state else "unknown",
-        "step": record.step, "ticket_version": record.policy_version, "versions": [], "lag_min": None, "lag_max": None, "reward": None,
-        "rewards": {}, "verdict": None, "responses": 0, "length_min": None, "length_mean": None, "length_max": None, "truncated": None,
-        "seconds": None, "finished_at": None, "actor": record.actor_id, "reason": _reason(record),
+        "group_id": record.group_id,
+        "attempt": record.attempt,
+        "state": record.state.value if record.state else "unknown",
+        "step": record.step,
+        "ticket_version": record.policy_version,
+        "versions": [],
+        "lag_min": None,
+        "lag_max": None,
+        "reward": None,
+        "rewards": {},
+        "verdict": None,
+        "responses": 0,
+        "length_min": None,
+        "length_mean": None,
+        "length_max": None,
+        "truncated": None,
+        "seconds": None,
+        "finished_at": None,
+        "actor": record.actor_id,
+        "reason": _reason(record),
     }
     try:
         meta = history.meta(record.group_id, record.attempt)
@@ -127,7 +177,9 @@ def group_facts(history: History, record: GroupRecord, weights: Mapping[str, flo
         return facts | {"reason": f"its result cannot be read: {error}"}
     if meta is not None:
         return facts | _measured(meta, record.step, weights)
-    had_result = record.state in HAS_RESULT or any(attempt == record.attempt for attempt, _ in record.frames)
+    had_result = record.state in HAS_RESULT or any(
+        attempt == record.attempt for attempt, _ in record.frames
+    )
     return facts | {"reason": facts["reason"] or (GONE if had_result else "")}
 
 
@@ -148,12 +200,23 @@ def ledger_facts(history: History) -> Facts:
     """Where the run is, and what became of its groups."""
     ledger = history.ledger
     return {
-        "steps": ledger.steps, "training_step": ledger.training_step, "live_version": ledger.live, "run_epoch": ledger.run_epoch,
-        "digest": history.live.get(ledger.live, ""), "over": ledger.over,
-        "starts": [{"epoch": start.epoch, "step": start.step} for start in history.starts], "issued": ledger.issued,
-        "listed_steps": listed_steps(history), "unlisted": dict(history.unlisted),
-        "states": ledger.counts(), "rejected": dict(ledger.rejected), "failed": dict(ledger.failed), "totals": dict(ledger.totals),
-        "retired": len(ledger.retired), "tokens": _tokens_by_place(ledger), "notes": history.notes,
+        "steps": ledger.steps,
+        "training_step": ledger.training_step,
+        "live_version": ledger.live,
+        "run_epoch": ledger.run_epoch,
+        "digest": history.live.get(ledger.live, ""),
+        "over": ledger.over,
+        "starts": [{"epoch": start.epoch, "step": start.step} for start in history.starts],
+        "issued": ledger.issued,
+        "listed_steps": listed_steps(history),
+        "unlisted": dict(history.unlisted),
+        "states": ledger.counts(),
+        "rejected": dict(ledger.rejected),
+        "failed": dict(ledger.failed),
+        "totals": dict(ledger.totals),
+        "retired": len(ledger.retired),
+        "tokens": _tokens_by_place(ledger),
+        "notes": history.notes,
     }
 
 
@@ -164,7 +227,9 @@ def _tokens_by_place(ledger: Ledger) -> dict[str, int]:
 
 
 def listed_steps(history: History) -> tuple[int, int] | None:
-    """The first and the last learner step whose groups are listed; None where no group has a step."""
+    """The first and the last learner step whose groups are listed; None where no group has a
+    step.
+    """
     steps = [record.step for record in history.groups.values() if record.step is not None]
     return (min(steps), max(steps)) if steps else None
 
@@ -172,15 +237,27 @@ def listed_steps(history: History) -> tuple[int, int] | None:
 def _measured(meta: GroupMeta, step: int | None, weights: Mapping[str, float]) -> Facts:
     rows, times = rows_to_train(meta), meta.times.values()
     versions = sorted({version for row in rows for version, _ in row.versions})
-    lengths, verdicts = [row.length for row in rows], [row.verdict for row in rows if row.verdict is not None]
+    lengths, verdicts = (
+        [row.length for row in rows],
+        [row.verdict for row in rows if row.verdict is not None],
+    )
     return {
-        "versions": versions, "lag_min": step - 1 - versions[-1] if step else None, "lag_max": step - 1 - versions[0] if step else None,
+        "versions": versions,
+        "lag_min": step - 1 - versions[-1] if step else None,
+        "lag_max": step - 1 - versions[0] if step else None,
         "reward": _mean([reward(row.rewards, weights) for row in rows]),
-        "rewards": {name: _mean([row.rewards.get(name, 0.0) for row in rows]) for name in rows[0].rewards},
-        "verdict": _mean(verdicts) if verdicts else None, "responses": len(rows),
-        "length_min": min(lengths), "length_mean": _mean(lengths), "length_max": max(lengths),
-        "truncated": sum(row.finish_reason == "length" for row in rows), "seconds": max(times) - min(times) if times else None,
-        "finished_at": max(times, default=None), "actor": meta.actor_id,
+        "rewards": {
+            name: _mean([row.rewards.get(name, 0.0) for row in rows]) for name in rows[0].rewards
+        },
+        "verdict": _mean(verdicts) if verdicts else None,
+        "responses": len(rows),
+        "length_min": min(lengths),
+        "length_mean": _mean(lengths),
+        "length_max": max(lengths),
+        "truncated": sum(row.finish_reason == "length" for row in rows),
+        "seconds": max(times) - min(times) if times else None,
+        "finished_at": max(times, default=None),
+        "actor": meta.actor_id,
     }
 
 
@@ -192,17 +269,55 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def ledger_rows(history: History) -> list[tuple[str, str]]:
-    """What the ledger says to a person: a name and a text, which may contain anything that a run produced."""
-    ledger, totals, digest = history.ledger, history.ledger.totals, history.live.get(history.ledger.live)
-    under_way = f"step {ledger.training_step} in training" if ledger.training_step else f"step {ledger.steps + 1} waits for its groups"
+    """What the ledger says to a person: a name and a text, which may contain anything that a run
+    produced.
+    """
+    ledger, totals, digest = (
+        history.ledger,
+        history.ledger.totals,
+        history.live.get(history.ledger.live),
+    )
+    under_way = (
+        f"step {ledger.training_step} in training"
+        if ledger.training_step
+        else f"step {ledger.steps + 1} waits for its groups"
+    )
     rows = [
-        ("journal", _files(history)), ("run", _starts(history)),
-        ("steps", f"{ledger.steps:,} trained, " + ("the run is over" if ledger.over else under_way)),
-        ("live", f"version {ledger.live}" + (f" of run epoch {ledger.run_epoch}" * (ledger.run_epoch > 0)) + (f", weights {digest}" if digest else "")),
-        ("groups", f"{ledger.issued:,} issued: {_listed(ledger.counts()) or 'none'}"), ("listed", _steps_left(history)),
-        ("rejected", _reasons(ledger.rejected)), ("failed", _reasons(ledger.failed)),
-        ("lost", _listed({name: totals[name] for name in ("attempts_lost", "forfeited", "overdue", "expirations", "unreadable")})),
-        ("refused", _listed({name: totals[name] for name in ("late", "duplicate", "abandoned", "invalid")})),
+        ("journal", _files(history)),
+        ("run", _starts(history)),
+        (
+            "steps",
+            f"{ledger.steps:,} trained, " + ("the run is over" if ledger.over else under_way),
+        ),
+        (
+            "live",
+            f"version {ledger.live}"
+            + (f" of run epoch {ledger.run_epoch}" * (ledger.run_epoch > 0))
+            + (f", weights {digest}" if digest else ""),
+        ),
+        ("groups", f"{ledger.issued:,} issued: {_listed(ledger.counts()) or 'none'}"),
+        ("listed", _steps_left(history)),
+        ("rejected", _reasons(ledger.rejected)),
+        ("failed", _reasons(ledger.failed)),
+        (
+            "lost",
+            _listed(
+                {
+                    name: totals[name]
+                    for name in (
+                        "attempts_lost",
+                        "forfeited",
+                        "overdue",
+                        "expirations",
+                        "unreadable",
+                    )
+                }
+            ),
+        ),
+        (
+            "refused",
+            _listed({name: totals[name] for name in ("late", "duplicate", "abandoned", "invalid")}),
+        ),
         ("", _last_refusal(history)),
         ("tokens", _listed(_tokens_by_place(ledger))),
         ("retired", many(len(ledger.retired), "problem") if ledger.retired else ""),
@@ -214,39 +329,66 @@ def ledger_rows(history: History) -> list[tuple[str, str]]:
 def _files(history: History) -> str:
     paths = [segment_path(history.directory, number) for number in segments(history.directory)]
     stats = [path.stat() for path in paths if path.exists()]  # one may be deleted meanwhile
-    size, silent = sum(stat.st_size for stat in stats), time.time() - (stats[-1].st_mtime if stats else 0.0)
-    end = "; no end recorded: the run was ended abruptly, or it hangs" if silent > SILENT_S and not history.ledger.over else ""
-    return f"{history.directory}: {many(len(stats), 'segment')}, {size / 1e6:,.1f} MB, written {_ago(silent)}{end}"
+    size, silent = (
+        sum(stat.st_size for stat in stats),
+        time.time() - (stats[-1].st_mtime if stats else 0.0),
+    )
+    end = (
+        "; no end recorded: the run was ended abruptly, or it hangs"
+        if silent > SILENT_S and not history.ledger.over
+        else ""
+    )
+    return (
+        f"{history.directory}: {many(len(stats), 'segment')}, {size / 1e6:,.1f} MB, written "
+        f"{_ago(silent)}{end}"
+    )
 
 
 def _starts(history: History) -> str:
     *earlier, last = history.starts
-    restarts, text = history.ledger.totals["restarts"], _start_words(last) if last.epoch else "first start"
+    restarts, text = (
+        history.ledger.totals["restarts"],
+        _start_words(last) if last.epoch else "first start",
+    )
     if resumed := [_start_words(start) for start in earlier if start.epoch]:
         text += f" (before: {'; '.join(resumed)})"
     return text + (f"; restarts of the queue's process: {restarts}" if restarts else "")
 
 
 def _start_words(start: Start) -> str:
-    return f"start {start.epoch + 1}, resumed from " + (f"step {start.step}" if start.step else "the beginning")
+    return f"start {start.epoch + 1}, resumed from " + (
+        f"step {start.step}" if start.step else "the beginning"
+    )
 
 
 def _steps_left(history: History) -> str:
     listed = listed_steps(history)
-    return f"the groups of {steps_text(*listed)}" if listed and listed[0] > 1 and history.unlisted else ""
+    return (
+        f"the groups of {steps_text(*listed)}"
+        if listed and listed[0] > 1 and history.unlisted
+        else ""
+    )
 
 
 def _last_refusal(history: History) -> str:
     if not history.refusals:
         return ""
     last = history.refusals[-1]
-    what = f"group {last.group_id} attempt {last.attempt}" if last.group_id >= 0 else "an unreadable frame"
+    what = (
+        f"group {last.group_id} attempt {last.attempt}"
+        if last.group_id >= 0
+        else "an unreadable frame"
+    )
     return f"the last one: {last.status}, {what} from {last.actor_id}: {last.reason}"
 
 
 def _listed(counts: Mapping[str, int]) -> str:
     """Counters, which are named by this program."""
-    return ", ".join(f"{number:,} {ONE.get(name, name) if number == 1 else name}".replace("_", " ") for name, number in counts.items() if number)
+    return ", ".join(
+        f"{number:,} {ONE.get(name, name) if number == 1 else name}".replace("_", " ")
+        for name, number in counts.items()
+        if number
+    )
 
 
 def _reasons(counts: Mapping[str, int]) -> str:
@@ -264,8 +406,14 @@ def _ago(seconds: float) -> str:
 # ---- why something is not there, in words ----
 
 _WHY: dict[Unlisted, tuple[str, str]] = {
-    "deleted": ("are no longer in the journal", "their segments were deleted at checkpoints (normal)"),
-    "damaged": ("were in a damaged part of the journal", "what the journal told of them is damaged"),
+    "deleted": (
+        "are no longer in the journal",
+        "their segments were deleted at checkpoints (normal)",
+    ),
+    "damaged": (
+        "were in a damaged part of the journal",
+        "what the journal told of them is damaged",
+    ),
     "before": ("are from before this journal began", "they are from before this journal began"),
 }
 
@@ -283,7 +431,8 @@ def steps_text(first: int, last: int) -> str:
 def why_unlisted(history: History) -> list[str]:
     """A sentence for every reason why groups are counted but not listed."""
     return [
-        f"{many(number, 'group')} {'is' if number == 1 else 'are'} counted but not listed: {_WHY[why][1]}"
+        f"{many(number, 'group')} {'is' if number == 1 else 'are'} counted but not listed: "
+        f"{_WHY[why][1]}"
         for why, number in history.unlisted.items()
     ]
 
@@ -293,8 +442,13 @@ def why_unknown(history: History, group_id: int) -> str:
     first, after = history.ledger.first_group_id, history.ledger.next_group_id
     if first <= group_id < after:
         reasons = "; or ".join(_WHY[why][1] for why in history.unlisted)
-        return f"group {group_id} is one of {sum(history.unlisted.values()):,} that are counted but not listed: {reasons}"
-    return f"group {group_id} was never issued" + (f", only {first} to {after - 1} were" if after > first else ", nor was any other")
+        return (
+            f"group {group_id} is one of {sum(history.unlisted.values()):,} that are counted "
+            f"but not listed: {reasons}"
+        )
+    return f"group {group_id} was never issued" + (
+        f", only {first} to {after - 1} were" if after > first else ", nor was any other"
+    )
 
 
 def why_none(history: History, selection: Selection) -> str:
@@ -307,7 +461,9 @@ def why_none(history: History, selection: Selection) -> str:
     if selection.version is not None and selection.version > newest:
         return f"no group matches: there is no version {selection.version} (the newest is {newest})"
     others = sum(history.unlisted.values())
-    return f"no group matches, of {len(history.groups):,} that are listed" + (f"; {others:,} more are not" if others else "")
+    return f"no group matches, of {len(history.groups):,} that are listed" + (
+        f"; {others:,} more are not" if others else ""
+    )
 
 
 def _why_no_step(history: History, first: int, last: int) -> str | None:
@@ -317,12 +473,19 @@ def _why_no_step(history: History, first: int, last: int) -> str | None:
     if first > newest and ledger.over:
         return f"there is no {wanted}: the run ended with step {ledger.steps}"
     if first > newest:
-        return f"{wanted} {'is' if first == last else 'are'} not trained yet (" + (f"the newest is {newest})" if newest else "no step is)")
-    if any(record.step is not None and first <= record.step <= last for record in history.groups.values()):
+        return f"{wanted} {'is' if first == last else 'are'} not trained yet (" + (
+            f"the newest is {newest})" if newest else "no step is)"
+        )
+    if any(
+        record.step is not None and first <= record.step <= last
+        for record in history.groups.values()
+    ):
         return None
     older = listed is None or last < listed[0]
     why = next(iter(history.unlisted), "damaged") if older else "damaged"
-    return f"the groups of {wanted} {_WHY[why][0]}" + (f", which has {steps_text(*listed)}" if listed and why == "deleted" else "")
+    return f"the groups of {wanted} {_WHY[why][0]}" + (
+        f", which has {steps_text(*listed)}" if listed and why == "deleted" else ""
+    )
 
 
 # ---- columns for a person ----
@@ -349,13 +512,19 @@ class Column(NamedTuple):
 
 def visible(text: str) -> str:
     """The text on one line, with control characters as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in text
+    )
 
 
 def columns_of(groups: Sequence[Facts]) -> list[Column]:
     """What `group_facts` say, one cell per group; a column that would be empty is left out."""
     names = dict.fromkeys(name for facts in groups for name in facts["rewards"])
-    rewards: list[_Cells] = [(name, "right", lambda facts, name=name: _number(facts["rewards"].get(name))) for name in names]
+    rewards: list[_Cells] = [
+        (name, "right", lambda facts, name=name: _number(facts["rewards"].get(name)))
+        for name in names
+    ]
     columns = [
         Column(visible(header), [visible(cell(facts)) for facts in groups], justify)
         for header, justify, cell in (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS)
@@ -382,14 +551,32 @@ _BEFORE_REWARDS: tuple[_Cells, ...] = (
     ("attempt", "right", lambda facts: str(facts["attempt"]) if facts["attempt"] > 1 else ""),
     ("state", "left", lambda facts: facts["state"].replace("_", " ")),
     ("step", "right", lambda facts: str(facts["step"] or "")),
-    ("ticket", "right", lambda facts: "" if facts["ticket_version"] is None else f"v{facts['ticket_version']}"),
-    ("sampled", "right", lambda facts: f"v{_range(facts['versions'][0], facts['versions'][-1])}" if facts["versions"] else ""),
+    (
+        "ticket",
+        "right",
+        lambda facts: "" if facts["ticket_version"] is None else f"v{facts['ticket_version']}",
+    ),
+    (
+        "sampled",
+        "right",
+        lambda facts: (
+            f"v{_range(facts['versions'][0], facts['versions'][-1])}" if facts["versions"] else ""
+        ),
+    ),
     ("lag", "right", lambda facts: _range(facts["lag_min"], facts["lag_max"])),
 )
 _AFTER_REWARDS: tuple[_Cells, ...] = (
-    ("verdict", "right", lambda facts: "" if facts["verdict"] is None else f"{facts['verdict']:.0%}"),
+    (
+        "verdict",
+        "right",
+        lambda facts: "" if facts["verdict"] is None else f"{facts['verdict']:.0%}",
+    ),
     ("tokens", "right", _tokens),
-    ("truncated", "right", lambda facts: f"{facts['truncated']} of {facts['responses']}" if facts["truncated"] else ""),
+    (
+        "truncated",
+        "right",
+        lambda facts: f"{facts['truncated']} of {facts['responses']}" if facts["truncated"] else "",
+    ),
     ("seconds", "right", lambda facts: _number(facts["seconds"])),
     ("actor", "left", lambda facts: facts["actor"]),
     ("prompt", "left", lambda facts: facts.get("prompt", "")),

@@ -1,22 +1,30 @@
 """The journal on disk: what happened to groups, appended before it takes effect.
 
-Runs in: the replay queue's process (writing), and whoever looks at a run (reading). Hides files, framing and flushing:
+Runs in: the replay queue's process (writing), and whoever looks at a run (reading). Hides files,
+framing and flushing:
 
-    <directory>/00000012.journal   magic, format version, segment number; then records. The first record is a snapshot of the ledger.
-    record      magic | body length u32 | payload length u64 | sequence number u64 | crc32 of these and the body | body (msgpack) | payload
+    <directory>/00000012.journal   magic, format version, segment number; then records, of which
+                                   the first is a snapshot of the ledger
+    record      magic | body length u32 | payload length u64 | sequence number u64
+                | crc32 of these and the body | body (msgpack) | payload
 
-A snapshot names the segment's parent: the segment and the record after which it goes on (`history.lineage`).
+A snapshot names the segment's parent: the segment and the record after which it goes on
+(`history.lineage`).
 
-The payload is a group's frame, which carries a checksum of its own (`wire`). A segment appears under its name with its snapshot in it, or
-not at all. What a reader finds at the end of a segment, or in it:
+The payload is a group's frame, which carries a checksum of its own (`wire`). A segment appears
+under its name with its snapshot in it, or not at all. What a reader finds at the end of a segment,
+or in it:
 
-    cut off in the last record          the writer died while it wrote: nobody was told that it is there, so it is not
-    a record that does not add up,      damaged: the records before it are good, none after it is taken (JournalDamage)
-      with good ones behind it
-    a payload that does not add up      found when the frame is decoded: that group is lost, the record is not
+    cut off in the last record          the writer died while it wrote: nobody was told that it is
+                                        there, so it is not
+    a record that does not add up,      damaged: the records before it are good, none after it is
+      with good ones behind it          taken (JournalDamage)
+    a payload that does not add up      found when the frame is decoded: that group is lost, the
+                                        record is not
 
-Invariants: a record is whole in the file before `append` returns, and on the disk before `commit` returns if `fsync` is `group`; after an
-error of the disk nothing is written any more, so no later record can follow a hole.
+Invariants: a record is whole in the file before `append` returns, and on the disk before `commit`
+returns if `fsync` is `group`; after an error of the disk nothing is written any more, so no later
+record can follow a hole.
 """
 
 from __future__ import annotations
@@ -55,12 +63,22 @@ _CRC = struct.Struct("<I")
 _RECORD_BYTES = _HEAD.size + _CRC.size
 
 
-def snapshot_facts(identity: str = "", training: str = "", *, start: str = "", from_step: int = 0) -> dict[str, Any]:
-    """What stands beside the ledger in a snapshot of a new run; `recovery.JournalSettings` says what identity, training and start are.
+def snapshot_facts(
+    identity: str = "", training: str = "", *, start: str = "", from_step: int = 0
+) -> dict[str, Any]:
+    """What stands beside the ledger in a snapshot of a new run; `recovery.JournalSettings` says
+    what identity, training and start are.
 
-    epoch: number of the start. rolled_to: the step to which this start rolled forward, once its learner has begun with it; an orderly end forgets it.
+    epoch: number of the start. rolled_to: the step to which this start rolled forward, once its
+    learner has begun with it; an orderly end forgets it.
     """
-    facts = {"format": JOURNAL_FORMAT, "journal": uuid.uuid4().hex, "start": start, "identity": identity, "training": training}
+    facts = {
+        "format": JOURNAL_FORMAT,
+        "journal": uuid.uuid4().hex,
+        "start": start,
+        "identity": identity,
+        "training": training,
+    }
     return {**facts, "epoch": 0, "from_step": from_step, "rolled_to": None}
 
 
@@ -96,11 +114,25 @@ class Writer:
     """Appends to one segment after the other."""
 
     def __init__(
-        self, directory: Path, *, fsync: Fsync = "group", segment_bytes: int = 2**28, segment: int = 0, sequence: int = 0,
-        parent: int | None = None, clock: Callable[[], float] = time.monotonic,
+        self,
+        directory: Path,
+        *,
+        fsync: Fsync = "group",
+        segment_bytes: int = 2**28,
+        segment: int = 0,
+        sequence: int = 0,
+        parent: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """segment: the last number that is taken. The first segment goes on after record `sequence` of segment `parent`."""
-        self.directory, self._fsync, self._segment_bytes, self._clock = directory, fsync, segment_bytes, clock
+        """segment: the last number that is taken. The first segment goes on after record `sequence`
+        of segment `parent`.
+        """
+        self.directory, self._fsync, self._segment_bytes, self._clock = (
+            directory,
+            fsync,
+            segment_bytes,
+            clock,
+        )
         self.segment, self._parent = segment, parent
         self.nbytes = 0
         """Bytes in the segment."""
@@ -121,7 +153,9 @@ class Writer:
         return segments(self.directory)
 
     def begin(self, snapshot: dict[str, Any]) -> None:
-        """Start the next segment with a snapshot; with fsync `group`, what was written before is on the disk then."""
+        """Start the next segment with a snapshot; with fsync `group`, what was written before is on
+        the disk then.
+        """
         self._check()
         path = segment_path(self.directory, self.segment + 1)
         temporary = path.with_suffix(".tmp")
@@ -130,7 +164,9 @@ class Writer:
             if not self.directory.is_dir():
                 self.directory.mkdir(parents=True)
                 settle_folder(self.directory.parent)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fd = os.open(
+                temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
         except OSError as error:
             raise self._broken(error) from error
         if self._fd >= 0:
@@ -150,11 +186,15 @@ class Writer:
             raise self._broken(error) from error
 
     def append_event(self, event: Event, payload: Buffer = b"") -> Place | None:
-        """Write an event; where its payload is. Raises JournalError, and then nothing was written."""
+        """Write an event; where its payload is. Raises JournalError, and then nothing was
+        written.
+        """
         return self.append(to_wire(event), payload)
 
     def append(self, body: Any, payload: Buffer = b"") -> Place | None:
-        """Write one record; where its payload is. Raises JournalError, and then nothing was written."""
+        """Write one record; where its payload is. Raises JournalError, and then nothing was
+        written.
+        """
         self._check()
         packed = msgpack.packb(body, use_bin_type=True)
         view = memoryview(payload).cast("B")
@@ -165,8 +205,12 @@ class Writer:
         return Place(self.segment, offset, len(view)) if len(view) else None
 
     async def commit(self) -> None:
-        """Return when everything appended so far is as safe as `fsync` says. Many callers share one flush. Raises JournalError."""
-        if self._fsync == "never" or (self._fsync == "interval" and self._clock() - self._synced_at < INTERVAL_S):
+        """Return when everything appended so far is as safe as `fsync` says. Many callers share one
+        flush. Raises JournalError.
+        """
+        if self._fsync == "never" or (
+            self._fsync == "interval" and self._clock() - self._synced_at < INTERVAL_S
+        ):
             return
         target = self._written if self._fsync == "group" else 0
         if self._fsync == "interval" and self._syncing is None:
@@ -222,7 +266,9 @@ class Writer:
         total, start = sum(map(len, parts)), self.nbytes
         try:
             written = os.writev(self._fd, parts)
-            while written < total:  # the kernel takes at most 2 GiB at once, and less when the disk is full
+            while (
+                written < total
+            ):  # the kernel takes at most 2 GiB at once, and less when the disk is full
                 written += os.write(self._fd, memoryview(b"".join(parts))[written:])
         except OSError as error:
             try:
@@ -236,8 +282,11 @@ class Writer:
     def _broken(self, error: OSError) -> JournalError:
         if self._error is None:
             self._error = (
-                f"the journal in {self.directory} cannot be written ({error.strerror or error}); nothing after this is recorded. Free space or "
-                "mend the disk and start the same command again, or go on without a journal: replay.journal.enable=false"
+                f"the journal in {self.directory} cannot be written "
+                f"({error.strerror or error}); nothing after this is recorded. Free space "
+                "or "
+                "mend the disk and start the same command again, or go on without a "
+                "journal: replay.journal.enable=false"
             )
         return JournalError(self._error)
 
@@ -252,15 +301,26 @@ class Segment:
     def __init__(self, directory: Path, number: int) -> None:
         self.number, self.path = number, segment_path(directory, number)
         try:
-            self._data = self.path.read_bytes() if self.path.stat().st_size < _MAP_BYTES else _mapped(self.path)
+            self._data = (
+                self.path.read_bytes()
+                if self.path.stat().st_size < _MAP_BYTES
+                else _mapped(self.path)
+            )
         except OSError as error:
-            raise JournalError(f"the journal's {self.path} cannot be read: {error.strerror or error}") from error
+            raise JournalError(
+                f"the journal's {self.path} cannot be read: {error.strerror or error}"
+            ) from error
         if len(self._data) < _FILE.size or _FILE.unpack_from(self._data)[0] != _MAGIC:
             raise JournalDamage(f"{self.path} is no segment of a journal")
         if (found := _FILE.unpack_from(self._data)[1]) != JOURNAL_FORMAT:
-            raise JournalDamage(f"{self.path} is of a journal of format {found}, this program reads {JOURNAL_FORMAT}")
+            raise JournalDamage(
+                f"{self.path} is of a journal of format {found}, this program reads "
+                f"{JOURNAL_FORMAT}"
+            )
         if _FILE.unpack_from(self._data)[3] != number:
-            raise JournalDamage(f"{self.path} says that it is segment {_FILE.unpack_from(self._data)[3]}")
+            raise JournalDamage(
+                f"{self.path} says that it is segment {_FILE.unpack_from(self._data)[3]}"
+            )
         self.size = _FILE.size
         """Bytes up to the end of the last record read."""
         self.cut_off = 0
@@ -276,7 +336,9 @@ class Segment:
         """The segment and the record after which it goes on; None for the first one of a run."""
 
     def records(self) -> Iterator[Record]:
-        """The records after the snapshot, up to the end or a cut-off one. Raises JournalDamage at a damaged one."""
+        """The records after the snapshot, up to the end or a cut-off one. Raises JournalDamage at a
+        damaged one.
+        """
         while (record := self._next(self.sequence + 1)) is not None:
             self.sequence = record.sequence
             yield record
@@ -293,34 +355,62 @@ class Segment:
             magic, length, payload, sequence = _HEAD.unpack_from(self._data, at)
             start = at + _RECORD_BYTES
             stop = start + length
-            if magic == _RECORD_MAGIC and length <= MAX_BODY_BYTES and stop <= end and expected in (None, sequence) and self._adds_up(at, start, stop):
+            if (
+                magic == _RECORD_MAGIC
+                and length <= MAX_BODY_BYTES
+                and stop <= end
+                and expected in (None, sequence)
+                and self._adds_up(at, start, stop)
+            ):
                 if stop + payload > end:
                     self.cut_off = end - at
                     return None
                 self.size = stop + payload
-                return Record(sequence, self._unpack(start, stop), Place(self.number, stop, payload) if payload else None)
+                return Record(
+                    sequence,
+                    self._unpack(start, stop),
+                    Place(self.number, stop, payload) if payload else None,
+                )
         if expected is not None and (found := self._later_record(expected)) is not None:
-            raise JournalDamage(f"{self.path} is damaged at byte {at} (record {expected}; good records go on at byte {found})")
+            raise JournalDamage(
+                f"{self.path} is damaged at byte {at} (record {expected}; good records go "
+                f"on at byte {found})"
+            )
         self.cut_off = end - at
         return None
 
     def _adds_up(self, at: int, start: int, stop: int) -> bool:
         (checksum,) = _CRC.unpack_from(self._data, at + _HEAD.size)
-        return zlib.crc32(memoryview(self._data)[start:stop], zlib.crc32(self._data[at : at + _HEAD.size])) == checksum
+        return (
+            zlib.crc32(
+                memoryview(self._data)[start:stop], zlib.crc32(self._data[at : at + _HEAD.size])
+            )
+            == checksum
+        )
 
     def _unpack(self, start: int, stop: int) -> Any:
         try:
-            return msgpack.unpackb(memoryview(self._data)[start:stop], raw=False, strict_map_key=True)
+            return msgpack.unpackb(
+                memoryview(self._data)[start:stop], raw=False, strict_map_key=True
+            )
         except (ValueError, msgpack.UnpackException) as error:
-            raise JournalDamage(f"{self.path} holds a record that is not msgpack: {error}") from error
+            raise JournalDamage(
+                f"{self.path} holds a record that is not msgpack: {error}"
+            ) from error
 
     def _later_record(self, expected: int) -> int | None:
         """Where a whole record with a later sequence number is."""
         at = self.size
-        while (at := self._data.find(_RECORD_MAGIC, at + 1)) >= 0 and at + _RECORD_BYTES <= len(self._data):
+        while (at := self._data.find(_RECORD_MAGIC, at + 1)) >= 0 and at + _RECORD_BYTES <= len(
+            self._data
+        ):
             _, length, _, sequence = _HEAD.unpack_from(self._data, at)
             start = at + _RECORD_BYTES
-            if sequence > expected and start + length <= len(self._data) and self._adds_up(at, start, start + length):
+            if (
+                sequence > expected
+                and start + length <= len(self._data)
+                and self._adds_up(at, start, start + length)
+            ):
                 return at
         return None
 

@@ -1,18 +1,22 @@
-"""Which state every group is in: the accounting of the replay queue, as a function of what happened.
+"""Which state every group is in: the accounting of the replay queue, as a function of what
+happened.
 
-Runs in: the replay queue's process, and whoever reads a journal. Hides the indexes by state and by actor, and what is kept of groups
-that are done with. The arrows are events (`events`), and `apply` is the only way along them:
+Runs in: the replay queue's process, and whoever reads a journal. Hides the indexes by state and by
+actor, and what is kept of groups that are done with. The arrows are events (`events`), and `apply`
+is the only way along them:
 
-    waiting --Issue--> in_flight --Put--> ready --TakeBatch--> training --Done--> trained --Live--> (slot free)
-       ^                  |   |             |
+    waiting --Issue--> in_flight --Put--> ready --TakeBatch--> training --Done--> trained
+       ^                  |   |             |                                        |
+       |                  |   |             |                       (slot free) <--Live--
        |                  |   +-- Reject -->|-> rejected
        +------ Fail ------+-----------------|-> failed     (attempts used up)
        +------ Expire, Drop ----------------+-> expired    (attempts used up)
     waiting | in_flight | ready --Close--> unused               (new id) --Skip--> skipped
 
-Invariants: exactly one state per group id; the states sum to the ids issued after every event; a group never leaves `trained`,
-`rejected`, `failed`, `expired`, `skipped` or `unused`, so none is trained twice. An id below `next_group_id` without a slot is finished;
-beyond its counter nothing of it has to be kept, so the ledger does not grow with the age of the run.
+Invariants: exactly one state per group id; the states sum to the ids issued after every event; a
+group never leaves `trained`, `rejected`, `failed`, `expired`, `skipped` or `unused`, so none is
+trained twice. An id below `next_group_id` without a slot is finished; beyond its counter nothing of
+it has to be kept, so the ledger does not grow with the age of the run.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from async_grpo.wire import GroupMeta, GroupTicket
 
 RECENT_GROUPS = 8192
 REASONS = 64
-"""Different reasons of failures that are counted one by one; beyond that they are counted together."""
+"""Different reasons of failures that are counted one by one; beyond that they are counted together.
+"""
 
 
 class State(StrEnum):
@@ -58,10 +63,12 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One group that holds a slot. `policy_version` is the live version at its latest issue; `step` the learner step that takes it.
+    """One group that holds a slot. `policy_version` is the live version at its latest issue; `step`
+    the learner step that takes it.
 
-    `failures`: attempts that came to nothing, and results that expired; those of an earlier start of the run do not count as failures.
-    `slow`: it took longer than nine of ten others; None if that is not known. Times are the queue's clock: the latest issue, the result.
+    `failures`: attempts that came to nothing, and results that expired; those of an earlier start
+    of the run do not count as failures. `slow`: it took longer than nine of ten others; None if
+    that is not known. Times are the queue's clock: the latest issue, the result.
     """
 
     group_id: int
@@ -80,7 +87,9 @@ class Entry:
 
 
 class Ledger:
-    """Groups by state. `slots` holds those that occupy a slot, in each state in the order of arrival, `closed` counts the others."""
+    """Groups by state. `slots` holds those that occupy a slot, in each state in the order of
+    arrival, `closed` counts the others.
+    """
 
     def __init__(self, *, first_group_id: int, steps: int, max_attempts: int) -> None:
         self.first_group_id = self.next_group_id = first_group_id
@@ -101,26 +110,52 @@ class Ledger:
         """Rejected since the last batch left, by reason; `failed_now` likewise."""
         self.failed_now: Counter[str] = Counter()
         self.failed_before = 0
-        """Groups that had failed for good when this start of the run began: it is judged by its own."""
+        """Groups that had failed for good when this start of the run began: it is judged by its
+        own.
+        """
         self.retired: set[int] = set()
         self.forfeited: set[str] = set()
         self.segment_steps: dict[int, int] = {}
         """Segment of the journal -> the latest learner step that took a group from it."""
         self.unused: dict[int, Entry] = {}
-        """Groups that the end of the run left over: a run that goes on later takes them up again."""
+        """Groups that the end of the run left over: a run that goes on later takes them up again.
+        """
         self.tokens = Tokens()
         self.changes = 0
-        self._recent: OrderedDict[int, tuple[int, State, int | None]] = OrderedDict()  # a dict is slow to find its first entry
+        self._recent: OrderedDict[int, tuple[int, State, int | None]] = (
+            OrderedDict()
+        )  # a dict is slow to find its first entry
         self._apply: dict[type, Callable[..., None]] = {
-            events.Issue: self._issue, events.Skip: self._skip, events.Put: self._put, events.Reject: self._reject, events.Fail: self._fail, events.Expire: self._expire,
-            events.Drop: self._drop, events.Forfeit: self._forfeit, events.Retire: self._retire, events.Refuse: self._refuse, events.TakeBatch: self._take_batch,
-            events.Done: self._done, events.Live: self._live, events.Close: self._close_run, events.Waste: lambda event: None, events.Sampled: lambda event: None,
+            events.Issue: self._issue,
+            events.Skip: self._skip,
+            events.Put: self._put,
+            events.Reject: self._reject,
+            events.Fail: self._fail,
+            events.Expire: self._expire,
+            events.Drop: self._drop,
+            events.Forfeit: self._forfeit,
+            events.Retire: self._retire,
+            events.Refuse: self._refuse,
+            events.TakeBatch: self._take_batch,
+            events.Done: self._done,
+            events.Live: self._live,
+            events.Close: self._close_run,
+            events.Waste: lambda event: None,
+            events.Sampled: lambda event: None,
         }
 
     def apply(
-        self, event: events.Event, *, now: float = 0.0, meta: GroupMeta | None = None, frame: bytes | None = None, place: Place | None = None
+        self,
+        event: events.Event,
+        *,
+        now: float = 0.0,
+        meta: GroupMeta | None = None,
+        frame: bytes | None = None,
+        place: Place | None = None,
     ) -> None:
-        """Take one step. meta, frame, place: of the group that a Put brings. Raises RuntimeError for what cannot happen in this state."""
+        """Take one step. meta, frame, place: of the group that a Put brings. Raises RuntimeError
+        for what cannot happen in this state.
+        """
         self.tokens.follow(event, self)
         if type(event) is events.Put:
             self._put(event, now=now, meta=meta, frame=frame, place=place)
@@ -161,17 +196,27 @@ class Ledger:
         return {state.value: self.closed[state] + len(self.slots.get(state, ())) for state in State}
 
     def history(self, group_ids: Iterable[int]) -> dict[int, dict[str, int | str | None]]:
-        """Attempt, state and step of each id that holds a slot or is among the last few thousand that held one."""
+        """Attempt, state and step of each id that holds a slot or is among the last few thousand
+        that held one.
+        """
         found = {}
         for group_id in group_ids:
             if (record := self.record(group_id)) is not None:
-                found[group_id] = {"attempt": record[0], "state": record[1].value, "step": record[2]}
+                found[group_id] = {
+                    "attempt": record[0],
+                    "state": record[1].value,
+                    "step": record[2],
+                }
         return found
 
     def record(self, group_id: int) -> tuple[int, State, int | None] | None:
         """(attempt, state, step) of a group, None when it was never issued or is forgotten."""
         entry = self.entries.get(group_id)
-        return self._recent.get(group_id) if entry is None else (entry.attempt, entry.state, entry.step)
+        return (
+            self._recent.get(group_id)
+            if entry is None
+            else (entry.attempt, entry.state, entry.step)
+        )
 
     def ticket(self, entry: Entry) -> GroupTicket:
         """The ticket of a group in flight."""
@@ -185,7 +230,10 @@ class Ledger:
         """The states sum to the ids issued. Raises RuntimeError."""
         in_slots = sum(map(len, self.slots.values()))
         if in_slots != len(self.entries) or in_slots + sum(self.closed.values()) != self.issued:
-            raise RuntimeError(f"the ledger does not add up: {self.issued} ids issued, states {self.counts()}; this is a bug, please report it")
+            raise RuntimeError(
+                f"the ledger does not add up: {self.issued} ids issued, states "
+                f"{self.counts()}; this is a bug, please report it"
+            )
 
     # ---- one method per event ----
 
@@ -207,7 +255,15 @@ class Ledger:
         self.next_group_id += event.count
         self.closed[State.SKIPPED] += event.count
 
-    def _put(self, event: events.Put, *, now: float, meta: GroupMeta | None, frame: bytes | None, place: Place | None) -> None:
+    def _put(
+        self,
+        event: events.Put,
+        *,
+        now: float,
+        meta: GroupMeta | None,
+        frame: bytes | None,
+        place: Place | None,
+    ) -> None:
         entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
         self._release(entry)
         entry.meta, entry.frame, entry.place, entry.ready_at = meta, frame, place, now
@@ -291,14 +347,24 @@ class Ledger:
 
     # ---- bookkeeping ----
 
-    def _entry(self, event: events.Event, state: State, *, attempt: int | None = None, group_id: int | None = None) -> Entry:
+    def _entry(
+        self,
+        event: events.Event,
+        state: State,
+        *,
+        attempt: int | None = None,
+        group_id: int | None = None,
+    ) -> Entry:
         entry = self.slots[state].get(event.group_id if group_id is None else group_id)
         self._expect(event, entry is not None and attempt in (None, entry.attempt))
         return entry
 
     def _expect(self, event: events.Event, possible: bool) -> None:
         if not possible:
-            raise RuntimeError(f"{str(event)[:200]} cannot happen now (step {self.steps}, live {self.live}); this is a bug, please report it")
+            raise RuntimeError(
+                f"{str(event)[:200]} cannot happen now (step {self.steps}, live "
+                f"{self.live}); this is a bug, please report it"
+            )
 
     def _move(self, entry: Entry, to: State) -> None:
         del self.slots[entry.state][entry.group_id]
@@ -334,26 +400,69 @@ class Ledger:
     # ---- as plain values ----
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain values for `from_snapshot`. Results are named by their place in the journal, not contained."""
-        in_slots = [entry for index in self.slots.values() for entry in index.values()]  # in each state in the order of arrival
+        """Plain values for `from_snapshot`. Results are named by their place in the journal, not
+        contained.
+        """
+        in_slots = [
+            entry for index in self.slots.values() for entry in index.values()
+        ]  # in each state in the order of arrival
         groups = [
-            [entry.group_id, entry.attempt, entry.policy_version, entry.state.value, entry.actor_id, entry.step, entry.place, entry.failures]
+            [
+                entry.group_id,
+                entry.attempt,
+                entry.policy_version,
+                entry.state.value,
+                entry.actor_id,
+                entry.step,
+                entry.place,
+                entry.failures,
+            ]
             for entry in (*in_slots, *self.unused.values())
         ]
-        counters = {name: {str(key): count for key, count in getattr(self, name).items()} for name in _COUNTERS}
+        counters = {
+            name: {str(key): count for key, count in getattr(self, name).items()}
+            for name in _COUNTERS
+        }
         return {
-            "first_group_id": self.first_group_id, "next_group_id": self.next_group_id, "steps": self.steps, "live": self.live,
-            "training_step": self.training_step, "over": self.over, "max_attempts": self.max_attempts, "failed_before": self.failed_before,
-            "run_epoch": self.run_epoch, "epoch_step": self.epoch_step, "groups": groups, **counters, "tokens": self.tokens.snapshot(),
-            "retired": sorted(self.retired), "forfeited": sorted(self.forfeited),
+            "first_group_id": self.first_group_id,
+            "next_group_id": self.next_group_id,
+            "steps": self.steps,
+            "live": self.live,
+            "training_step": self.training_step,
+            "over": self.over,
+            "max_attempts": self.max_attempts,
+            "failed_before": self.failed_before,
+            "run_epoch": self.run_epoch,
+            "epoch_step": self.epoch_step,
+            "groups": groups,
+            **counters,
+            "tokens": self.tokens.snapshot(),
+            "retired": sorted(self.retired),
+            "forfeited": sorted(self.forfeited),
             "segment_steps": [list(pair) for pair in self.segment_steps.items()],
         }
 
     @classmethod
-    def from_snapshot(cls, snapshot: dict[str, Any], *, entries: Iterable[Entry] | None = None) -> Ledger:
-        """The ledger that `snapshot` described; results are not there until somebody reads them. `entries` take the place of its groups."""
-        ledger = cls(first_group_id=snapshot["first_group_id"], steps=snapshot["steps"], max_attempts=snapshot["max_attempts"])
-        for name in ("next_group_id", "live", "training_step", "over", "failed_before", "run_epoch", "epoch_step"):
+    def from_snapshot(
+        cls, snapshot: dict[str, Any], *, entries: Iterable[Entry] | None = None
+    ) -> Ledger:
+        """The ledger that `snapshot` described; results are not there until somebody reads them.
+        `entries` take the place of its groups.
+        """
+        ledger = cls(
+            first_group_id=snapshot["first_group_id"],
+            steps=snapshot["steps"],
+            max_attempts=snapshot["max_attempts"],
+        )
+        for name in (
+            "next_group_id",
+            "live",
+            "training_step",
+            "over",
+            "failed_before",
+            "run_epoch",
+            "epoch_step",
+        ):
             setattr(ledger, name, snapshot[name])
         for name in _COUNTERS:
             getattr(ledger, name).update(snapshot[name])
@@ -375,7 +484,16 @@ class Ledger:
 def _entries(rows: Iterable[list[Any]]) -> Iterable[Entry]:
     for group_id, attempt, version, state, actor_id, step, place, failures in rows:
         known = None if place is None else Place(*place)
-        yield Entry(group_id, attempt, version, State(state), actor_id, step=step, place=known, failures=failures)
+        yield Entry(
+            group_id,
+            attempt,
+            version,
+            State(state),
+            actor_id,
+            step=step,
+            place=known,
+            failures=failures,
+        )
 
 
 def _count(reasons: Counter[str], reason: str) -> None:

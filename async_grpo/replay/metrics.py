@@ -1,4 +1,5 @@
-"""Who waits for whom: producers without a ticket, the learner without a batch, and whether slow groups are trained too.
+"""Who waits for whom: producers without a ticket, the learner without a batch, and whether slow
+groups are trained too.
 
 Runs in: the replay queue's process. Hides the clocks of the waits. Times in seconds.
 """
@@ -12,7 +13,9 @@ from async_grpo.replay.ledger import Entry
 from async_grpo.replay.rules import QueueSettings, rows_to_train
 
 WINDOW, WARM, EVERY = 1000, 100, 25
-"""Groups over which slow and fast are told apart: the latest ones, as soon as there are so many, with a border renewed every so often."""
+"""Groups over which slow and fast are told apart: the latest ones, as soon as there are so many,
+with a border renewed every so often.
+"""
 
 
 class Pressure:
@@ -45,7 +48,9 @@ class Pressure:
             self._asked_at = now
 
     def learner_served(self, slow: Iterable[bool | None], *, now: float) -> float:
-        """A batch leaves, with what `completed` said of its groups; seconds that the learner waited for it."""
+        """A batch leaves, with what `completed` said of its groups; seconds that the learner waited
+        for it.
+        """
         waited = 0.0 if self._asked_at is None else now - self._asked_at
         self._asked_at = None
         self._starved_s += waited
@@ -53,7 +58,9 @@ class Pressure:
         return waited
 
     def completed(self, duration: float) -> bool | None:
-        """A group became ready this long after its ticket was issued: whether it belongs to the slowest tenth; None while that is unknown."""
+        """A group became ready this long after its ticket was issued: whether it belongs to the
+        slowest tenth; None while that is unknown.
+        """
         self._completed += 1
         self._durations.append(duration)
         if len(self._durations) >= WARM and self._completed % EVERY == 0:
@@ -64,23 +71,32 @@ class Pressure:
         return self._completed_slow[-1]
 
     def metrics(self, now: float) -> dict[str, float]:
-        """`replay/...` paths. `slowest_tenth`: share of slow groups among those trained, in units of ten times their share of those completed.
+        """`replay/...` paths. `slowest_tenth`: share of slow groups among those trained, in units
+        of ten times their share of those completed.
 
-        0.1 means that slow groups are trained like all others, even while all groups become slower or faster.
+        0.1 means that slow groups are trained like all others, even while all groups become slower
+        or faster.
         """
         waiting = 0.0 if self._asked_at is None else now - self._asked_at
         out = {
-            "replay/blocked_s": self._blocked_s + sum(now - since for since in self._blocked.values()),
+            "replay/blocked_s": self._blocked_s
+            + sum(now - since for since in self._blocked.values()),
             "replay/starved_s": self._starved_s + waiting,
         }
         if len(self._trained_slow) >= WARM and any(self._completed_slow):
             completed = sum(self._completed_slow) / len(self._completed_slow)
-            out["replay/slowest_tenth"] = 0.1 * (sum(self._trained_slow) / len(self._trained_slow)) / completed
+            out["replay/slowest_tenth"] = (
+                0.1 * (sum(self._trained_slow) / len(self._trained_slow)) / completed
+            )
         return out
 
 
-def batch_metrics(chosen: Sequence[Entry], settings: QueueSettings, *, step: int, now: float) -> dict[str, float]:
-    """How old the batch of `step` is: lags in learner steps over what is trained with weight, tokens that are too old, seconds ready."""
+def batch_metrics(
+    chosen: Sequence[Entry], settings: QueueSettings, *, step: int, now: float
+) -> dict[str, float]:
+    """How old the batch of `step` is: lags in learner steps over what is trained with weight,
+    tokens that are too old, seconds ready.
+    """
     rows = [row for entry in chosen for row in rows_to_train(entry.meta)]
     oldest = [step - 1 - row.min_version for row in rows]
     lags = [step - 1 - version for row in rows for version, _ in row.versions]
@@ -90,6 +106,8 @@ def batch_metrics(chosen: Sequence[Entry], settings: QueueSettings, *, step: int
         oldest = [min(lag, settings.max_staleness) for lag in oldest]
         lags = [lag for lag in lags if lag <= settings.max_staleness]
     return {
-        "replay/lag_mean": sum(oldest) / len(rows), "replay/lag_max": float(max(lags)), "replay/stale_tokens": masked,
+        "replay/lag_mean": sum(oldest) / len(rows),
+        "replay/lag_max": float(max(lags)),
+        "replay/stale_tokens": masked,
         "replay/ready_wait_s": sum(now - entry.ready_at for entry in chosen) / len(chosen),
     }

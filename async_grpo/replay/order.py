@@ -1,7 +1,8 @@
 """Which groups leave the queue for a learner step, and when.
 
-Runs in: the replay queue's process. Hides the order of departure and the check that nobody who stays behind becomes too old (`rules`);
-with `mask` and `expire` nothing waits, and with `expire` what is too old goes back first.
+Runs in: the replay queue's process. Hides the order of departure and the check that nobody who
+stays behind becomes too old (`rules`); with `mask` and `expire` nothing waits, and with `expire`
+what is too old goes back first.
 """
 
 from __future__ import annotations
@@ -17,8 +18,19 @@ from async_grpo.replay.rules import QueueSettings, can_leave, in_order, is_too_o
 class Departure:
     """Chooses batches. `record` makes an event happen."""
 
-    def __init__(self, settings: QueueSettings, ledger: Ledger, admission: Admission, record: Callable[[Event], None]) -> None:
-        self._settings, self._ledger, self._admission, self._record = settings, ledger, admission, record
+    def __init__(
+        self,
+        settings: QueueSettings,
+        ledger: Ledger,
+        admission: Admission,
+        record: Callable[[Event], None],
+    ) -> None:
+        self._settings, self._ledger, self._admission, self._record = (
+            settings,
+            ledger,
+            admission,
+            record,
+        )
         self._tried: tuple[int, int] | None = None
 
     def choose(self, step: int) -> list[Entry] | None:
@@ -42,18 +54,33 @@ class Departure:
         return sorted(ready[:size], key=lambda entry: entry.group_id)
 
     def _expire(self, step: int) -> None:
-        rule = {"step": step, "max_staleness": self._settings.max_staleness, "on_stale": self._settings.on_stale}
+        rule = {
+            "step": step,
+            "max_staleness": self._settings.max_staleness,
+            "on_stale": self._settings.on_stale,
+        }
         for entry in list(self._ledger.slots[State.READY].values()):
             if is_too_old(entry.meta, **rule):
                 self._record(Expire(entry.group_id, entry.attempt, step))
 
     def _can_wait(self, chosen: list[Entry], ready: list[Entry], step: int) -> bool:
-        """Whether the groups that stay behind, ready or not, are trained in time when these leave."""
+        """Whether the groups that stay behind, ready or not, are trained in time when these
+        leave.
+        """
         slots = self._ledger.slots
         if self._settings.order == "fifo":
-            return min([*slots[State.WAITING], *slots[State.IN_FLIGHT]], default=chosen[-1].group_id + 1) > chosen[-1].group_id
+            return (
+                min(
+                    [*slots[State.WAITING], *slots[State.IN_FLIGHT]],
+                    default=chosen[-1].group_id + 1,
+                )
+                > chosen[-1].group_id
+            )
         staying = [entry.policy_version for entry in (*ready, *slots[State.IN_FLIGHT].values())]
         staying += [version for _, version in self._admission.again()]
         return can_leave(
-            staying, step=step, max_staleness=self._settings.max_staleness, batch_size=self._settings.rollout_batch_size
+            staying,
+            step=step,
+            max_staleness=self._settings.max_staleness,
+            batch_size=self._settings.rollout_batch_size,
         )

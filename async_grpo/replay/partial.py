@@ -1,15 +1,19 @@
 """Groups that go on where a checkpoint left them: which of them may, and under which version.
 
-Runs in: the replay queue's process. The checkpoint keeps the beginnings of responses (rollout actors hold the tokens, the queue sees numbers
-only). A group that is in flight at the end of the journal and has such a beginning is issued again as the attempt that it was, under its
-original version, so that order and bounds count its old tokens:
+Runs in: the replay queue's process. The checkpoint keeps the beginnings of responses (rollout
+actors hold the tokens, the queue sees numbers only). A group that is in flight at the end of the
+journal and has such a beginning is issued again as the attempt that it was, under its original
+version, so that order and bounds count its old tokens:
 
-    in flight, attempt k --resume--> waiting, attempt k - 1 --Issue(k, original version)--> in flight, attempt k
+    in flight, attempt k --resume--> waiting, attempt k - 1
+        --Issue(k, original version)--> in flight, attempt k
 
-A waiting group continues if its attempt is one below that of its beginning; any other is issued from scratch, as attempt k + 1 or later.
+A waiting group continues if its attempt is one below that of its beginning; any other is issued
+from scratch, as attempt k + 1 or later.
 
-Invariants: a beginning has no token newer than the restored history, and none that would be too old at the next step; with `wait`, everything
-that is ready or continues can be trained in time; all that continue have a slot and a step left for them, and go first.
+Invariants: a beginning has no token newer than the restored history, and none that would be too old
+at the next step; with `wait`, everything that is ready or continues can be trained in time; all
+that continue have a slot and a step left for them, and go first.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ from async_grpo.replay.rules import QueueSettings, can_leave
 
 
 class Beginning(NamedTuple):
-    """What the queue knows of the responses of one group in a checkpoint. `version`: of its ticket; `newest`: of its newest token."""
+    """What the queue knows of the responses of one group in a checkpoint. `version`: of its ticket;
+    `newest`: of its newest token.
+    """
 
     group_id: int
     attempt: int
@@ -45,13 +51,23 @@ class Continued:
 
 
 def choose(
-    beginnings: Sequence[Beginning], ledger: Ledger, *, end: Ledger, settings: QueueSettings, free: int
+    beginnings: Sequence[Beginning],
+    ledger: Ledger,
+    *,
+    end: Ledger,
+    settings: QueueSettings,
+    free: int,
 ) -> tuple[list[Beginning], int]:
-    """Mark in `ledger`, which a resumed run begins with, the groups that continue; they, and how many had a beginning of no use any more.
+    """Mark in `ledger`, which a resumed run begins with, the groups that continue; they, and how
+    many had a beginning of no use any more.
 
     end: the ledger at the end of the journal. free: waiting groups that may be issued at once.
     """
-    under_way = [one for one in beginnings if one.group_id in ledger.slots[State.WAITING] and _in_flight(one, end)]
+    under_way = [
+        one
+        for one in beginnings
+        if one.group_id in ledger.slots[State.WAITING] and _in_flight(one, end)
+    ]
     step = ledger.newest_version
     fresh = [one for one in under_way if one.newest <= step <= one.version + settings.max_staleness]
     fresh.sort(key=lambda one: (one.version, one.group_id))
@@ -74,23 +90,39 @@ def told(chosen: list[Beginning], useless: int) -> str:
 
 
 def _in_flight(one: Beginning, end: Ledger) -> bool:
-    """Whether this very attempt had not come to a result when the run ended, or was about to go on."""
+    """Whether this very attempt had not come to a result when the run ended, or was about to
+    go on.
+    """
     entry = end.entries.get(one.group_id) or end.unused.get(one.group_id)
     if entry is None or entry.place is not None:
         return False
     if entry.state != State.IN_FLIGHT and entry.attempt == one.attempt - 1:
         return True
-    return entry.state in (State.IN_FLIGHT, State.UNUSED) and (entry.attempt, entry.policy_version) == (one.attempt, one.version)
+    return entry.state in (State.IN_FLIGHT, State.UNUSED) and (
+        entry.attempt,
+        entry.policy_version,
+    ) == (one.attempt, one.version)
 
 
 def _in_time(fresh: list[Beginning], ledger: Ledger, settings: QueueSettings) -> list[Beginning]:
-    """Those that can be trained in time with what is ready; with `mask` and `expire` nothing has to be."""
+    """Those that can be trained in time with what is ready; with `mask` and `expire` nothing has to
+    be.
+    """
     step, size = ledger.newest_version, settings.rollout_batch_size
     if settings.on_stale != "wait":
         return fresh
     if settings.order == "fifo":
-        places = {group_id: place for place, group_id in enumerate(sorted({*ledger.slots[State.WAITING], *ledger.slots[State.READY]}))}
-        return [one for one in fresh if one.version + settings.max_staleness >= step + places[one.group_id] // size]
+        places = {
+            group_id: place
+            for place, group_id in enumerate(
+                sorted({*ledger.slots[State.WAITING], *ledger.slots[State.READY]})
+            )
+        }
+        return [
+            one
+            for one in fresh
+            if one.version + settings.max_staleness >= step + places[one.group_id] // size
+        ]
     ready = [entry.policy_version for entry in ledger.slots[State.READY].values()]
 
     def fits(some: list[Beginning]) -> bool:

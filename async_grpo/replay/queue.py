@@ -1,25 +1,37 @@
 """Admission, order, release and accounting of groups: the one place that counts.
 
-Runs in: the replay queue's process, as an asyncio object. Hides the staleness bound, the fair division of slots, retries, the filter and
-the journal; rollout actors see tickets, the loop sees batches. A result on its way:
+Runs in: the replay queue's process, as an asyncio object. Hides the staleness bound, the fair
+division of slots, retries, the filter and the journal; rollout actors see tickets, the loop sees
+batches. A result on its way:
 
-    put -> decoded -> late? duplicate? -> fits its ticket? -> filter -> journal -> ledger: ready -> order -> batch -> payload
-              |            |                 |                  |                    |
-           invalid      refused           invalid           rejected          too old: expired, or its old tokens masked
+    put -> decoded -> late? duplicate? -> fits its ticket? -> filter -> journal -> ledger: ready
+              |            |                 |                  |
+           invalid      refused           invalid           rejected
+
+    ready -> order -> batch -> payload
+        |
+      too old: expired, or its old tokens masked
 
 With R = rollout_batch_size, K = max_staleness and s learner steps done:
 
-    admission   `admission`: fewer than B = (K + 1) R groups hold a slot; tickets go only to engines that serve the live version
-    order       `order`: the R first ready groups by `order` leave. With `wait` only if everything that stays behind can still be
-                trained in time (`rules.can_leave`; order `fifo`: only the next R ids); with `mask` and `expire` as soon as there are R
-    release     slots of trained groups return when their weights are live; rejected, failed and expired groups free theirs at once
-    deadline    a ticket that is out for longer than `ticket_timeout_s` is taken back, whatever its actor does
-    again       a learner that went back to a checkpoint asks for steps that are trained: it gets the recorded batches (`history.RecordedQueue`), or
-                the steps are discarded (`resume`) and `run_epoch` is raised, for their version numbers will be written once more
+    admission   `admission`: fewer than B = (K + 1) R groups hold a slot; tickets go only to engines
+                that serve the live version
+    order       `order`: the R first ready groups by `order` leave. With `wait` only if everything
+                that stays behind can still be trained in time (`rules.can_leave`; order `fifo`:
+                only the next R ids); with `mask` and `expire` as soon as there are R
+    release     slots of trained groups return when their weights are live; rejected, failed and
+                expired groups free theirs at once
+    deadline    a ticket that is out for longer than `ticket_timeout_s` is taken back, whatever its
+                actor does
+    again       a learner that went back to a checkpoint asks for steps that are trained: it gets
+                the recorded batches (`history.RecordedQueue`), or the steps are discarded
+                (`resume`) and `run_epoch` is raised, for their version numbers will be written once
+                more
 
-Invariants: every token that is trained with weight has 0 <= lag <= K, asserted when a batch leaves; every change is an event, in the
-journal before it is in the ledger, and there before the call is answered; `put` is idempotent on (group_id, attempt) and `get_batch` on
-the step; no call waits for another one, so a full queue cannot lock out the call that would empty it.
+Invariants: every token that is trained with weight has 0 <= lag <= K, asserted when a batch leaves;
+every change is an event, in the journal before it is in the ledger, and there before the call is
+answered; `put` is idempotent on (group_id, attempt) and `get_batch` on the step; no call waits for
+another one, so a full queue cannot lock out the call that would empty it.
 """
 
 from __future__ import annotations
@@ -42,30 +54,60 @@ from async_grpo.replay.order import Departure
 from async_grpo.replay.partial import Continued
 from async_grpo.replay.rules import QueueSettings, Verdict, check_bound, problem_of, rejection
 from async_grpo.replay.token_ledger import Report, Reports, masked_tokens, token_counts
-from async_grpo.wire import Batch, Buffer, GroupMeta, GroupTicket, WireError, decode_meta, pack_frames, peek_ticket
+from async_grpo.wire import (
+    Batch,
+    Buffer,
+    GroupMeta,
+    GroupTicket,
+    WireError,
+    decode_meta,
+    pack_frames,
+    peek_ticket,
+)
 
 MAX_SKIPS = 4096
-"""Ids of retired problems that one `acquire` passes over (tens of milliseconds); the next one goes on from there."""
+"""Ids of retired problems that one `acquire` passes over (tens of milliseconds); the next one goes
+on from there.
+"""
 TICKET_GRACE_S = 5.0
-"""An actor watches its own tickets and says why one failed; the queue takes a ticket back only this much later."""
+"""An actor watches its own tickets and says why one failed; the queue takes a ticket back only this
+much later.
+"""
 SLICE_BYTES, SLICE_FRAMES = 2**22, 32
 """What one `put` takes before it lets other calls run."""
 
 
 class ReplayQueue:
-    """Owner of every group between its ticket and its learner step. Every call answers at once; `recovery.open_queue` builds one on a journal."""
+    """Owner of every group between its ticket and its learner step. Every call answers at once;
+    `recovery.open_queue` builds one on a journal.
+    """
 
     def __init__(
-        self, settings: QueueSettings, *, clock: Callable[[], float] = time.monotonic, ledger: Ledger | None = None,
-        journal: Writer | None = None, facts: dict[str, Any] | None = None, report: object = None, continued: Continued | None = None,
+        self,
+        settings: QueueSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        ledger: Ledger | None = None,
+        journal: Writer | None = None,
+        facts: dict[str, Any] | None = None,
+        report: object = None,
+        continued: Continued | None = None,
     ) -> None:
-        """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what a resumed queue took over, as text.
-        `rolls_to` is the step to which the run rolls forward, until the learner asks for the first one."""
+        """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what
+        a resumed queue took over, as text. `rolls_to` is the step to which the run rolls forward,
+        until the learner asks for the first one.
+        """
         self.settings, self.report, self.rolls_to, self._clock = settings, report, None, clock
         self._journal, self._facts = journal, facts or snapshot_facts()
-        self._ledger = ledger or Ledger(first_group_id=settings.next_group_id, steps=settings.trained_steps, max_attempts=settings.max_attempts)
+        self._ledger = ledger or Ledger(
+            first_group_id=settings.next_group_id,
+            steps=settings.trained_steps,
+            max_attempts=settings.max_attempts,
+        )
         self._retirement = Retirement(settings, self._ledger.retired)
-        self._admission = Admission(settings, self._ledger, self._retirement, continued or Continued())
+        self._admission = Admission(
+            settings, self._ledger, self._retirement, continued or Continued()
+        )
         self._pressure, self._reports = Pressure(), Reports()
         self._departure = Departure(settings, self._ledger, self._admission, self.record)
         self._batch: Batch | None = None
@@ -75,12 +117,19 @@ class ReplayQueue:
     # ---- rollout actors ----
 
     async def acquire(
-        self, actor_id: str, serving_version: int, holding: Sequence[tuple[int, int]], want: int, report: Report | None = None
+        self,
+        actor_id: str,
+        serving_version: int,
+        holding: Sequence[tuple[int, int]],
+        want: int,
+        report: Report | None = None,
     ) -> list[GroupTicket] | None:
-        """Tickets for an actor: at most `want`, [] means ask again, None that the run is over or the actor was declared dead.
+        """Tickets for an actor: at most `want`, [] means ask again, None that the run is over or
+        the actor was declared dead.
 
-        `holding` are the (group_id, attempt) the actor works on; a recorded ticket that is not among them was lost on the way and
-        is issued again as it was. An actor has one `acquire` at a time, otherwise an answer under way looks lost. `report`: see `tell`.
+        `holding` are the (group_id, attempt) the actor works on; a recorded ticket that is not
+        among them was lost on the way and is issued again as it was. An actor has one `acquire` at
+        a time, otherwise an answer under way looks lost. `report`: see `tell`.
         """
         if report is not None:
             self._reports.tell(actor_id, report)
@@ -89,24 +138,37 @@ class ReplayQueue:
             return None
         self._take_back_tickets(now)
         known = {tuple(pair) for pair in holding}
-        tickets = [ledger.ticket(entry) for entry in ledger.held_by(actor_id) if (entry.group_id, entry.attempt) not in known]
+        tickets = [
+            ledger.ticket(entry)
+            for entry in ledger.held_by(actor_id)
+            if (entry.group_id, entry.attempt) not in known
+        ]
         if serving_version != ledger.live:
-            # It gets nothing, so it must not reserve a share either: a newcomer may take minutes to load the live version.
+            # It gets nothing, so it must not reserve a share either: a newcomer may take minutes to
+            # load the live version.
             self._admission.forget(actor_id)
         else:
-            tickets += self._issue(actor_id, self._admission.grant(actor_id, max(want - len(tickets), 0), now=now))
+            tickets += self._issue(
+                actor_id, self._admission.grant(actor_id, max(want - len(tickets), 0), now=now)
+            )
         self._pressure.answered(actor_id, idle=want > 0 and not tickets and not holding, now=now)
         return tickets
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
-        """Take finished groups; one verdict each, in order. Idempotent on (group_id, attempt); every frame is copied."""
+        """Take finished groups; one verdict each, in order. Idempotent on (group_id, attempt);
+        every frame is copied.
+        """
         verdicts, taken = [], 0
         for index, frame in enumerate(frames):
             verdict, tokens = self._take(actor_id, frame)
             verdicts.append(verdict)
             if verdict.status in ("late", "duplicate", "abandoned", "invalid"):
                 reason = events.plain_text(verdict.reason)
-                self.record(events.Refuse(verdict.status, verdict.group_id, verdict.attempt, actor_id, reason, tokens))
+                self.record(
+                    events.Refuse(
+                        verdict.status, verdict.group_id, verdict.attempt, actor_id, reason, tokens
+                    )
+                )
             taken += len(frame)
             if taken >= SLICE_BYTES or index % SLICE_FRAMES == SLICE_FRAMES - 1:
                 taken = 0
@@ -114,8 +176,16 @@ class ReplayQueue:
         await self._commit()
         return verdicts
 
-    async def fail(self, actor_id: str, tickets: Sequence[GroupTicket], reason: str, tokens: Sequence[int | None] | None = None) -> None:
-        """These groups came to nothing at the actor: they are issued again, or failed after `max_attempts`. tokens: sampled for each."""
+    async def fail(
+        self,
+        actor_id: str,
+        tickets: Sequence[GroupTicket],
+        reason: str,
+        tokens: Sequence[int | None] | None = None,
+    ) -> None:
+        """These groups came to nothing at the actor: they are issued again, or failed after
+        `max_attempts`. tokens: sampled for each.
+        """
         for ticket, sampled in zip(tickets, tokens or [None] * len(tickets), strict=True):
             entry = self._ledger.held.get(actor_id, {}).get(ticket.group_id)
             if entry is not None and entry.attempt == ticket.attempt:
@@ -124,7 +194,9 @@ class ReplayQueue:
                 self.record(events.Waste(ticket.group_id, ticket.attempt, actor_id, sampled))
 
     async def forfeit(self, actor_id: str) -> None:
-        """The process is gone: all its tickets are issued again. Its id gets no ticket any more, should it still be alive."""
+        """The process is gone: all its tickets are issued again. Its id gets no ticket any more,
+        should it still be alive.
+        """
         self._admission.forget(actor_id)
         self._pressure.gone(actor_id, now=self._clock())
         self._note_reports()
@@ -135,22 +207,27 @@ class ReplayQueue:
     # ---- loop and learner ----
 
     async def get_batch(self, step: int) -> Batch | None:
-        """The groups of learner step `step` (from 1), or None while they are not complete. Idempotent per step.
+        """The groups of learner step `step` (from 1), or None while they are not complete.
+        Idempotent per step.
 
-        Asking for `step` says that `step - 1` is trained; a step that is trained itself is read from the journal. Raises NoSignal when too many groups were rejected or failed or all problems are
-        retired, StalenessError when a token breaks the bound, ValueError for a step out of turn.
+        Asking for `step` says that `step - 1` is trained; a step that is trained itself is read
+        from the journal. Raises NoSignal when too many groups were rejected or failed or all
+        problems are retired, StalenessError when a token breaks the bound, ValueError for a step
+        out of turn.
         """
         ledger, now = self._ledger, self._clock()
         if self.rolls_to is not None and step <= self.rolls_to:
             self._facts["rolled_to"], self.rolls_to = self.rolls_to, None
             self.begin_segment()
-        if step == ledger.training_step or self._batch is not None and step == self._batch.step:
+        if step == ledger.training_step or (self._batch is not None and step == self._batch.step):
             await self._commit()  # the call that took it may not have come to that
             return self._current_batch()
         if step <= ledger.steps and self._journal is not None:
             return await self._again().get_batch(step)
         if step != ledger.newest_version + 1:
-            raise ValueError(f"step {step} is out of turn: the next learner step is {ledger.newest_version + 1}")
+            raise ValueError(
+                f"step {step} is out of turn: the next learner step is {ledger.newest_version + 1}"
+            )
         self._finish_step()
         if ledger.over or step > self.settings.total_steps:
             return None
@@ -161,38 +238,62 @@ class ReplayQueue:
             check_signal(ledger, self.settings, exhausted=self._retirement.exhausted)
             return None
         for entry in chosen:
-            check_bound(entry.meta, step=step, max_staleness=self.settings.max_staleness, on_stale=self.settings.on_stale)
+            check_bound(
+                entry.meta,
+                step=step,
+                max_staleness=self.settings.max_staleness,
+                on_stale=self.settings.on_stale,
+            )
         waited = self._pressure.learner_served([entry.slow for entry in chosen], now=now)
         self._last_batch = batch_metrics(chosen, self.settings, step=step, now=now) | {
             "replay/learner_wait_s": waited,
-            "replay/rejected_in_step": float(ledger.rejected_now.total()), "replay/failed_in_step": float(ledger.failed_now.total()),
+            "replay/rejected_in_step": float(ledger.rejected_now.total()),
+            "replay/failed_in_step": float(ledger.failed_now.total()),
         }
         bound = step - 1 - self.settings.max_staleness if self.settings.on_stale == "mask" else None
-        masked = masked_tokens([entry.meta for entry in chosen], mask_truncated=self.settings.mask_truncated, stale_before=bound)
+        masked = masked_tokens(
+            [entry.meta for entry in chosen],
+            mask_truncated=self.settings.mask_truncated,
+            stale_before=bound,
+        )
         self.record(events.TakeBatch(step, tuple(entry.group_id for entry in chosen), masked))
         await self._commit()
         return self._current_batch()
 
     async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
-        """Frames of groups of the step in training, in the order asked for, as one uint8 array for `wire.unpack_frames`."""
+        """Frames of groups of the step in training, in the order asked for, as one uint8 array for
+        `wire.unpack_frames`.
+        """
         training = self._ledger.slots[State.TRAINING]
         if step <= self._ledger.steps and self._journal is not None:
             return await self._again().payload(step, group_ids)
-        if step != self._ledger.training_step or any(group_id not in training for group_id in group_ids):
-            raise ValueError(f"step {step}, groups {list(group_ids)}: only groups of the step in training or of the journal have a payload")
+        if step != self._ledger.training_step or any(
+            group_id not in training for group_id in group_ids
+        ):
+            raise ValueError(
+                f"step {step}, groups {list(group_ids)}: only groups of the step in "
+                "training or of the journal have a payload"
+            )
         return pack_frames([training[group_id].frame or b"" for group_id in group_ids])
 
     async def live(self, version: int, digest: str = "") -> None:
-        """Every engine serves `version` now: the slots of the steps it contains return. Versions never go back."""
+        """Every engine serves `version` now: the slots of the steps it contains return. Versions
+        never go back.
+        """
         if not self._ledger.live <= version <= self._ledger.newest_version:
-            raise ValueError(f"version {version} cannot be live: {self._ledger.live} is, and the learner is at {self._ledger.newest_version}")
+            raise ValueError(
+                f"version {version} cannot be live: {self._ledger.live} is, and the "
+                f"learner is at {self._ledger.newest_version}"
+            )
         if version == self._ledger.training_step:
             self._finish_step()
         self.record(events.Live(version, digest))
         await self._commit()
 
     async def close(self, *, orderly: bool = True) -> None:
-        """The run is over: groups that no step took are unused, and actors are told to stop. orderly: it did not end at an error."""
+        """The run is over: groups that no step took are unused, and actors are told to stop.
+        orderly: it did not end at an error.
+        """
         if orderly and self._facts["rolled_to"] is not None:
             self._facts["rolled_to"] = None
             self.begin_segment()
@@ -212,19 +313,41 @@ class ReplayQueue:
         return self._ledger.over or self._ledger.steps >= self.settings.total_steps
 
     async def counts(self) -> dict[str, int]:
-        """Groups by state (their sum is the number of ids issued), then totals: rejected by reason, late, duplicate, invalid."""
+        """Groups by state (their sum is the number of ids issued), then totals: rejected by reason,
+        late, duplicate, invalid.
+        """
         ledger = self._ledger
-        names = ("late", "duplicate", "abandoned", "invalid", "forfeited", "attempts_lost", "expirations", "overdue", "unreadable", "restarts")
+        names = (
+            "late",
+            "duplicate",
+            "abandoned",
+            "invalid",
+            "forfeited",
+            "attempts_lost",
+            "expirations",
+            "overdue",
+            "unreadable",
+            "restarts",
+        )
         totals = {name: ledger.totals[name] for name in names}
-        return ledger.counts() | {f"rejected/{name}": n for name, n in sorted(ledger.rejected.items())} | totals
+        return (
+            ledger.counts()
+            | {f"rejected/{name}": n for name, n in sorted(ledger.rejected.items())}
+            | totals
+        )
 
     async def history(self, group_ids: Sequence[int]) -> dict[int, dict[str, int | str | None]]:
-        """Attempt, state and learner step of each id, as far as it is remembered (all with a slot, and the last few thousand)."""
+        """Attempt, state and learner step of each id, as far as it is remembered (all with a slot,
+        and the last few thousand).
+        """
         return self._ledger.history(group_ids)
 
     async def held(self) -> dict[str, list[tuple[int, int]]]:
         """(group_id, attempt) in flight at each actor."""
-        return {actor_id: [(entry.group_id, entry.attempt) for entry in self._ledger.held_by(actor_id)] for actor_id in self._ledger.held}
+        return {
+            actor_id: [(entry.group_id, entry.attempt) for entry in self._ledger.held_by(actor_id)]
+            for actor_id in self._ledger.held
+        }
 
     async def metrics(self) -> dict[str, float]:
         """Numbers to log, as `replay/...` paths. Times in seconds, lags in learner steps."""
@@ -233,9 +356,13 @@ class ReplayQueue:
         ready = ledger.slots[State.READY].values()
         out = {f"replay/{name}": float(count) for name, count in (await self.counts()).items()}
         out |= {
-            "replay/outstanding": float(len(ledger.entries)), "replay/capacity": float(self.settings.capacity),
-            "replay/live_version": float(ledger.live), "replay/steps": float(ledger.steps), "replay/retired": float(len(ledger.retired)),
-            "replay/producers": float(len(ledger.held)), "replay/bytes": float(sum(len(entry.frame or b"") for entry in ready)),
+            "replay/outstanding": float(len(ledger.entries)),
+            "replay/capacity": float(self.settings.capacity),
+            "replay/live_version": float(ledger.live),
+            "replay/steps": float(ledger.steps),
+            "replay/retired": float(len(ledger.retired)),
+            "replay/producers": float(len(ledger.held)),
+            "replay/bytes": float(sum(len(entry.frame or b"") for entry in ready)),
             "replay/oldest_ready_s": now - min((entry.ready_at for entry in ready), default=now),
             "replay/segment_bytes": 0.0 if self._journal is None else float(self._journal.nbytes),
             "replay/journal_syncs": 0.0 if self._journal is None else float(self._journal.syncs),
@@ -245,7 +372,9 @@ class ReplayQueue:
     # ---- the journal ----
 
     async def snapshot(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the queue: the ledger as plain values and, with a journal, the segment that starts with it."""
+        """What a checkpoint keeps of the queue: the ledger as plain values and, with a journal, the
+        segment that starts with it.
+        """
         if self._journal is None:
             return {**self._facts, "ledger": self._ledger.snapshot(), "segment": None}
         self.begin_segment()
@@ -256,18 +385,24 @@ class ReplayQueue:
         return {} if self._journal is None else await self._again().digests()
 
     async def forget(self, *, segment: int, step: int) -> None:
-        """The oldest checkpoint that is kept starts at this segment, after this step: delete segments that nobody can ask for any more."""
+        """The oldest checkpoint that is kept starts at this segment, after this step: delete
+        segments that nobody can ask for any more.
+        """
         if self._journal is None:
             return
         ledger = self._ledger
-        needed = {entry.place.segment for entry in ledger.entries.values() if entry.place is not None}
+        needed = {
+            entry.place.segment for entry in ledger.entries.values() if entry.place is not None
+        }
         needed |= {number for number, trained in ledger.segment_steps.items() if trained > step}
         old = {number for number in self._journal.segments() if number < segment} - needed
         self._journal.remove(old)
         for number in old:
             ledger.segment_steps.pop(number, None)
 
-    def record(self, event: events.Event, *, meta: GroupMeta | None = None, frame: bytes | None = None) -> None:
+    def record(
+        self, event: events.Event, *, meta: GroupMeta | None = None, frame: bytes | None = None
+    ) -> None:
         """Make an event happen: first in the journal, then in the ledger."""
         place = None if self._journal is None else self._journal.append_event(event, frame or b"")
         self._ledger.apply(event, now=self._clock(), meta=meta, frame=frame, place=place)
@@ -286,14 +421,17 @@ class ReplayQueue:
     # ---- tickets ----
 
     def _issue(self, actor_id: str, count: int) -> list[GroupTicket]:
-        """`count` tickets, of the live version unless a group continues: groups that wait first, then new ids.
+        """`count` tickets, of the live version unless a group continues: groups that wait first,
+        then new ids.
 
         Fewer only if `MAX_SKIPS` ids of retired problems lie before the new ones.
         """
         ledger = self._ledger
         again = self._admission.again()[:count]
         for group_id, version in again:
-            self.record(events.Issue(group_id, ledger.entries[group_id].attempt + 1, actor_id, version))
+            self.record(
+                events.Issue(group_id, ledger.entries[group_id].attempt + 1, actor_id, version)
+            )
         given, end = [group_id for group_id, _ in again], ledger.next_group_id + count + MAX_SKIPS
         while len(given) < count and ledger.next_group_id < end:
             first = group_id = ledger.next_group_id
@@ -336,20 +474,37 @@ class ReplayQueue:
         tokens, baseline = token_counts(meta)
         return self._judge(actor_id, frame, meta, tokens, baseline), tokens + baseline
 
-    def _judge(self, actor_id: str, frame: Buffer, meta: GroupMeta, tokens: int, baseline: int) -> Verdict:
+    def _judge(
+        self, actor_id: str, frame: Buffer, meta: GroupMeta, tokens: int, baseline: int
+    ) -> Verdict:
         ticket, ledger = (meta.group_id, meta.attempt), self._ledger
         if meta.run_epoch < ledger.run_epoch and meta.max_version > ledger.epoch_step:
-            reason = f"it has tokens of learner steps after {ledger.epoch_step}, which were discarded"
+            reason = (
+                f"it has tokens of learner steps after {ledger.epoch_step}, which were discarded"
+            )
             return self._refuse(actor_id, ticket, reason, status="abandoned")
         entry = ledger.entries.get(meta.group_id)
-        if entry is None or entry.state != State.IN_FLIGHT or (entry.actor_id, entry.attempt) != (actor_id, meta.attempt):
+        if (
+            entry is None
+            or entry.state != State.IN_FLIGHT
+            or (entry.actor_id, entry.attempt) != (actor_id, meta.attempt)
+        ):
             return self._answer_again(meta)
-        settings, rule = self.settings, {"group_size": self.settings.group_size, "baseline": self.settings.baseline}
-        problem = problem_of(meta, ledger.ticket(entry), newest_version=ledger.newest_version, **rule)
+        settings, rule = (
+            self.settings,
+            {"group_size": self.settings.group_size, "baseline": self.settings.baseline},
+        )
+        problem = problem_of(
+            meta, ledger.ticket(entry), newest_version=ledger.newest_version, **rule
+        )
         if problem is not None:
             return self._refuse(actor_id, ticket, problem)
         try:
-            reason = None if settings.filter is None else rejection(meta, settings.filter, settings.shaping)
+            reason = (
+                None
+                if settings.filter is None
+                else rejection(meta, settings.filter, settings.shaping)
+            )
         except ValueError as error:
             return self._refuse(actor_id, ticket, f"the filter cannot judge it: {error}")
         if (retired := self._retirement.retires(meta)) is not None:
@@ -357,22 +512,40 @@ class ReplayQueue:
         if reason is not None:
             self.record(events.Reject(*ticket, reason, tokens, baseline))
             return Verdict(*ticket, "rejected", reason)
-        self.record(events.Put(*ticket, tokens, baseline), meta=meta, frame=bytes(memoryview(frame)))
+        self.record(
+            events.Put(*ticket, tokens, baseline), meta=meta, frame=bytes(memoryview(frame))
+        )
         entry.slow = self._pressure.completed(entry.ready_at - entry.issued_at)
         return Verdict(*ticket, "accepted")
 
     def _answer_again(self, meta: GroupMeta) -> Verdict:
-        """The ticket is not in flight at this actor: its result is known already, or the ticket was taken away."""
+        """The ticket is not in flight at this actor: its result is known already, or the ticket was
+        taken away.
+        """
         record = self._ledger.record(meta.group_id)
         done = (State.READY, State.TRAINING, State.TRAINED, State.REJECTED)
         if record is not None and record[0] == meta.attempt and record[1] in done:
-            return Verdict(meta.group_id, meta.attempt, "duplicate", f"this attempt is {record[1].value} already")
-        return Verdict(meta.group_id, meta.attempt, "late", "the ticket is not held by this actor any more")
+            return Verdict(
+                meta.group_id,
+                meta.attempt,
+                "duplicate",
+                f"this attempt is {record[1].value} already",
+            )
+        return Verdict(
+            meta.group_id, meta.attempt, "late", "the ticket is not held by this actor any more"
+        )
 
     def _refuse(
-        self, actor_id: str, ticket: tuple[int, int] | None, reason: str, *, status: Literal["invalid", "abandoned"] = "invalid"
+        self,
+        actor_id: str,
+        ticket: tuple[int, int] | None,
+        reason: str,
+        *,
+        status: Literal["invalid", "abandoned"] = "invalid",
     ) -> Verdict:
-        """A frame that must not be trained: a hard error, and its ticket is lost where the frame tells which one it is."""
+        """A frame that must not be trained: a hard error, and its ticket is lost where the frame
+        tells which one it is.
+        """
         group_id, attempt = ticket or (-1, -1)
         entry = self._ledger.held.get(actor_id, {}).get(group_id)
         if entry is not None and entry.attempt == attempt:
@@ -382,7 +555,9 @@ class ReplayQueue:
     # ---- learner steps ----
 
     def _again(self) -> RecordedQueue:
-        """The steps that are trained, as the journal has them; forgotten when the learner goes on."""
+        """The steps that are trained, as the journal has them; forgotten when the learner
+        goes on.
+        """
         self._recorded = self._recorded or RecordedQueue(str(self._journal.directory))
         return self._recorded
 
@@ -392,7 +567,11 @@ class ReplayQueue:
             self.record(events.Done(self._ledger.training_step))
 
     def _current_batch(self) -> Batch:
-        if self._ledger.training_step is not None and (self._batch is None or self._batch.step != self._ledger.training_step):
-            training = sorted(self._ledger.slots[State.TRAINING].values(), key=lambda entry: entry.group_id)
+        if self._ledger.training_step is not None and (
+            self._batch is None or self._batch.step != self._ledger.training_step
+        ):
+            training = sorted(
+                self._ledger.slots[State.TRAINING].values(), key=lambda entry: entry.group_id
+            )
             self._batch = Batch(self._ledger.training_step, tuple(entry.meta for entry in training))
         return self._batch

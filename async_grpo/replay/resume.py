@@ -1,24 +1,31 @@
-"""A queue from what its journal says: after its process died, or for a run that starts again from a checkpoint.
+"""A queue from what its journal says: after its process died, or for a run that starts again from a
+checkpoint.
 
 Runs in: the replay queue's process. Hides how the ledger is rebuilt:
 
-    same start of the run   the last segment's snapshot and the events behind it give the ledger as it was. Tickets stay with the actors
-                            that hold them, the batch in training can be fetched again.
-    another start           the learner is at the step of a checkpoint, and the journal (`history.Past`) ends later: `rewind` rolls forward, or
-                            discards where the steps in between cannot be trained again as they were.
+    same start of the run   the last segment's snapshot and the events behind it give the ledger as
+                            it was. Tickets stay with the actors that hold them, the batch in
+                            training can be fetched again.
+    another start           the learner is at the step of a checkpoint, and the journal
+                            (`history.Past`) ends later: `rewind` rolls forward, or discards where
+                            the steps in between cannot be trained again as they were.
 
-Invariants: a start begins a segment of its own, so what an earlier one left cut off or damaged is never written over; a step at which the
-run ended twice without coming further is not rolled forward to a third time.
+Invariants: a start begins a segment of its own, so what an earlier one left cut off or damaged is
+never written over; a step at which the run ended twice without coming further is not rolled forward
+to a third time.
 
-The ledger of a run that starts again: where it was, or at the step of its learner. The learner comes back at step c of a checkpoint, the journal ends later, at step t or in training it:
+The ledger of a run that starts again: where it was, or at the step of its learner. The learner
+comes back at step c of a checkpoint, the journal ends later, at step t or in training it:
 
-    roll forward   the ledger is taken as it was at the end. The learner trains c+1 to t again from the recorded batches, so that the
-                   weights, and with them the versions of all tokens, are what they were: nothing is lost but time.
-    discard        where that cannot be: the batches after c are taken back. Results without a token newer than c are ready again, all
-                   other groups wait to be issued again, and `run_epoch` is raised.
+    roll forward   the ledger is taken as it was at the end. The learner trains c+1 to t again from
+                   the recorded batches, so that the weights, and with them the versions of all
+                   tokens, are what they were: nothing is lost but time.
+    discard        where that cannot be: the batches after c are taken back. Results without a token
+                   newer than c are ready again, all other groups wait to be issued again, and
+                   `run_epoch` is raised.
 
-In both cases tickets that were out are lost with their actors. Invariant: a result that cannot be read is issued again and counted,
-never replaced by another.
+In both cases tickets that were out are lost with their actors. Invariant: a result that cannot be
+read is issued again and counted, never replaced by another.
 """
 
 from __future__ import annotations
@@ -33,7 +40,16 @@ from typing import Any, Literal
 from async_grpo.replay.admission import free_again
 from async_grpo.replay.events import Drop
 from async_grpo.replay.history import Past, Results, apply_record, event_of, find_past
-from async_grpo.replay.journal import JOURNAL_FORMAT, Fsync, JournalDamage, JournalError, Segment, Writer, segments, snapshot_facts
+from async_grpo.replay.journal import (
+    JOURNAL_FORMAT,
+    Fsync,
+    JournalDamage,
+    JournalError,
+    Segment,
+    Writer,
+    segments,
+    snapshot_facts,
+)
 from async_grpo.replay.ledger import Entry, Ledger, State
 from async_grpo.replay.partial import Beginning, Continued, choose, told
 from async_grpo.replay.queue import ReplayQueue
@@ -43,7 +59,9 @@ from async_grpo.wire import WireError
 
 @dataclass
 class Report:
-    """What a resumed queue took over: groups ready, and groups that wait to be issued again, by reason."""
+    """What a resumed queue took over: groups ready, and groups that wait to be issued again, by
+    reason.
+    """
 
     ready: int = 0
     again: dict[str, int] = field(default_factory=dict)
@@ -63,11 +81,20 @@ class Report:
 
     def __str__(self) -> str:
         listed = ", ".join(f"{count} {reason}" for reason, count in self.again.items())
-        text = f"{self.ready} completed groups restored, {sum(self.again.values())} to be issued again" + (f" ({listed})" if listed else "")
+        text = (
+            f"{self.ready} completed groups restored, {sum(self.again.values())} to be issued again"
+            + (f" ({listed})" if listed else "")
+        )
         if self.rolled:
-            text += f"; {_steps(self.rolled)} after the checkpoint (step {self.from_step}) rolled forward from the recorded batches"
+            text += (
+                f"; {_steps(self.rolled)} after the checkpoint (step {self.from_step}) rolled "
+                "forward from the recorded batches"
+            )
         if self.lost_steps:
-            text += f"; {_steps(self.lost_steps)} after the checkpoint (step {self.from_step}) discarded and trained anew: {self.why}"
+            text += (
+                f"; {_steps(self.lost_steps)} after the checkpoint (step {self.from_step}) "
+                f"discarded and trained anew: {self.why}"
+            )
         return text + "".join(f"; {part}" for part in (self.continued, self.note) if part)
 
 
@@ -76,28 +103,45 @@ def _steps(count: int) -> str:
 
 
 def obstacle(past: Past, settings: QueueSettings, results: Results) -> str:
-    """Why the steps after `settings.trained_steps` cannot be trained again from their recorded batches, or ""."""
+    """Why the steps after `settings.trained_steps` cannot be trained again from their recorded
+    batches, or "".
+    """
     for step in range(settings.trained_steps + 1, past.ledger.newest_version + 1):
         if step not in past.batches:
             return f"the journal does not have the batch of step {step}"
         for group_id in past.batches[step]:
             entry = past.results.get(group_id)
             try:
-                results.read(None if entry is None else entry.place, group_id, 0 if entry is None else entry.attempt, settings)
+                results.read(
+                    None if entry is None else entry.place,
+                    group_id,
+                    0 if entry is None else entry.attempt,
+                    settings,
+                )
             except WireError as error:
                 return f"group {group_id} of step {step} cannot be read ({error})"
     return ""
 
 
 def forward(past: Past, settings: QueueSettings, results: Results) -> tuple[Ledger, Report]:
-    """The ledger as it was at the end, for a learner that will come to the same step; see `obstacle`. What was in flight waits."""
+    """The ledger as it was at the end, for a learner that will come to the same step; see
+    `obstacle`. What was in flight waits.
+    """
     end = past.ledger
-    report = Report(from_step=settings.trained_steps, rolled=end.steps - settings.trained_steps, note="; ".join(past.notes))
+    report = Report(
+        from_step=settings.trained_steps,
+        rolled=end.steps - settings.trained_steps,
+        note="; ".join(past.notes),
+    )
     kept = []
-    in_slots = [entry for index in end.slots.values() for entry in index.values()]  # in each state in the order of arrival
+    in_slots = [
+        entry for index in end.slots.values() for entry in index.values()
+    ]  # in each state in the order of arrival
     for entry in (*in_slots, *end.unused.values()):
         if entry.state == State.TRAINING:
-            entry.meta, entry.frame = results.read(entry.place, entry.group_id, entry.attempt, settings)
+            entry.meta, entry.frame = results.read(
+                entry.place, entry.group_id, entry.attempt, settings
+            )
         elif entry.state != State.TRAINED:
             entry = _taken_over(entry, end.newest_version, settings, results, report)
         kept.append(entry)
@@ -108,16 +152,26 @@ def forward(past: Past, settings: QueueSettings, results: Results) -> tuple[Ledg
     return ledger, report
 
 
-def rewind(past: Past, settings: QueueSettings, *, results: Results | None = None, why: str) -> tuple[Ledger, Report]:
-    """The ledger for a learner at `settings.trained_steps`, and what became of the groups. Without `results`, all are issued again.
+def rewind(
+    past: Past, settings: QueueSettings, *, results: Results | None = None, why: str
+) -> tuple[Ledger, Report]:
+    """The ledger for a learner at `settings.trained_steps`, and what became of the groups. Without
+    `results`, all are issued again.
 
-    why: the reason why steps after that are not rolled forward; if there are any, or the end is unknown, the run epoch is raised.
+    why: the reason why steps after that are not rolled forward; if there are any, or the end is
+    unknown, the run epoch is raised.
     """
-    step, end, report = settings.trained_steps, past.ledger, Report(note="; ".join(past.notes), why=why)
+    step, end, report = (
+        settings.trained_steps,
+        past.ledger,
+        Report(note="; ".join(past.notes), why=why),
+    )
     closed = Counter(end.closed)
     closed[State.UNUSED] -= len(end.unused)  # a run that goes on has use for them
     known = end.entries | end.unused
-    lost = {group_id: after for after, ids in past.batches.items() if after > step for group_id in ids}
+    lost = {
+        group_id: after for after, ids in past.batches.items() if after > step for group_id in ids
+    }
     report.lost_steps, report.from_step = max(end.steps - step, 0), step
     kept: list[Entry] = []
     for group_id in sorted({*known, *lost}):
@@ -133,11 +187,19 @@ def rewind(past: Past, settings: QueueSettings, *, results: Results | None = Non
     completed = {group_id: place for place, group_id in enumerate(past.results)}
     kept.sort(key=lambda entry: completed[entry.group_id] if entry.state == State.READY else -1)
     _keep_what_can_be_trained(kept, settings, report)
-    then = {"steps": step, "live": step, "training_step": None, "closed": +closed, "max_attempts": settings.max_attempts}
+    then = {
+        "steps": step,
+        "live": step,
+        "training_step": None,
+        "closed": +closed,
+        "max_attempts": settings.max_attempts,
+    }
     if end.newest_version > step or past.notes or past.last is None:
         then |= {"run_epoch": end.run_epoch + 1, "epoch_step": step}
     lost_steps = [tokens for after, tokens in past.weighed.items() if step < after <= end.steps]
-    if end.training_step is not None and end.training_step <= step:  # the learner had finished it, and the queue had not heard
+    if (
+        end.training_step is not None and end.training_step <= step
+    ):  # the learner had finished it, and the queue had not heard
         trained, masked = end.tokens.in_training(end.training)
         lost_steps.append((-trained, -masked))
     ledger = _started_again(end, then, kept, lost=lost_steps)
@@ -145,22 +207,42 @@ def rewind(past: Past, settings: QueueSettings, *, results: Results | None = Non
     return ledger, report
 
 
-def _started_again(end: Ledger, then: dict[str, object], entries: Sequence[Entry], *, lost: Iterable[tuple[int, int]] = ()) -> Ledger:
-    """Actors, counters of now and faults are of one start of the run; whoever mended the data must not be stopped by old failures.
+def _started_again(
+    end: Ledger,
+    then: dict[str, object],
+    entries: Sequence[Entry],
+    *,
+    lost: Iterable[tuple[int, int]] = (),
+) -> Ledger:
+    """Actors, counters of now and faults are of one start of the run; whoever mended the data must
+    not be stopped by old failures.
 
-    lost: tokens, with weight and without, of each learner step that is taken back; below 0 for one that is trained after all.
+    lost: tokens, with weight and without, of each learner step that is taken back; below 0 for one
+    that is trained after all.
     """
     fresh = {
-        "over": False, "forfeited": [], "rejected_now": {}, "failed_now": {}, "failed": {}, "failed_before": end.closed[State.FAILED],
+        "over": False,
+        "forfeited": [],
+        "rejected_now": {},
+        "failed_now": {},
+        "failed": {},
+        "failed_before": end.closed[State.FAILED],
         "totals": {name: count for name, count in end.totals.items() if name != "restarts"},
     }
-    ledger, lost = Ledger.from_snapshot({**end.snapshot(), **fresh, **then}, entries=entries), list(lost)
+    ledger, lost = (
+        Ledger.from_snapshot({**end.snapshot(), **fresh, **then}, entries=entries),
+        list(lost),
+    )
     ledger.tokens.gone(end.forfeited, place="lost")
-    ledger.tokens.taken_over(entries, trained=sum(tokens for tokens, _ in lost), masked=sum(tokens for _, tokens in lost))
+    ledger.tokens.taken_over(
+        entries, trained=sum(tokens for tokens, _ in lost), masked=sum(tokens for _, tokens in lost)
+    )
     return ledger
 
 
-def _taken_over(entry: Entry, step: int, settings: QueueSettings, results: Results | None, report: Report) -> Entry:
+def _taken_over(
+    entry: Entry, step: int, settings: QueueSettings, results: Results | None, report: Report
+) -> Entry:
     """Ready if its result can be trained when the learner is at `step`, otherwise waiting."""
     waiting = Entry(entry.group_id, entry.attempt, step, State.WAITING, failures=entry.failures)
     if entry.place is None:
@@ -176,15 +258,20 @@ def _taken_over(entry: Entry, step: int, settings: QueueSettings, results: Resul
             report.waits("unreadable in the journal")
             return waiting
         if meta.max_version <= step:
-            ready = replace(waiting, state=State.READY, policy_version=meta.policy_version, place=entry.place)
+            ready = replace(
+                waiting, state=State.READY, policy_version=meta.policy_version, place=entry.place
+            )
             ready.meta, ready.frame = meta, frame
             return ready
         report.waits("with tokens of lost learner steps")
     return waiting
 
 
-def _keep_what_can_be_trained(entries: list[Entry], settings: QueueSettings, report: Report) -> None:
-    """With `wait`, ready groups that a smaller bound or batch than before cannot train in time wait for another attempt.
+def _keep_what_can_be_trained(
+    entries: list[Entry], settings: QueueSettings, report: Report
+) -> None:
+    """With `wait`, ready groups that a smaller bound or batch than before cannot train in time wait
+    for another attempt.
 
     Order `fifo` trains the waiting ones with a smaller id first, so they count.
     """
@@ -193,10 +280,16 @@ def _keep_what_can_be_trained(entries: list[Entry], settings: QueueSettings, rep
     if settings.order == "fifo":
         order = sorted(entries, key=lambda entry: entry.group_id)
     else:
-        order = sorted((entry for entry in entries if entry.state == State.READY), key=lambda entry: (entry.policy_version, entry.group_id))
+        order = sorted(
+            (entry for entry in entries if entry.state == State.READY),
+            key=lambda entry: (entry.policy_version, entry.group_id),
+        )
     place = 0
     for entry in order:
-        if entry.policy_version + settings.max_staleness < settings.trained_steps + place // settings.rollout_batch_size:
+        if (
+            entry.policy_version + settings.max_staleness
+            < settings.trained_steps + place // settings.rollout_batch_size
+        ):
             if entry.state == State.WAITING:
                 continue
             report.waits("too old for these settings")
@@ -209,11 +302,12 @@ def _keep_what_can_be_trained(entries: list[Entry], settings: QueueSettings, rep
 class JournalSettings:
     """Where and how the queue keeps its journal; plain values that can be pickled.
 
-    `start` names this start of the run: opened again under it, the queue goes on; under another one it resumes, and under `<start>.<n>`
-    it resumes for a learner that went back, and goes on under `start`. `identity` names everything
-    a result depends on but the weights (model, data, sampling): under another one, results are not taken over. `training` names what makes
-    of a batch other weights: under another one, `lost_steps` are discarded, whatever was asked for; `reason` says why that was asked for.
-    `fresh` deletes what is there.
+    `start` names this start of the run: opened again under it, the queue goes on; under another one
+    it resumes, and under `<start>.<n>` it resumes for a learner that went back, and goes on under
+    `start`. `identity` names everything a result depends on but the weights (model, data,
+    sampling): under another one, results are not taken over. `training` names what makes of a batch
+    other weights: under another one, `lost_steps` are discarded, whatever was asked for; `reason`
+    says why that was asked for. `fresh` deletes what is there.
     """
 
     directory: str
@@ -228,18 +322,28 @@ class JournalSettings:
 
 
 def open_queue(
-    settings: QueueSettings, journal: JournalSettings | None = None, *, snapshot: dict[str, Any] | None = None,
+    settings: QueueSettings,
+    journal: JournalSettings | None = None,
+    *,
+    snapshot: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ReplayQueue:
-    """The queue of a run: a new one, one that goes on after its process died, or one that resumes for `settings.trained_steps`.
+    """The queue of a run: a new one, one that goes on after its process died, or one that resumes
+    for `settings.trained_steps`.
 
-    snapshot: what the checkpoint kept (`ReplayQueue.snapshot`, and the `beginnings` of responses), None at the start of a run. `queue.report` says what was taken over.
-    Raises JournalError for a journal that cannot be read, ValueError for a snapshot that does not belong to the learner's step.
+    snapshot: what the checkpoint kept (`ReplayQueue.snapshot`, and the `beginnings` of responses),
+    None at the start of a run. `queue.report` says what was taken over. Raises JournalError for a
+    journal that cannot be read, ValueError for a snapshot that does not belong to the learner's
+    step.
     """
     if snapshot is not None:
         _check_snapshot(snapshot, settings)
     if journal is None:
-        ledger, report = (None, None) if snapshot is None else rewind(Past(snapshot), settings, why="there is no journal")
+        ledger, report = (
+            (None, None)
+            if snapshot is None
+            else rewind(Past(snapshot), settings, why="there is no journal")
+        )
         if ledger is not None:
             ledger.tokens.new_actors(over=False)
         return ReplayQueue(settings, ledger=ledger, clock=clock, report=report)
@@ -247,18 +351,27 @@ def open_queue(
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise JournalError(f"the journal's directory {directory} cannot be made: {error.strerror or error}") from error
+        raise JournalError(
+            f"the journal's directory {directory} cannot be made: {error.strerror or error}"
+        ) from error
     own = _own_segment(directory, journal.start)
     beginnings = [Beginning(*one) for one in (snapshot or {}).get("beginnings", ())]
     if own is None:
         return _resume(settings, journal, snapshot, beginnings, clock=clock)
-    return _go_on(settings, journal, own, beginnings if own.snapshot["start"] == journal.start else [], clock=clock)
+    return _go_on(
+        settings,
+        journal,
+        own,
+        beginnings if own.snapshot["start"] == journal.start else [],
+        clock=clock,
+    )
 
 
 def _own_segment(directory: Path, start: str) -> Segment | None:
     """The last segment, if this start of the run wrote it.
 
-    Raises JournalDamage if this start wrote the last one and it cannot be read: what it says happened, and the learner has gone on from it.
+    Raises JournalDamage if this start wrote the last one and it cannot be read: what it says
+    happened, and the learner has gone on from it.
     """
     damage = None
     for number in reversed(segments(directory)):
@@ -276,7 +389,12 @@ def _own_segment(directory: Path, start: str) -> Segment | None:
 
 
 def _go_on(
-    settings: QueueSettings, journal: JournalSettings, last: Segment, beginnings: list[Beginning], *, clock: Callable[[], float]
+    settings: QueueSettings,
+    journal: JournalSettings,
+    last: Segment,
+    beginnings: list[Beginning],
+    *,
+    clock: Callable[[], float],
 ) -> ReplayQueue:
     """The queue's process died: everything is as it was."""
     ledger = Ledger.from_snapshot(last.snapshot["ledger"])
@@ -285,10 +403,15 @@ def _go_on(
     results, unreadable = Results(Path(journal.directory)), []
     for entry in (*ledger.slots[State.READY].values(), *ledger.slots[State.TRAINING].values()):
         try:
-            entry.meta, entry.frame = results.read(entry.place, entry.group_id, entry.attempt, settings)
+            entry.meta, entry.frame = results.read(
+                entry.place, entry.group_id, entry.attempt, settings
+            )
         except WireError as error:
             if entry.state == State.TRAINING:
-                raise JournalError(f"group {entry.group_id} of the learner step in training cannot be read from the journal: {error}") from error
+                raise JournalError(
+                    f"group {entry.group_id} of the learner step in training cannot be "
+                    f"read from the journal: {error}"
+                ) from error
             unreadable.append(entry)
     ledger.totals["restarts"] += 1
     writer = _writer(journal, number=last.number, last=last, clock=clock)
@@ -300,16 +423,28 @@ def _go_on(
 
 
 def _resume(
-    settings: QueueSettings, journal: JournalSettings, snapshot: dict[str, Any] | None, beginnings: list[Beginning], *,
+    settings: QueueSettings,
+    journal: JournalSettings,
+    snapshot: dict[str, Any] | None,
+    beginnings: list[Beginning],
+    *,
     clock: Callable[[], float],
 ) -> ReplayQueue:
-    """Another start of the run. Without a journal that fits, outstanding groups are generated again."""
+    """Another start of the run. Without a journal that fits, outstanding groups are generated
+    again.
+    """
     directory = Path(journal.directory)
     numbers = segments(directory)
-    past, note = (None, "") if journal.fresh or not numbers else find_past(directory, snapshot, settings, journal.identity)
+    past, note = (
+        (None, "")
+        if journal.fresh or not numbers
+        else find_past(directory, snapshot, settings, journal.identity)
+    )
     ledger = report = rolls_to = None
     continued: list[Beginning] = []
-    facts = snapshot_facts(journal.identity, journal.training, start=journal.start, from_step=settings.trained_steps)
+    facts = snapshot_facts(
+        journal.identity, journal.training, start=journal.start, from_step=settings.trained_steps
+    )
     if past is not None:
         facts |= {"journal": past.snapshot["journal"], "epoch": past.snapshot["epoch"] + 1}
         results = Results(directory) if past.snapshot["identity"] == journal.identity else None
@@ -319,17 +454,30 @@ def _resume(
         else:
             ledger, report = rewind(past, settings, results=results, why=why)
         if beginnings and results is not None:
-            continued, useless = choose(beginnings, ledger, end=past.ledger, settings=settings, free=free_again(settings, ledger))
+            continued, useless = choose(
+                beginnings,
+                ledger,
+                end=past.ledger,
+                settings=settings,
+                free=free_again(settings, ledger),
+            )
             report.continued = told(continued, useless)
     elif snapshot is not None:
         facts["epoch"] = snapshot["epoch"] + 1
         ledger, report = rewind(Past(snapshot), settings, why=note)
-    if ledger is not None and (past is None or past.snapshot["start"].partition(".")[0] != journal.start.partition(".")[0]):
+    if ledger is not None and (
+        past is None or past.snapshot["start"].partition(".")[0] != journal.start.partition(".")[0]
+    ):
         ledger.tokens.new_actors(over=past is not None and past.ledger.over)
     if note:
         report = report or Report()
         report.note = note
-    writer = _writer(journal, number=max(numbers, default=0), last=None if past is None else past.last, clock=clock)
+    writer = _writer(
+        journal,
+        number=max(numbers, default=0),
+        last=None if past is None else past.last,
+        clock=clock,
+    )
     if journal.fresh:
         writer.remove(set(numbers))
     queue = _opened(settings, ledger, writer, facts, continued, clock=clock)
@@ -337,7 +485,9 @@ def _resume(
     return queue
 
 
-def _why_not_forward(past: Past, settings: QueueSettings, journal: JournalSettings, results: Results | None) -> str:
+def _why_not_forward(
+    past: Past, settings: QueueSettings, journal: JournalSettings, results: Results | None
+) -> str:
     newest = past.ledger.newest_version
     if newest <= settings.trained_steps:
         return "nothing is lost"
@@ -352,16 +502,28 @@ def _why_not_forward(past: Past, settings: QueueSettings, journal: JournalSettin
     return obstacle(past, settings, results)
 
 
-def _writer(journal: JournalSettings, *, number: int, last: Segment | None, clock: Callable[[], float]) -> Writer:
+def _writer(
+    journal: JournalSettings, *, number: int, last: Segment | None, clock: Callable[[], float]
+) -> Writer:
     """Writes the segments after `number`, which go on after what was read of `last`."""
     return Writer(
-        Path(journal.directory), fsync=journal.fsync, segment_bytes=journal.segment_bytes, clock=clock, segment=number,
-        sequence=0 if last is None else last.sequence, parent=None if last is None else last.number,
+        Path(journal.directory),
+        fsync=journal.fsync,
+        segment_bytes=journal.segment_bytes,
+        clock=clock,
+        segment=number,
+        sequence=0 if last is None else last.sequence,
+        parent=None if last is None else last.number,
     )
 
 
 def _opened(
-    settings: QueueSettings, ledger: Ledger | None, writer: Writer, facts: dict[str, Any], continued: list[Beginning], *,
+    settings: QueueSettings,
+    ledger: Ledger | None,
+    writer: Writer,
+    facts: dict[str, Any],
+    continued: list[Beginning],
+    *,
     clock: Callable[[], float],
 ) -> ReplayQueue:
     if ledger is not None:
@@ -369,17 +531,28 @@ def _opened(
             entry.ready_at = clock()
         for entry in ledger.slots[State.IN_FLIGHT].values():
             entry.issued_at = clock()
-    queue = ReplayQueue(settings, ledger=ledger, journal=writer, facts=facts, clock=clock, continued=Continued(continued))
+    queue = ReplayQueue(
+        settings,
+        ledger=ledger,
+        journal=writer,
+        facts=facts,
+        clock=clock,
+        continued=Continued(continued),
+    )
     queue.begin_segment()
     return queue
 
 
 def _check_snapshot(snapshot: dict[str, Any], settings: QueueSettings) -> None:
     if snapshot.get("format") != JOURNAL_FORMAT:
-        raise ValueError(f"the checkpoint's queue is of format {snapshot.get('format')}, this program reads {JOURNAL_FORMAT}")
+        raise ValueError(
+            f"the checkpoint's queue is of format {snapshot.get('format')}, this program "
+            f"reads {JOURNAL_FORMAT}"
+        )
     steps = (snapshot["ledger"]["steps"], snapshot["ledger"]["training_step"])
     if settings.trained_steps not in steps:
         raise ValueError(
-            f"the checkpoint's queue is of step {steps[0]} (in training: {steps[1]}) and the learner of step {settings.trained_steps}: they "
+            f"the checkpoint's queue is of step {steps[0]} (in training: {steps[1]}) and "
+            f"the learner of step {settings.trained_steps}: they "
             "are not from the same checkpoint"
         )

@@ -1,4 +1,5 @@
-"""The rules of the replay queue as pure functions: who gets slots, which results are refused, which groups leave, and when.
+"""The rules of the replay queue as pure functions: who gets slots, which results are refused, which
+groups leave, and when.
 
 Runs in: the replay queue's process. Hides nothing and keeps no state.
 """
@@ -27,14 +28,16 @@ class StalenessError(RunError):
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """What the queue needs to know of a run; plain values that can be pickled. `trained_steps` and `next_group_id` are where it starts.
+    """What the queue needs to know of a run; plain values that can be pickled. `trained_steps` and
+    `next_group_id` are where it starts.
 
-    `filter` None rejects nothing. `baseline`: every group carries one greedy response beside those to train. `mask_truncated`: responses
-    that were cut off have no weight in the loss. `ticket_timeout_s`: a group in
-    flight for longer is issued again; None waits for ever. `max_failed_fraction`: the run ends when more groups failed for good. With
-    `retire_at`, a problem whose group was answered right at that rate or better is posed no more: `problem(group_id)` is its index below
-    `problems`, and in every run of `problems` ids that starts at a multiple of it each problem occurs once. Raises ValueError where they
-    do not fit.
+    `filter` None rejects nothing. `baseline`: every group carries one greedy response beside those
+    to train. `mask_truncated`: responses that were cut off have no weight in the loss.
+    `ticket_timeout_s`: a group in flight for longer is issued again; None waits for ever.
+    `max_failed_fraction`: the run ends when more groups failed for good. With `retire_at`, a
+    problem whose group was answered right at that rate or better is posed no more:
+    `problem(group_id)` is its index below `problems`, and in every run of `problems` ids that
+    starts at a multiple of it each problem occurs once. Raises ValueError where they do not fit.
     """
 
     rollout_batch_size: int
@@ -60,11 +63,15 @@ class QueueSettings:
 
     def __post_init__(self) -> None:
         if self.order == "ready" and self.on_stale == "wait":
-            raise ValueError("order `ready` has no bound of its own: it needs on_stale `mask` or `expire`")
+            raise ValueError(
+                "order `ready` has no bound of its own: it needs on_stale `mask` or `expire`"
+            )
         if self.retire_at is None:
             return
         if not 0 < self.retire_at <= 1:
-            raise ValueError(f"retire_at is {self.retire_at}; it must be above 0 and at most 1, or null for none")
+            raise ValueError(
+                f"retire_at is {self.retire_at}; it must be above 0 and at most 1, or null for none"
+            )
         if self.problem is None or self.problems < 1:
             raise ValueError("retire_at needs `problem` and the number of `problems`")
 
@@ -92,8 +99,11 @@ class Verdict:
         return Verdict, (self.group_id, self.attempt, self.status, self.reason)
 
 
-def fair_share(actor_id: str, wants: Mapping[str, int], in_flight: Mapping[str, int], *, free: int) -> int:
-    """Slots for one actor when the free ones go, one by one, to the asking actor with the fewest groups in flight.
+def fair_share(
+    actor_id: str, wants: Mapping[str, int], in_flight: Mapping[str, int], *, free: int
+) -> int:
+    """Slots for one actor when the free ones go, one by one, to the asking actor with the fewest
+    groups in flight.
 
     On a tie the caller is served: it is here, the others come later.
     """
@@ -112,8 +122,12 @@ def fair_share(actor_id: str, wants: Mapping[str, int], in_flight: Mapping[str, 
     return wanted - left.get(actor_id, 0)
 
 
-def problem_of(meta: GroupMeta, ticket: GroupTicket, *, newest_version: int, group_size: int, baseline: bool) -> str | None:
-    """Why a well-formed group must not be trained, or None. `newest_version` is the newest that the learner can have published."""
+def problem_of(
+    meta: GroupMeta, ticket: GroupTicket, *, newest_version: int, group_size: int, baseline: bool
+) -> str | None:
+    """Why a well-formed group must not be trained, or None. `newest_version` is the newest that the
+    learner can have published.
+    """
     roles = [row.role for row in meta.rows]
     rows, greedy = roles.count("train"), roles.count("baseline")
     if rows != group_size:
@@ -126,7 +140,8 @@ def problem_of(meta: GroupMeta, ticket: GroupTicket, *, newest_version: int, gro
     oldest, newest = min(versions), max(versions)
     if oldest < ticket.policy_version:
         return f"a token of version {oldest} under a ticket of version {ticket.policy_version}"
-    # An engine resumes with new weights before all of them do, so its tokens may be ahead of the live version, not of the learner.
+    # An engine resumes with new weights before all of them do, so its tokens may be ahead of the
+    # live version, not of the learner.
     if newest > newest_version:
         return f"a token of version {newest}, the learner is at {newest_version}"
     return None
@@ -138,12 +153,15 @@ def rows_to_train(meta: GroupMeta) -> list[RowMeta]:
 
 
 def rejection(meta: GroupMeta, rule: FilterRule, shaping: Shaping) -> str | None:
-    """Why the rule rejects the group, or None. Raises ValueError where a rollout lacks what the rule looks at."""
+    """Why the rule rejects the group, or None. Raises ValueError where a rollout lacks what the
+    rule looks at.
+    """
     rows = rows_to_train(meta)
     return filter_reason(
         rule,
         values=[_value(row, rule.metric, shaping) for row in rows] if rule.zero_variance else [],
-        verdicts=[row.verdict for row in rows], truncated=[row.finish_reason == "length" for row in rows],
+        verdicts=[row.verdict for row in rows],
+        truncated=[row.finish_reason == "length" for row in rows],
     )
 
 
@@ -157,37 +175,56 @@ def _value(row: RowMeta, metric: str, shaping: Shaping) -> float:
             raise ValueError("a rollout has no verdict, the metric acc")
         return row.verdict
     if metric not in row.rewards:
-        raise ValueError(f"a rollout has no reward component {metric!r}, it has {sorted(row.rewards)}")
+        raise ValueError(
+            f"a rollout has no reward component {metric!r}, it has {sorted(row.rewards)}"
+        )
     return row.rewards[metric]
 
 
 def in_order(order: Order, ready: Collection[Any]) -> list[Any]:
-    """Ready groups, given as they were completed, in the order in which they leave: by age (ticket version, then id), by id, or as given."""
+    """Ready groups, given as they were completed, in the order in which they leave: by age (ticket
+    version, then id), by id, or as given.
+    """
     if order == "ready":
         return list(ready)
-    return sorted(ready, key=lambda group: (group.policy_version if order == "oldest" else 0, group.group_id))
+    return sorted(
+        ready, key=lambda group: (group.policy_version if order == "oldest" else 0, group.group_id)
+    )
 
 
 def is_too_old(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> bool:
-    """Whether a ready group cannot be trained in `step` any more: with `mask` when all its tokens are too old, else when one is."""
-    version = max(row.max_version for row in rows_to_train(meta)) if on_stale == "mask" else meta.min_version
+    """Whether a ready group cannot be trained in `step` any more: with `mask` when all its tokens
+    are too old, else when one is.
+    """
+    version = (
+        max(row.max_version for row in rows_to_train(meta))
+        if on_stale == "mask"
+        else meta.min_version
+    )
     return step - 1 - version > max_staleness
 
 
 def check_bound(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> None:
-    """Raise StalenessError for a group that must not leave for `step`: a token from the future, or one too old that nobody masks."""
+    """Raise StalenessError for a group that must not leave for `step`: a token from the future, or
+    one too old that nobody masks.
+    """
     oldest, newest = step - 1 - meta.min_version, step - 1 - meta.max_version
-    if newest < 0 or oldest > max_staleness and (on_stale != "mask" or newest > max_staleness):
+    if newest < 0 or (oldest > max_staleness and (on_stale != "mask" or newest > max_staleness)):
         raise StalenessError(
-            f"step {step} would train group {meta.group_id} with tokens of versions {meta.min_version} to {meta.max_version} at "
+            f"step {step} would train group {meta.group_id} with tokens of versions "
+            f"{meta.min_version} to {meta.max_version} at "
             f"max_staleness {max_staleness}; this is a bug, please report it"
         )
 
 
 def can_leave(staying: Sequence[int], *, step: int, max_staleness: int, batch_size: int) -> bool:
-    """Order `oldest`: whether all groups that stay behind when a batch leaves for `step` can be trained in time.
+    """Order `oldest`: whether all groups that stay behind when a batch leaves for `step` can be
+    trained in time.
 
-    `staying` are their ticket versions. Sorted, the i-th is trained at step `step + 1 + i // R` at the latest, when its tokens have
-    lag `step + i // R - version` or less.
+    `staying` are their ticket versions. Sorted, the i-th is trained at step `step + 1 + i // R` at
+    the latest, when its tokens have lag `step + i // R - version` or less.
     """
-    return all(version + max_staleness >= step + index // batch_size for index, version in enumerate(sorted(staying)))
+    return all(
+        version + max_staleness >= step + index // batch_size
+        for index, version in enumerate(sorted(staying))
+    )

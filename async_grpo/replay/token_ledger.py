@@ -1,20 +1,27 @@
 """What became of every response token: the goodput ledger, as a function of the events.
 
-Runs in: the replay queue's process, and whoever reads a journal. Two sides meet here. Rollout actors tell what their engines sampled, as running
-totals since the process began (`Told`); results and failed attempts bring the tokens that belong to a group. What an actor sampled and
-has not brought yet is under way at it:
+Runs in: the replay queue's process, and whoever reads a journal. Two sides meet here. Rollout
+actors tell what their engines sampled, as running totals since the process began (`Told`); results
+and failed attempts bring the tokens that belong to a group. What an actor sampled and has not
+brought yet is under way at it:
 
-    under way = sampled + continued - probes - evaluated - arrived        (of one actor; a total that is a moment old may lag behind)
+    under way = sampled + continued - probes - evaluated - arrived        (of one actor; a total
+                                                                          that is a moment old may
+                                                                          lag behind)
 
-Every token is in one place: the fate of its attempt (trained, masked, rejected, expired, failed, regenerated, refused, unused, held), `baseline`
-whatever became of its group, `probes`, `evaluated`, or `lost` with an actor that died while it was under way there. What a dead actor sampled after
-it last told is in no count. A group that is trained, taken back and generated again counts once as trained and once as regenerated.
+Every token is in one place: the fate of its attempt (trained, masked, rejected, expired, failed,
+regenerated, refused, unused, held), `baseline` whatever became of its group, `probes`, `evaluated`,
+or `lost` with an actor that died while it was under way there. What a dead actor sampled after it
+last told is in no count. A group that is trained, taken back and generated again counts once as
+trained and once as regenerated.
 
-Invariants: `generated` is the sum of all places; at an orderly end nothing is under way, so the sum is what the engines counted. No result counts
-twice, however often it is sent. Plain numbers; nothing grows with the age of the run.
+Invariants: `generated` is the sum of all places; at an orderly end nothing is under way, so the sum
+is what the engines counted. No result counts twice, however often it is sent. Plain numbers;
+nothing grows with the age of the run.
 
-What rollout actors tell about their engines when they ask for tickets. Hides who told what last. Token counts go into the ledger (`tokens`); seconds are passed on as they are.
-Invariant: a report replaces the one before, so one that is lost on the way does no harm.
+What rollout actors tell about their engines when they ask for tickets. Hides who told what last.
+Token counts go into the ledger (`tokens`); seconds are passed on as they are. Invariant: a report
+replaces the one before, so one that is lost on the way does no harm.
 """
 
 from __future__ import annotations
@@ -24,7 +31,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from async_grpo.replay.events import Done, Drop, Event, Expire, Fail, Put, Refuse, Reject, Sampled, TakeBatch, Waste
+from async_grpo.replay.events import (
+    Done,
+    Drop,
+    Event,
+    Expire,
+    Fail,
+    Put,
+    Refuse,
+    Reject,
+    Sampled,
+    TakeBatch,
+    Waste,
+)
 from async_grpo.replay.rules import rows_to_train
 from async_grpo.wire import GroupMeta
 
@@ -32,18 +51,31 @@ if TYPE_CHECKING:
     from async_grpo.replay.ledger import Entry, Ledger
 
 
-
 REMEMBERED = 2048
 """Attempts that are done with and may still be sent again, because an answer was lost."""
 PLACES = (
-    "trained", "masked", "rejected", "expired", "failed", "refused", "unused", "held", "baseline", "probes", "evaluated", "regenerated", "lost",
+    "trained",
+    "masked",
+    "rejected",
+    "expired",
+    "failed",
+    "refused",
+    "unused",
+    "held",
+    "baseline",
+    "probes",
+    "evaluated",
+    "regenerated",
+    "lost",
 )
 """They add up to `generated`."""
 
 
 class Told(NamedTuple):
-    """Running totals of one actor's process. continued: tokens of beginnings that it took from a checkpoint, sampled by an earlier engine.
-    reprefilled: cached tokens that were computed again after publications."""
+    """Running totals of one actor's process. continued: tokens of beginnings that it took from a
+    checkpoint, sampled by an earlier engine. reprefilled: cached tokens that were computed again
+    after publications.
+    """
 
     sampled: int = 0
     probes: int = 0
@@ -58,9 +90,13 @@ def token_counts(meta: GroupMeta) -> tuple[int, int]:
     return train, sum([row.length for row in meta.rows]) - train
 
 
-def masked_tokens(metas: Iterable[GroupMeta], *, mask_truncated: bool, stale_before: int | None) -> int:
-    """Tokens of a batch that have no weight: of responses that were cut off (with `mask_truncated`), not sampled by the policy, or older than
-    version `stale_before` (None: nothing is too old)."""
+def masked_tokens(
+    metas: Iterable[GroupMeta], *, mask_truncated: bool, stale_before: int | None
+) -> int:
+    """Tokens of a batch that have no weight: of responses that were cut off (with
+    `mask_truncated`), not sampled by the policy, or older than version `stale_before` (None:
+    nothing is too old).
+    """
     masked = 0
     for row in (row for meta in metas for row in rows_to_train(meta)):
         stale = 0 if stale_before is None else row.tokens_before(stale_before)
@@ -70,7 +106,9 @@ def masked_tokens(metas: Iterable[GroupMeta], *, mask_truncated: bool, stale_bef
 
 
 class Tokens:
-    """`results`: tokens to train of each group that is ready, in training or left over at the end."""
+    """`results`: tokens to train of each group that is ready, in training or left over at the
+    end.
+    """
 
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()
@@ -89,13 +127,21 @@ class Tokens:
             case Fail(group_id, attempt, _, tokens) if tokens is not None:
                 if (entry := ledger.entries.get(group_id)) is not None:  # else the ledger objects
                     last = entry.failures + 1 >= ledger.max_attempts
-                    self._came_to_nothing("failed" if last else "regenerated", group_id, attempt, entry.actor_id, tokens)
+                    self._came_to_nothing(
+                        "failed" if last else "regenerated",
+                        group_id,
+                        attempt,
+                        entry.actor_id,
+                        tokens,
+                    )
             case Waste(group_id, attempt, actor_id, tokens):
                 self._came_to_nothing("regenerated", group_id, attempt, actor_id, tokens)
             case Refuse(status, group_id, attempt, actor_id, _, tokens) if status != "duplicate":
                 self._came_to_nothing("refused", group_id, attempt, actor_id, tokens)
             case Expire(group_id) | Drop(group_id):
-                self.totals["expired" if isinstance(event, Expire) else "lost"] += self.results.pop(group_id, 0)
+                self.totals["expired" if isinstance(event, Expire) else "lost"] += self.results.pop(
+                    group_id, 0
+                )
             case TakeBatch(_, _, masked):
                 self.masked = masked
             case Done():
@@ -118,13 +164,17 @@ class Tokens:
         else:
             self.totals["rejected"] += event.tokens
 
-    def _came_to_nothing(self, place: str, group_id: int, attempt: int, actor_id: str, tokens: int) -> None:
+    def _came_to_nothing(
+        self, place: str, group_id: int, attempt: int, actor_id: str, tokens: int
+    ) -> None:
         if self._first_time(group_id, attempt):
             self.arrived[actor_id] += tokens
             self.totals[place] += tokens
 
     def _first_time(self, group_id: int, attempt: int) -> bool:
-        """Whether this attempt brings its tokens now; it cannot bring them twice. A frame that does not tell its group (-1) has no tokens."""
+        """Whether this attempt brings its tokens now; it cannot bring them twice. A frame that does
+        not tell its group (-1) has no tokens.
+        """
         if group_id < 0 or (group_id, attempt) in self._seen:
             return False
         self._seen[group_id, attempt] = None
@@ -134,19 +184,29 @@ class Tokens:
 
     def in_training(self, group_ids: Iterable[int]) -> tuple[int, int]:
         """Tokens of these groups, the batch in training: with weight in the loss, and without."""
-        return sum(self.results.get(group_id, 0) for group_id in group_ids) - self.masked, self.masked
+        return sum(
+            self.results.get(group_id, 0) for group_id in group_ids
+        ) - self.masked, self.masked
 
     # ---- another start of the run ----
 
     def taken_over(self, entries: Iterable[Entry], *, trained: int = 0, masked: int = 0) -> None:
-        """The run starts again with these groups; of what was trained, so many tokens were taken back. What is gone is generated again."""
+        """The run starts again with these groups; of what was trained, so many tokens were taken
+        back. What is gone is generated again.
+        """
         before = sum(self.results.values()) + trained + masked
-        self.results = {entry.group_id: token_counts(entry.meta)[0] for entry in entries if entry.meta is not None}
+        self.results = {
+            entry.group_id: token_counts(entry.meta)[0]
+            for entry in entries
+            if entry.meta is not None
+        }
         self.totals.subtract(trained=trained, masked=masked)
         self.totals["regenerated"] += max(before - sum(self.results.values()), 0)
 
     def new_actors(self, *, over: bool) -> None:
-        """The actors so far are gone, with what was under way at them. over: the run had come to an orderly end."""
+        """The actors so far are gone, with what was under way at them. over: the run had come to an
+        orderly end.
+        """
         self.gone(list(self.told), place="unused" if over else "lost")
         self.arrived.clear()
 
@@ -154,14 +214,21 @@ class Tokens:
         """These actors tell nothing more; what was under way at them goes to this place."""
         for actor_id in actor_ids:
             if (told := self.told.get(actor_id)) is not None:
-                self.totals.update(probes=told.probes, evaluated=told.evaluated, continued=told.continued, reprefilled=told.reprefilled)
+                self.totals.update(
+                    probes=told.probes,
+                    evaluated=told.evaluated,
+                    continued=told.continued,
+                    reprefilled=told.reprefilled,
+                )
                 self.totals[place] += self._under_way(actor_id)
                 del self.told[actor_id], self.arrived[actor_id]
 
     # ---- numbers ----
 
     def metrics(self, ledger: Ledger) -> dict[str, float]:
-        """`goodput/...`: tokens by place, their sum, what was trained of it, and beside it what was prefilled again."""
+        """`goodput/...`: tokens by place, their sum, what was trained of it, and beside it what was
+        prefilled again.
+        """
         now = Counter({place: self.totals[place] for place in PLACES})
         for group_id, tokens in self.results.items():
             now["held" if group_id in ledger.entries else "unused"] += tokens
@@ -174,21 +241,34 @@ class Tokens:
         for place in ("lost", "unused"):  # there they went with their engine, and are not any more
             back = min(now[place], continued)
             now[place], continued = now[place] - back, continued - back
-        generated, reprefilled = now.total(), self.totals["reprefilled"] + sum(told.reprefilled for told in self.told.values())
-        out = {f"goodput/{place}": float(now[place]) for place in PLACES} | {"goodput/generated": float(generated)}
-        return out | {"goodput/share": now["trained"] / max(generated, 1), "goodput/reprefilled": float(reprefilled)}
+        generated, reprefilled = (
+            now.total(),
+            self.totals["reprefilled"] + sum(told.reprefilled for told in self.told.values()),
+        )
+        out = {f"goodput/{place}": float(now[place]) for place in PLACES} | {
+            "goodput/generated": float(generated)
+        }
+        return out | {
+            "goodput/share": now["trained"] / max(generated, 1),
+            "goodput/reprefilled": float(reprefilled),
+        }
 
     def _under_way(self, actor_id: str) -> int:
         told = self.told[actor_id]
-        return max(told.sampled + told.continued - told.probes - told.evaluated - self.arrived[actor_id], 0)
+        return max(
+            told.sampled + told.continued - told.probes - told.evaluated - self.arrived[actor_id], 0
+        )
 
     # ---- as plain values ----
 
     def snapshot(self) -> dict[str, Any]:
         """Plain values for `from_snapshot`."""
         return {
-            "totals": dict(self.totals), "results": [list(pair) for pair in self.results.items()], "masked": self.masked,
-            "told": [[actor_id, *told] for actor_id, told in self.told.items()], "arrived": dict(self.arrived),
+            "totals": dict(self.totals),
+            "results": [list(pair) for pair in self.results.items()],
+            "masked": self.masked,
+            "told": [[actor_id, *told] for actor_id, told in self.told.items()],
+            "arrived": dict(self.arrived),
             "seen": [list(key) for key in self._seen],
         }
 
@@ -197,10 +277,15 @@ class Tokens:
         """What `snapshot` described."""
         tokens = cls()
         tokens.totals.update(snapshot["totals"])
-        tokens.results, tokens.masked = {group_id: count for group_id, count in snapshot["results"]}, snapshot["masked"]
+        tokens.results, tokens.masked = (
+            {group_id: count for group_id, count in snapshot["results"]},
+            snapshot["masked"],
+        )
         tokens.told = {actor_id: Told(*numbers) for actor_id, *numbers in snapshot["told"]}
         tokens.arrived.update(snapshot["arrived"])
-        tokens._seen.update(dict.fromkeys((group_id, attempt) for group_id, attempt in snapshot["seen"]))
+        tokens._seen.update(
+            dict.fromkeys((group_id, attempt) for group_id, attempt in snapshot["seen"])
+        )
         return tokens
 
 
@@ -210,7 +295,9 @@ Spent = tuple[float, dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One actor's process so far: tokens; seconds by cause, and when they began to count (Unix seconds, 0.0: not yet)."""
+    """One actor's process so far: tokens; seconds by cause, and when they began to count (Unix
+    seconds, 0.0: not yet).
+    """
 
     told: Told
     began: float = 0.0
@@ -234,8 +321,16 @@ class Reports:
 
     def news(self, known: Mapping[str, Told]) -> tuple[tuple[Any, ...], ...]:
         """Rows of a `Sampled` event: what differs from what is known."""
-        return tuple((actor_id, *report.told) for actor_id, report in self._latest.items() if known.get(actor_id) != report.told)
+        return tuple(
+            (actor_id, *report.told)
+            for actor_id, report in self._latest.items()
+            if known.get(actor_id) != report.told
+        )
 
     def seconds(self) -> dict[str, Spent]:
         """By actor, of those whose time counts."""
-        return {actor_id: (report.began, dict(report.seconds)) for actor_id, report in self._latest.items() if report.began}
+        return {
+            actor_id: (report.began, dict(report.seconds))
+            for actor_id, report in self._latest.items()
+            if report.began
+        }

@@ -1,7 +1,9 @@
-"""After a run, or while it goes on: `python -m async_grpo.report RUN_DIR` writes its report, with `--sync` what MLflow lacks is sent.
+"""After a run, or while it goes on: `python -m async_grpo.report RUN_DIR` writes its report, with
+`--sync` what MLflow lacks is sent.
 
-Runs in: a process of its own, on any machine that sees the run's directory; the driver starts one at the end of a run. Exit code 2 with one sentence
-if it cannot be done. Invariant: `report/` of the run directory is all that is written.
+Runs in: a process of its own, on any machine that sees the run's directory; the driver starts one
+at the end of a run. Exit code 2 with one sentence if it cannot be done. Invariant: `report/` of the
+run directory is all that is written.
 """
 
 from __future__ import annotations
@@ -42,8 +44,12 @@ def _write(data: RunData, window: Window | None, out: Path) -> Path:
     from async_grpo.report.page import PLOTS, page
 
     draw: dict[str, Callable[[], plots.Figure | None]] = {
-        "learning": partial(plots.learning, data), "lag": partial(plots.lag_histogram, data), "length_by_lag": partial(plots.length_by_lag, data),
-        "clip_ess": partial(plots.clip_and_ess, data), "health": partial(plots.health, data), "goodput": partial(plots.goodput, data),
+        "learning": partial(plots.learning, data),
+        "lag": partial(plots.lag_histogram, data),
+        "length_by_lag": partial(plots.length_by_lag, data),
+        "clip_ess": partial(plots.clip_and_ess, data),
+        "health": partial(plots.health, data),
+        "goodput": partial(plots.goodput, data),
         "timeline": partial(gantt, window),
     }
     for name, one in draw.items():
@@ -52,8 +58,13 @@ def _write(data: RunData, window: Window | None, out: Path) -> Path:
     pictures = [(plot, plots.as_svg(draw[plot.name], name=plot.name)) for plot in PLOTS]
     config = data.directory / "config.yaml"
     text = page(
-        data, title=_title(data), pictures=pictures, notes=partial(_notes, window),
-        config_text=without_password(config.read_text(encoding="utf-8")) if config.is_file() else "",
+        data,
+        title=_title(data),
+        pictures=pictures,
+        notes=partial(_notes, window),
+        config_text=without_password(config.read_text(encoding="utf-8"))
+        if config.is_file()
+        else "",
     )
     temporary = out / f"{PAGE}.tmp"
     temporary.write_text(text, encoding="utf-8")
@@ -74,18 +85,38 @@ def _span(text: str) -> tuple[int, int]:
     try:
         return int(first), int(last or first)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor a range of steps like 100-110") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a step nor a range of steps like 100-110"
+        ) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m async_grpo.report", description="Write a run's report, or send MLflow what it lacks.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory (run.dir)")
-    parser.add_argument("--sync", action="store_true", help="send MLflow what it did not get while the run was on; writes no report")
-    parser.add_argument("--steps", metavar="A-B", type=_span, help="learner steps in the timeline (default: some in the middle of the run)")
+    parser = argparse.ArgumentParser(
+        prog="python -m async_grpo.report",
+        description="Write a run's report, or send MLflow what it lacks.",
+    )
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="the run's directory (run.dir)"
+    )
+    parser.add_argument(
+        "--sync",
+        action="store_true",
+        help="send MLflow what it did not get while the run was on; writes no report",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="A-B",
+        type=_span,
+        help="learner steps in the timeline (default: some in the middle of the run)",
+    )
     arguments = parser.parse_args(argv)
     try:
-        print("\n".join(sync(arguments.run_dir)) if arguments.sync else write(arguments.run_dir, steps=arguments.steps))
+        print(
+            "\n".join(sync(arguments.run_dir))
+            if arguments.sync
+            else write(arguments.run_dir, steps=arguments.steps)
+        )
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,7 +1,8 @@
 """What a run directory tells, as far as the report needs it.
 
-Runs in: the report's process; reads only. Hides files and their formats. Invariants: of steps that were taken back only the later rows count; memory is
-bounded whatever the length of the run (ROWS rows, thinned evenly); a file that is missing or cut off makes things absent, not wrong.
+Runs in: the report's process; reads only. Hides files and their formats. Invariants: of steps that
+were taken back only the later rows count; memory is bounded whatever the length of the run (ROWS
+rows, thinned evenly); a file that is missing or cut off makes things absent, not wrong.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class RunData:
     """Learner steps, thinned; the last one is always there."""
     evaluations: list[Row] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
-    """The newest value of what only grows or is a state, whichever line has it: an orderly end writes one more."""
+    """The newest value of what only grows or is a state, whichever line has it: an orderly end
+    writes one more.
+    """
     samples: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[Row] = field(default_factory=list)
     """The newest ones, logged when they were complete."""
@@ -65,7 +68,12 @@ class RunData:
 
     def buckets(self, name: str) -> list[str]:
         """Lag buckets that have this metric, by lag."""
-        found = {match[1] for row in self.rows for key in row.values if (match := re.fullmatch(rf"train/lag_([\d-]+)/{name}", key))}
+        found = {
+            match[1]
+            for row in self.rows
+            for key in row.values
+            if (match := re.fullmatch(rf"train/lag_([\d-]+)/{name}", key))
+        }
         return sorted(found, key=lambda bucket: int(bucket.partition("-")[0]))
 
     def setting(self, path: str) -> Any:
@@ -80,7 +88,12 @@ class RunData:
         found: dict[int, Row] = {}
         for line in _lines(self.directory / METRICS):
             match = _STEP.match(line)
-            if match and first <= int(match[1]) <= last and (row := _row(line)) is not None and "time/step" in row.values:
+            if (
+                match
+                and first <= int(match[1]) <= last
+                and (row := _row(line)) is not None
+                and "time/step" in row.values
+            ):
                 found[row.step] = row
         return [found[step] for step in sorted(found)]
 
@@ -88,7 +101,10 @@ class RunData:
 def read_run(run_dir: Path) -> RunData:
     """Everything that is there. Raises SetupError for what is no run directory."""
     if not (run_dir / METRICS).is_file():
-        raise SetupError(f"{run_dir} has no {METRICS}: it is no run directory (run.dir), or nothing was logged yet")
+        raise SetupError(
+            f"{run_dir} has no {METRICS}: it is no run directory (run.dir), or nothing was "
+            "logged yet"
+        )
     data = RunData(run_dir, _config(run_dir / "config.yaml"))
     stride = 1
     newest: Row | None = None
@@ -96,9 +112,13 @@ def read_run(run_dir: Path) -> RunData:
         row = _row(line)
         if row is None:
             continue
-        data.totals.update((name, value) for name, value in row.values.items() if name.startswith(_TOTALS))
+        data.totals.update(
+            (name, value) for name, value in row.values.items() if name.startswith(_TOTALS)
+        )
         if any(name.startswith("eval/") for name in row.values):
-            data.evaluations = [earlier for earlier in data.evaluations if earlier.step < row.step] + [row]
+            data.evaluations = [
+                earlier for earlier in data.evaluations if earlier.step < row.step
+            ] + [row]
         if "checkpoint/seconds" in row.values:
             data.checkpoints = [*data.checkpoints, row][-ROWS:]
         if "time/step" not in row.values:
@@ -124,9 +144,15 @@ def _row(line: bytes) -> Row | None:
     try:
         read = json.loads(line)
         step, when = int(read.pop("step")), float(read.pop("time"))
-        return Row(step, when, {
-            name: float(value) for name, value in read.items() if value is not None and _is_kept(name)
-        })
+        return Row(
+            step,
+            when,
+            {
+                name: float(value)
+                for name, value in read.items()
+                if value is not None and _is_kept(name)
+            },
+        )
     except (ValueError, TypeError, KeyError, AttributeError):
         return None  # cut off, or of another program
 

@@ -1,4 +1,5 @@
-"""What the report says in words and tables: how the run ended, its main numbers, settings, samples, restarts.
+"""What the report says in words and tables: how the run ended, its main numbers, settings, samples,
+restarts.
 
 Runs in: the report's process. Hides how they are chosen. Invariant: what is not known is left out.
 """
@@ -19,42 +20,99 @@ from async_grpo.report.plots import tokens_by_fate
 NO_SAMPLES = "No responses were recorded (tracking.sample_rows is 0, or the run was not evaluated)."
 SAMPLES_SHOWN, TEXT_CHARS, LINES_SHOWN = 5, 1500, 60
 SETTINGS = (
-    "model.path", "model.dtype", "model.lora", "task.name", "task.train", "task.eval", "task.rewards", "rollout.rollout_batch_size",
-    "rollout.group_size", "rollout.prompt_length", "rollout.response_length", "rollout.temperature", "replay.max_staleness", "replay.order",
-    "replay.on_stale", "replay.filter_groups.enable", "algorithm.adv_estimator", "algorithm.policy_loss", "algorithm.clip_ratio_low",
-    "algorithm.clip_ratio_high", "algorithm.clip_schedule", "algorithm.anchor", "algorithm.importance.level", "algorithm.importance.mode",
-    "algorithm.loss_agg_mode", "algorithm.use_kl_loss", "algorithm.kl_loss_coef", "learner.ranks", "learner.zero_stage", "learner.lr",
-    "learner.ppo_epochs", "learner.ppo_mini_batch_size", "learner.tokens_per_micro_batch", "weight_sync.backend", "weight_sync.every_steps",
-    "weight_sync.kv_cache", "cluster.layout", "cluster.rollout_actors", "cluster.engine.tensor_parallel_size", "cluster.engine.max_num_seqs", "seed",
+    "model.path",
+    "model.dtype",
+    "model.lora",
+    "task.name",
+    "task.train",
+    "task.eval",
+    "task.rewards",
+    "rollout.rollout_batch_size",
+    "rollout.group_size",
+    "rollout.prompt_length",
+    "rollout.response_length",
+    "rollout.temperature",
+    "replay.max_staleness",
+    "replay.order",
+    "replay.on_stale",
+    "replay.filter_groups.enable",
+    "algorithm.adv_estimator",
+    "algorithm.policy_loss",
+    "algorithm.clip_ratio_low",
+    "algorithm.clip_ratio_high",
+    "algorithm.clip_schedule",
+    "algorithm.anchor",
+    "algorithm.importance.level",
+    "algorithm.importance.mode",
+    "algorithm.loss_agg_mode",
+    "algorithm.use_kl_loss",
+    "algorithm.kl_loss_coef",
+    "learner.ranks",
+    "learner.zero_stage",
+    "learner.lr",
+    "learner.ppo_epochs",
+    "learner.ppo_mini_batch_size",
+    "learner.tokens_per_micro_batch",
+    "weight_sync.backend",
+    "weight_sync.every_steps",
+    "weight_sync.kv_cache",
+    "cluster.layout",
+    "cluster.rollout_actors",
+    "cluster.engine.tensor_parallel_size",
+    "cluster.engine.max_num_seqs",
+    "seed",
 )
 _FAULT = re.compile(
-    r"\b(died|dies|killed|lost|dropped|restart|started again|takes its place|took|gone|silent|stalled|discard\w*|set aside|resumed|repeat\w*|SIGTERM|SIGINT"
+    r"\b(died|dies|killed|lost|dropped|restart|started again|takes its "
+    r"place|took|gone|silent|stalled|discard\w*|set aside|resumed|repeat\w*|SIGTERM|SIGINT"
     r"|could not|failed|answers again|taken back|added|left)\b"
 )
 
 
 def tiles(data: RunData) -> tuple[str, str, list[tuple[str, str]]]:
-    """How the run stands in a sentence, `good`, `bad` or nothing of that, and (label, value) of its main numbers."""
+    """How the run stands in a sentence, `good`, `bad` or nothing of that, and (label, value) of its
+    main numbers.
+    """
     lead, kind = _state(data)
     shown: list[tuple[str, str]] = []
     if data.rows:
         total = data.status.get("total")
-        shown.append(("learner steps", f"{data.rows[-1].step:,}" + (f" of {total:,}" if total else "")))
-        shown.append(("first to last step", _duration(data.rows[-1].time - data.rows[0].time + data.rows[0].values.get("time/step", 0.0))))
+        shown.append(
+            ("learner steps", f"{data.rows[-1].step:,}" + (f" of {total:,}" if total else ""))
+        )
+        shown.append(
+            (
+                "first to last step",
+                _duration(
+                    data.rows[-1].time
+                    - data.rows[0].time
+                    + data.rows[0].values.get("time/step", 0.0)
+                ),
+            )
+        )
     shown += _accuracy(data)
     unit, fates = tokens_by_fate(data)
     if unit == "tokens" and sum(fates.values()):
-        shown.append(("of the generated tokens were trained", f"{fates.get('trained', 0.0) / sum(fates.values()):.1%}"))
+        shown.append(
+            (
+                "of the generated tokens were trained",
+                f"{fates.get('trained', 0.0) / sum(fates.values()):.1%}",
+            )
+        )
     for name, label, show in (
-        ("train/tokens_per_s", "tokens/s trained, mean", "{:,.0f}".format), ("rollout/score", "reward, last tenth", "{:.3f}".format),
-        ("train/lag_mean", "lag, mean", "{:.2f}".format), ("time/learner_idle", "learner idle, mean", "{:.0%}".format),
+        ("train/tokens_per_s", "tokens/s trained, mean", "{:,.0f}".format),
+        ("rollout/score", "reward, last tenth", "{:.3f}".format),
+        ("train/lag_mean", "lag, mean", "{:.2f}".format),
+        ("time/learner_idle", "learner idle, mean", "{:.0%}".format),
     ):
         values = data.series(name)[1]
         if values:
             part = values[-max(1, len(values) // 10) :] if "last tenth" in label else values
             shown.append((label, show(sum(part) / len(part))))
     if lags := data.series("train/lag_max")[1]:
-        shown.append((f"lag, largest (bound {data.setting('replay.max_staleness')})", f"{max(lags):.0f}"))
+        shown.append(
+            (f"lag, largest (bound {data.setting('replay.max_staleness')})", f"{max(lags):.0f}")
+        )
     return lead, kind, shown
 
 
@@ -79,7 +137,12 @@ def _accuracy(data: RunData) -> list[tuple[str, str]]:
         return []
     first, last = known[0], known[-1]
     change = f"{first.values['eval/accuracy_greedy']:.1%} → " if first is not last else ""
-    return [(f"held-out accuracy, step {last.step}", f"{change}{last.values['eval/accuracy_greedy']:.1%}")]
+    return [
+        (
+            f"held-out accuracy, step {last.step}",
+            f"{change}{last.values['eval/accuracy_greedy']:.1%}",
+        )
+    ]
 
 
 def settings(data: RunData) -> list[tuple[str, str]]:
@@ -89,25 +152,42 @@ def settings(data: RunData) -> list[tuple[str, str]]:
 
 
 def restarts(data: RunData) -> tuple[str, list[tuple[str, str]]]:
-    """What was counted, in a sentence; and (when, what) of starts, faults and what the run said about them."""
+    """What was counted, in a sentence; and (when, what) of starts, faults and what the run said
+    about them.
+    """
     counts = [
-        f"{data.totals[name]:.0f} {what}" for name, what in (
-            ("cluster/restarts", "rollout actors replaced"), ("cluster/learner_restarts", "learner restarts"), ("replay/restarts", "restarts of the queue"),
-            ("weights/repeated", "transfers repeated"), ("weights/dropped_engines", "engines dropped in a publication"),
-        ) if data.totals.get(name)
+        f"{data.totals[name]:.0f} {what}"
+        for name, what in (
+            ("cluster/restarts", "rollout actors replaced"),
+            ("cluster/learner_restarts", "learner restarts"),
+            ("replay/restarts", "restarts of the queue"),
+            ("weights/repeated", "transfers repeated"),
+            ("weights/dropped_engines", "engines dropped in a publication"),
+        )
+        if data.totals.get(name)
     ]
     starts = sum(event["kind"] == "start" for event in data.events)
     if starts > 1:
         counts.insert(0, f"the run was started {starts} times")
-    lines = [(time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event["time"])) + " UTC", text) for event in data.events if (text := _told(event))]
-    return "; ".join(counts).capitalize() + "." if counts else "Nothing: no process of the run had to be replaced.", lines[-LINES_SHOWN:]
+    lines = [
+        (time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event["time"])) + " UTC", text)
+        for event in data.events
+        if (text := _told(event))
+    ]
+    return "; ".join(
+        counts
+    ).capitalize() + "." if counts else "Nothing: no process of the run had to be replaced.", lines[
+        -LINES_SHOWN:
+    ]
 
 
 def _told(event: dict[str, Any]) -> str:
     if event["kind"] == "start":
         return f"started on {event.get('host')} (process {event.get('pid')})"
     if event["kind"] == "end":
-        return f"ended with exit code {event.get('exit_code')}" + (f": {event['message']}" if event.get("message") else "")
+        return f"ended with exit code {event.get('exit_code')}" + (
+            f": {event['message']}" if event.get("message") else ""
+        )
     text = str(event.get("text", ""))
     if event["kind"] == "phase" and event.get("failed"):
         return f"{text}: failed"
@@ -120,18 +200,30 @@ def sample_sections(data: RunData) -> Iterator[tuple[str, list[str], list[list[s
         yield from _of_source([row for row in data.samples if row.get("source") == source], what)
 
 
-def _of_source(samples: list[dict[str, Any]], what: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def _of_source(
+    samples: list[dict[str, Any]], what: str
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     steps = sorted({row["step"] for row in samples})
     if not steps:
         return
     middle = min(steps, key=lambda step: abs(step - (steps[0] + steps[-1]) / 2))
     for label, step in dict.fromkeys([("Start", steps[0]), ("Middle", middle), ("End", steps[-1])]):
-        if label == "Middle" and step in (steps[0], steps[-1]) or label == "End" and step == steps[0]:
+        if (label == "Middle" and step in (steps[0], steps[-1])) or (
+            label == "End" and step == steps[0]
+        ):
             continue
         rows = [{**_rewards(row)} for row in samples if row["step"] == step]
         chosen = rows[:: max(1, len(rows) // SAMPLES_SHOWN)][:SAMPLES_SHOWN]
-        columns = [name for name in dict.fromkeys(name for row in chosen for name in row) if name not in ("step", "source")]
-        yield f"{label}: step {step}, {what}", columns, [[_short(_plain(row.get(column, ""))) for column in columns] for row in chosen]
+        columns = [
+            name
+            for name in dict.fromkeys(name for row in chosen for name in row)
+            if name not in ("step", "source")
+        ]
+        yield (
+            f"{label}: step {step}, {what}",
+            columns,
+            [[_short(_plain(row.get(column, ""))) for column in columns] for row in chosen],
+        )
 
 
 def _short(text: str) -> str:
@@ -148,7 +240,9 @@ def _rewards(row: dict[str, Any]) -> dict[str, Any]:
             return row
     if not isinstance(rewards, dict):
         return row
-    return {key: value for key, value in row.items() if key != "rewards"} | {f"reward {name}": value for name, value in rewards.items()}
+    return {key: value for key, value in row.items() if key != "rewards"} | {
+        f"reward {name}": value for name, value in rewards.items()
+    }
 
 
 def _plain(value: Any) -> str:
@@ -160,4 +254,10 @@ def _plain(value: Any) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return ago(seconds) if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    return (
+        ago(seconds)
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 6000
+        else f"{seconds / 3600:.1f} h"
+    )

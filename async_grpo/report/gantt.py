@@ -1,9 +1,12 @@
-"""The report's timeline: engines, queue, learner and publications side by side in a few learner steps.
+"""The report's timeline: engines, queue, learner and publications side by side in a few learner
+steps.
 
 Runs in: the report's process. Hides how spans become lanes.
 
-Who did what when, in a few learner steps: what the timeline of the report is drawn from. Hides where the times come from: learner steps end when their row was logged and last as long as it says; a
-group's frame in the journal has its times at the engine; publications and phases are in the timeline. Clocks of several machines are taken as they are.
+Who did what when, in a few learner steps: what the timeline of the report is drawn from. Hides
+where the times come from: learner steps end when their row was logged and last as long as it says;
+a group's frame in the journal has its times at the engine; publications and phases are in the
+timeline. Clocks of several machines are taken as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ STEPS, GROUPS = 10, 3000
 
 @dataclass
 class Window:
-    """Spans in Unix seconds. `learner`: cause -> spans; `generating`, `scoring`: actor -> spans of its groups; `ready`: spans of groups in the queue."""
+    """Spans in Unix seconds. `learner`: cause -> spans; `generating`, `scoring`: actor -> spans of
+    its groups; `ready`: spans of groups in the queue.
+    """
 
     first: int
     last: int
@@ -44,13 +49,17 @@ class Window:
 
 
 def read_window(data: RunData, *, steps: tuple[int, int] | None) -> Window | None:
-    """The window of these learner steps, or by default a few in the middle of the run; None where no step was logged."""
+    """The window of these learner steps, or by default a few in the middle of the run; None where
+    no step was logged.
+    """
     if not data.rows:
         return None
     rows = data.between(*(steps or _middle(data)))
     if not rows:
         return None
-    window = Window(rows[0].step, rows[-1].step, rows[0].time - rows[0].values["time/step"], rows[-1].time)
+    window = Window(
+        rows[0].step, rows[-1].step, rows[0].time - rows[0].values["time/step"], rows[-1].time
+    )
     for row in rows:
         _learner_spans(window, row)
     for event in data.events:
@@ -60,7 +69,9 @@ def read_window(data: RunData, *, steps: tuple[int, int] | None) -> Window | Non
                 window.publications.append((begin, event["time"], int(event.get("version", -1))))
             elif event["kind"] == "phase":
                 window.phases.append((begin, event["time"], str(event.get("text", ""))))
-    for row, name, what in [(row, "eval/seconds", "evaluation") for row in data.evaluations] + [(row, "checkpoint/seconds", "checkpoint") for row in data.checkpoints]:
+    for row, name, what in [(row, "eval/seconds", "evaluation") for row in data.evaluations] + [
+        (row, "checkpoint/seconds", "checkpoint") for row in data.checkpoints
+    ]:
         begin = row.time - row.values.get(name, 0.0)
         if begin < min(row.time, window.end) and row.time > window.begin:
             window.phases.append((begin, row.time, what))
@@ -87,7 +98,9 @@ def _learner_spans(window: Window, row: Row) -> None:
 def _groups(window: Window, rows: list[Row], journal: Path) -> None:
     """Engines and queue, from the results of these steps."""
     if not segments(journal):
-        window.notes.append("Engines and queue are not shown: the run kept no journal (replay.journal.enable).")
+        window.notes.append(
+            "Engines and queue are not shown: the run kept no journal (replay.journal.enable)."
+        )
         return
     try:
         stretch = Stretch(journal, first=window.first, last=window.last)
@@ -95,9 +108,15 @@ def _groups(window: Window, rows: list[Row], journal: Path) -> None:
         window.notes.append(f"Engines and queue are not shown: {error}")
         return
     if not stretch.steps:
-        window.notes.append("Engines and queue are not shown: the journal does not have the groups of these steps any more.")
+        window.notes.append(
+            "Engines and queue are not shown: the journal does not have the groups of "
+            "these steps any more."
+        )
         return
-    taken = {row.step: row.time - row.values["time/step"] + row.values.get("time/wait", 0.0) for row in rows}
+    taken = {
+        row.step: row.time - row.values["time/step"] + row.values.get("time/wait", 0.0)
+        for row in rows
+    }
     for group_id in sorted(stretch.results)[:GROUPS]:
         _group(window, stretch, group_id, taken)
 
@@ -124,14 +143,20 @@ LANES = 12
 
 
 def gantt(window: Window | None) -> Figure | None:
-    """One lane per engine (groups at work), queue (groups ready), learner (wait, train, publish), publications and phases."""
+    """One lane per engine (groups at work), queue (groups ready), learner (wait, train, publish),
+    publications and phases.
+    """
     if window is None or not window.learner:
         return None
     engines = sorted(window.generating)[:LANES]
     marks = bool(window.publications or window.phases)
-    heights = [1.0] * len(engines) + ([1.0] if window.ready else []) + [0.55] + ([0.55] if marks else [])
+    heights = (
+        [1.0] * len(engines) + ([1.0] if window.ready else []) + [0.55] + ([0.55] if marks else [])
+    )
     figure = Figure(figsize=(WIDTH, 0.9 + 0.72 * sum(heights)), layout="constrained")
-    axes = list(figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0])
+    axes = list(
+        figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    )
     lanes = iter(axes)
     for actor in engines:
         _engine(next(lanes), window, actor)
@@ -149,7 +174,10 @@ def gantt(window: Window | None) -> Figure | None:
 
 
 def _engine(axis: Axes, window: Window, actor: str) -> None:
-    parts = [(window.generating[actor], BLUE, "generating"), (window.scoring.get(actor, []), ORANGE, "scoring")]
+    parts = [
+        (window.generating[actor], BLUE, "generating"),
+        (window.scoring.get(actor, []), ORANGE, "scoring"),
+    ]
     _area(axis, window, parts, actor)
 
 
@@ -159,7 +187,9 @@ def _area(axis: Axes, window: Window, parts: list[tuple[list[Span], str, str]], 
     base = [0] * len(times)
     for (_, colour, name), count in zip(parts, counts, strict=True):
         top = [a + b for a, b in zip(base, count, strict=True)]
-        axis.fill_between(times, base, top, step="post", color=colour, alpha=0.75, linewidth=0, label=name)
+        axis.fill_between(
+            times, base, top, step="post", color=colour, alpha=0.75, linewidth=0, label=name
+        )
         base = top
     axis.set_ylim(0, max([*base, 1]) * 1.15)
     axis.yaxis.get_major_locator().set_params(integer=True, nbins=3)
@@ -167,9 +197,12 @@ def _area(axis: Axes, window: Window, parts: list[tuple[list[Span], str, str]], 
 
 
 def _counts(kinds: list[list[Span]], window: Window) -> tuple[list[float], list[list[int]]]:
-    """Moments from the window's beginning, and for every kind how many of its spans are open from each moment on."""
+    """Moments from the window's beginning, and for every kind how many of its spans are open from
+    each moment on.
+    """
     changes = sorted(
-        [(begin, kind, 1) for kind, spans in enumerate(kinds) for begin, _ in spans] + [(end, kind, -1) for kind, spans in enumerate(kinds) for _, end in spans]
+        [(begin, kind, 1) for kind, spans in enumerate(kinds) for begin, _ in spans]
+        + [(end, kind, -1) for kind, spans in enumerate(kinds) for _, end in spans]
     )
     times, counts, now = [window.begin], [[0] for _ in kinds], [0] * len(kinds)
     for moment, kind, change in changes:
@@ -185,7 +218,13 @@ def _counts(kinds: list[list[Span]], window: Window) -> tuple[list[float], list[
 
 def _learner(axis: Axes, window: Window) -> None:
     for cause, spans in window.learner.items():
-        axis.broken_barh([(begin - window.begin, end - begin) for begin, end in spans], (0, 1), color=CAUSES[cause], label=cause, linewidth=0)
+        axis.broken_barh(
+            [(begin - window.begin, end - begin) for begin, end in spans],
+            (0, 1),
+            color=CAUSES[cause],
+            label=cause,
+            linewidth=0,
+        )
     axis.set_yticks([])
     _label(axis, "learner")
 
@@ -194,8 +233,14 @@ def _marks(axis: Axes, window: Window) -> None:
     if window.publications:
         spans = [(begin - window.begin, end - begin) for begin, end, _ in window.publications]
         axis.broken_barh(spans, (0, 1), color=GREEN, alpha=0.8, label="publication", linewidth=0)
-    for colour, text in zip((GREY, ORANGE, PURPLE), dict.fromkeys(text for _, _, text in window.phases), strict=False):
-        spans = [(begin - window.begin, end - begin) for begin, end, name in window.phases if name == text]
+    for colour, text in zip(
+        (GREY, ORANGE, PURPLE), dict.fromkeys(text for _, _, text in window.phases), strict=False
+    ):
+        spans = [
+            (begin - window.begin, end - begin)
+            for begin, end, name in window.phases
+            if name == text
+        ]
         axis.broken_barh(spans, (0, 1), color=colour, alpha=0.55, label=text[:24], linewidth=0)
     axis.set_yticks([])
     _label(axis, "weights")

@@ -1,6 +1,8 @@
-"""The report at the end of a run, written by a process of its own: matplotlib never enters the one that trains.
+"""The report at the end of a run, written by a process of its own: matplotlib never enters the one
+that trains.
 
-Runs in: the driver, after its processes are gone. Invariant: whatever happens here is a line for the user, and changes nothing of how the run ended.
+Runs in: the driver, after its processes are gone. Invariant: whatever happens here is a line for
+the user, and changes nothing of how the run ended.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _SOURCE = str(Path(__file__).resolve().parents[2])
 
 
 def report_on(config: Config, console: Console, tracker: Tracker) -> None:
-    """Write the report of a run that has ended, say where it is, and let the tracker send it. A run without a learner step has none."""
+    """Write the report of a run that has ended, say where it is, and let the tracker send it. A run
+    without a learner step has none.
+    """
     run_dir = Path(config.run.dir)
     try:
         if config.tracking.report and last_logged_step(run_dir):
@@ -35,20 +39,34 @@ def report_on(config: Config, console: Console, tracker: Tracker) -> None:
 
 
 def write_report(run_dir: Path) -> tuple[Path | None, str]:
-    """Write the report of a run directory; the directory that holds it, or None, and a line for the user."""
+    """Write the report of a run directory; the directory that holds it, or None, and a line for the
+    user.
+    """
     command = [sys.executable, "-m", "async_grpo.report", str(run_dir)]
     path = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH"))))
     try:
         done = subprocess.run(  # a session of its own: Ctrl-C is for the run
-            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False, start_new_session=True,
-            env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL,
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, _failed(str(error), run_dir)
     if done.returncode != 0:
-        return None, _failed((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1], run_dir)
+        return None, _failed(
+            (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1], run_dir
+        )
     return run_dir / PAGE.parent, f"report: {run_dir / PAGE}"
 
 
 def _failed(reason: str, run_dir: Path) -> str:
-    return f"the report could not be written ({reason}); to try again: python -m async_grpo.report {run_dir}"
+    return (
+        f"the report could not be written ({reason}); to try again: python -m "
+        f"async_grpo.report {run_dir}"
+    )

@@ -1,9 +1,11 @@
 """The report as one HTML file.
 
-Runs in: the report's process. Hides HTML. Invariants: the file needs nothing else, and its policy forbids the browser to ask for anything; all text
-from a run is escaped; every section is there, with a sentence where the run has nothing to show in it.
+Runs in: the report's process. Hides HTML. Invariants: the file needs nothing else, and its policy
+forbids the browser to ask for anything; all text from a run is escaped; every section is there,
+with a sentence where the run has nothing to show in it.
 
-What the pictures of the report are called, what they mean, and what is said where there is nothing to draw.
+What the pictures of the report are called, what they mean, and what is said where there is nothing
+to draw.
 """
 
 from __future__ import annotations
@@ -16,31 +18,45 @@ from async_grpo.report.data import RunData
 from async_grpo.report.facts import NO_SAMPLES, restarts, sample_sections, settings, tiles
 
 _STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --card: #f6f8fa; --ink: #24292f; --soft: #656d76; --faint: #d0d7de; --good: #1a7f37; --bad: #cf222e;
+:root { color-scheme: light dark; --paper: #ffffff; --card: #f6f8fa; --ink: #24292f;
+  --soft: #656d76; --faint: #d0d7de; --good: #1a7f37; --bad: #cf222e;
   --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-@media (prefers-color-scheme: dark) { :root { --paper: #0d1117; --card: #161b22; --ink: #e6edf3; --soft: #8d96a0; --faint: #30363d; --good: #3fb950;
+@media (prefers-color-scheme: dark) { :root { --paper: #0d1117; --card: #161b22; --ink: #e6edf3;
+  --soft: #8d96a0; --faint: #30363d; --good: #3fb950;
   --bad: #f85149; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 var(--font); }
 main { max-width: 1040px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { font-size: 26px; margin: 0; } h2 { font-size: 19px; margin: 40px 0 4px; } h3 { font-size: 15px; margin: 18px 0 6px; }
-p { margin: 4px 0 10px; color: var(--soft); } p.lead { color: var(--ink); } p.good { color: var(--good); } p.bad { color: var(--bad); }
+h1 { font-size: 26px; margin: 0; } h2 { font-size: 19px; margin: 40px 0 4px; } h3 {
+  font-size: 15px; margin: 18px 0 6px; }
+p { margin: 4px 0 10px; color: var(--soft); } p.lead { color: var(--ink); } p.good {
+  color: var(--good); } p.bad { color: var(--bad); }
 svg { display: block; width: 100%; height: auto; margin: 6px 0; } a { color: inherit; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(165px, 1fr)); gap: 10px; margin: 18px 0; }
-.tile { background: var(--card); border: 1px solid var(--faint); border-radius: 8px; padding: 10px 12px; }
-.tile b { display: block; font-size: 19px; font-weight: 600; } .tile span { color: var(--soft); font-size: 13px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(165px, 1fr)); gap: 10px;
+  margin: 18px 0; }
+.tile { background: var(--card); border: 1px solid var(--faint); border-radius: 8px;
+  padding: 10px 12px; }
+.tile b { display: block; font-size: 19px; font-weight: 600; } .tile span { color: var(--soft);
+  font-size: 13px; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
-th, td { text-align: left; vertical-align: top; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--faint); } th { color: var(--soft); font-weight: 500; }
-td.text { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 12.5px; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 90px; }
-td.text div { max-height: 190px; overflow-y: auto; } nav { font-size: 13.5px; color: var(--soft); margin: 10px 0; } nav a { margin-right: 12px; }
-pre { background: var(--card); border: 1px solid var(--faint); border-radius: 8px; padding: 12px; overflow-x: auto; font-size: 12.5px; }
-summary { cursor: pointer; color: var(--soft); margin: 10px 0; } .two { columns: 2; column-gap: 34px; } @media (max-width: 700px) { .two { columns: 1; } }
+th, td { text-align: left; vertical-align: top; padding: 5px 10px 5px 0;
+  border-bottom: 1px solid var(--faint); } th { color: var(--soft); font-weight: 500; }
+td.text { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
+  font-size: 12.5px; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 90px; }
+td.text div { max-height: 190px; overflow-y: auto; } nav { font-size: 13.5px; color: var(--soft);
+  margin: 10px 0; } nav a { margin-right: 12px; }
+pre { background: var(--card); border: 1px solid var(--faint); border-radius: 8px; padding: 12px;
+  overflow-x: auto; font-size: 12.5px; }
+summary { cursor: pointer; color: var(--soft); margin: 10px 0; } .two { columns: 2;
+  column-gap: 34px; } @media (max-width: 700px) { .two { columns: 1; } }
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture of the report: its file name, heading, what it means, and what is said where there is nothing to draw."""
+    """A picture of the report: its file name, heading, what it means, and what is said where there
+    is nothing to draw.
+    """
 
     name: str
     title: str
@@ -48,41 +64,72 @@ class Plot:
     absent: str
 
 
-def page(data: RunData, *, title: str, pictures: Sequence[tuple[Plot, str | None]], notes: Callable[[str], Iterable[str]], config_text: str) -> str:
+def page(
+    data: RunData,
+    *,
+    title: str,
+    pictures: Sequence[tuple[Plot, str | None]],
+    notes: Callable[[str], Iterable[str]],
+    config_text: str,
+) -> str:
     """The whole file. pictures: each with its SVG; notes(name): sentences under a picture."""
-    sections = [(plot.name, plot.title, _picture(plot, svg, notes(plot.name))) for plot, svg in pictures]
+    sections = [
+        (plot.name, plot.title, _picture(plot, svg, notes(plot.name))) for plot, svg in pictures
+    ]
     sections += [
-        ("samples", "Sample responses", _samples(data)), ("restarts", "What restarted", _restarts(data)),
+        ("samples", "Sample responses", _samples(data)),
+        ("restarts", "What restarted", _restarts(data)),
         ("configuration", "Configuration", _configuration(data, config_text)),
     ]
     links = "".join(f'<a href="#{name}">{_text(heading)}</a>' for name, heading, _ in sections)
-    body = "\n".join(f'<section id="{name}"><h2>{_text(heading)}</h2>\n{content}</section>' for name, heading, content in sections)
+    body = "\n".join(
+        f'<section id="{name}"><h2>{_text(heading)}</h2>\n{content}</section>'
+        for name, heading, content in sections
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">\n"
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'; img-src data:\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style></head>\n<body><main>\n<header>{_header(data, title)}</header>\n"
+        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style></head>\n<body><main>\n"
+        f"<header>{_header(data, title)}</header>\n"
         f"<nav>{links}</nav>\n{body}\n</main></body></html>\n"
     )
 
 
 def _header(data: RunData, title: str) -> str:
     lead, kind, shown = tiles(data)
-    boxes = "".join(f'<div class="tile"><b>{_text(value)}</b><span>{_text(label)}</span></div>' for label, value in shown)
-    return f'<h1>{_text(title)}</h1><p class="lead {kind}">{_text(lead)}</p><div class="tiles">{boxes}</div>'
+    boxes = "".join(
+        f'<div class="tile"><b>{_text(value)}</b><span>{_text(label)}</span></div>'
+        for label, value in shown
+    )
+    return (
+        f'<h1>{_text(title)}</h1><p class="lead {kind}">{_text(lead)}</p><div '
+        f'class="tiles">{boxes}</div>'
+    )
 
 
 def _picture(plot: Plot, svg: str | None, notes: Iterable[str]) -> str:
     said = "".join(f"<p>{_text(note)}</p>" for note in notes)
-    return f"<p>{_text(plot.meaning)}</p>{svg}{said}" if svg is not None else f"<p>{_text(plot.absent)}</p>{said}"
+    return (
+        f"<p>{_text(plot.meaning)}</p>{svg}{said}"
+        if svg is not None
+        else f"<p>{_text(plot.absent)}</p>{said}"
+    )
 
 
 def _samples(data: RunData) -> str:
     parts = []
     for heading, columns, rows in sample_sections(data):
         cells = "".join(
-            "<tr>" + "".join(f'<td class="{"text" if column in ("prompt", "response") else ""}"><div>{_text(cell)}</div></td>'
-                             for column, cell in zip(columns, row, strict=True)) + "</tr>"
+            "<tr>"
+            + "".join(
+                "<td "
+                f'class="{"text" if column in ("prompt", "response") else ""}">'
+                f"<div>{_text(cell)}</div></td>"
+                for column, cell in zip(columns, row, strict=True)
+            )
+            + "</tr>"
             for row in rows
         )
         parts.append(f"<h3>{_text(heading)}</h3>" + _table(columns, cells))
@@ -97,8 +144,13 @@ def _restarts(data: RunData) -> str:
 
 
 def _configuration(data: RunData, config_text: str) -> str:
-    rows = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in settings(data))
-    return f'<table>{rows}</table><details><summary>every setting</summary><pre>{_text(config_text)}</pre></details>'
+    rows = "".join(
+        f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in settings(data)
+    )
+    return (
+        f"<table>{rows}</table><details><summary>every "
+        f"setting</summary><pre>{_text(config_text)}</pre></details>"
+    )
 
 
 def _table(columns: Sequence[str], rows: str) -> str:
@@ -108,49 +160,72 @@ def _table(columns: Sequence[str], rows: str) -> str:
 
 def _text(text: object) -> str:
     """Text from anywhere as text of a page: no markup, and nothing that a reader does not see."""
-    shown = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+    shown = "".join(
+        c
+        if c.isprintable() or c in "\n\t"
+        else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in str(text)
+    )
     return html.escape(shown)
 
 
 PLOTS = (
     Plot(
-        "learning", "Reward and held-out accuracy",
-        "Above, the mean reward of the groups that each step trained (thin) and its running mean; with filtered groups it is not the reward of the policy on "
-        "all prompts. Below, accuracy on problems that are never trained, with 95 % intervals where they were measured: this says whether it learns.",
+        "learning",
+        "Reward and held-out accuracy",
+        "Above, the mean reward of the groups that each step trained (thin) and its "
+        "running mean; with filtered groups it is not the reward of the policy on "
+        "all prompts. Below, accuracy on problems that are never trained, with 95 % "
+        "intervals where they were measured: this says whether it learns.",
         "No learner step was logged, and nothing was evaluated.",
     ),
     Plot(
-        "lag", "Lag of the trained tokens",
-        "How many learner steps old the tokens were when they were trained, as shares of each step's tokens. Lag 0 is on-policy; the bound is "
+        "lag",
+        "Lag of the trained tokens",
+        "How many learner steps old the tokens were when they were trained, as shares of "
+        "each step's tokens. Lag 0 is on-policy; the bound is "
         "replay.max_staleness.",
         "No learner step told the lag of its tokens.",
     ),
     Plot(
-        "length_by_lag", "Response length by lag",
-        "Mean tokens per response, by the lag of its oldest token. Long answers take longer and so arrive with more lag: lines that drift apart while the "
+        "length_by_lag",
+        "Response length by lag",
+        "Mean tokens per response, by the lag of its oldest token. Long answers take "
+        "longer and so arrive with more lag: lines that drift apart while the "
         "dashed mean falls point to a bias toward short answers.",
         "No learner step told the length of responses by lag.",
     ),
     Plot(
-        "clip_ess", "Clipping and effective sample size by lag",
-        "Above, the share of tokens whose ratio was clipped. Below, the effective sample size of the importance ratios as a share: 1 is on-policy, below 0.5 the data "
-        "is too old for the step size. Older tokens clip more; a gap that grows says that max_staleness is too large, or the learning rate.",
+        "clip_ess",
+        "Clipping and effective sample size by lag",
+        "Above, the share of tokens whose ratio was clipped. Below, the effective sample "
+        "size of the importance ratios as a share: 1 is on-policy, below 0.5 the data "
+        "is too old for the step size. Older tokens clip more; a gap that grows says that "
+        "max_staleness is too large, or the learning rate.",
         "No learner step told clipping or sample size by lag.",
     ),
     Plot(
-        "health", "Entropy, gradients and step size",
-        "Entropy that falls to 0 early ends exploration; gradient norms above learner.grad_clip are cut; the KL of the updates of a step stays below a few hundredths.",
+        "health",
+        "Entropy, gradients and step size",
+        "Entropy that falls to 0 early ends exploration; gradient norms above "
+        "learner.grad_clip are cut; the KL of the updates of a step stays below a few "
+        "hundredths.",
         "No learner step was logged.",
     ),
     Plot(
-        "goodput", "Where tokens and time went",
-        "What became of everything that was generated, and what learner and engines did with their time. Only trained tokens and working time bring the run forward.",
+        "goodput",
+        "Where tokens and time went",
+        "What became of everything that was generated, and what learner and engines did "
+        "with their time. Only trained tokens and working time bring the run forward.",
         "No learner step was logged.",
     ),
     Plot(
-        "timeline", "Timeline",
-        "A few learner steps in detail. Engines: groups being generated and scored at each moment. Queue: groups that are ready and wait for their step. "
-        "Learner: waiting for its batch, training, waiting for a publication. Weights: from staging until every engine serves them, evaluations and checkpoints. "
+        "timeline",
+        "Timeline",
+        "A few learner steps in detail. Engines: groups being generated and scored at "
+        "each moment. Queue: groups that are ready and wait for their step. "
+        "Learner: waiting for its batch, training, waiting for a publication. Weights: "
+        "from staging until every engine serves them, evaluations and checkpoints. "
         "Another window: python -m async_grpo.report RUN_DIR --steps 100-110.",
         "No learner step was logged.",
     ),

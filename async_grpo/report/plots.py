@@ -1,10 +1,12 @@
 """The report's pictures of a run's course: learning, lag, lengths, clipping, tokens and time.
 
-Runs in: the report's process, never in the driver. Hides matplotlib. A function gives a Figure, or None where the run has nothing to show for it.
-Colours of text and frames come from the theme that is set around it (`themed`).
+Runs in: the report's process, never in the driver. Hides matplotlib. A function gives a Figure, or
+None where the run has nothing to show for it. Colours of text and frames come from the theme that
+is set around it (`themed`).
 
-From a figure to something that a page or a file can hold. Hides matplotlib's output. Invariant: a picture in the page has no colour of its own for text and frames, so that it follows
-the page from light to dark; the PNG is on white.
+From a figure to something that a page or a file can hold. Hides matplotlib's output. Invariant: a
+picture in the page has no colour of its own for text and frames, so that it follows the page from
+light to dark; the PNG is on white.
 """
 
 from __future__ import annotations
@@ -26,14 +28,44 @@ WIDTH = 9.6
 """Inches of every figure."""
 LAGS = ("#3b82c4", "#2aa198", "#6a9a2d", "#c79a1b", "#d9722e", "#c9404f", "#9b4d9e", "#6b6fb5")
 """By lag bucket, from 0 on."""
-BLUE, GREEN, ORANGE, RED, PURPLE, GREY = "#3b82c4", "#3f9b62", "#d9722e", "#c9404f", "#8a63b8", "#8b949e"
+BLUE, GREEN, ORANGE, RED, PURPLE, GREY = (
+    "#3b82c4",
+    "#3f9b62",
+    "#d9722e",
+    "#c9404f",
+    "#8a63b8",
+    "#8b949e",
+)
 FATES = {
-    "trained": GREEN, "masked": "#9cc46b", "rejected": PURPLE, "expired": ORANGE, "failed": RED, "refused": "#b56576", "unused": GREY, "held": "#b7bec6",
-    "baseline": BLUE, "probes": "#79aad9", "evaluated": "#2aa198", "regenerated": "#c79a1b", "lost": "#7d3c4a", "skipped": "#d0d5da",
+    "trained": GREEN,
+    "masked": "#9cc46b",
+    "rejected": PURPLE,
+    "expired": ORANGE,
+    "failed": RED,
+    "refused": "#b56576",
+    "unused": GREY,
+    "held": "#b7bec6",
+    "baseline": BLUE,
+    "probes": "#79aad9",
+    "evaluated": "#2aa198",
+    "regenerated": "#c79a1b",
+    "lost": "#7d3c4a",
+    "skipped": "#d0d5da",
 }
 CAUSES = {
-    "working": GREEN, "starved": ORANGE, "blocked": ORANGE, "publishing": BLUE, "paused": BLUE, "checkpointing": PURPLE, "verifying": "#c79a1b",
-    "evaluating": "#2aa198", "restarting": RED, "other": GREY, "wait": ORANGE, "train": GREEN, "publish": BLUE,
+    "working": GREEN,
+    "starved": ORANGE,
+    "blocked": ORANGE,
+    "publishing": BLUE,
+    "paused": BLUE,
+    "checkpointing": PURPLE,
+    "verifying": "#c79a1b",
+    "evaluating": "#2aa198",
+    "restarting": RED,
+    "other": GREY,
+    "wait": ORANGE,
+    "train": GREEN,
+    "publish": BLUE,
 }
 
 
@@ -55,17 +87,41 @@ def learning(data: RunData) -> Figure | None:
 
 
 def _accuracy(axis: Axes, data: RunData) -> None:
-    names = sorted({name for row in data.evaluations for name in row.values if name == "eval/accuracy_sampled" or _is_pass(name)}, key=_rank)
-    for colour, name in zip((GREEN, ORANGE, PURPLE, BLUE, RED, GREY), ["eval/accuracy_greedy", *names[:5]], strict=False):
+    names = sorted(
+        {
+            name
+            for row in data.evaluations
+            for name in row.values
+            if name == "eval/accuracy_sampled" or _is_pass(name)
+        },
+        key=_rank,
+    )
+    for colour, name in zip(
+        (GREEN, ORANGE, PURPLE, BLUE, RED, GREY), ["eval/accuracy_greedy", *names[:5]], strict=False
+    ):
         known = [row for row in data.evaluations if name in row.values]
         steps, values = [row.step for row in known], [row.values[name] for row in known]
-        axis.plot(steps, values, "o-", color=colour, markersize=4, linewidth=1.6, label=name.removeprefix("eval/").replace("accuracy_", ""))
-        ranged = [row for row in known if f"{name}/low" in row.values and f"{name}/high" in row.values]
+        axis.plot(
+            steps,
+            values,
+            "o-",
+            color=colour,
+            markersize=4,
+            linewidth=1.6,
+            label=name.removeprefix("eval/").replace("accuracy_", ""),
+        )
+        ranged = [
+            row for row in known if f"{name}/low" in row.values and f"{name}/high" in row.values
+        ]
         if ranged:
             axis.fill_between(
-                [row.step for row in ranged], [row.values[f"{name}/low"] for row in ranged], [row.values[f"{name}/high"] for row in ranged],
-                color=colour, alpha=0.15, linewidth=0,
-            )  # fmt: skip
+                [row.step for row in ranged],
+                [row.values[f"{name}/low"] for row in ranged],
+                [row.values[f"{name}/high"] for row in ranged],
+                color=colour,
+                alpha=0.15,
+                linewidth=0,
+            )
     axis.set_ylim(-0.03, 1.03)
     axis.set_ylabel("held-out accuracy")
     axis.legend(ncols=6, loc="lower right")
@@ -83,15 +139,28 @@ def _rank(name: str) -> tuple[int, str]:
 def lag_histogram(data: RunData) -> Figure | None:
     """Share of the trained tokens by lag, over the steps."""
     buckets = data.buckets("token_share")
-    rows = [row for row in data.rows if any(f"train/lag_{bucket}/token_share" in row.values for bucket in buckets)]
+    rows = [
+        row
+        for row in data.rows
+        if any(f"train/lag_{bucket}/token_share" in row.values for bucket in buckets)
+    ]
     if not rows:
         return None
     figure, [axis] = _figure(1)
-    shares = [smooth([row.values.get(f"train/lag_{bucket}/token_share", 0.0) for row in rows]) for bucket in buckets]
+    shares = [
+        smooth([row.values.get(f"train/lag_{bucket}/token_share", 0.0) for row in rows])
+        for bucket in buckets
+    ]
     steps = [row.step for row in rows]
     if len(steps) == 1:
         steps, shares = [steps[0], steps[0] + 1], [share * 2 for share in shares]
-    axis.stackplot(steps, shares, colors=[lag_colour(bucket) for bucket in buckets], labels=[f"lag {bucket}" for bucket in buckets], alpha=0.9)
+    axis.stackplot(
+        steps,
+        shares,
+        colors=[lag_colour(bucket) for bucket in buckets],
+        labels=[f"lag {bucket}" for bucket in buckets],
+        alpha=0.9,
+    )
     axis.set_ylim(0, 1)
     axis.set_xlim(steps[0], steps[-1])
     axis.set_ylabel("share of trained tokens")
@@ -129,13 +198,21 @@ def clip_and_ess(data: RunData) -> Figure | None:
 
 def health(data: RunData) -> Figure | None:
     """Entropy, gradient norm and KL between updates."""
-    names = [(name, label) for name, label in (
-        ("train/entropy", "entropy (nats)"), ("train/grad_norm", "gradient norm"), ("train/approx_kl", "KL of the updates"),
-    ) if data.series(name)[0]]
+    names = [
+        (name, label)
+        for name, label in (
+            ("train/entropy", "entropy (nats)"),
+            ("train/grad_norm", "gradient norm"),
+            ("train/approx_kl", "KL of the updates"),
+        )
+        if data.series(name)[0]
+    ]
     if not names:
         return None
     figure = Figure(figsize=(WIDTH, 2.5), layout="constrained")
-    for axis, (name, label) in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    for axis, (name, label) in zip(
+        figure.subplots(1, len(names), squeeze=False)[0], names, strict=True
+    ):
         steps, values = data.series(name)
         axis.plot(steps, values, color=PURPLE, alpha=0.25, linewidth=0.8)
         axis.plot(steps, smooth(values), color=PURPLE, linewidth=1.6)
@@ -149,31 +226,60 @@ def goodput(data: RunData) -> Figure | None:
     """What became of everything generated, and where the time of learner and engines went."""
     unit, fates = tokens_by_fate(data)
     bars = [(unit, fates, FATES)] if fates else []
-    bars += [(label, spent, CAUSES) for label, spent in times_by_cause(data) if sum(spent.values()) > 0]
+    bars += [
+        (label, spent, CAUSES) for label, spent in times_by_cause(data) if sum(spent.values()) > 0
+    ]
     if not bars:
         return None
     figure = Figure(figsize=(WIDTH, 0.3 + 0.72 * len(bars)), layout="constrained")
-    for axis, (label, parts, colours) in zip(figure.subplots(len(bars), 1, squeeze=False)[:, 0], bars, strict=True):
+    for axis, (label, parts, colours) in zip(
+        figure.subplots(len(bars), 1, squeeze=False)[:, 0], bars, strict=True
+    ):
         _bar(axis, label, parts, colours)
     return figure
 
 
 def tokens_by_fate(data: RunData) -> tuple[str, dict[str, float]]:
-    """Response tokens by what became of them, or groups where tokens were not counted; the unit first."""
-    tokens = {fate: data.totals[f"goodput/{fate}"] for fate in PLACES if data.totals.get(f"goodput/{fate}")}
+    """Response tokens by what became of them, or groups where tokens were not counted; the unit
+    first.
+    """
+    tokens = {
+        fate: data.totals[f"goodput/{fate}"]
+        for fate in PLACES
+        if data.totals.get(f"goodput/{fate}")
+    }
     if tokens:
         return "tokens", tokens
-    return "groups", {fate: data.totals[f"replay/{fate}"] for fate in FATES if data.totals.get(f"replay/{fate}")}
+    return "groups", {
+        fate: data.totals[f"replay/{fate}"] for fate in FATES if data.totals.get(f"replay/{fate}")
+    }
 
 
 def times_by_cause(data: RunData) -> list[tuple[str, dict[str, float]]]:
     """(who, cause -> seconds) of learner and engines."""
     found = []
     for who in ("learner", "engine"):
-        spent = {name.rpartition("/")[2]: value for name, value in data.totals.items() if name.startswith(f"time/{who}/")}
+        spent = {
+            name.rpartition("/")[2]: value
+            for name, value in data.totals.items()
+            if name.startswith(f"time/{who}/")
+        }
         if not spent and who == "learner":  # sums over the rows that are kept
-            spent = {cause: sum(row.values.get(f"time/{cause}", 0.0) for row in data.rows) for cause in ("train", "wait", "publish")}
-        found.append((f"{who} time", dict(sorted(spent.items(), key=lambda item: list(CAUSES).index(item[0]) if item[0] in CAUSES else 99))))
+            spent = {
+                cause: sum(row.values.get(f"time/{cause}", 0.0) for row in data.rows)
+                for cause in ("train", "wait", "publish")
+            }
+        found.append(
+            (
+                f"{who} time",
+                dict(
+                    sorted(
+                        spent.items(),
+                        key=lambda item: list(CAUSES).index(item[0]) if item[0] in CAUSES else 99,
+                    )
+                ),
+            )
+        )
     return found
 
 
@@ -182,7 +288,14 @@ def _bar(axis: Axes, label: str, parts: dict[str, float], colours: dict[str, str
     for name, value in parts.items():
         share = value / whole
         if share >= 0.0005:  # below, its number would be 0.0 %
-            axis.barh(0, share, left=left, color=colours.get(name, GREY), label=f"{name} {share:.1%}", height=0.8)
+            axis.barh(
+                0,
+                share,
+                left=left,
+                color=colours.get(name, GREY),
+                label=f"{name} {share:.1%}",
+                height=0.8,
+            )
         left += share
     axis.set_xlim(0, 1)
     axis.set_yticks([0], [label])
@@ -199,7 +312,14 @@ def _by_lag(axis: Axes, data: RunData, name: str) -> bool:
     for bucket in buckets:
         steps, values = data.series(f"train/lag_{bucket}/{name}")
         style = {"marker": "o", "markersize": 3} if len(steps) < 5 else {}
-        axis.plot(steps, smooth(values), color=lag_colour(bucket), linewidth=1.6, label=f"lag {bucket}", **style)
+        axis.plot(
+            steps,
+            smooth(values),
+            color=lag_colour(bucket),
+            linewidth=1.6,
+            label=f"lag {bucket}",
+            **style,
+        )
     return bool(buckets)
 
 
@@ -214,7 +334,9 @@ def smooth(values: Sequence[float]) -> list[float]:
     reach, sums = len(values) // 60, [0.0]
     for value in values:
         sums.append(sums[-1] + value)
-    spans = [(max(0, index - reach), min(len(values), index + reach + 1)) for index in range(len(values))]
+    spans = [
+        (max(0, index - reach), min(len(values), index + reach + 1)) for index in range(len(values))
+    ]
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
 
 
@@ -238,11 +360,32 @@ _PNG_INK, _PNG_FAINT = "#24292f", "#d8dee4"
 
 def _style(ink: str, faint: str) -> dict[str, object]:
     return {
-        "text.color": ink, "axes.labelcolor": ink, "xtick.color": ink, "ytick.color": ink, "axes.titlecolor": ink, "axes.edgecolor": faint,
-        "xtick.labelcolor": ink, "ytick.labelcolor": ink, "grid.color": faint, "grid.linewidth": 0.6, "axes.linewidth": 0.8,
-        "font.size": 9.0, "axes.titlesize": 9.0, "axes.labelsize": 9.0, "legend.fontsize": 8.0, "legend.frameon": False,
-        "legend.handlelength": 1.0, "legend.handletextpad": 0.4, "legend.columnspacing": 1.2, "axes.spines.top": False, "axes.spines.right": False,
-        "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none", "svg.fonttype": "none", "axes.axisbelow": True,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "axes.titlecolor": ink,
+        "axes.edgecolor": faint,
+        "xtick.labelcolor": ink,
+        "ytick.labelcolor": ink,
+        "grid.color": faint,
+        "grid.linewidth": 0.6,
+        "axes.linewidth": 0.8,
+        "font.size": 9.0,
+        "axes.titlesize": 9.0,
+        "axes.labelsize": 9.0,
+        "legend.fontsize": 8.0,
+        "legend.frameon": False,
+        "legend.handlelength": 1.0,
+        "legend.handletextpad": 0.4,
+        "legend.columnspacing": 1.2,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "svg.fonttype": "none",
+        "axes.axisbelow": True,
     }
 
 
@@ -253,14 +396,24 @@ def as_svg(draw: Callable[[], Figure | None], *, name: str) -> str | None:
         if figure is None:
             return None
         out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            out,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     text = out.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = text.replace(_INK, "var(--ink)").replace(_FAINT, "var(--faint)")
-    # Names inside a picture must differ from those in another one; a definition is used in its own only.
+    # Names inside a picture must differ from those in another one; a definition is used in its own
+    # only.
     text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r'font: [^;"]*?(\d+(?:\.\d+)?px) [^;"]*', r"font: \1 var(--font)", text)
-    return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg xmlns:xlink="http://www.w3.org/1999/xlink" \1 role="img" aria-label="{name}">', text, count=1)
+    return re.sub(
+        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
+        rf'<svg xmlns:xlink="http://www.w3.org/1999/xlink" \1 role="img" aria-label="{name}">',
+        text,
+        count=1,
+    )
 
 
 def write_png(draw: Callable[[], Figure | None], path: Path) -> bool:

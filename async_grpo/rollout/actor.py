@@ -2,12 +2,16 @@
 
 Runs in: rollout actors. Knows nothing of learner steps. The flow of one group:
 
-    ticket -> prompt tokens -> engine: n responses -> verifier children: rewards -> frame -> outbox -> queue.put (batched)
+    ticket -> prompt tokens -> engine: n responses -> verifier children: rewards -> frame
+        -> outbox -> queue.put (batched)
 
-With ReMax (arXiv 2310.10505) the engine also gives one greedy response to the prompt, the last rollout of the group with role `baseline`.
+With ReMax (arXiv 2310.10505) the engine also gives one greedy response to the prompt, the last
+rollout of the group with role `baseline`.
 
-Invariants: a group stays in `holding` until the queue has answered its `put` or `fail`, so nothing that was completed can be lost
-with a message; a group that cannot be completed is failed by name with its reason, and only a dead engine or queue, or a verifier error that must end the run, ends `run`.
+Invariants: a group stays in `holding` until the queue has answered its `put` or `fail`, so nothing
+that was completed can be lost with a message; a group that cannot be completed is failed by name
+with its reason, and only a dead engine or queue, or a verifier error that must end the run, ends
+`run`.
 """
 
 from __future__ import annotations
@@ -41,23 +45,42 @@ from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
 from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, encode_group
 
 POLL_S = 0.02
-"""Between two questions for tickets; the queue's process lets each of them wait a while for its answer."""
+"""Between two questions for tickets; the queue's process lets each of them wait a while for its
+answer.
+"""
 HEARTBEAT_S = 0.5
 
 
 class QueueClient(Protocol):
     """The queue as a rollout actor sees it."""
 
-    async def acquire(self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None) -> list[GroupTicket] | None: ...
+    async def acquire(
+        self,
+        actor_id: str,
+        version: int,
+        holding: list[tuple[int, int]],
+        want: int,
+        report: Report | None,
+    ) -> list[GroupTicket] | None: ...
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]: ...
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]) -> None: ...
+    async def fail(
+        self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]
+    ) -> None: ...
 
 
 class RolloutActor:
     """Generates groups for the tickets it acquires, until the queue closes."""
 
     def __init__(
-        self, config: Config, *, actor_id: str, queue: QueueClient, model_dir: str, device: str, cores: Sequence[int], partials: str | None = None
+        self,
+        config: Config,
+        *,
+        actor_id: str,
+        queue: QueueClient,
+        model_dir: str,
+        device: str,
+        cores: Sequence[int],
+        partials: str | None = None,
     ) -> None:
         """partials: file with beginnings of responses, for the tickets that continue them."""
         self.actor_id = actor_id
@@ -65,12 +88,19 @@ class RolloutActor:
         self._growing: dict[tuple[int, int], Growing] = {}
         self._config, self._queue, self._model_dir, self._device = config, queue, model_dir, device
         self._cores = set(cores)
-        self._baselines = int(config.algorithm.adv_estimator == "remax")  # greedy responses per group
-        self._responses, self._slots = config.rollout.group_size + self._baselines, config.cluster.engine.max_num_seqs
+        self._baselines = int(
+            config.algorithm.adv_estimator == "remax"
+        )  # greedy responses per group
+        self._responses, self._slots = (
+            config.rollout.group_size + self._baselines,
+            config.cluster.engine.max_num_seqs,
+        )
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._outbox: list[tuple[GroupTicket, bytes]] = []
         self._changed = asyncio.Event()
-        self._stages: dict[tuple[int, int], tuple[str, float, float]] = {}  # of each group: stage, since when, and since when it is here
+        self._stages: dict[
+            tuple[int, int], tuple[str, float, float]
+        ] = {}  # of each group: stage, since when, and since when it is here
         self._draining, self._ended = False, asyncio.Event()
         self._resting = False
         self._produced_at = 0.0
@@ -84,23 +114,43 @@ class RolloutActor:
         from transformers import AutoTokenizer
 
         config = self._config
-        self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir, trust_remote_code=config.model.trust_remote_code)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            self._model_dir, trust_remote_code=config.model.trust_remote_code
+        )
         self._task = load_task(config.task, config.seed)
-        if not isinstance(self._task.train(0).prompt, str) and self._tokenizer.chat_template is None:
+        if (
+            not isinstance(self._task.train(0).prompt, str)
+            and self._tokenizer.chat_template is None
+        ):
             raise SetupError(
-                f"task {config.task.name} asks in chat messages, but the tokenizer of {self._model_dir} has no chat template; "
-                "use an instruction-tuned model, or the task's plain style (task.options.style=plain)"
+                f"task {config.task.name} asks in chat messages, but the tokenizer of "
+                f"{self._model_dir} has no chat template; "
+                "use an instruction-tuned model, or the task's plain style "
+                "(task.options.style=plain)"
             )
         everywhere = os.sched_getaffinity(0)
-        self._verifiers = VerifierPool(config.task, seed=config.seed, cpu=everywhere - self._cores or everywhere)
+        self._verifiers = VerifierPool(
+            config.task, seed=config.seed, cpu=everywhere - self._cores or everywhere
+        )
         starting = asyncio.create_task(self._verifiers.start())
         self._engine = await Engine.start(
-            config, model_dir=self._model_dir, device=self._device, backend=backend, label=label, early=early,
-            stop_token_ids=stop_tokens(self._model_dir, self._tokenizer.eos_token_id), seed=_hash63(config.seed, self.actor_id) >> 32,
+            config,
+            model_dir=self._model_dir,
+            device=self._device,
+            backend=backend,
+            label=label,
+            early=early,
+            stop_token_ids=stop_tokens(self._model_dir, self._tokenizer.eos_token_id),
+            seed=_hash63(config.seed, self.actor_id) >> 32,
         )
         await starting
         self._answering = Answering(
-            config, engine=self._engine, task=self._task, verifiers=self._verifiers, encode=self._encode, text=self._text,
+            config,
+            engine=self._engine,
+            task=self._task,
+            verifiers=self._verifiers,
+            encode=self._encode,
+            text=self._text,
             cpu=everywhere - self._cores or everywhere,
         )
 
@@ -117,8 +167,16 @@ class RolloutActor:
                 want = 0 if self._draining or self._resting else self._room()
                 if want or time.monotonic() - polled > HEARTBEAT_S:
                     polled = time.monotonic()
-                    report = self._time.report(self._engine.sampled, self._counts, every_s=HEARTBEAT_S)
-                    tickets = await self._queue.acquire(self.actor_id, self._engine.serving_version, list(self._groups), want, report)
+                    report = self._time.report(
+                        self._engine.sampled, self._counts, every_s=HEARTBEAT_S
+                    )
+                    tickets = await self._queue.acquire(
+                        self.actor_id,
+                        self._engine.serving_version,
+                        list(self._groups),
+                        want,
+                        report,
+                    )
                     if tickets is None:
                         return
                     for ticket in tickets:
@@ -142,7 +200,9 @@ class RolloutActor:
             self._ended.set()
 
     async def drain(self) -> None:
-        """Take no more tickets, and wait until the queue has all groups that this actor holds. `run` returns."""
+        """Take no more tickets, and wait until the queue has all groups that this actor holds.
+        `run` returns.
+        """
         self._draining = True
         self._changed.set()
         await self._ended.wait()
@@ -161,16 +221,26 @@ class RolloutActor:
         return receipt
 
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
-        """Log-probs of these responses under the weights that are served, with the labels of those."""
+        """Log-probs of these responses under the weights that are served, with the labels of
+        those.
+        """
         return await self._engine.score(sequences)
 
-    async def evaluate(self, *, indices: Sequence[int], total: int, label: str, samples: int) -> tuple[list[Outcome], list[dict[str, Any]]]:
-        """Outcomes of these held-out problems from the weights `label`, and some responses as text (`Answering.answer`)."""
+    async def evaluate(
+        self, *, indices: Sequence[int], total: int, label: str, samples: int
+    ) -> tuple[list[Outcome], list[dict[str, Any]]]:
+        """Outcomes of these held-out problems from the weights `label`, and some responses as text
+        (`Answering.answer`).
+        """
         with self._time.during("evaluating"):
-            return await self._answering.answer(indices=indices, total=total, label=label, samples=samples)
+            return await self._answering.answer(
+                indices=indices, total=total, label=label, samples=samples
+            )
 
     async def rest(self) -> None:
-        """Take no more tickets until `go_on`; what this actor holds goes on, and `run` does not return."""
+        """Take no more tickets until `go_on`; what this actor holds goes on, and `run` does not
+        return.
+        """
         self._resting = True
 
     async def go_on(self) -> None:
@@ -179,11 +249,15 @@ class RolloutActor:
         self._changed.set()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """A few greedy responses as (prompt, response, log-probs), for the comparison with the learner."""
+        """A few greedy responses as (prompt, response, log-probs), for the comparison with the
+        learner.
+        """
         return await probe_sequences(self._engine, self._task, self._encode, self._config.rollout)
 
     async def final_report(self) -> Report:
-        """What it did in all, after the queue was closed: it waits until what was under way is dropped."""
+        """What it did in all, after the queue was closed: it waits until what was under way is
+        dropped.
+        """
         if self._time.is_producing:
             await self._ended.wait()
         return self._time.report(self._engine.sampled, self._counts)
@@ -191,25 +265,50 @@ class RolloutActor:
     async def health(self) -> dict[str, float]:
         """Counters since the start; raises when the engine is dead."""
         await self._engine.check()
-        sampled = {f"sampled_{purpose}": float(tokens) for purpose, tokens in self._engine.sampled.items()}
-        return {name: float(value) for name, value in self._counts.items()} | {"in_flight": float(len(self._groups))} | sampled
+        sampled = {
+            f"sampled_{purpose}": float(tokens) for purpose, tokens in self._engine.sampled.items()
+        }
+        return (
+            {name: float(value) for name, value in self._counts.items()}
+            | {"in_flight": float(len(self._groups))}
+            | sampled
+        )
 
     async def status(self) -> dict[str, Any]:
-        """What it serves, what is in flight with stage and ages in seconds (oldest first), and who verifies, for post-mortems."""
+        """What it serves, what is in flight with stage and ages in seconds (oldest first), and who
+        verifies, for post-mortems.
+        """
         now, started = time.monotonic(), "_engine" in vars(self)
-        stages = sorted((begun, key, stage, since) for key, (stage, since, begun) in self._stages.items() if key in self._groups)
+        stages = sorted(
+            (begun, key, stage, since)
+            for key, (stage, since, begun) in self._stages.items()
+            if key in self._groups
+        )
         return {
-            "serving": self._engine.serving if started else "it is starting", "paused": started and self._engine.paused, "draining": self._draining, "counts": dict(self._counts),
+            "serving": self._engine.serving if started else "it is starting",
+            "paused": started and self._engine.paused,
+            "draining": self._draining,
+            "counts": dict(self._counts),
             "in_flight": [
-                {"group_id": key[0], "attempt": key[1], "stage": stage, "stage_s": now - since, "age_s": now - begun}
+                {
+                    "group_id": key[0],
+                    "attempt": key[1],
+                    "stage": stage,
+                    "stage_s": now - since,
+                    "age_s": now - begun,
+                }
                 for begun, key, stage, since in stages
             ],
             "verifying": self._verifiers.busy() if started else [],
         }
 
     async def partials(self) -> list[tuple[Beginning, bytes]]:
-        """The beginnings of all groups that are under way, while they go on; of one that the queue has got meanwhile, perhaps too."""
-        return await encode_all(list(self._growing.values()), max_bytes=self._config.wire.max_frame_bytes)
+        """The beginnings of all groups that are under way, while they go on; of one that the queue
+        has got meanwhile, perhaps too.
+        """
+        return await encode_all(
+            list(self._growing.values()), max_bytes=self._config.wire.max_frame_bytes
+        )
 
     async def close(self) -> None:
         """Stop the engine and the verifiers."""
@@ -218,13 +317,23 @@ class RolloutActor:
         self._engine.close()
 
     def _open(self) -> int:
-        """Responses that the engine has not finished. The long ones keep a group here, not the places of those that have ended."""
+        """Responses that the engine has not finished. The long ones keep a group here, not the
+        places of those that have ended.
+        """
         unasked = sum(stage == "queued" for stage, _, _ in self._stages.values())
         return self._engine.unfinished + unasked * self._responses
 
     def _room(self) -> int:
-        """How many groups to ask for, so that the engine always has one waiting. Those that are verified must not pile up without end."""
-        return max(0, min(-(-(self._slots - self._open()) // self._responses), self._slots - len(self._groups)) + 1)
+        """How many groups to ask for, so that the engine always has one waiting. Those that are
+        verified must not pile up without end.
+        """
+        return max(
+            0,
+            min(
+                -(-(self._slots - self._open()) // self._responses), self._slots - len(self._groups)
+            )
+            + 1,
+        )
 
     def _start_group(self, ticket: GroupTicket) -> None:
         key = (ticket.group_id, ticket.attempt)
@@ -242,20 +351,33 @@ class RolloutActor:
     async def _produce(self, ticket: GroupTicket) -> None:
         try:
             async with asyncio.timeout(self._config.rollout.group_timeout_s):
-                frame = encode_group(await self._group(ticket), max_bytes=self._config.wire.max_frame_bytes)
+                frame = encode_group(
+                    await self._group(ticket), max_bytes=self._config.wire.max_frame_bytes
+                )
         except TimeoutError:
             timeout_s = self._config.rollout.group_timeout_s
             stage = self._stages[ticket.group_id, ticket.attempt][0]
             # Not one slow group but an engine that hangs: this actor is replaced.
             if stage != "verifying" and time.monotonic() - self._produced_at > timeout_s:
-                raise EngineError(f"no group came out of the engine for rollout.group_timeout_s = {timeout_s:g} s") from None
-            await self._fail(ticket, f"timeout: no result within rollout.group_timeout_s = {timeout_s:g} s, it was {stage}")
+                raise EngineError(
+                    f"no group came out of the engine for rollout.group_timeout_s = {timeout_s:g} s"
+                ) from None
+            await self._fail(
+                ticket,
+                f"timeout: no result within rollout.group_timeout_s = {timeout_s:g} s, it "
+                f"was {stage}",
+            )
         except VerifierError as error:
             if self._config.task.verifier.on_error == "fail":
-                raise VerifierFailed(f"a verifier of {self.actor_id}: group {ticket.group_id} could not be scored ({error}) and task.verifier.on_error is fail") from error
+                raise VerifierFailed(
+                    f"a verifier of {self.actor_id}: group {ticket.group_id} could not be "
+                    f"scored ({error}) and task.verifier.on_error is fail"
+                ) from error
             await self._fail(ticket, f"verifier: {error}")
         except (EngineError, WireError, PromptTooLong) as error:
-            await self._engine.check()  # a dead engine ends the run of this actor instead of failing group after group
+            await (
+                self._engine.check()
+            )  # a dead engine ends the run of this actor instead of failing group after group
             await self._fail(ticket, f"{type(error).__name__}: {error}")
         else:
             self._produced_at = time.monotonic()
@@ -266,7 +388,9 @@ class RolloutActor:
 
     async def _group(self, ticket: GroupTicket) -> Group:
         config, queued = self._config, time.time()
-        problem = self._task.train(problem_index(config.seed, self._task.fingerprint, ticket.group_id, len(self._task)))
+        problem = self._task.train(
+            problem_index(config.seed, self._task.fingerprint, ticket.group_id, len(self._task))
+        )
         prompt_ids = self._encode(problem)
         seed = _hash63(config.seed, ticket.group_id) if config.seeded else None
         self._at(ticket, "generating")
@@ -276,38 +400,63 @@ class RolloutActor:
         scores = await self._score(problem, completions)
         size = config.rollout.group_size
         self._counts["groups"] += 1
-        self._counts["tokens"] += sum(len(completion.token_ids) for completion in completions[:size])
-        self._counts["baseline_tokens"] += sum(len(completion.token_ids) for completion in completions[size:])
+        self._counts["tokens"] += sum(
+            len(completion.token_ids) for completion in completions[:size]
+        )
+        self._counts["baseline_tokens"] += sum(
+            len(completion.token_ids) for completion in completions[size:]
+        )
         rollouts = [
             Rollout(
-                response_ids=completion.token_ids, behavior_logprobs=completion.logprobs,
-                loss_mask=np.ones(len(completion.token_ids), np.uint8), versions=completion.versions,
-                rewards=score.rewards, verdict=score.verdict, finish_reason=completion.finish_reason,
+                response_ids=completion.token_ids,
+                behavior_logprobs=completion.logprobs,
+                loss_mask=np.ones(len(completion.token_ids), np.uint8),
+                versions=completion.versions,
+                rewards=score.rewards,
+                verdict=score.verdict,
+                finish_reason=completion.finish_reason,
                 role="train" if index < size else "baseline",
             )
             for index, (completion, score) in enumerate(zip(completions, scores, strict=True))
         ]
         return Group(
-            group_id=ticket.group_id, attempt=ticket.attempt, policy_version=ticket.policy_version, actor_id=self.actor_id,
-            run_epoch=ticket.run_epoch, prompt_ids=np.asarray(prompt_ids, np.int32), rollouts=rollouts,
+            group_id=ticket.group_id,
+            attempt=ticket.attempt,
+            policy_version=ticket.policy_version,
+            actor_id=self.actor_id,
+            run_epoch=ticket.run_epoch,
+            prompt_ids=np.asarray(prompt_ids, np.int32),
+            rollouts=rollouts,
             times={
-                "queued": queued, "first_token": min(completion.first_token for completion in completions), "done": done,
+                "queued": queued,
+                "first_token": min(completion.first_token for completion in completions),
+                "done": done,
                 "scored": time.time(),
             },
         )
 
-    async def _generate(self, ticket: GroupTicket, prompt_ids: list[int], *, seed: int | None) -> list[Completion]:
-        """`group_size` samples, then the greedy responses, all generated at the same time; from their beginnings where the ticket continues them."""
+    async def _generate(
+        self, ticket: GroupTicket, prompt_ids: list[int], *, seed: int | None
+    ) -> list[Completion]:
+        """`group_size` samples, then the greedy responses, all generated at the same time; from
+        their beginnings where the ticket continues them.
+        """
         rollout = self._config.rollout
         wanted = [self._sampling(n=rollout.group_size, temperature=rollout.temperature, seed=seed)]
         wanted += [self._sampling(n=1, temperature=0.0, seed=None)] * self._baselines
-        known = [] if self._partials is None else self._partials.take(ticket, prompt_ids, wanted, self._counts)
+        known = (
+            []
+            if self._partials is None
+            else self._partials.take(ticket, prompt_ids, wanted, self._counts)
+        )
         growing = Growing(self._engine, ticket, prompt_ids, wanted, known=known)
         self._growing[ticket.group_id, ticket.attempt] = growing
         return await growing.finish()
 
     async def _score(self, problem: Problem, completions: list[Completion]) -> list[Score]:
-        results = await self._verifiers.score_many([(self._text(completion), problem.reference) for completion in completions])
+        results = await self._verifiers.score_many(
+            [(self._text(completion), problem.reference) for completion in completions]
+        )
         scores = []
         for result in results:
             if isinstance(result, VerifierError):
@@ -338,8 +487,12 @@ class RolloutActor:
     async def _fail(self, ticket: GroupTicket, reason: str) -> None:
         self._counts["failed"] += 1
         self._at(ticket, "fail")
-        growing = self._growing.get((ticket.group_id, ticket.attempt))  # None: its prompt was too long
-        await self._queue.fail(self.actor_id, [ticket], reason, [0 if growing is None else growing.tokens])
+        growing = self._growing.get(
+            (ticket.group_id, ticket.attempt)
+        )  # None: its prompt was too long
+        await self._queue.fail(
+            self.actor_id, [ticket], reason, [0 if growing is None else growing.tokens]
+        )
         self._leave(ticket)
 
     def _at(self, ticket: GroupTicket, stage: str) -> None:
@@ -358,13 +511,21 @@ class RolloutActor:
     def _sampling(self, *, n: int, temperature: float, seed: int | None) -> Sampling:
         rollout = self._config.rollout
         return Sampling(
-            n=n, max_tokens=rollout.response_length, temperature=temperature, top_p=rollout.top_p, top_k=rollout.top_k, seed=seed
+            n=n,
+            max_tokens=rollout.response_length,
+            temperature=temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            seed=seed,
         )
 
     def _encode(self, problem: Problem) -> list[int]:
         ids = prompt_ids(self._tokenizer, problem.prompt)
         if len(ids) > self._config.rollout.prompt_length:
-            raise PromptTooLong(f"a prompt has {len(ids)} tokens, rollout.prompt_length is {self._config.rollout.prompt_length}")
+            raise PromptTooLong(
+                f"a prompt has {len(ids)} tokens, rollout.prompt_length is "
+                f"{self._config.rollout.prompt_length}"
+            )
         return ids
 
     def _text(self, completion: Completion) -> str:

@@ -1,12 +1,14 @@
 """EngineCore's process, started before vLLM asks for it.
 
-Runs in: rollout actors, and in the process that is started. vLLM's front end imports some 6,000 modules and then spawns EngineCore, which
-imports them all again: ten seconds of CPU time after ten seconds. Here the second process starts at once and imports beside the first; when
-vLLM spawns EngineCore, it gets this one. Hides how multiprocessing spawns.
+Runs in: rollout actors, and in the process that is started. vLLM's front end imports some 6,000
+modules and then spawns EngineCore, which imports them all again: ten seconds of CPU time after ten
+seconds. Here the second process starts at once and imports beside the first; when vLLM spawns
+EngineCore, it gets this one. Hides how multiprocessing spawns.
 
-Invariants: from the hand-over on the process has the environment of a spawned one. Where it cannot have it (libraries that are loaded before
-its first line), or it died, vLLM spawns its own. It cannot be given open files, and vLLM that wants that is an error. Either way EngineCore runs on its cores. A process that nobody took ends, and so does one
-whose parent dies.
+Invariants: from the hand-over on the process has the environment of a spawned one. Where it cannot
+have it (libraries that are loaded before its first line), or it died, vLLM spawns its own. It
+cannot be given open files, and vLLM that wants that is an error. Either way EngineCore runs on its
+cores. A process that nobody took ends, and so does one whose parent dies.
 """
 
 from __future__ import annotations
@@ -31,10 +33,16 @@ from async_grpo.runtime.lifetime import die_with_parent
 
 MODULES = (
     "async_grpo.runtime.light_imports",
-    "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker", "vllm.model_executor.model_loader",
-    "vllm.distributed.weight_transfer.nccl_engine", "vllm.model_executor.model_loader.reload",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.model_loader",
+    "vllm.distributed.weight_transfer.nccl_engine",
+    "vllm.model_executor.model_loader.reload",
 )
-"""What EngineCore will need. Not the worker extension: it looks at the environment when it is imported."""
+"""What EngineCore will need. Not the worker extension: it looks at the environment when it is
+imported.
+"""
 ENGINE_CORE = "EngineCore"
 _LENGTH_BYTES = 8
 
@@ -43,28 +51,53 @@ class EarlyProcess:
     """A process that imports what EngineCore will need, and then waits."""
 
     def __init__(self, *, cores: Collection[int], modules: Sequence[str] = MODULES) -> None:
-        """cores: on which EngineCore will run; empty for any. It imports `modules` wherever there is room."""
+        """cores: on which EngineCore will run; empty for any. It imports `modules` wherever there
+        is room.
+        """
         self._cores = sorted(cores)
         self._preload = preload()
         self._tracker = resource_tracker.getfd()
         self.sentinel, child_w = os.pipe()
         child_r, self.writer = os.pipe()
-        code = f"from async_grpo.rollout.early_process import main; main({os.getpid()}, {self._tracker}, {child_r}, {[*modules]})"
-        command = [os.fsdecode(spawn.get_executable()), *util._args_from_interpreter_flags(), "-c", code, "--multiprocessing-fork"]
-        with _environment(PYTHONPATH=os.pathsep.join(os.path.abspath(entry) for entry in sys.path), LD_PRELOAD=self._preload):
-            self.pid = util.spawnv_passfds(spawn.get_executable(), command, [self._tracker, child_r, child_w])
+        code = (
+            f"from async_grpo.rollout.early_process import main; main({os.getpid()}, "
+            f"{self._tracker}, {child_r}, {[*modules]})"
+        )
+        command = [
+            os.fsdecode(spawn.get_executable()),
+            *util._args_from_interpreter_flags(),
+            "-c",
+            code,
+            "--multiprocessing-fork",
+        ]
+        with _environment(
+            PYTHONPATH=os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
+            LD_PRELOAD=self._preload,
+        ):
+            self.pid = util.spawnv_passfds(
+                spawn.get_executable(), command, [self._tracker, child_r, child_w]
+            )
         os.close(child_r)
         os.close(child_w)
         self._waits = True
-        self.finalizer = weakref.finalize(self, util.close_fds, self.sentinel, self.writer)  # at its end of file the process goes
+        self.finalizer = weakref.finalize(
+            self, util.close_fds, self.sentinel, self.writer
+        )  # at its end of file the process goes
 
     @contextmanager
     def offered(self) -> Iterator[None]:
-        """Inside the block vLLM's EngineCore becomes this process; after it the process is EngineCore or gone."""
+        """Inside the block vLLM's EngineCore becomes this process; after it the process is
+        EngineCore or gone.
+        """
         usual = SpawnProcess._Popen
 
         def choose(process: SpawnProcess) -> Popen:
-            fits = process.name == ENGINE_CORE and self._waits and os.environ.get("LD_PRELOAD", "") == self._preload and self._lives()
+            fits = (
+                process.name == ENGINE_CORE
+                and self._waits
+                and os.environ.get("LD_PRELOAD", "") == self._preload
+                and self._lives()
+            )
             if fits:
                 return _Taken(process, self)
             spawned = usual(process)
@@ -118,10 +151,15 @@ class _Taken(Popen):
         finally:
             set_spawning_popen(None)
         if self._fds:
-            raise RuntimeError("EngineCore wants open files of its parent, which a process that runs already cannot be given")
+            raise RuntimeError(
+                "EngineCore wants open files of its parent, which a process that runs "
+                "already cannot be given"
+            )
         ahead = self._early.take()
         self.pid, self.sentinel = self._early.pid, self._early.sentinel
-        self.finalizer = util.Finalize(self, util.close_fds, (self._early.sentinel, self._early.writer))
+        self.finalizer = util.Finalize(
+            self, util.close_fds, (self._early.sentinel, self._early.writer)
+        )
         with open(self._early.writer, "wb", closefd=False) as pipe:
             pipe.write(ahead)
             pipe.write(data.getbuffer())
@@ -132,7 +170,8 @@ def main(parent: int, tracker: int, pipe: int, modules: Sequence[str]) -> None:
     import setproctitle
 
     die_with_parent(parent)
-    setproctitle.getproctitle()  # finds where the title goes, between arguments and environment as they were at the start
+    # finds where the title goes, between arguments and environment as they were at the start
+    setproctitle.getproctitle()
     for name in modules:
         importlib.import_module(name)
     facts = json.loads(_read(pipe, int.from_bytes(_read(pipe, _LENGTH_BYTES), "little")))
@@ -157,14 +196,24 @@ def _read(pipe: int, size: int) -> bytes:
 
 
 def preload() -> str:
-    """What vLLM's CPU platform makes of LD_PRELOAD: PyTorch's own OpenMP library, and its allocator where it brings one."""
+    """What vLLM's CPU platform makes of LD_PRELOAD: PyTorch's own OpenMP library, and its allocator
+    where it brings one.
+    """
     libraries = os.environ.get("LD_PRELOAD", "")
     torch, vllm = (Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "vllm"))
     if not any(name in libraries for name in ("libomp", "libgomp", "libiomp")):
-        found = [path for folder in (torch.parent / "torch.libs", torch / "lib") for path in glob.glob(str(folder / "libgomp*.so*"))]
+        found = [
+            path
+            for folder in (torch.parent / "torch.libs", torch / "lib")
+            for path in glob.glob(str(folder / "libgomp*.so*"))
+        ]
         libraries = ":".join(filter(None, [libraries, *found[:1]]))
     if "libtcmalloc" not in libraries:
-        found = [path for name in ("libtcmalloc_minimal*.so*", "libtcmalloc.so*") for path in glob.glob(str(vllm / "libs" / name))]
+        found = [
+            path
+            for name in ("libtcmalloc_minimal*.so*", "libtcmalloc.so*")
+            for path in glob.glob(str(vllm / "libs" / name))
+        ]
         libraries = ":".join(filter(None, [*found[:1], libraries]))
     return libraries
 

@@ -1,7 +1,8 @@
 """Answers to held-out problems.
 
-Runs in: rollout actors, whose engine answers; training groups may be generated on it at the same time. Hides how many requests are under
-way, and the verifiers of a task other than the one that is trained, which start with the first evaluation.
+Runs in: rollout actors, whose engine answers; training groups may be generated on it at the same
+time. Hides how many requests are under way, and the verifiers of a task other than the one that is
+trained, which start with the first evaluation.
 
 Invariant: every response comes whole from the weights that the caller names, or the call fails.
 
@@ -33,7 +34,9 @@ class PromptTooLong(ValueError):
 class Generator(Protocol):
     """The engine as far as answers need it."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, purpose: Purpose) -> list[Completion]: ...
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, purpose: Purpose
+    ) -> list[Completion]: ...
 
 
 class Scorer(Protocol):
@@ -45,7 +48,9 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Responses to one problem, the greedy one first; none, and why, for a prompt that is too long."""
+    """Responses to one problem, the greedy one first; none, and why, for a prompt that is too
+    long.
+    """
 
     texts: list[str]
     lengths: list[int]
@@ -56,61 +61,115 @@ class Answering:
     """Answers the held-out problems of one task."""
 
     def __init__(
-        self, config: Config, *, engine: Generator, task: Task, verifiers: Scorer, encode: Callable[[Problem], list[int]],
-        text: Callable[[Completion], str], cpu: set[int] | None,
+        self,
+        config: Config,
+        *,
+        engine: Generator,
+        task: Task,
+        verifiers: Scorer,
+        encode: Callable[[Problem], list[int]],
+        text: Callable[[Completion], str],
+        cpu: set[int] | None,
     ) -> None:
-        """task, verifiers: those that are trained. encode: tokens of a prompt, or PromptTooLong. text: of a response. cpu: cores for
-        further verifiers."""
-        self._config, self._engine, self._encode, self._text, self._cpu = config, engine, encode, text, cpu
+        """task, verifiers: those that are trained. encode: tokens of a prompt, or PromptTooLong.
+        text: of a response. cpu: cores for further verifiers.
+        """
+        self._config, self._engine, self._encode, self._text, self._cpu = (
+            config,
+            engine,
+            encode,
+            text,
+            cpu,
+        )
         self._own = config.evaluation.task is not None
         self._task = create_task(config.evaluated_task, config.seed) if self._own else task
         self._verifiers: Scorer | None = None if self._own else verifiers
         self._starting = asyncio.Lock()
 
-    async def answer(self, *, indices: Sequence[int], total: int, label: str, samples: int) -> tuple[list[Outcome], list[dict[str, Any]]]:
-        """Outcomes of these held-out problems (of the first `total`), from the weights `label`; and some greedy responses as text.
+    async def answer(
+        self, *, indices: Sequence[int], total: int, label: str, samples: int
+    ) -> tuple[list[Outcome], list[dict[str, Any]]]:
+        """Outcomes of these held-out problems (of the first `total`), from the weights `label`; and
+        some greedy responses as text.
 
-        A prompt that is too long, or a response that cannot be scored, is an error and counts as wrong. Raises EngineError for a response
-        that other weights have sampled.
+        A prompt that is too long, or a response that cannot be scored, is an error and counts as
+        wrong. Raises EngineError for a response that other weights have sampled.
         """
-        problems = await asyncio.to_thread(self._task.evaluation, total)  # the first time it may read data
+        problems = await asyncio.to_thread(
+            self._task.evaluation, total
+        )  # the first time it may read data
         n = self._config.evaluation.n
-        slots = asyncio.Semaphore(max(1, 2 * self._config.cluster.engine.max_num_seqs // (n + 1)))  # training groups come soon after
-        judged = await asyncio.gather(*[self._one(problems[index], label, slots) for index in indices])
+        slots = asyncio.Semaphore(
+            max(1, 2 * self._config.cluster.engine.max_num_seqs // (n + 1))
+        )  # training groups come soon after
+        judged = await asyncio.gather(
+            *[self._one(problems[index], label, slots) for index in indices]
+        )
         outcomes = [_outcome(answer, results, n=n) for answer, results in judged]
-        return outcomes, [_row(problems[index], *one) for index, one in list(zip(indices, judged, strict=True))[:samples]]
+        return outcomes, [
+            _row(problems[index], *one)
+            for index, one in list(zip(indices, judged, strict=True))[:samples]
+        ]
 
     async def close(self) -> None:
         """Stop the verifiers that were started here."""
         if self._own and self._verifiers is not None:
             await self._verifiers.close()
 
-    async def _one(self, problem: Problem, label: str, slots: asyncio.Semaphore) -> tuple[_Answer, list[Score | VerifierError]]:
-        """Responses and scores; both in the slot, so that training groups do not wait for the verifiers behind all of an evaluation."""
+    async def _one(
+        self, problem: Problem, label: str, slots: asyncio.Semaphore
+    ) -> tuple[_Answer, list[Score | VerifierError]]:
+        """Responses and scores; both in the slot, so that training groups do not wait for the
+        verifiers behind all of an evaluation.
+        """
         evaluation, rollout = self._config.evaluation, self._config.rollout
-        wanted = [(1, 0.0)] + [(evaluation.n, evaluation.temperature or rollout.temperature)] * (evaluation.n > 0)
+        wanted = [(1, 0.0)] + [(evaluation.n, evaluation.temperature or rollout.temperature)] * (
+            evaluation.n > 0
+        )
         async with slots:
             try:
                 prompt = self._encode(problem)
             except PromptTooLong as error:
                 return _Answer([], [], error), []
-            answers = await asyncio.gather(*[
-                self._engine.generate(prompt, Sampling(
-                    n=n, max_tokens=rollout.response_length, temperature=temperature, top_p=rollout.top_p, top_k=rollout.top_k,
-                ), purpose="evaluated")
-                for n, temperature in wanted
-            ])
+            answers = await asyncio.gather(
+                *[
+                    self._engine.generate(
+                        prompt,
+                        Sampling(
+                            n=n,
+                            max_tokens=rollout.response_length,
+                            temperature=temperature,
+                            top_p=rollout.top_p,
+                            top_k=rollout.top_k,
+                        ),
+                        purpose="evaluated",
+                    )
+                    for n, temperature in wanted
+                ]
+            )
             responses = [completion for answer in answers for completion in answer]
-            others = {other for completion in responses for other, _, _ in completion.labels} - {label}
+            others = {other for completion in responses for other, _, _ in completion.labels} - {
+                label
+            }
             if others:
-                raise EngineError(f"the evaluation of {label} got tokens that {', '.join(sorted(others))} has sampled")
-            answer = _Answer([self._text(completion) for completion in responses], [len(completion.token_ids) for completion in responses])
-            return answer, await (await self._scorer()).score_many([(text, problem.reference) for text in answer.texts])
+                raise EngineError(
+                    f"the evaluation of {label} got tokens that "
+                    f"{', '.join(sorted(others))} has sampled"
+                )
+            answer = _Answer(
+                [self._text(completion) for completion in responses],
+                [len(completion.token_ids) for completion in responses],
+            )
+            return answer, await (await self._scorer()).score_many(
+                [(text, problem.reference) for text in answer.texts]
+            )
 
     async def _scorer(self) -> Scorer:
         async with self._starting:
             if self._verifiers is None:
-                pool = VerifierPool(self._config.evaluated_task, seed=self._config.seed, cpu=self._cpu)
+                pool = VerifierPool(
+                    self._config.evaluated_task, seed=self._config.seed, cpu=self._cpu
+                )
                 await pool.start()
                 self._verifiers = pool
         return self._verifiers
@@ -118,12 +177,20 @@ class Answering:
 
 def _outcome(answer: _Answer, results: list[Score | VerifierError], *, n: int) -> Outcome:
     if answer.refused is not None:
-        return Outcome(greedy=False, right=0, judged=0, errors=1 + n, greedy_tokens=0, sampled_tokens=0)
+        return Outcome(
+            greedy=False, right=0, judged=0, errors=1 + n, greedy_tokens=0, sampled_tokens=0
+        )
     scores = [result if isinstance(result, Score) else None for result in results]
-    right = [score is not None and score.verdict is not None and score.verdict >= 1.0 for score in scores]
+    right = [
+        score is not None and score.verdict is not None and score.verdict >= 1.0 for score in scores
+    ]
     return Outcome(
-        greedy=right[0], right=sum(right[1:]), judged=sum(score is not None and score.verdict is not None for score in scores),
-        errors=scores.count(None), greedy_tokens=answer.lengths[0], sampled_tokens=sum(answer.lengths[1:]),
+        greedy=right[0],
+        right=sum(right[1:]),
+        judged=sum(score is not None and score.verdict is not None for score in scores),
+        errors=scores.count(None),
+        greedy_tokens=answer.lengths[0],
+        sampled_tokens=sum(answer.lengths[1:]),
     )
 
 
@@ -132,8 +199,17 @@ def _row(problem: Problem, answer: _Answer, results: list[Score | VerifierError]
     if answer.refused is not None:
         return {"prompt": problem.prompt, "response": "", "tokens": 0, "error": str(answer.refused)}
     result = results[0]
-    judgement = {"rewards": result.rewards, "verdict": result.verdict} if isinstance(result, Score) else {"error": str(result)}
-    return {"prompt": problem.prompt, "response": answer.texts[0], "tokens": answer.lengths[0], **judgement}
+    judgement = (
+        {"rewards": result.rewards, "verdict": result.verdict}
+        if isinstance(result, Score)
+        else {"error": str(result)}
+    )
+    return {
+        "prompt": problem.prompt,
+        "response": answer.texts[0],
+        "tokens": answer.lengths[0],
+        **judgement,
+    }
 
 
 PROMPTS, CANDIDATES, TOKENS = 4, 64, 16
@@ -142,14 +218,23 @@ PROMPTS, CANDIDATES, TOKENS = 4, 64, 16
 class ProbedEngine(Protocol):
     """The engine as far as probes need it."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, purpose: Purpose) -> list[Completion]: ...
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, purpose: Purpose
+    ) -> list[Completion]: ...
 
 
 async def probe_sequences(
     engine: ProbedEngine, task: Task, encode: Callable[[Problem], list[int]], rollout: Rollout
 ) -> list[tuple[list[int], list[int], np.ndarray]]:
-    """A few short responses to the first problems, as (prompt, response, log-probs [L] at the training temperature)."""
-    sampling = Sampling(n=1, max_tokens=min(rollout.response_length, TOKENS), temperature=rollout.temperature, seed=1)
+    """A few short responses to the first problems, as (prompt, response, log-probs [L] at the
+    training temperature).
+    """
+    sampling = Sampling(
+        n=1,
+        max_tokens=min(rollout.response_length, TOKENS),
+        temperature=rollout.temperature,
+        seed=1,
+    )
     prompts = []
     for problem in map(task.train, range(min(CANDIDATES, len(task)))):
         try:
@@ -159,6 +244,14 @@ async def probe_sequences(
         if len(prompts) == PROMPTS:
             break
     if not prompts:
-        raise SetupError(f"none of the first problems fits: {refused}; raise rollout.prompt_length, or use shorter prompts")
-    answers = await asyncio.gather(*[engine.generate(prompt, sampling, purpose="probes") for prompt in prompts])
-    return [(prompt, answer.token_ids.tolist(), answer.logprobs) for prompt, [answer] in zip(prompts, answers, strict=True)]
+        raise SetupError(
+            f"none of the first problems fits: {refused}; raise rollout.prompt_length, or "
+            "use shorter prompts"
+        )
+    answers = await asyncio.gather(
+        *[engine.generate(prompt, sampling, purpose="probes") for prompt in prompts]
+    )
+    return [
+        (prompt, answer.token_ids.tolist(), answer.logprobs)
+        for prompt, [answer] in zip(prompts, answers, strict=True)
+    ]

@@ -1,13 +1,17 @@
-"""Responses that are being generated, as a checkpoint keeps them and as a resumed run continues them.
+"""Responses that are being generated, as a checkpoint keeps them and as a resumed run continues
+them.
 
-Runs in: rollout actors (what is under way; continuing) and the driver (the file). Hides the file `partial.msgpack` in a checkpoint: a msgpack
-list with one row per group (`Beginning`, and how many bytes it has), and behind it the groups, msgpack maps of plain values and arrays as bytes.
+Runs in: rollout actors (what is under way; continuing) and the driver (the file). Hides the file
+`partial.msgpack` in a checkpoint: a msgpack list with one row per group (`Beginning`, and how many
+bytes it has), and behind it the groups, msgpack maps of plain values and arrays as bytes.
 
-    generate --so far--> encode -> driver -> partial.msgpack -> PartialFile.take -> known -> prompt + tokens so far -> generate -> joined
+    generate --so far--> encode -> driver -> partial.msgpack -> PartialFile.take -> known
+        -> prompt + tokens so far -> generate -> joined
 
-Invariants: tokens, log-probs and version labels of a beginning are never changed; what is generated behind it carries its own; a response
-that had ended stays as it is. Nothing is unpickled, every length is checked, and what does not fit the group (another prompt, other
-sizes, another ticket) is not used: the group is then generated from its beginning.
+Invariants: tokens, log-probs and version labels of a beginning are never changed; what is generated
+behind it carries its own; a response that had ended stays as it is. Nothing is unpickled, every
+length is checked, and what does not fit the group (another prompt, other sizes, another ticket) is
+not used: the group is then generated from its beginning.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ class PartialError(ValueError):
 class Engine(Protocol):
     """The engine as responses see it."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = "") -> list[Completion]: ...
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = ""
+    ) -> list[Completion]: ...
     def so_far(self, name: str) -> dict[int, Completion]: ...
     def cut_off(self, name: str) -> int: ...
 
@@ -64,9 +70,17 @@ class Growing:
     """The responses to one prompt while they are generated."""
 
     def __init__(
-        self, engine: Engine, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling], *, known: Sequence[Completion] = ()
+        self,
+        engine: Engine,
+        ticket: GroupTicket,
+        prompt_ids: list[int],
+        wanted: Sequence[Sampling],
+        *,
+        known: Sequence[Completion] = (),
     ) -> None:
-        """wanted: how to sample, in the order of the responses. known: their beginnings, one each, or nothing."""
+        """wanted: how to sample, in the order of the responses. known: their beginnings, one each,
+        or nothing.
+        """
         self.ticket, self.prompt_ids = ticket, prompt_ids
         self._engine, self._known = engine, list(known)
         self._answers: dict[int, Completion] = {}
@@ -76,11 +90,20 @@ class Growing:
         if known:
             each = [replace(sampling, n=1) for sampling in wanted for _ in range(sampling.n)]
             self._requests = [
-                _Request(_name(), prompt_ids + start.token_ids.tolist(), replace(one, max_tokens=one.max_tokens - len(start.token_ids)), index)
-                for index, (one, start) in enumerate(zip(each, known, strict=True)) if not start.finish_reason
+                _Request(
+                    _name(),
+                    prompt_ids + start.token_ids.tolist(),
+                    replace(one, max_tokens=one.max_tokens - len(start.token_ids)),
+                    index,
+                )
+                for index, (one, start) in enumerate(zip(each, known, strict=True))
+                if not start.finish_reason
             ]
         else:
-            self._requests = [_Request(_name(), prompt_ids, sampling, first) for sampling, first in zip(wanted, firsts, strict=False)]
+            self._requests = [
+                _Request(_name(), prompt_ids, sampling, first)
+                for sampling, first in zip(wanted, firsts, strict=False)
+            ]
 
     async def finish(self) -> list[Completion]:
         """All responses, generated at the same time."""
@@ -91,19 +114,30 @@ class Growing:
             for task in tasks:  # when one failed, the others must not go on for nobody
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [self._response(index, None) for index in range(len(self._known) or len(self._answers))]
+        return [
+            self._response(index, None) for index in range(len(self._known) or len(self._answers))
+        ]
 
     def so_far(self) -> list[Completion]:
         """What there is of the responses; empty as long as there is nothing."""
         told: dict[int, Completion] = {}
         for request in self._requests:
-            told |= {request.first + index: one for index, one in self._engine.so_far(request.name).items()}
+            told |= {
+                request.first + index: one
+                for index, one in self._engine.so_far(request.name).items()
+            }
         count = len(self._known) or sum(request.sampling.n for request in self._requests)
-        return [self._response(index, told.get(index)) for index in range(count)] if told or self._answers or self._known else []
+        return (
+            [self._response(index, told.get(index)) for index in range(count)]
+            if told or self._answers or self._known
+            else []
+        )
 
     async def _generate(self, request: _Request) -> None:
         try:
-            answers = await self._engine.generate(request.prompt_ids, request.sampling, name=request.name)
+            answers = await self._engine.generate(
+                request.prompt_ids, request.sampling, name=request.name
+            )
         except BaseException:
             self.tokens += self._engine.cut_off(request.name)
             raise
@@ -128,8 +162,11 @@ def join(start: Completion, rest: Completion) -> Completion:
         goes_on = labels and labels[-1][0] == label
         labels.append((label, labels.pop()[1] if goes_on else first + at, end + at))
     return Completion(
-        token_ids=np.concatenate([start.token_ids, rest.token_ids]), logprobs=np.concatenate([start.logprobs, rest.logprobs]), labels=labels,
-        finish_reason=rest.finish_reason, first_token=rest.first_token,
+        token_ids=np.concatenate([start.token_ids, rest.token_ids]),
+        logprobs=np.concatenate([start.logprobs, rest.logprobs]),
+        labels=labels,
+        finish_reason=rest.finish_reason,
+        first_token=rest.first_token,
     )
 
 
@@ -141,19 +178,25 @@ def encode(growing: Growing, *, max_bytes: int) -> tuple[Beginning, bytes] | Non
         return None
     newest = max(parse_label(label).step for one in responses for label, _, _ in one.labels)
     open_ones = sum(not one.finish_reason for one in responses)
-    packed = msgpack.packb({
-        "prompt": np.asarray(growing.prompt_ids, _INT32).tobytes(),
-        "responses": [
-            {
-                "tokens": one.token_ids.astype(_INT32).tobytes(), "logprobs": one.logprobs.astype(_FLOAT32).tobytes(),
-                "labels": [list(span) for span in one.labels], "finish": one.finish_reason,
-            }
-            for one in responses
-        ],
-    })
+    packed = msgpack.packb(
+        {
+            "prompt": np.asarray(growing.prompt_ids, _INT32).tobytes(),
+            "responses": [
+                {
+                    "tokens": one.token_ids.astype(_INT32).tobytes(),
+                    "logprobs": one.logprobs.astype(_FLOAT32).tobytes(),
+                    "labels": [list(span) for span in one.labels],
+                    "finish": one.finish_reason,
+                }
+                for one in responses
+            ],
+        }
+    )
     if len(packed) > max_bytes:
         return None
-    return Beginning(ticket.group_id, ticket.attempt, ticket.policy_version, newest, open_ones, tokens), packed
+    return Beginning(
+        ticket.group_id, ticket.attempt, ticket.policy_version, newest, open_ones, tokens
+    ), packed
 
 
 async def encode_all(groups: Sequence[Growing], *, max_bytes: int) -> list[tuple[Beginning, bytes]]:
@@ -175,7 +218,9 @@ def write_file(directory: Path, groups: Sequence[tuple[Beginning, bytes]]) -> No
 
 
 class PartialFile:
-    """The beginnings in a checkpoint. Its file stays open, so that it can be read after the checkpoint was pruned."""
+    """The beginnings in a checkpoint. Its file stays open, so that it can be read after the
+    checkpoint was pruned.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises PartialError for what is not such a file, OSError if it cannot be read."""
@@ -205,8 +250,16 @@ class PartialFile:
         self._file.seek(offset)
         return self._file.read(length)
 
-    def take(self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling], counts: Counter[str]) -> list[Completion]:
-        """The beginnings of the responses that this ticket stands for, at most once; empty where they do not fit it, or cannot be read."""
+    def take(
+        self,
+        ticket: GroupTicket,
+        prompt_ids: list[int],
+        wanted: Sequence[Sampling],
+        counts: Counter[str],
+    ) -> list[Completion]:
+        """The beginnings of the responses that this ticket stands for, at most once; empty where
+        they do not fit it, or cannot be read.
+        """
         try:
             known = self._take(ticket, prompt_ids, wanted)
         except (PartialError, OSError):  # as good as none; the file was whole when the run began
@@ -215,9 +268,14 @@ class PartialFile:
         counts["continued_tokens"] += sum(len(one.token_ids) for one in known)
         return known
 
-    def _take(self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling]) -> list[Completion]:
+    def _take(
+        self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling]
+    ) -> list[Completion]:
         known = self._places.get(ticket.group_id)
-        if known is None or (known[0].attempt, known[0].version) != (ticket.attempt, ticket.policy_version):
+        if known is None or (known[0].attempt, known[0].version) != (
+            ticket.attempt,
+            ticket.policy_version,
+        ):
             return []
         packed = self.packed(ticket.group_id)
         del self._places[ticket.group_id]
@@ -225,7 +283,10 @@ class PartialFile:
         limits = [sampling.max_tokens for sampling in wanted for _ in range(sampling.n)]
         if prompt != prompt_ids or len(responses) != len(limits):
             return []
-        if any(len(one.token_ids) + (not one.finish_reason) > limit for one, limit in zip(responses, limits, strict=True)):
+        if any(
+            len(one.token_ids) + (not one.finish_reason) > limit
+            for one, limit in zip(responses, limits, strict=True)
+        ):
             return []
         return responses
 
@@ -241,8 +302,15 @@ class PartialFile:
             raise PartialError(f"{self._file.name} is not a file of responses: {error}") from error
         places = {}
         for row in rows if type(rows) is list else [rows]:
-            if type(row) is not list or len(row) != _ROW or any(type(value) is not int or value < 0 for value in row):
-                raise PartialError(f"{self._file.name} is not a file of responses: it does not begin with a list of groups")
+            if (
+                type(row) is not list
+                or len(row) != _ROW
+                or any(type(value) is not int or value < 0 for value in row)
+            ):
+                raise PartialError(
+                    f"{self._file.name} is not a file of responses: it does not begin with "
+                    "a list of groups"
+                )
             *facts, length = row
             places[row[0]] = Beginning(*facts), offset, length
             offset += length
@@ -254,7 +322,14 @@ class PartialFile:
 def _unpacker(file: BinaryIO | None, size: int) -> msgpack.Unpacker:
     limit = max(size, 1)
     return msgpack.Unpacker(
-        file, raw=False, strict_map_key=True, max_buffer_size=limit, max_str_len=_MAX_NAME, max_bin_len=limit, max_ext_len=0, max_array_len=limit,
+        file,
+        raw=False,
+        strict_map_key=True,
+        max_buffer_size=limit,
+        max_str_len=_MAX_NAME,
+        max_bin_len=limit,
+        max_ext_len=0,
+        max_array_len=limit,
         max_map_len=8,
     )
 
@@ -265,13 +340,18 @@ def _decode(packed: bytes) -> tuple[list[int], list[Completion]]:
     unpacker.feed(packed)
     try:
         group = unpacker.unpack()
-        return np.frombuffer(group["prompt"], _INT32).tolist(), [_response_of(one) for one in group["responses"]]
+        return np.frombuffer(group["prompt"], _INT32).tolist(), [
+            _response_of(one) for one in group["responses"]
+        ]
     except (msgpack.UnpackException, ValueError, TypeError, LookupError, RecursionError) as error:
         raise PartialError(f"these are not the responses of a group: {error}") from error
 
 
 def _response_of(plain: dict[str, Any]) -> Completion:
-    tokens, logprobs = np.frombuffer(plain["tokens"], _INT32), np.frombuffer(plain["logprobs"], _FLOAT32)
+    tokens, logprobs = (
+        np.frombuffer(plain["tokens"], _INT32),
+        np.frombuffer(plain["logprobs"], _FLOAT32),
+    )
     labels, at = [], 0
     for label, first, end in plain["labels"]:
         parse_label(label)
@@ -279,9 +359,18 @@ def _response_of(plain: dict[str, Any]) -> Completion:
             raise ValueError(f"a span of tokens [{first}, {end}) follows {at}")
         labels.append((label, first, end))
         at = end
-    if not len(tokens) == len(logprobs) == at or plain["finish"] not in ("", "stop", "length") or plain["finish"] and not len(tokens):
-        raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} log-probs, versions of {at} and the end {str(plain['finish'])[:20]!r} do not fit")
-    if len(tokens) and not (tokens.min() >= 0 and -math.inf < logprobs.min() and logprobs.max() <= 1e-3):
+    if (
+        not len(tokens) == len(logprobs) == at
+        or plain["finish"] not in ("", "stop", "length")
+        or (plain["finish"] and not len(tokens))
+    ):
+        raise ValueError(
+            f"{len(tokens)} tokens, {len(logprobs)} log-probs, versions of {at} and the "
+            f"end {str(plain['finish'])[:20]!r} do not fit"
+        )
+    if len(tokens) and not (
+        tokens.min() >= 0 and -math.inf < logprobs.min() and logprobs.max() <= 1e-3
+    ):
         raise ValueError("a token is negative, or a log-prob not finite or positive")
     return Completion(tokens, logprobs, labels, plain["finish"], time.time())
 

@@ -1,6 +1,8 @@
-"""What a rollout actor tells of its engine: tokens, and what it spends its time on, from the stages of its groups.
+"""What a rollout actor tells of its engine: tokens, and what it spends its time on, from the stages
+of its groups.
 
-Runs in: rollout actors. Hides which cause wins where several hold: weights, generation, evaluation, the verifier, no ticket.
+Runs in: rollout actors. Hides which cause wins where several hold: weights, generation, evaluation,
+the verifier, no ticket.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from async_grpo.runtime.time_ledger import ENGINE_CAUSES, TimeByCause
 class EngineTime:
     """Seconds by cause of one engine, from when it first produces or evaluates."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> None:
         self._clock, self._time = clock, TimeByCause(ENGINE_CAUSES, clock=clock, wall=wall)
         self._stages: dict[tuple[int, int], str] = {}
         self._count: Counter[str] = Counter()
@@ -55,21 +59,30 @@ class EngineTime:
             self._inside[cause] -= 1
             self._look()
 
-    def report(self, sampled: Mapping[str, int], counts: Mapping[str, float], *, every_s: float = 0.0) -> Report | None:
-        """What the queue is told: tokens that the engine `sampled`, what the actor `counts`, and seconds. None if it was told less than `every_s` ago."""
+    def report(
+        self, sampled: Mapping[str, int], counts: Mapping[str, float], *, every_s: float = 0.0
+    ) -> Report | None:
+        """What the queue is told: tokens that the engine `sampled`, what the actor `counts`, and
+        seconds. None if it was told less than `every_s` ago.
+        """
         now = self._clock()
         if every_s and now - self._told_at < every_s:
             return None
         self._told_at = now
         told = Told(
-            sampled=sampled["total"], probes=sampled["probes"], evaluated=sampled["evaluated"], continued=int(counts["continued_tokens"]),
+            sampled=sampled["total"],
+            probes=sampled["probes"],
+            evaluated=sampled["evaluated"],
+            continued=int(counts["continued_tokens"]),
             reprefilled=int(counts["reprefilled"]),
         )
         return Report(told, self._time.began, tuple(self._time.seconds().items()))
 
     def _look(self) -> None:
         cause = self._cause()
-        if cause != self._time.cause and (self._time.began or self.is_producing or cause == "evaluating"):
+        if cause != self._time.cause and (
+            self._time.began or self.is_producing or cause == "evaluating"
+        ):
             self._time.switch(cause)
 
     def _cause(self) -> str:

@@ -1,7 +1,8 @@
 """What a killed process would leave behind, its files and its children, and how they go.
 
-Runs in: any process. Hides how a file's name tells its owner, and how the kernel ties one process to another. Invariant: nothing is
-removed whose owner lives, or may live where it cannot be seen: containers may share a directory and not their processes.
+Runs in: any process. Hides how a file's name tells its owner, and how the kernel ties one process
+to another. Invariant: nothing is removed whose owner lives, or may live where it cannot be seen:
+containers may share a directory and not their processes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process, even while it is stopped, when the thread that started it ends. Exits if that was not `parent`."""
+    """Have the kernel kill this process, even while it is stopped, when the thread that started it
+    ends. Exits if that was not `parent`.
+    """
     before = os.getppid() if parent is None else parent
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -30,7 +33,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def die_with(ancestor: int) -> None:
-    """The same for a parent's parent: when `ancestor` ends, this process and the one in between are killed. Nothing for this process itself."""
+    """The same for a parent's parent: when `ancestor` ends, this process and the one in between are
+    killed. Nothing for this process itself.
+    """
     if os.getpid() == ancestor:
         return
     if os.getppid() == ancestor:
@@ -48,7 +53,9 @@ def die_with(ancestor: int) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill every process that this one started, or that those started; first all are stopped, so that none starts another meanwhile."""
+    """Kill every process that this one started, or that those started; first all are stopped, so
+    that none starts another meanwhile.
+    """
     known: list[int] = []
     while new := [pid for pid in _descendants() if pid not in known]:
         _signal(new, signal.SIGSTOP)
@@ -61,7 +68,9 @@ def _descendants() -> list[int]:
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit():
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(entry.name)] = int(
+                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                )
         except OSError:
             continue  # it has just ended
     found, unseen = [], [os.getpid()]
@@ -91,7 +100,9 @@ def is_gone(owner: str) -> bool:
 
 
 def own_directory(purpose: str) -> Path:
-    """A new directory for temporary files of this process, closed to other users. What killed processes left of this purpose is removed."""
+    """A new directory for temporary files of this process, closed to other users. What killed
+    processes left of this purpose is removed.
+    """
     remove_abandoned(purpose)
     return Path(tempfile.mkdtemp(prefix=f"async_grpo-{purpose}-{owner()}-"))
 

@@ -16,23 +16,38 @@ from async_grpo.errors import SetupError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _TOKENIZER = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")
-_VOCABULARY = ("tokenizer.json", "vocab", "merges", "added_tokens", "tokenizer.model", "spiece.model")
+_VOCABULARY = (
+    "tokenizer.json",
+    "vocab",
+    "merges",
+    "added_tokens",
+    "tokenizer.model",
+    "spiece.model",
+)
 _GIT_TIMEOUT_S = 10.0
 
 
 def code_version() -> dict[str, Any]:
-    """The installed package's `version`, and its git `commit` and whether it is `dirty`; outside a checkout the `digest` of its files."""
+    """The installed package's `version`, and its git `commit` and whether it is `dirty`; outside a
+    checkout the `digest` of its files.
+    """
     try:
         version = {"version": importlib.metadata.version("async_grpo")}
     except importlib.metadata.PackageNotFoundError:
         version = {}  # sent along with a job, and not installed
-    if (_PACKAGE.parent / ".git").exists() and (commit := git("rev-parse", "HEAD")) and (status := git("status", "--porcelain", "--", ".")) is not None:
+    if (
+        (_PACKAGE.parent / ".git").exists()
+        and (commit := git("rev-parse", "HEAD"))
+        and (status := git("status", "--porcelain", "--", ".")) is not None
+    ):
         return version | {"commit": commit, "dirty": bool(status)}
     return version | {"digest": _digest(sorted(_PACKAGE.rglob("*.py")), _PACKAGE)}
 
 
 def tokenizer_fingerprint(model_dir: str, *, trust_remote_code: bool) -> str:
-    """Digest of what decides which text a token id stands for. model_dir: a directory, or the name of a model on the hub."""
+    """Digest of what decides which text a token id stands for. model_dir: a directory, or the name
+    of a model on the hub.
+    """
     source = Path(model_dir)
     if source.is_dir():
         files = [source / "tokenizer.json"]
@@ -40,7 +55,9 @@ def tokenizer_fingerprint(model_dir: str, *, trust_remote_code: bool) -> str:
             files = sorted(path for path in source.iterdir() if path.name.startswith(_VOCABULARY))
         return _digest(files, source)
     vocabulary = load_tokenizer(model_dir, trust_remote_code=trust_remote_code).get_vocab()
-    return hashlib.sha256(repr(sorted(vocabulary.items(), key=lambda item: item[1])).encode()).hexdigest()
+    return hashlib.sha256(
+        repr(sorted(vocabulary.items(), key=lambda item: item[1])).encode()
+    ).hexdigest()
 
 
 def copy_tokenizer(model_dir: str, target: Path, *, trust_remote_code: bool) -> None:
@@ -55,18 +72,24 @@ def copy_tokenizer(model_dir: str, target: Path, *, trust_remote_code: bool) -> 
 
 
 def check_origin(manifest: dict[str, Any], *, data: str, tokenizer: str) -> str | None:
-    """What to tell the user about going on from a checkpoint with these fingerprints of data and tokenizer, or None.
+    """What to tell the user about going on from a checkpoint with these fingerprints of data and
+    tokenizer, or None.
 
-    Raises SetupError for another tokenizer: everything that the model has learnt would be about other text.
+    Raises SetupError for another tokenizer: everything that the model has learnt would be about
+    other text.
     """
     step = manifest["step"]
     if manifest.get("tokenizer_fingerprint", tokenizer) != tokenizer:
         raise SetupError(
-            f"the tokenizer of the model differs from the one that the checkpoint of step {step} was trained with, so its token ids mean other "
+            "the tokenizer of the model differs from the one that the checkpoint of step "
+            f"{step} was trained with, so its token ids mean other "
             "text; give the model the tokenizer back, or start anew with another run.dir"
         )
     if manifest.get("data_fingerprint", data) != data:
-        return f"warning: the training data are not those of the checkpoint of step {step}: group ids pose other problems than before it"
+        return (
+            f"warning: the training data are not those of the checkpoint of step {step}: group "
+            "ids pose other problems than before it"
+        )
     return None
 
 
@@ -74,8 +97,12 @@ def git(*arguments: str) -> str | None:
     """What git says about the package's directory; None where it has nothing to say."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, encoding="utf-8", errors="surrogateescape",
-            timeout=_GIT_TIMEOUT_S, check=False,
+            ["git", "-C", str(_PACKAGE), *arguments],
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

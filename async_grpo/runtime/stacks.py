@@ -1,12 +1,16 @@
-"""Python stacks of the processes of a run, also of those that are stuck in C code or wait for a lock.
+"""Python stacks of the processes of a run, also of those that are stuck in C code or wait for a
+lock.
 
-Runs in: every process of a run (`register`, `register_child`), and where a post-mortem is written (`look`). A process registers by opening one
-small file, `<run dir>/stacks/<role>@<host>@<pid>`; on SIGUSR2 a handler in C appends the stacks of all its threads to it. Ray and vLLM
-leave that signal free in their workers.
+Runs in: every process of a run (`register`, `register_child`), and where a post-mortem is written
+(`look`). A process registers by opening one small file, `<run dir>/stacks/<role>@<host>@<pid>`; on
+SIGUSR2 a handler in C appends the stacks of all its threads to it. Ray and vLLM leave that signal
+free in their workers.
 
-Invariants: only a process that has the handler is signalled (to any other the signal would be deadly); a process that does not answer is
-described by what the kernel says of it; a process id that meanwhile belongs to somebody else is taken for one that has ended. The handler
-looks at threads while they run, which in rare cases ends the process: only those are signalled that end anyway, and never the asking one.
+Invariants: only a process that has the handler is signalled (to any other the signal would be
+deadly); a process that does not answer is described by what the kernel says of it; a process id
+that meanwhile belongs to somebody else is taken for one that has ended. The handler looks at
+threads while they run, which in rare cases ends the process: only those are signalled that end
+anyway, and never the asking one.
 """
 
 from __future__ import annotations
@@ -33,8 +37,11 @@ ANSWER_S = 2.0
 _QUIET_S, _POLL_S = 0.1, 0.02
 _DIRECTORY, _ROLE = "ASYNC_GRPO_STACKS", "ASYNC_GRPO_ROLE"
 STATES = {
-    "T": "is stopped (by SIGSTOP)", "t": "is held by a debugger", "D": "waits inside the kernel (for a disk, network storage or a driver)",
-    "Z": "has ended", "X": "has ended",
+    "T": "is stopped (by SIGSTOP)",
+    "t": "is held by a debugger",
+    "D": "waits inside the kernel (for a disk, network storage or a driver)",
+    "Z": "has ended",
+    "X": "has ended",
 }
 """What is wrong with a process in such a state of /proc/<pid>/status."""
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
@@ -44,7 +51,9 @@ _file: IO[str] | None = None
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A registered process of this host. `parent`: its role up to the last part, "" for one without."""
+    """A registered process of this host. `parent`: its role up to the last part, "" for one
+    without.
+    """
 
     role: str
     pid: int
@@ -65,7 +74,9 @@ class Process:
 
 @dataclass(slots=True)
 class Look:
-    """What a process showed. `trouble`: why it shows no stacks, or what is wrong with it although it does; "" if nothing is."""
+    """What a process showed. `trouble`: why it shows no stacks, or what is wrong with it although
+    it does; "" if nothing is.
+    """
 
     process: Process
     trouble: str = ""
@@ -80,16 +91,24 @@ def home(run_dir: str | Path) -> Path:
 
 
 def register(role: str, directory: str | Path) -> None:
-    """Let this process write its stacks into a file in `directory` when it is asked; its children find the directory in the environment."""
+    """Let this process write its stacks into a file in `directory` when it is asked; its children
+    find the directory in the environment.
+    """
     global _file
     path = Path(directory) / f"{role}@{socket.gethostname()}@{os.getpid()}"
-    for ended in [process for process in registered(directory, role=role) if process.role == role and not is_alive(process)]:
+    for ended in [
+        process
+        for process in registered(directory, role=role)
+        if process.role == role and not is_alive(process)
+    ]:
         ended.path.unlink(missing_ok=True)  # this one takes its place
     logs = [target for descriptor in (1, 2) if os.path.isfile(target := _target(descriptor))]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives: a signal handler cannot open it
-        file.write(json.dumps({"begun": begun(os.getpid()), "logs": list(dict.fromkeys(logs))}) + "\n")
+        file.write(
+            json.dumps({"begun": begun(os.getpid()), "logs": list(dict.fromkeys(logs))}) + "\n"
+        )
         file.flush()
     except OSError as error:  # a full disk must not keep an actor from being replaced
         print(f"{role}: no stacks will be written if this run gets stuck: {error}", file=sys.stderr)
@@ -102,7 +121,9 @@ def register(role: str, directory: str | Path) -> None:
 
 
 def register_child(part: str) -> None:
-    """Register as a part of the process that started this one, if that is registered and this one (not a fork of it) is not."""
+    """Register as a part of the process that started this one, if that is registered and this one
+    (not a fork of it) is not.
+    """
     mine = _file is not None and _file.name.endswith(f"@{os.getpid()}")
     if _DIRECTORY in os.environ and not mine:
         register(f"{os.environ[_ROLE]}{PART}{part}", os.environ[_DIRECTORY])
@@ -125,11 +146,15 @@ def end(directory: str | Path) -> None:
 
 
 def registered(directory: str | Path, *, role: str = "") -> list[Process]:
-    """Processes of this host, of all roles or of this one (`learner`: all ranks) and its parts, those that have ended too."""
+    """Processes of this host, of all roles or of this one (`learner`: all ranks) and its parts,
+    those that have ended too.
+    """
     found = []
     for path in Path(directory).glob("*@*@*"):
         name, host, pid = path.name.split("@")
-        if host != socket.gethostname() or (role and name != role and not name.startswith((f"{role}{PART}", f"{role}-"))):
+        if host != socket.gethostname() or (
+            role and name != role and not name.startswith((f"{role}{PART}", f"{role}-"))
+        ):
             continue
         with contextlib.suppress(OSError, ValueError):  # cut off, or removed by the end of the run
             head = json.loads(path.read_text(encoding="utf-8", errors="replace").partition("\n")[0])
@@ -138,7 +163,9 @@ def registered(directory: str | Path, *, role: str = "") -> list[Process]:
 
 
 def look(directory: str | Path, *, role: str = "", seconds: float = ANSWER_S) -> list[Look]:
-    """Ask all of them (or those of this role and its parts) at once, and take what they have written within the deadline."""
+    """Ask all of them (or those of this role and its parts) at once, and take what they have
+    written within the deadline.
+    """
     looks = [Look(process) for process in registered(directory, role=role)]
     before = {one.process: one.process.path.stat().st_size for one in looks}
     asked = [one for one in looks if _ask(one)]
@@ -148,7 +175,10 @@ def look(directory: str | Path, *, role: str = "", seconds: float = ANSWER_S) ->
         now = {one.process: one.process.path.stat().st_size for one in asked}
         if any(now[process] != sizes[process] for process in now):
             sizes, changed = sizes | now, time.monotonic()
-        elif all(now[process] > before[process] for process in now) and time.monotonic() - changed > _QUIET_S:
+        elif (
+            all(now[process] > before[process] for process in now)
+            and time.monotonic() - changed > _QUIET_S
+        ):
             break
     for one in looks:
         with open(one.process.path, encoding="utf-8", errors="replace") as file:
@@ -167,11 +197,22 @@ def is_alive(process: Process) -> bool:
 
 
 def where(text: str) -> list[str]:
-    """Per thread that is in code of this package: its innermost frame there, and the innermost of all."""
+    """Per thread that is in code of this package: its innermost frame there, and the innermost of
+    all.
+    """
     found = []
     for thread in text.split("\n\n"):
-        frames = [(match["file"], match["line"], match["name"]) for match in _FRAME.finditer(thread)]  # innermost first
-        own = next((frame for frame in frames if _PACKAGE in frame[0] and not frame[0].endswith(f"{os.sep}stacks.py")), None)
+        frames = [
+            (match["file"], match["line"], match["name"]) for match in _FRAME.finditer(thread)
+        ]  # innermost first
+        own = next(
+            (
+                frame
+                for frame in frames
+                if _PACKAGE in frame[0] and not frame[0].endswith(f"{os.sep}stacks.py")
+            ),
+            None,
+        )
         if own is not None:
             inside = "" if own == frames[0] else f", inside {_short(frames[0])}"
             found.append(_short(own) + inside)
@@ -187,7 +228,8 @@ def _ask(one: Look) -> bool:
     """Signal a process if it can answer; what keeps it from that is noted."""
     process = one.process
     if _file is not None and _file.name == str(process.path):
-        # The handler in C looks at the other threads while they run, which can crash a living process. Here nobody else holds the interpreter.
+        # The handler in C looks at the other threads while they run, which can crash a living
+        # process. Here nobody else holds the interpreter.
         faulthandler.dump_traceback(_file, all_threads=True)
         return True
     one.trouble = _trouble(process, "TtZX")
@@ -206,7 +248,9 @@ def _ask(one: Look) -> bool:
 
 
 def _trouble(process: Process, states: str = "TtZXD") -> str:
-    """Which of these states the process is in, in words; "" for another. Everybody waits inside the kernel (D) now and then."""
+    """Which of these states the process is in, in words; "" for another. Everybody waits inside the
+    kernel (D) now and then.
+    """
     state = status(process.pid).get("State", "X")[0] if begun(process.pid) == process.begun else "X"
     return STATES[state] if state in states else ""
 
@@ -218,14 +262,18 @@ def _has_handler(pid: int) -> bool:
 def status(pid: int) -> dict[str, str]:
     """`/proc/<pid>/status`; empty when there is none."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (
+            Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
     except OSError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def begun(pid: int) -> int:
-    """When a process began, in ticks since the machine's start: with its id, this names it for good. 0 when there is none."""
+    """When a process began, in ticks since the machine's start: with its id, this names it for
+    good. 0 when there is none.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,7 +1,8 @@
 """Asking a run to end: by SIGTERM, SIGINT, or a call.
 
-Runs in: the driver. Hides how a wait is cut short. Invariants: a request never interrupts what must be whole (a learner step that
-trains, a publication, a checkpoint); whatever else the main thread waits for gives way within `POLL_S`.
+Runs in: the driver. Hides how a wait is cut short. Invariants: a request never interrupts what must
+be whole (a learner step that trains, a publication, a checkpoint); whatever else the main thread
+waits for gives way within `POLL_S`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Stop:
         return checked
 
     def result(self, future: Future[Any], *, stoppable: bool) -> Any:
-        """The future's result; it is cancelled when the wait ends otherwise: `stoppable` with StopRequested, once somebody asked."""
+        """The future's result; it is cancelled when the wait ends otherwise: `stoppable` with
+        StopRequested, once somebody asked.
+        """
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         try:
@@ -65,7 +68,9 @@ class Stop:
 
 
 class Signals:
-    """SIGTERM and SIGINT inside the block: the first asks the run to end, the second ends it at once."""
+    """SIGTERM and SIGINT inside the block: the first asks the run to end, the second ends it at
+    once.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """`say` prints a line."""
@@ -75,7 +80,10 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -93,16 +101,26 @@ class Signals:
         if self.requested:
             if os.isatty(1):
                 os.write(1, b"\x1b[?25h")  # the cursor, which the panel hides
-            os.write(1, f"\nerror: exit code {128 + number}: a second signal ({name}) ended the run at once\n".encode())
-            kill_descendants()  # the kernel would end most of them; Ray's agents take minutes to notice
+            os.write(
+                1,
+                f"\nerror: exit code {128 + number}: a second signal ({name}) ended the "
+                "run at once\n".encode(),
+            )
+            # the kernel would end most of them; Ray's agents take minutes to notice
+            kill_descendants()
             if self._trainer is not None:
                 self._trainer.abandon()
             os._exit(128 + number)
         self.requested = True
         if self._trainer is not None:
             self._trainer.request_stop()
-        text = f"{name}: the run ends after the learner step that is being trained, and saves; a second signal ends it at once"
-        threading.Thread(target=self._say, args=(text,), daemon=True).start()  # the main thread may be in the middle of printing
+        text = (
+            f"{name}: the run ends after the learner step that is being trained, and saves; a "
+            "second signal ends it at once"
+        )
+        threading.Thread(
+            target=self._say, args=(text,), daemon=True
+        ).start()  # the main thread may be in the middle of printing
 
 
 def grace_period() -> str | None:
@@ -113,7 +131,9 @@ def grace_period() -> str | None:
     line = f"`ray job stop` gives this run {seconds:g} s to save before it is killed"
     if seconds < SHORT_GRACE_S:
         line += (
-            ", which is too short for a learner step and a checkpoint of a real model: set RAY_JOB_STOP_WAIT_TIME_S to 600 in the env_vars of "
-            "the job's runtime_env (docs/jobs.md); what is killed continues from its last checkpoint"
+            ", which is too short for a learner step and a checkpoint of a real model: "
+            "set RAY_JOB_STOP_WAIT_TIME_S to 600 in the env_vars of "
+            "the job's runtime_env (docs/jobs.md); what is killed continues from its last "
+            "checkpoint"
         )
     return line

@@ -1,8 +1,11 @@
-"""Files that are on the disk when a call returns, with their checksums; and what goes wrong with a disk.
+"""Files that are on the disk when a call returns, with their checksums; and what goes wrong with a
+disk.
 
-Runs in: any process (standard library only). Hides fsync, chunks, and how libraries word that a disk is full.
+Runs in: any process (standard library only). Hides fsync, chunks, and how libraries word that a
+disk is full.
 
-Invariant: a checksum is of the bytes that were written, taken while they were written or read back after the write.
+Invariant: a checksum is of the bytes that were written, taken while they were written or read back
+after the write.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ class StorageFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the ranks wrote of a checkpoint. in_memory: to be copied to the disk; note: why not, if so. updates: of the optimizer, so far."""
+    """What the ranks wrote of a checkpoint. in_memory: to be copied to the disk; note: why not, if
+    so. updates: of the optimizer, so far.
+    """
 
     nbytes: int
     in_memory: bool
@@ -62,7 +67,9 @@ def settle_folder(folder: Path) -> None:
 
 
 def move(source: Path, target: Path) -> FileSum:
-    """Bring a file to another place, whose directory exists, and describe it; it is on the disk then, though its name may not be yet."""
+    """Bring a file to another place, whose directory exists, and describe it; it is on the disk
+    then, though its name may not be yet.
+    """
     if source.stat().st_dev == target.parent.stat().st_dev:
         described = settle(source)
         os.replace(source, target)
@@ -80,7 +87,9 @@ def move(source: Path, target: Path) -> FileSum:
 
 
 def storage_error(error: BaseException) -> OSError | None:
-    """The operating system's error behind an exception of a library that writes files, or None: it is about something else."""
+    """The operating system's error behind an exception of a library that writes files, or None: it
+    is about something else.
+    """
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, OSError):

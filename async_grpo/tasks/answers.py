@@ -1,8 +1,9 @@
 """Finds the final answer in a response and decides whether it equals the reference.
 
-Runs in: verifier children (extraction also where a task reads its data). Hides math-verify. Invariants: only short text that passes
-`is_safe` reaches math-verify, since it evaluates what it reads and `9**9**9` would take the memory of the machine; everything else is
-compared as text, so it can be right only by being the reference itself. Every scan of a response is linear in its length.
+Runs in: verifier children (extraction also where a task reads its data). Hides math-verify.
+Invariants: only short text that passes `is_safe` reaches math-verify, since it evaluates what it
+reads and `9**9**9` would take the memory of the machine; everything else is compared as text, so it
+can be right only by being the reference itself. Every scan of a response is linear in its length.
 """
 
 from __future__ import annotations
@@ -19,21 +20,68 @@ MAX_ANSWER = 300
 _TAIL = 10_000
 _MATH_SECONDS = 2
 
-# A minus sign belongs to the number unless it stands after an operand ("5-3"). Thousands are grouped by three, so "1, 2" is two numbers.
-_NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)\]}])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+# A minus sign belongs to the number unless it stands after an operand ("5-3"). Thousands are
+# grouped by three, so "1, 2" is two numbers.
+_NUMBER = re.compile(
+    r"(?:(?<![0-9A-Za-z)\]}])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+)
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?")
 
 _CHARACTERS = re.compile(r"[0-9A-Za-z\\{}()\[\]+\-*/^_.,:;=<>|%$ ]*")
 _COMMANDS = {
-    "frac", "dfrac", "tfrac", "sqrt", "pi", "theta", "alpha", "beta", "infty", "cdot", "times", "div", "pm", "le", "leq", "ge",
-    "geq", "ne", "neq", "lt", "gt", "cup", "cap", "in", "left", "right", "circ", "text", "textbf", "mathrm", "mathbf", "mbox",
-    "quad", "ln", "log", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "begin", "end",
-}  # fmt: skip
+    "frac",
+    "dfrac",
+    "tfrac",
+    "sqrt",
+    "pi",
+    "theta",
+    "alpha",
+    "beta",
+    "infty",
+    "cdot",
+    "times",
+    "div",
+    "pm",
+    "le",
+    "leq",
+    "ge",
+    "geq",
+    "ne",
+    "neq",
+    "lt",
+    "gt",
+    "cup",
+    "cap",
+    "in",
+    "left",
+    "right",
+    "circ",
+    "text",
+    "textbf",
+    "mathrm",
+    "mathbf",
+    "mbox",
+    "quad",
+    "ln",
+    "log",
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "begin",
+    "end",
+}
 _ENVIRONMENTS = re.compile(r"\\(?:begin|end)\{[pbv]matrix\}")
 _TEXT_ARGUMENT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{[A-Za-z0-9 .,\-()]*\}")
 _ESCAPES = re.compile(r"\\[{}%$,;:! \\]")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-# Exponents are a number up to 999, a letter with at most two digits before it, a small fraction, or degrees; a second `^` may not follow.
+# Exponents are a number up to 999, a letter with at most two digits before it, a small fraction, or
+# degrees; a second `^` may not follow.
 _EXPONENT = re.compile(
     r"\^\s*(?:\{\s*(?P<braced>-?[0-9]{1,3}|-?[0-9]{0,2}[A-Za-z]|-?[0-9]/[0-9]|-?\\[dt]?frac\{?[0-9]\}?\{?[0-9]\}?|\\circ)\s*\}"
     r"|(?P<bare>[0-9](?![0-9])|[A-Za-z]|\\circ))(?!\s*\^)"
@@ -42,13 +90,17 @@ _MAX_DEGREE = 200
 
 
 def last_number(text: str) -> str | None:
-    """The last number of the text (its last 10,000 characters are searched), thousands separators removed; None without one."""
+    """The last number of the text (its last 10,000 characters are searched), thousands separators
+    removed; None without one.
+    """
     found = _NUMBER.findall(text[-_TAIL:])
     return found[-1].replace(",", "") if found else None
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """What stands between the last `<tag>` and the `</tag>` after it, stripped; None without such a pair."""
+    """What stands between the last `<tag>` and the `</tag>` after it, stripped; None without such a
+    pair.
+    """
     opening, closing = f"<{tag}>", f"</{tag}>"
     end = text.rfind(closing)
     start = text.rfind(opening, 0, max(end, 0))
@@ -56,7 +108,9 @@ def tagged(text: str, tag: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` (or `\fbox{...}`) with balanced braces, or of `\boxed 5`; None without one."""
+    r"""Content of the last `\boxed{...}` (or `\fbox{...}`) with balanced braces, or of `\boxed 5`;
+    None without one.
+    """
     found = max((text.rfind(command), command) for command in ("\\boxed", "\\fbox"))
     if found[0] < 0:
         return None
@@ -74,7 +128,9 @@ def boxed(text: str) -> str | None:
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Whether the two stand for the same value: same text, same integer, or equal to math-verify. Never slow, never an error."""
+    """Whether the two stand for the same value: same text, same integer, or equal to math-verify.
+    Never slow, never an error.
+    """
     if len(answer) > 10 * MAX_ANSWER:
         return False
     answer, reference = _normal(answer), _normal(reference)
@@ -83,13 +139,17 @@ def equal(answer: str, reference: str) -> bool:
     if answer == reference:
         return True
     numbers = _as_number(answer), _as_number(reference)
-    if None not in numbers and (numbers[0] == numbers[1] or all(number.denominator == 1 for number in numbers)):
+    if None not in numbers and (
+        numbers[0] == numbers[1] or all(number.denominator == 1 for number in numbers)
+    ):
         return numbers[0] == numbers[1]
     return is_safe(answer) and is_safe(reference) and _math_equal(answer, reference)
 
 
 def is_safe(text: str) -> bool:
-    """Whether the text is short and simple enough for math-verify: a conservative pattern of characters, numbers and operators."""
+    """Whether the text is short and simple enough for math-verify: a conservative pattern of
+    characters, numbers and operators.
+    """
     if not 0 < len(text) <= MAX_ANSWER or not _CHARACTERS.fullmatch(text) or "**" in text:
         return False
     if re.search(r"[0-9]{31}", text) or _depth(text) > 8:
@@ -110,7 +170,8 @@ def warm_up() -> None:
 
 
 def _bounded_degree(exponents: list[re.Match[str]]) -> bool:
-    # Powers nest through parentheses ((x^9)^9), so the product of all of them bounds how large a value or a polynomial can grow.
+    # Powers nest through parentheses ((x^9)^9), so the product of all of them bounds how large a
+    # value or a polynomial can grow.
     degree = 1
     for match in exponents:
         digits = re.sub(r"[^0-9]", "", match["braced"] or match["bare"])
@@ -141,7 +202,8 @@ def _as_number(text: str) -> Fraction | None:
 
 
 def _math_equal(answer: str, reference: str) -> bool:
-    # The alarm that limits math-verify works in the main thread only; a verifier child scores there. Elsewhere the pattern alone limits.
+    # The alarm that limits math-verify works in the main thread only; a verifier child scores
+    # there. Elsewhere the pattern alone limits.
     seconds = _MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
     return _engine()(answer, reference, seconds)
 
@@ -154,9 +216,13 @@ def _engine() -> Callable[[str, str, int | None], bool]:
     config = [LatexExtractionConfig()]
 
     def compare(answer: str, reference: str, seconds: int | None) -> bool:
-        sides: list[list[Any]] = [parse(f"\\boxed{{{text}}}", config, parsing_timeout=seconds) for text in (reference, answer)]
+        sides: list[list[Any]] = [
+            parse(f"\\boxed{{{text}}}", config, parsing_timeout=seconds)
+            for text in (reference, answer)
+        ]
         return bool(all(sides) and verify(*sides, timeout_seconds=seconds))
 
-    # The first parse builds tables for a second or so; it must not count against the first answer's limit.
+    # The first parse builds tables for a second or so; it must not count against the first answer's
+    # limit.
     compare("\\frac{1}{2}", "0.5", None)
     return compare

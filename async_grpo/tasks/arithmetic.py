@@ -1,7 +1,8 @@
 """Addition of short numbers: `a+b=`, answered with the digits of the sum in reverse.
 
-Runs in: the driver, the rollout actors and verifier children. Hides how an index becomes a pair. Invariants: a pair (a, b) is training
-or held-out by a hash of the pair itself, so no index and no seed can mix them; reversed digits let a left-to-right model carry.
+Runs in: the driver, the rollout actors and verifier children. Hides how an index becomes a pair.
+Invariants: a pair (a, b) is training or held-out by a hash of the pair itself, so no index and no
+seed can mix them; reversed digits let a left-to-right model carry.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ class ArithmeticOptions(schema.Section):
 
 
 class Arithmetic:
-    """Virtual training set of 2^20 indices (pairs repeat, as the short ones must); needs no data."""
+    """Virtual training set of 2^20 indices (pairs repeat, as the short ones must); needs no
+    data.
+    """
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0, "format": 0.0}
 
     def __init__(self, settings: schema.Task, seed: int) -> None:
-        """`seed` changes the order in which problems are posed, which is not decided here, and nothing else."""
+        """`seed` changes the order in which problems are posed, which is not decided here, and
+        nothing else.
+        """
         self._max_digits = parse_options(ArithmeticOptions, settings).max_digits
 
     @cached_property
@@ -44,7 +49,8 @@ class Arithmetic:
     def train(self, index: int) -> Problem:
         if not 0 <= index < TRAIN_PROBLEMS:
             raise IndexError(f"problem {index} of {TRAIN_PROBLEMS}")
-        # Seven of eight pairs are for training, so a thousand misses in a row do not happen; the bound keeps the loop finite.
+        # Seven of eight pairs are for training, so a thousand misses in a row do not happen; the
+        # bound keeps the loop finite.
         for attempt in range(1000):
             pair = self._pair("train", index, attempt)
             if not is_held_out(*pair):
@@ -52,7 +58,9 @@ class Arithmetic:
         raise RuntimeError(f"no training pair for index {index}")
 
     def evaluation(self, n: int) -> list[Problem]:
-        """The first `n` distinct held-out pairs in a hashed order; with 1 or 2 digits there are about 12 or 1,250 in all."""
+        """The first `n` distinct held-out pairs in a hashed order; with 1 or 2 digits there are
+        about 12 or 1,250 in all.
+        """
         pairs: dict[tuple[int, int], None] = {}
         for attempt in range(_MAX_TRIES + 64 * n):
             if len(pairs) >= n:
@@ -69,7 +77,9 @@ class Arithmetic:
     def _pair(self, domain: str, index: int, attempt: int) -> tuple[int, int]:
         digest = blake2b(f"{domain} {index} {attempt}".encode(), digest_size=32).digest()
         words = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 32, 8)]
-        return _operand(words[0] % self._max_digits + 1, words[1]), _operand(words[2] % self._max_digits + 1, words[3])
+        return _operand(words[0] % self._max_digits + 1, words[1]), _operand(
+            words[2] % self._max_digits + 1, words[3]
+        )
 
 
 def is_held_out(a: int, b: int) -> bool:

@@ -1,8 +1,9 @@
 """What a task is: problems to pose and a verifier that scores responses.
 
-Runs in: the driver and the rollout actors (problems) and verifier children (`score`). Hides nothing. Invariants: a task's constructor
-is cheap and reads no data, because every verifier child constructs the task too; `score` is a pure function of its arguments and the
-options; what crosses to a child (`Problem.reference`, `Score`) is plain enough for msgpack.
+Runs in: the driver and the rollout actors (problems) and verifier children (`score`). Hides
+nothing. Invariants: a task's constructor is cheap and reads no data, because every verifier child
+constructs the task too; `score` is a pure function of its arguments and the options; what crosses
+to a child (`Problem.reference`, `Score`) is plain enough for msgpack.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ Options = TypeVar("Options", bound=BaseModel)
 
 
 class TaskError(ValueError):
-    """The task's name, data or options are wrong; the message is one sentence that says what to change."""
+    """The task's name, data or options are wrong; the message is one sentence that says what to
+    change.
+    """
 
 
 @dataclass(frozen=True)
 class Problem:
     """One prompt: text, or chat messages with `role` and `content`.
 
-    `reference` is what the verifier needs and must be msgpack-able; `solution` is a worked answer for the supervised warm start.
+    `reference` is what the verifier needs and must be msgpack-able; `solution` is a worked answer
+    for the supervised warm start.
     """
 
     prompt: Prompt
@@ -49,11 +53,14 @@ class Task(Protocol):
     """Problems and their verifier. Constructed as `Task(settings: schema.Task, seed: int)`."""
 
     weights: dict[str, float]
-    """Default weight of every reward component; its keys are the components that `score` returns."""
+    """Default weight of every reward component; its keys are the components that `score` returns.
+    """
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the training data and the options: equal fingerprints mean equal problems at equal indices."""
+        """Identifies the training data and the options: equal fingerprints mean equal problems at
+        equal indices.
+        """
 
     def __len__(self) -> int:
         """Number of training problems."""
@@ -62,7 +69,9 @@ class Task(Protocol):
         """Training problem `index`, 0 <= index < len(self); always the same one."""
 
     def evaluation(self, n: int) -> list[Problem]:
-        """The first `n` held-out problems (fewer if there are fewer), none of which is a training problem."""
+        """The first `n` held-out problems (fewer if there are fewer), none of which is a training
+        problem.
+        """
 
     def score(self, response: str, reference: Any) -> Score:
         """Score one response. Pure; runs in a verifier child."""
@@ -70,13 +79,16 @@ class Task(Protocol):
 
 @runtime_checkable
 class WarmsUp(Protocol):
-    """A task whose first `score` would be slow (imports): children call this before the first deadline starts."""
+    """A task whose first `score` would be slow (imports): children call this before the first
+    deadline starts.
+    """
 
     def warm_up(self) -> None: ...
 
 
 def task_weights(settings: schema.Task, task: Task) -> dict[str, float]:
-    """Weight of every reward component: the configured ones (a component that is not named weighs 0), else the task's own.
+    """Weight of every reward component: the configured ones (a component that is not named weighs
+    0), else the task's own.
 
     Raises TaskError for a component that the task does not have.
     """
@@ -84,7 +96,10 @@ def task_weights(settings: schema.Task, task: Task) -> dict[str, float]:
         return dict(task.weights)
     unknown = sorted(set(settings.rewards) - set(task.weights))
     if unknown:
-        raise TaskError(f"task.rewards names {', '.join(unknown)}; the components of this task are {', '.join(sorted(task.weights))}")
+        raise TaskError(
+            f"task.rewards names {', '.join(unknown)}; the components of this task are "
+            f"{', '.join(sorted(task.weights))}"
+        )
     return {name: settings.rewards.get(name, 0.0) for name in task.weights}
 
 
@@ -94,18 +109,33 @@ def parse_options(model: type[Options], settings: schema.Task) -> Options:
         return model.model_validate(settings.options)
     except ValidationError as error:
         first = error.errors()[0]
-        where, valid = ".".join(str(part) for part in first["loc"]), ", ".join(sorted(model.model_fields))
+        where, valid = (
+            ".".join(str(part) for part in first["loc"]),
+            ", ".join(sorted(model.model_fields)),
+        )
         kind = first["type"]
-        what = "is not an option" if kind == "extra_forbidden" else "is missing" if kind == "missing" else f"is {first['input']!r:.60}: {first['msg']}"
-        raise TaskError(f"task.options.{where} {what} (the options of task {settings.name} are {valid})") from error
+        what = (
+            "is not an option"
+            if kind == "extra_forbidden"
+            else "is missing"
+            if kind == "missing"
+            else f"is {first['input']!r:.60}: {first['msg']}"
+        )
+        raise TaskError(
+            f"task.options.{where} {what} (the options of task {settings.name} are {valid})"
+        ) from error
 
 
 def check_score(score: object, components: Collection[str]) -> Score:
-    """`score` with plain floats. Raises TypeError for anything that is not a Score of these components, ValueError if not finite."""
+    """`score` with plain floats. Raises TypeError for anything that is not a Score of these
+    components, ValueError if not finite.
+    """
     if not isinstance(score, Score):
         raise TypeError(f"score() must return a Score, got {type(score).__name__}")
     if not isinstance(score.rewards, dict) or set(score.rewards) != set(components):
-        raise TypeError(f"score() must return the components {sorted(components)}, got {score.rewards!r}")
+        raise TypeError(
+            f"score() must return the components {sorted(components)}, got {score.rewards!r}"
+        )
     rewards = {name: _finite(name, value) for name, value in score.rewards.items()}
     return Score(rewards, None if score.verdict is None else _finite("verdict", score.verdict))
 

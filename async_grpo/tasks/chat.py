@@ -1,4 +1,5 @@
-"""How a question becomes a prompt: chat messages with a system prompt, or plain text; and a prompt its tokens.
+"""How a question becomes a prompt: chat messages with a system prompt, or plain text; and a prompt
+its tokens.
 
 Runs in: the driver and the rollout actors. Hides nothing.
 """
@@ -19,7 +20,8 @@ BOXED = "Solve the problem step by step and put the final answer in \\boxed{}."
 
 class PromptOptions(schema.Section):
     style: Literal["chat", "plain"] = "chat"
-    """Chat messages (the model's chat template is applied), or plain text for a model without one."""
+    """Chat messages (the model's chat template is applied), or plain text for a model without one.
+    """
     system: str | None = None
     """Instruction before the question; null means the task's own, empty means none."""
 
@@ -33,7 +35,13 @@ class PromptOptions(schema.Section):
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt as the model expects them: chat messages through its template, text with what stands at a start (bos)."""
+    """Token ids of a prompt as the model expects them: chat messages through its template, text
+    with what stands at a start (bos).
+    """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False))
+    return list(
+        tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    )

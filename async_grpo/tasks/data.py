@@ -1,8 +1,9 @@
 """Rows from a local JSONL file or a Hugging Face data set, and tasks made of rows.
 
-Runs in: the driver and the rollout actors. Hides where rows come from and what is wrong with some of them. Invariants: a malformed row
-is skipped and counted only up to `task.max_bad_fraction`, above that it is an error that names the rows; a held-out problem whose
-prompt also occurs in training is left out.
+Runs in: the driver and the rollout actors. Hides where rows come from and what is wrong with some
+of them. Invariants: a malformed row is skipped and counted only up to `task.max_bad_fraction`,
+above that it is an error that names the rows; a held-out problem whose prompt also occurs in
+training is left out.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class BadRow(ValueError):
 def read_rows(source: str, *, split: str) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
     """(place, row) of every row of `source`; a line that is not a JSON object comes as BadRow.
 
-    `source` is a JSONL file, or `name`, `name:config`, `name:config:split` of a Hugging Face data set (hub name or local directory);
-    `split` is used where the source names none. Raises TaskError if it cannot be read.
+    `source` is a JSONL file, or `name`, `name:config`, `name:config:split` of a Hugging Face data
+    set (hub name or local directory); `split` is used where the source names none. Raises TaskError
+    if it cannot be read.
     """
     if source.endswith((".jsonl", ".json")) or Path(source).is_file():
         return _read_jsonl(Path(source).expanduser())
@@ -42,7 +44,9 @@ def read_rows(source: str, *, split: str) -> Iterator[tuple[str, dict[str, Any] 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
     if not path.is_file():
-        raise TaskError(f"there is no file {path} (looked in {Path.cwd()}); correct task.train or task.eval")
+        raise TaskError(
+            f"there is no file {path} (looked in {Path.cwd()}); correct task.train or task.eval"
+        )
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -60,13 +64,21 @@ def _parsed(line: bytes) -> dict[str, Any] | BadRow:
     except UnicodeDecodeError:
         return BadRow("not UTF-8 text")
     except ValueError as error:
-        return BadRow(f"not JSON on one line ({str(error).partition(': line')[0].partition(' (char')[0]})")
-    return row if isinstance(row, dict) else BadRow("not a JSON object, one of which stands on every line of such a file")
+        return BadRow(
+            f"not JSON on one line ({str(error).partition(': line')[0].partition(' (char')[0]})"
+        )
+    return (
+        row
+        if isinstance(row, dict)
+        else BadRow("not a JSON object, one of which stands on every line of such a file")
+    )
 
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Inside the block the hub's client does not report its retries; what it raises in the end says it all."""
+    """Inside the block the hub's client does not report its retries; what it raises in the end says
+    it all.
+    """
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -84,7 +96,8 @@ def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]
     try:
         with quiet_hub():
             dataset = load_dataset(name, config or None, split=named_split or split)
-    except Exception as error:  # the package's own errors, its file formats' and the hub client's have no ancestor in common
+    # the package's own errors, its file formats' and the hub client's have no ancestor in common
+    except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         what = f"data set {name!r}, config {config or 'default'!r}, split {named_split or split!r}"
         raise TaskError(f"could not load {what}: {reason}") from error
@@ -93,7 +106,9 @@ def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]
 
 
 class RowTask(ABC):
-    """A task whose problems are rows of `task.train` and `task.eval`. Data are read on first use, never by the constructor."""
+    """A task whose problems are rows of `task.train` and `task.eval`. Data are read on first use,
+    never by the constructor.
+    """
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0}
 
@@ -124,7 +139,9 @@ class RowTask(ABC):
     @cached_property
     def fingerprint(self) -> str:
         digest = blake2b(digest_size=16)
-        digest.update(repr((type(self).__qualname__, sorted(self._settings.options.items()))).encode())
+        digest.update(
+            repr((type(self).__qualname__, sorted(self._settings.options.items()))).encode()
+        )
         for problem in self._train:
             digest.update(msgpack.packb([problem.prompt, problem.reference, problem.solution]))
         return digest.hexdigest()
@@ -143,7 +160,10 @@ class RowTask(ABC):
     @cached_property
     def _train(self) -> list[Problem]:
         if self._settings.train is None:
-            raise TaskError(f"task {self._settings.name} needs task.train: a JSONL file or the name of a Hugging Face data set")
+            raise TaskError(
+                f"task {self._settings.name} needs task.train: a JSONL file or the name of "
+                "a Hugging Face data set"
+            )
         return self._load(self._settings.train, "train")
 
     @cached_property
@@ -152,13 +172,19 @@ class RowTask(ABC):
             return []
         problems = self._load(self._settings.eval, "test")
         if not problems:
-            raise TaskError(f"task.eval ({self._settings.eval}) has no problem; name held-out data, or leave task.eval out")
+            raise TaskError(
+                f"task.eval ({self._settings.eval}) has no problem; name held-out data, or "
+                "leave task.eval out"
+            )
         if self._settings.train is None:  # a task that is only evaluated
             return problems
         seen = {_prompt_key(problem) for problem in self._train}
         kept = [problem for problem in problems if _prompt_key(problem) not in seen]
         if problems and not kept:
-            raise TaskError(f"every problem of task.eval ({self._settings.eval}) is also in task.train; name held-out data")
+            raise TaskError(
+                f"every problem of task.eval ({self._settings.eval}) is also in "
+                "task.train; name held-out data"
+            )
         return kept
 
     def _load(self, source: str, split: str) -> list[Problem]:
@@ -176,9 +202,15 @@ class RowTask(ABC):
             return problems
         found = f"{source}: {count} of {len(problems) + count} rows are malformed"
         if count > allowed * (len(problems) + count):
-            raise TaskError(f"{found}: {_examples(bad)}. Mend them, or leave them out (task.max_bad_fraction, now {allowed:g})")
+            raise TaskError(
+                f"{found}: {_examples(bad)}. Mend them, or leave them out "
+                f"(task.max_bad_fraction, now {allowed:g})"
+            )
         self._bad[split] = count
-        self._notes.append(f"note: {found} and left out, as task.max_bad_fraction {allowed:g} allows: {_examples(bad)}")
+        self._notes.append(
+            f"note: {found} and left out, as task.max_bad_fraction {allowed:g} allows: "
+            f"{_examples(bad)}"
+        )
         return problems
 
 
@@ -186,15 +218,23 @@ def _examples(bad: dict[str, list[str]]) -> str:
     """What is wrong with rows, the most frequent first, each with the places where it begins."""
     kinds = sorted(bad.items(), key=lambda entry: -len(entry[1]))
     listed = [
-        f"{', '.join(places[:_SHOWN])}{f' and {len(places) - _SHOWN} more' if len(places) > _SHOWN else ''}: {what}" for what, places in kinds[:_SHOWN]
+        f"{', '.join(places[:_SHOWN])}"
+        f"{f' and {len(places) - _SHOWN} more' if len(places) > _SHOWN else ''}: {what}"
+        for what, places in kinds[:_SHOWN]
     ]
-    return "; ".join(listed) + (f"; and {len(kinds) - _SHOWN} other kinds" if len(kinds) > _SHOWN else "")
+    return "; ".join(listed) + (
+        f"; and {len(kinds) - _SHOWN} other kinds" if len(kinds) > _SHOWN else ""
+    )
 
 
 def text_of(row: dict[str, Any], key: str) -> str:
     """The non-empty text under `key`. Raises BadRow."""
     if key not in row:
-        raise BadRow(f"no key {key!r} (its keys are {', '.join(map(repr, list(row)[:8]))})" if row else f"no key {key!r}")
+        raise BadRow(
+            f"no key {key!r} (its keys are {', '.join(map(repr, list(row)[:8]))})"
+            if row
+            else f"no key {key!r}"
+        )
     if not isinstance(row[key], str) or not row[key].strip():
         raise BadRow(f"{key!r} must be non-empty text, got {row[key]!r:.40}")
     return row[key]

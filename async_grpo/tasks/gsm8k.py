@@ -1,8 +1,10 @@
-"""Grade-school word problems (GSM8K): rows of `question` and `answer`, the answer ending in `#### 42`.
+"""Grade-school word problems (GSM8K): rows of `question` and `answer`, the answer ending in `####
+42`.
 
-Runs in: the driver, the rollout actors and verifier children. Hides the answer format. Rewards: `correct` (the final answer equals the
-reference) and `format` (the response is exactly a reasoning block and an answer block), weighted 2.0 and 0.8. Invariant: the two are
-independent; a right answer without tags is still right.
+Runs in: the driver, the rollout actors and verifier children. Hides the answer format. Rewards:
+`correct` (the final answer equals the reference) and `format` (the response is exactly a reasoning
+block and an answer block), weighted 2.0 and 0.8. Invariant: the two are independent; a right answer
+without tags is still right.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Gsm8k(RowTask):
 
 
 def final_answer(response: str) -> str | None:
-    """What stands in the last `<answer>` block, else the last number of the response. Of prose in the block, its last number."""
+    """What stands in the last `<answer>` block, else the last number of the response. Of prose in
+    the block, its last number.
+    """
     answer = answers.tagged(response, "answer")
     if answer is None:
         return answers.last_number(response)
@@ -58,7 +62,9 @@ def final_answer(response: str) -> str | None:
 
 
 def has_format(response: str) -> bool:
-    """Whether the response is one `<reasoning>` block, then one `<answer>` block, both non-empty, and nothing else but white space."""
+    """Whether the response is one `<reasoning>` block, then one `<answer>` block, both non-empty,
+    and nothing else but white space.
+    """
     rest, inside = response, []
     for tag in _TAGS_IN_ORDER:
         before, found, rest = rest.partition(tag)
@@ -66,4 +72,6 @@ def has_format(response: str) -> bool:
             return False
         inside.append(before.strip())
     outside_before, reasoning, between, answer = inside
-    return not outside_before and bool(reasoning) and not between and bool(answer) and not rest.strip()
+    return (
+        not outside_before and bool(reasoning) and not between and bool(answer) and not rest.strip()
+    )

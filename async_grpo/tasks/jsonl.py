@@ -1,8 +1,9 @@
-"""A user's own rows: `prompt` (text) or `messages` (chat), and `answer`; `rewards` and `solution` are optional.
+"""A user's own rows: `prompt` (text) or `messages` (chat), and `answer`; `rewards` and `solution`
+are optional.
 
-Runs in: the driver, the rollout actors and verifier children. Hides how a response is compared. Reward `correct`: 1 if the response
-matches `answer`; else the largest value among the answers in `rewards`, e.g. {"Lyon": 0.2}, that it matches; else 0. The verdict is 1
-only for `answer` itself.
+Runs in: the driver, the rollout actors and verifier children. Hides how a response is compared.
+Reward `correct`: 1 if the response matches `answer`; else the largest value among the answers in
+`rewards`, e.g. {"Lyon": 0.2}, that it matches; else 0. The verdict is 1 only for `answer` itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from async_grpo.tasks.data import BadRow, RowTask, text_of
 
 class JsonlOptions(schema.Section):
     match: Literal["exact", "contains", "regex"] = "exact"
-    """The stripped response is the answer, contains it, or holds a match of it as a regular expression."""
+    """The stripped response is the answer, contains it, or holds a match of it as a regular
+    expression.
+    """
 
 
 class Jsonl(RowTask):
@@ -30,22 +33,40 @@ class Jsonl(RowTask):
 
     def problem(self, row: dict[str, Any]) -> Problem:
         answer, partial = _answer(row), row.get("rewards") or {}
-        if not isinstance(partial, dict) or not all(isinstance(value, int | float) and math.isfinite(value) for value in partial.values()):
+        if not isinstance(partial, dict) or not all(
+            isinstance(value, int | float) and math.isfinite(value) for value in partial.values()
+        ):
             raise BadRow(f"'rewards' must map other answers to finite numbers, got {partial!r:.60}")
         if self._match == "regex":
             for pattern in (answer, *partial):
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    raise BadRow(f"{pattern!r:.40} is not a regular expression ({error})") from error
-        solution = text_of(row, "solution") if row.get("solution") is not None else None if self._match == "regex" else answer
-        return Problem(_prompt(row), {"answer": answer, "rewards": {key: float(value) for key, value in partial.items()}}, solution)
+                    raise BadRow(
+                        f"{pattern!r:.40} is not a regular expression ({error})"
+                    ) from error
+        solution = (
+            text_of(row, "solution")
+            if row.get("solution") is not None
+            else None
+            if self._match == "regex"
+            else answer
+        )
+        return Problem(
+            _prompt(row),
+            {"answer": answer, "rewards": {key: float(value) for key, value in partial.items()}},
+            solution,
+        )
 
     def score(self, response: str, reference: Any) -> Score:
         response = response.strip()
         if self._matches(response, reference["answer"]):
             return Score({"correct": 1.0}, 1.0)
-        partial = [value for answer, value in reference["rewards"].items() if self._matches(response, answer)]
+        partial = [
+            value
+            for answer, value in reference["rewards"].items()
+            if self._matches(response, answer)
+        ]
         return Score({"correct": max(partial, default=0.0)}, 0.0)
 
     def _matches(self, response: str, answer: str) -> bool:
@@ -69,6 +90,10 @@ def _prompt(row: dict[str, Any]) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise BadRow("'messages' must be a non-empty list")
     for message in messages:
-        if not isinstance(message, dict) or set(message) != {"role", "content"} or set(map(type, message.values())) != {str}:
+        if (
+            not isinstance(message, dict)
+            or set(message) != {"role", "content"}
+            or set(map(type, message.values())) != {str}
+        ):
             raise BadRow("every entry of 'messages' must have the texts 'role' and 'content'")
     return messages

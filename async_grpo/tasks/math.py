@@ -1,7 +1,9 @@
-r"""Competition mathematics (MATH and alike): rows of `problem` with `answer`, or with a `solution` that holds `\boxed{answer}`.
+r"""Competition mathematics (MATH and alike): rows of `problem` with `answer`, or with a `solution`
+that holds `\boxed{answer}`.
 
-Runs in: the driver, the rollout actors and verifier children. Hides the answer format. Reward `correct`: the response's last
-`\boxed{...}` equals the reference. A response without a box is wrong.
+Runs in: the driver, the rollout actors and verifier children. Hides the answer format. Reward
+`correct`: the response's last `\boxed{...}` equals the reference. A response without a box is
+wrong.
 """
 
 from __future__ import annotations
@@ -25,10 +27,18 @@ class Math(RowTask):
     def problem(self, row: dict[str, Any]) -> Problem:
         question = text_of(row, "problem").strip()
         solution = text_of(row, "solution") if row.get("solution") is not None else None
-        reference = text_of(row, "answer").strip() if row.get("answer") is not None else answers.boxed(solution or "")
+        reference = (
+            text_of(row, "answer").strip()
+            if row.get("answer") is not None
+            else answers.boxed(solution or "")
+        )
         if not reference:
             raise BadRow("no key 'answer' and no \\boxed{} in 'solution'")
-        return Problem(self._options.prompt(question, system=BOXED), reference, solution or f"\\boxed{{{reference}}}")
+        return Problem(
+            self._options.prompt(question, system=BOXED),
+            reference,
+            solution or f"\\boxed{{{reference}}}",
+        )
 
     def score(self, response: str, reference: Any) -> Score:
         answer = answers.boxed(response)

@@ -1,7 +1,8 @@
 """The messages between a verifier pool and its children.
 
-Runs in: rollout actors (parent side) and verifier children. Hides the framing: a 4-byte little-endian length, then msgpack. Invariants:
-no message is longer than `MAX_MESSAGE`; nothing is unpickled; every request is answered item by item, so a deadline counts per item.
+Runs in: rollout actors (parent side) and verifier children. Hides the framing: a 4-byte
+little-endian length, then msgpack. Invariants: no message is longer than `MAX_MESSAGE`; nothing is
+unpickled; every request is answered item by item, so a deadline counts per item.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ class MessageTooLarge(ValueError):
 
 
 def pack(value: Any) -> bytes:
-    """msgpack bytes of one value. Raises TypeError, ValueError or OverflowError for what msgpack cannot hold."""
+    """msgpack bytes of one value. Raises TypeError, ValueError or OverflowError for what msgpack
+    cannot hold.
+    """
     return msgpack.packb(value, use_bin_type=True, unicode_errors="surrogatepass")
 
 
 def unpack(body: bytes) -> Any:
     """The value of msgpack bytes. Raises ValueError."""
     try:
-        return msgpack.unpackb(body, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
+        return msgpack.unpackb(
+            body, raw=False, strict_map_key=False, unicode_errors="surrogatepass"
+        )
     except TypeError as error:  # a map whose key is a list
         raise ValueError(str(error)) from error
 

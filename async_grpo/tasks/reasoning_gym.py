@@ -1,9 +1,11 @@
 """Any data set of the reasoning-gym package, scored by its own `score_answer`.
 
-Runs in: the driver, the rollout actors and verifier children. Hides the package. Problems are generated from seeds: training problem i
-comes from `first + i`, where `first` is a function of the run's seed; held-out problems come from seeds that no run trains on and are
-the same for every run. Reward `correct`: the data set's score, in [0, 1]; the verdict is 1 exactly when that score is at least 1. An answer that a
-scorer would evaluate, and that does not look like a number, list or formula, is scored like none (`safe_answers`).
+Runs in: the driver, the rollout actors and verifier children. Hides the package. Problems are
+generated from seeds: training problem i comes from `first + i`, where `first` is a function of the
+run's seed; held-out problems come from seeds that no run trains on and are the same for every run.
+Reward `correct`: the data set's score, in [0, 1]; the verdict is 1 exactly when that score is at
+least 1. An answer that a scorer would evaluate, and that does not look like a number, list or
+formula, is scored like none (`safe_answers`).
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class ReasoningGymOptions(PromptOptions):
 
 
 class ReasoningGym:
-    """A procedurally generated reasoning task. A data set with few distinct questions may pose one of them in both parts."""
+    """A procedurally generated reasoning task. A data set with few distinct questions may pose one
+    of them in both parts.
+    """
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0}
 
@@ -44,7 +48,10 @@ class ReasoningGym:
         self._options = parse_options(ReasoningGymOptions, settings)
         reserved = sorted({"seed", "size"} & set(self._options.params))
         if reserved:
-            raise TaskError(f"task.options.params may not hold {', '.join(reserved)}; use the run's seed and task.options.size")
+            raise TaskError(
+                f"task.options.params may not hold {', '.join(reserved)}; use the run's "
+                "seed and task.options.size"
+            )
         self._first = seed * 1_000_003 % (_HELD_OUT_SEED - _MAX_SIZE)
 
     @cached_property
@@ -82,7 +89,9 @@ class ReasoningGym:
 
     def _create(self, seed: int, size: int) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the package's dependencies warn about their own source when first imported
+            warnings.simplefilter(
+                "ignore"
+            )  # the package's dependencies warn about their own source when first imported
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         name = self._options.dataset
@@ -94,15 +103,22 @@ class ReasoningGym:
             raise TaskError(f"task.options.params does not fit data set {name}: {error}") from error
 
     def _problem(self, entry: dict[str, Any]) -> Problem:
-        # A Python literal keeps tuples, which msgpack would turn into lists that some scorers do not accept.
+        # A Python literal keeps tuples, which msgpack would turn into lists that some scorers do
+        # not accept.
         reference = repr(_plain(entry))
         answer = entry["answer"]
-        solution = None if answer is None else f"<reasoning>{answer}</reasoning>\n<answer>{answer}</answer>"
+        solution = (
+            None
+            if answer is None
+            else f"<reasoning>{answer}</reasoning>\n<answer>{answer}</answer>"
+        )
         return Problem(self._options.prompt(entry["question"], system=TAGS), reference, solution)
 
 
 def _plain(value: Any) -> Any:
-    """`value` as built-in types that have a Python literal; anything else (metadata that scorers do not read) becomes its text."""
+    """`value` as built-in types that have a Python literal; anything else (metadata that scorers do
+    not read) becomes its text.
+    """
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, dict):
@@ -110,6 +126,10 @@ def _plain(value: Any) -> Any:
     for container in (list, tuple, set):
         if isinstance(value, container):
             return container(_plain(item) for item in value)
-    if value is None or type(value) in (str, bytes, bool, int) or (type(value) is float and math.isfinite(value)):
+    if (
+        value is None
+        or type(value) in (str, bytes, bool, int)
+        or (type(value) is float and math.isfinite(value))
+    ):
         return value
     return str(value)

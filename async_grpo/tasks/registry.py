@@ -1,7 +1,8 @@
 """Finds a task by name and decides which problem a group poses.
 
-Runs in: the driver, the rollout actors and verifier children. Hides the table of built-in tasks, the import of a user's own, and the
-permutation of prompts. Invariant: the problem of a group is a function of seed, data and group_id alone, never of a result.
+Runs in: the driver, the rollout actors and verifier children. Hides the table of built-in tasks,
+the import of a user's own, and the permutation of prompts. Invariant: the problem of a group is a
+function of seed, data and group_id alone, never of a result.
 """
 
 from __future__ import annotations
@@ -34,55 +35,89 @@ def load_task(settings: schema.Task, seed: int) -> Task:
 
 
 def create_task(settings: schema.Task, seed: int) -> Task:
-    """The configured task without reading its data (what a verifier child needs). Raises TaskError."""
+    """The configured task without reading its data (what a verifier child needs). Raises
+    TaskError.
+    """
     path = BUILT_IN.get(settings.name, settings.name)
     module_name, colon, class_name = path.partition(":")
     if not colon or not module_name or not class_name:
-        raise TaskError(f"there is no task {settings.name!r}{_did_you_mean(settings.name, BUILT_IN)}; "
-                        f"use one of {', '.join(BUILT_IN)}, or your own as package.module:Class")  # fmt: skip
+        raise TaskError(
+            f"there is no task {settings.name!r}{_did_you_mean(settings.name, BUILT_IN)}; "
+            f"use one of {', '.join(BUILT_IN)}, or your own as package.module:Class"
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+        if error.name is None or not (
+            module_name == error.name or module_name.startswith(error.name + ".")
+        ):
             raise
-        raise TaskError(f"task.name is {settings.name!r}, but there is no module {error.name!r} in the working directory") from error
+        raise TaskError(
+            f"task.name is {settings.name!r}, but there is no module {error.name!r} in the "
+            "working directory"
+        ) from error
     except Exception as error:
-        raise TaskError(f"task.name is {settings.name!r}, whose module {module_name} cannot be imported: {_described(error)}") from error
+        raise TaskError(
+            f"task.name is {settings.name!r}, whose module {module_name} cannot be "
+            f"imported: {_described(error)}"
+        ) from error
     factory = vars(module).get(class_name)
     if not callable(factory):
-        raise TaskError(f"module {module_name} has no class {class_name!r}{_did_you_mean(class_name, vars(module))}")
+        raise TaskError(
+            f"module {module_name} has no class "
+            f"{class_name!r}{_did_you_mean(class_name, vars(module))}"
+        )
     try:
         task = factory(settings, seed)
     except TaskError:
         raise
     except Exception as error:
         raise TaskError(f"task {settings.name} cannot be made: {_described(error)}") from error
-    lacking = [name for name in _PARTS if not hasattr(task, name)] if settings.name not in BUILT_IN else []
+    lacking = (
+        [name for name in _PARTS if not hasattr(task, name)]
+        if settings.name not in BUILT_IN
+        else []
+    )
     if lacking:
-        raise TaskError(f"{settings.name} is no task: it has no {', '.join(lacking)} (docs/tasks.md shows one)")
+        raise TaskError(
+            f"{settings.name} is no task: it has no {', '.join(lacking)} (docs/tasks.md shows one)"
+        )
     return task
 
 
 def held_out(config: schema.Config, task: Task) -> int:
-    """How many held-out problems an evaluation has: of `task`, which is trained, or of `evaluation.task`. Raises TaskError."""
+    """How many held-out problems an evaluation has: of `task`, which is trained, or of
+    `evaluation.task`. Raises TaskError.
+    """
     if config.evaluation.task is None:
         return len(task.evaluation(config.evaluation.max_samples))
     try:
-        found = len(create_task(config.evaluated_task, config.seed).evaluation(config.evaluation.max_samples))
+        found = len(
+            create_task(config.evaluated_task, config.seed).evaluation(
+                config.evaluation.max_samples
+            )
+        )
     except TaskError as error:
         raise TaskError(f"evaluation.task: {error}") from error
     if not found:
-        raise TaskError(f"evaluation.task: task {config.evaluation.task.name} has no held-out problems (set evaluation.task.eval)")
+        raise TaskError(
+            f"evaluation.task: task {config.evaluation.task.name} has no held-out problems "
+            "(set evaluation.task.eval)"
+        )
     return found
 
 
 def problem_index(seed: int, fingerprint: str, group_id: int, n: int) -> int:
-    """Index in [0, n) of the problem that `group_id` poses: a fresh pseudo-random permutation of all problems per epoch.
+    """Index in [0, n) of the problem that `group_id` poses: a fresh pseudo-random permutation of
+    all problems per epoch.
 
-    A Feistel network over the next even power of two, walked until it lands below n (at most 4 steps on average): constant memory.
+    A Feistel network over the next even power of two, walked until it lands below n (at most 4
+    steps on average): constant memory.
     """
     if n < 1 or group_id < 0:
-        raise ValueError(f"problem_index needs n >= 1 and group_id >= 0, got n {n} and group_id {group_id}")
+        raise ValueError(
+            f"problem_index needs n >= 1 and group_id >= 0, got n {n} and group_id {group_id}"
+        )
     epoch, value = divmod(group_id, n)
     key = blake2b(f"{seed}\0{fingerprint}\0{epoch}".encode(), digest_size=32).digest()
     half = max(1, ((n - 1).bit_length() + 1) // 2)
@@ -96,7 +131,9 @@ def _feistel(value: int, key: bytes, half: int) -> int:
     mask = (1 << half) - 1
     left, right = value >> half, value & mask
     for round_number in range(_ROUNDS):
-        digest = blake2b(right.to_bytes(16, "little"), digest_size=8, key=key, salt=bytes([round_number])).digest()
+        digest = blake2b(
+            right.to_bytes(16, "little"), digest_size=8, key=key, salt=bytes([round_number])
+        ).digest()
         left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
     return left << half | right
 
@@ -104,7 +141,11 @@ def _feistel(value: int, key: bytes, half: int) -> int:
 def _described(error: Exception) -> str:
     """An error of somebody's module on one line, with the place where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
+    place = (
+        f" ({frames[-1].filename}, line {frames[-1].lineno})"
+        if frames and not isinstance(error, SyntaxError)
+        else ""
+    )
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"
 
 

@@ -1,9 +1,11 @@
-"""Scores responses in child processes, so that a verifier that hangs, crashes or eats memory harms one response and nothing else.
+"""Scores responses in child processes, so that a verifier that hangs, crashes or eats memory harms
+one response and nothing else.
 
-Runs in: rollout actors (and the driver, for evaluation), on one event loop. Hides the children, their protocol and their replacement.
-Invariants: every response gets exactly one answer, a Score or a VerifierError, in order; a child has `task.verifier.timeout_s` per
-response and is killed and replaced when it takes longer, dies or runs out of memory; whatever a child says is checked. What an error
-means for the run (`task.verifier.on_error`) is decided by the caller.
+Runs in: rollout actors (and the driver, for evaluation), on one event loop. Hides the children,
+their protocol and their replacement. Invariants: every response gets exactly one answer, a Score or
+a VerifierError, in order; a child has `task.verifier.timeout_s` per response and is killed and
+replaced when it takes longer, dies or runs out of memory; whatever a child says is checked. What an
+error means for the run (`task.verifier.on_error`) is decided by the caller.
 """
 
 from __future__ import annotations
@@ -47,25 +49,43 @@ class VerifierError(RuntimeError):
 class VerifierPool:
     """Children that score responses of one task. All methods belong to one event loop."""
 
-    REASONS = ("timeout", "crash", "memory", "exception", "non_finite", "wrong_type", "not_sendable", "start", "closed")
+    REASONS = (
+        "timeout",
+        "crash",
+        "memory",
+        "exception",
+        "non_finite",
+        "wrong_type",
+        "not_sendable",
+        "start",
+        "closed",
+    )
 
     def __init__(self, settings: schema.Task, *, seed: int, cpu: set[int] | None = None) -> None:
-        """`cpu`: cores the children may run on; None leaves that to the system. Nothing starts before `start`."""
+        """`cpu`: cores the children may run on; None leaves that to the system. Nothing starts
+        before `start`.
+        """
         self.errors: Counter[str] = Counter()
         """Responses that could not be scored, by reason."""
         self._timeout = settings.verifier.timeout_s
-        self._setup = pipe.pack({"settings": settings.model_dump(), "seed": seed, "cpu": sorted(cpu) if cpu else None})
+        self._setup = pipe.pack(
+            {"settings": settings.model_dump(), "seed": seed, "cpu": sorted(cpu) if cpu else None}
+        )
         self._children: list[_Child | None] = [None] * settings.verifier.workers
         self._free: asyncio.Queue[int] = asyncio.Queue()
         self._started = False
         self._closed = False
 
     async def start(self) -> None:
-        """Start all children and wait until they are ready. Raises VerifierError("start") with the child's reason."""
+        """Start all children and wait until they are ready. Raises VerifierError("start") with the
+        child's reason.
+        """
         if self._started:
             raise RuntimeError("the verifier pool has already been started")
         self._started = True
-        outcomes = await asyncio.gather(*(self._child(slot) for slot in range(len(self._children))), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(self._child(slot) for slot in range(len(self._children))), return_exceptions=True
+        )
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failed:
             await self.close()
@@ -81,9 +101,11 @@ class VerifierPool:
         return outcome
 
     async def score_many(self, items: list[Item]) -> list[Score | VerifierError]:
-        """Score (response, reference) pairs on all free children; the answers are in the order of `items`.
+        """Score (response, reference) pairs on all free children; the answers are in the order of
+        `items`.
 
-        Waits for a free child if all are busy; every child frees itself within its deadline per response.
+        Waits for a free child if all are busy; every child frees itself within its deadline per
+        response.
         """
         if not self._started:
             raise RuntimeError("start() the verifier pool first")
@@ -93,21 +115,35 @@ class VerifierPool:
             try:
                 bodies[index] = pipe.pack(item)
                 if len(bodies[index]) > _CHUNK_BYTES:
-                    raise ValueError(f"it has {len(bodies[index])} bytes, the limit is {_CHUNK_BYTES}")
+                    raise ValueError(
+                        f"it has {len(bodies[index])} bytes, the limit is {_CHUNK_BYTES}"
+                    )
             except (TypeError, ValueError, OverflowError) as error:
                 bodies.pop(index, None)
-                outcomes[index] = VerifierError("not_sendable", f"response and reference cannot cross to the verifier: {error}")
-        await asyncio.gather(*(self._score_chunk(chunk, bodies, outcomes) for chunk in self._chunks(bodies)))
-        self.errors.update(outcome.reason for outcome in outcomes if isinstance(outcome, VerifierError))
+                outcomes[index] = VerifierError(
+                    "not_sendable", f"response and reference cannot cross to the verifier: {error}"
+                )
+        await asyncio.gather(
+            *(self._score_chunk(chunk, bodies, outcomes) for chunk in self._chunks(bodies))
+        )
+        self.errors.update(
+            outcome.reason for outcome in outcomes if isinstance(outcome, VerifierError)
+        )
         return [outcome for outcome in outcomes if outcome is not None]
 
     def busy(self) -> list[tuple[int, float]]:
         """(process id, seconds since its last answer) of every child that owes one."""
-        asked = [(child.pid, child.asked) for child in self._children if child is not None and child.asked is not None]
+        asked = [
+            (child.pid, child.asked)
+            for child in self._children
+            if child is not None and child.asked is not None
+        ]
         return [(pid, time.monotonic() - since) for pid, since in asked]
 
     async def close(self) -> None:
-        """Kill all children; what is still being scored ends in VerifierError("closed"). Idempotent."""
+        """Kill all children; what is still being scored ends in VerifierError("closed").
+        Idempotent.
+        """
         self._closed = True
         children = [child for child in self._children if child is not None]
         self._children = [None] * len(self._children)
@@ -125,7 +161,12 @@ class VerifierPool:
             size += len(body)
         return chunks
 
-    async def _score_chunk(self, chunk: list[int], bodies: dict[int, bytes], outcomes: list[Score | VerifierError | None]) -> None:
+    async def _score_chunk(
+        self,
+        chunk: list[int],
+        bodies: dict[int, bytes],
+        outcomes: list[Score | VerifierError | None],
+    ) -> None:
         slot = await self._free.get()
         try:
             rest = chunk
@@ -135,14 +176,17 @@ class VerifierPool:
                     outcomes[index] = outcome
                 rest = rest[len(done) :]
         except asyncio.CancelledError:
-            # The child still owes answers to a question nobody waits for: it must not serve the next one.
+            # The child still owes answers to a question nobody waits for: it must not serve the
+            # next one.
             await self._discard(slot)
             raise
         finally:
             self._free.put_nowait(slot)
 
     async def _try(self, slot: int, bodies: list[bytes]) -> list[Score | VerifierError]:
-        """Answers for a first part of `bodies`, at least one; it ends early where the child had to be replaced."""
+        """Answers for a first part of `bodies`, at least one; it ends early where the child had to
+        be replaced.
+        """
         try:
             child = await self._child(slot)
         except VerifierError as error:
@@ -163,7 +207,9 @@ class VerifierPool:
         return done
 
     async def _child(self, slot: int) -> _Child:
-        """The child of a slot, started if it is missing or has died. Raises VerifierError("start") or ("closed")."""
+        """The child of a slot, started if it is missing or has died. Raises VerifierError("start")
+        or ("closed").
+        """
         if self._closed:
             raise VerifierError("closed", "the verifier pool has been closed")
         child = self._children[slot]
@@ -200,16 +246,26 @@ class _Child:
     async def spawn(cls, setup: bytes) -> _Child:
         """A child that has imported the task. Raises VerifierError("start")."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "async_grpo.tasks.verifier_child", str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(), start_new_session=True,
-        )  # fmt: skip
+            sys.executable,
+            "-P",
+            "-m",
+            "async_grpo.tasks.verifier_child",
+            str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=_environment(),
+            start_new_session=True,
+        )
         child = cls(process)
         try:
             await child._send(pipe.frame(setup), START_TIMEOUT_S)
             kind, detail = await child.receive(START_TIMEOUT_S)
         except VerifierError as error:
             await child.kill()
-            raise VerifierError("start", f"a verifier child did not get ready ({error}); its own output is on stderr") from error
+            raise VerifierError(
+                "start",
+                f"a verifier child did not get ready ({error}); its own output is on stderr",
+            ) from error
         except asyncio.CancelledError:
             await child.kill()
             raise
@@ -229,26 +285,35 @@ class _Child:
         await self._send(pipe.frame(head + b"".join(bodies)), timeout)
 
     async def receive(self, timeout: float) -> list[Any]:
-        """The next message within `timeout` seconds. Raises VerifierError("timeout") or ("crash")."""
+        """The next message within `timeout` seconds. Raises VerifierError("timeout") or
+        ("crash").
+        """
         reader = self._process.stdout
         assert reader is not None
         try:
             try:
                 return await self._read(reader, timeout)
             except TimeoutError:
-                # A parent that was itself busy may find its deadline over and the answer waiting in the pipe.
+                # A parent that was itself busy may find its deadline over and the answer waiting in
+                # the pipe.
                 return await self._read(reader, _GRACE_S)
         except TimeoutError as error:
-            raise VerifierError("timeout", f"no answer within {timeout:g} s (task.verifier.timeout_s)") from error
+            raise VerifierError(
+                "timeout", f"no answer within {timeout:g} s (task.verifier.timeout_s)"
+            ) from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise await self._gone() from error
         except ValueError as error:
-            raise VerifierError("crash", f"the verifier child wrote something else than an answer: {error}") from error
+            raise VerifierError(
+                "crash", f"the verifier child wrote something else than an answer: {error}"
+            ) from error
 
     async def kill(self) -> None:
         """Kill the process and what it started, and wait for its end."""
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself; wait() below collects it
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it ended by itself; wait() below collects it
                 os.killpg(self._process.pid, signal.SIGKILL)
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await self._process.wait()
@@ -263,14 +328,18 @@ class _Child:
                 writer.write(data)
                 await writer.drain()
         except TimeoutError as error:
-            raise VerifierError("timeout", f"the verifier child took no message within {timeout:g} s") from error
+            raise VerifierError(
+                "timeout", f"the verifier child took no message within {timeout:g} s"
+            ) from error
         except ConnectionError as error:
             raise await self._gone() from error
 
     async def _read(self, reader: asyncio.StreamReader, timeout: float) -> list[Any]:
         async with asyncio.timeout(timeout):
             if self._expected is None:
-                self._expected = pipe.checked_length(pipe.LENGTH.unpack(await reader.readexactly(pipe.LENGTH.size))[0])
+                self._expected = pipe.checked_length(
+                    pipe.LENGTH.unpack(await reader.readexactly(pipe.LENGTH.size))[0]
+                )
             message = pipe.unpack(await reader.readexactly(self._expected))
             self._expected = None
         if not isinstance(message, list) or len(message) < 2:
@@ -285,19 +354,31 @@ class _Child:
         except TimeoutError:
             return VerifierError("crash", "the verifier child closed its pipe")
         if code == -signal.SIGXCPU:
-            return VerifierError("timeout", "the response took more CPU time than task.verifier.timeout_s allows")
-        return VerifierError("crash", f"the verifier child was killed by signal {-code}" if code < 0 else f"the verifier child ended with exit code {code}")
+            return VerifierError(
+                "timeout", "the response took more CPU time than task.verifier.timeout_s allows"
+            )
+        return VerifierError(
+            "crash",
+            f"the verifier child was killed by signal {-code}"
+            if code < 0
+            else f"the verifier child ended with exit code {code}",
+        )
 
 
 def _outcome(message: list[Any], components: list[str]) -> Score | VerifierError:
-    """The child has checked the values; that it was the child who spoke is checked here, since task code runs in its process."""
+    """The child has checked the values; that it was the child who spoke is checked here, since task
+    code runs in its process.
+    """
     try:
         if message[0] == "ok" and len(message) == 3:
             return check_score(Score(message[1], message[2]), components)
         if message[0] in VerifierPool.REASONS:
             return VerifierError(message[0], str(message[1])[:_LONGEST_DETAIL])
     except (TypeError, ValueError, OverflowError) as error:
-        raise VerifierError("crash", f"the verifier child answered what its task cannot say: {str(error)[:_LONGEST_DETAIL]}") from error
+        raise VerifierError(
+            "crash",
+            f"the verifier child answered what its task cannot say: {str(error)[:_LONGEST_DETAIL]}",
+        ) from error
     raise VerifierError("crash", f"the verifier child answered {str(message)[:80]}")
 
 

@@ -1,8 +1,10 @@
 """Scores responses for a verifier pool: `python -m async_grpo.tasks.verifier_child <parent pid>`.
 
-Runs in: a verifier child, one fresh interpreter per child, started by `VerifierPool`. Hides the far end of the pipe. Invariants: it
-dies with its parent; its memory, and its CPU time per response, are bounded by the kernel; whatever the task's code prints goes to stderr and never into the protocol; an exception
-of the task is an answer, not a crash. This contains accidents; it is no sandbox against hostile task code.
+Runs in: a verifier child, one fresh interpreter per child, started by `VerifierPool`. Hides the far
+end of the pipe. Invariants: it dies with its parent; its memory, and its CPU time per response, are
+bounded by the kernel; whatever the task's code prints goes to stderr and never into the protocol;
+an exception of the task is an answer, not a crash. This contains accidents; it is no sandbox
+against hostile task code.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def main() -> None:
 
 
 def _take_protocol() -> tuple[BinaryIO, BinaryIO]:
-    """Private copies of stdin and stdout; what task code reads is empty, what it prints goes to stderr."""
+    """Private copies of stdin and stdout; what task code reads is empty, what it prints goes to
+    stderr.
+    """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -72,7 +76,9 @@ def _prepare(setup: dict[str, Any]) -> Any:
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """The parent kills this process at the deadline; the kernel does when the parent cannot, or several threads burn more than one could."""
+    """The parent kills this process at the deadline; the kernel does when the parent cannot, or
+    several threads burn more than one could.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime + timeout_s) + _SPARE_CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))

@@ -1,11 +1,14 @@
-"""A small model that already knows the task a little, so that RL has something to sharpen: built once, then cached.
+"""A small model that already knows the task a little, so that RL has something to sharpen: built
+once, then cached.
 
-Runs in: the driver (`ensure_warm_start`, which needs no torch when the cache has the model) and a child process of it (`warm_start`,
-with all cores as torch threads). The child keeps the driver small and its threads to itself. Hides where models are kept and under
-which key, and the child; `model` hides how the model is taught.
+Runs in: the driver (`ensure_warm_start`, which needs no torch when the cache has the model) and a
+child process of it (`warm_start`, with all cores as torch threads). The child keeps the driver
+small and its threads to itself. Hides where models are kept and under which key, and the child;
+`model` hides how the model is taught.
 
-Invariants: a directory under its final name is complete; two processes that build the same model at the same time end with one of
-the two, equal in all that matters; the key covers everything that the weights depend on.
+Invariants: a directory under its final name is complete; two processes that build the same model at
+the same time end with one of the two, equal in all that matters; the key covers everything that the
+weights depend on.
 """
 
 from __future__ import annotations
@@ -42,9 +45,11 @@ class WarmStartError(RuntimeError):
 
 
 def ensure_warm_start(config: Config, *, progress: Callable[[str], None], timeout_s: float) -> str:
-    """Directory of the warm-started model: from the cache, or built by a child process that takes at most `timeout_s`.
+    """Directory of the warm-started model: from the cache, or built by a child process that takes
+    at most `timeout_s`.
 
-    `progress` gets a line now and then. Raises WarmStartError (the child failed or took too long) and TaskError.
+    `progress` gets a line now and then. Raises WarmStartError (the child failed or took too long)
+    and TaskError.
     """
     directory = cache_path(config, load_task(config.task, config.seed))
     if is_cached(directory):
@@ -52,15 +57,19 @@ def ensure_warm_start(config: Config, *, progress: Callable[[str], None], timeou
         return str(directory)
     _run_child(config, progress, timeout_s)
     if not is_cached(directory):
-        raise WarmStartError(f"the warm start ended without a model in {directory}; is something deleting files there?")
+        raise WarmStartError(
+            f"the warm start ended without a model in {directory}; is something deleting "
+            "files there?"
+        )
     return str(directory)
 
 
 def warm_start(config: Config, *, progress: Callable[[str], None]) -> str:
-    """Directory with a Hugging Face Qwen2 model (safetensors, float32), its tokenizer and `warm_start.json` (what was done).
+    """Directory with a Hugging Face Qwen2 model (safetensors, float32), its tokenizer and
+    `warm_start.json` (what was done).
 
-    Built in this process unless it is cached. Raises ValueError if the task has no solutions or uses characters that the model does
-    not know.
+    Built in this process unless it is cached. Raises ValueError if the task has no solutions or
+    uses characters that the model does not know.
     """
     settings = _settings(config)
     task = load_task(config.task, config.seed)
@@ -73,7 +82,11 @@ def warm_start(config: Config, *, progress: Callable[[str], None]) -> str:
     draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         report = warm_start_model.train(
-            settings, seed=config.seed, batch=lambda start, count: _pairs(config.seed, task, start, count), progress=progress, out=draft
+            settings,
+            seed=config.seed,
+            batch=lambda start, count: _pairs(config.seed, task, start, count),
+            progress=progress,
+            out=draft,
         )
         (draft / _REPORT).write_text(json.dumps(report.as_dict(), indent=1), encoding="utf-8")
         draft.chmod(0o755)
@@ -81,14 +94,17 @@ def warm_start(config: Config, *, progress: Callable[[str], None]) -> str:
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # still there only after an error or a lost race
     progress(
-        f"warm start: {report.clean_steps} + {report.blur_steps} supervised steps in {report.seconds:.0f} s, "
+        f"warm start: {report.clean_steps} + {report.blur_steps} supervised steps in "
+        f"{report.seconds:.0f} s, "
         f"greedy accuracy {report.blurred.greedy:.0%}, sampled {report.blurred.sampled:.0%}"
     )
     return str(directory)
 
 
 def cache_path(config: Config, task: Task) -> Path:
-    """Directory that the model of this configuration and task has in the cache, whether it exists or not."""
+    """Directory that the model of this configuration and task has in the cache, whether it exists
+    or not.
+    """
     settings = _settings(config)
     key = {
         "recipe": RECIPE_VERSION,
@@ -115,13 +131,18 @@ def _settings(config: Config) -> WarmStart:
 
 
 def _pairs(seed: int, task: Task, start: int, count: int) -> list[tuple[str, str]]:
-    """Training pairs at these positions of an order of their own, which RL's order of problems does not follow."""
+    """Training pairs at these positions of an order of their own, which RL's order of problems does
+    not follow.
+    """
     pairs = []
     for position in range(start, start + count):
-        problem = task.train(problem_index(seed, f"{task.fingerprint} warm start", position, len(task)))
+        problem = task.train(
+            problem_index(seed, f"{task.fingerprint} warm start", position, len(task))
+        )
         if not isinstance(problem.prompt, str) or problem.solution is None:
             raise ValueError(
-                "this task has no plain-text prompts with solutions to warm-start on; set model.path instead of model.warm_start"
+                "this task has no plain-text prompts with solutions to warm-start on; set "
+                "model.path instead of model.warm_start"
             )
         pairs.append((problem.prompt, problem.solution))
     return pairs
@@ -131,27 +152,41 @@ def _publish(draft: Path, directory: Path) -> None:
     try:
         os.replace(draft, directory)
     except OSError:
-        # A directory that is not empty cannot be replaced: another process was faster with the same model.
+        # A directory that is not empty cannot be replaced: another process was faster with the same
+        # model.
         if not is_cached(directory):
             raise
 
 
 def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float) -> None:
-    """Run this module as a process; every wait ends at the deadline and the child never outlives the call.
+    """Run this module as a process; every wait ends at the deadline and the child never outlives
+    the call.
 
-    The caller's OMP_NUM_THREADS is meant for processes that share the machine; while the child runs, nothing else does.
+    The caller's OMP_NUM_THREADS is meant for processes that share the machine; while the child
+    runs, nothing else does.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     deadline = time.monotonic() + timeout_s
     child = subprocess.Popen(
         [sys.executable, "-m", "async_grpo.warm_start"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace",
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        },
+    )
     assert child.stdin is not None and child.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()
-    reader = threading.Thread(target=_read_lines, args=(child.stdout, lines), name="warm-start-output", daemon=True)
+    reader = threading.Thread(
+        target=_read_lines, args=(child.stdout, lines), name="warm-start-output", daemon=True
+    )
     last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
     try:
         reader.start()
@@ -167,7 +202,10 @@ def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float
                 last.append(line)
         code = child.wait(max(0.1, deadline - time.monotonic()))
     except (queue.Empty, subprocess.TimeoutExpired) as error:
-        raise WarmStartError(f"the warm start took longer than {timeout_s:.0f} s; lower model.warm_start.max_steps{_tail(last)}") from error
+        raise WarmStartError(
+            f"the warm start took longer than {timeout_s:.0f} s; lower "
+            f"model.warm_start.max_steps{_tail(last)}"
+        ) from error
     finally:
         child.kill()
         child.wait()
@@ -186,7 +224,8 @@ def _tail(last: collections.deque[str]) -> str:
 
 
 def main() -> None:
-    """The child process: the configuration as JSON on standard input, progress lines on standard output."""
+    """The child process: the configuration as JSON on standard input, progress lines on standard
+    output.
+    """
     config = Config.model_validate_json(sys.stdin.read())
     warm_start(config, progress=lambda text: print(f"{_PROGRESS}{text}", flush=True))
-

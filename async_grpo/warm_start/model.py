@@ -1,14 +1,16 @@
 """The supervised half of a warm start: tokenizer, small model, the two training phases.
 
-Runs in: the warm-start child process (see `cache`), with all cores. Hides how the model is taught; `cache` hides where the
-result is kept.
+Runs in: the warm-start child process (see `cache`), with all cores. Hides how the model is taught;
+`cache` hides where the result is kept.
 
-Invariants: everything follows from the seed; the loss covers the solution and the end token only, never the prompt. Accuracy
-needs no sampling: a response is greedily right exactly if the arg-max is right at every position of the solution, and the
-expected accuracy at temperature 1 is the mean probability of the solution; both come from one teacher-forced forward pass.
+Invariants: everything follows from the seed; the loss covers the solution and the end token only,
+never the prompt. Accuracy needs no sampling: a response is greedily right exactly if the arg-max is
+right at every position of the solution, and the expected accuracy at temperature 1 is the mean
+probability of the solution; both come from one teacher-forced forward pass.
 
-The clean phase must end well above the accuracy where RL starts: an unfinished one leaves systematic errors (missed carries) that
-RL sharpens instead of repairing. The blur phase then lowers accuracy by flattening the distribution, which RL undoes quickly.
+The clean phase must end well above the accuracy where RL starts: an unfinished one leaves
+systematic errors (missed carries) that RL sharpens instead of repairing. The blur phase then lowers
+accuracy by flattening the distribution, which RL undoes quickly.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ from async_grpo.config.schema import WARM_START_POSITIONS, WarmStart
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=%^()<>[]{}.,:;?!'\"_ \n"
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 
-# Far from the defaults of large models (0.02 and 10,000 or more): a narrow model over a dozen positions learns about twice as fast.
+# Far from the defaults of large models (0.02 and 10,000 or more): a narrow model over a dozen
+# positions learns about twice as fast.
 _INITIALIZER_RANGE = 0.06
 _ROPE_THETA = 100.0
-_WEIGHT_DECAY = 0.3  # shortens the plateau on which some seeds stay for hundreds of steps without it
+_WEIGHT_DECAY = (
+    0.3  # shortens the plateau on which some seeds stay for hundreds of steps without it
+)
 _LR_WARMUP_STEPS = 50
 _BLUR_PATIENCE, _BLUR_LR_GROWTH = 15, 1.1
 _CHECK_EVERY = 20
@@ -44,7 +49,9 @@ Pair = tuple[str, str]  # prompt, solution
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Share of problems answered right: by the most likely response, and in expectation by one sampled at temperature 1."""
+    """Share of problems answered right: by the most likely response, and in expectation by one
+    sampled at temperature 1.
+    """
 
     greedy: float
     sampled: float
@@ -52,7 +59,9 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the training did: optimizer steps, wall seconds and accuracy on training problems of both phases."""
+    """What the training did: optimizer steps, wall seconds and accuracy on training problems of
+    both phases.
+    """
 
     clean_steps: int
     clean: Accuracy
@@ -68,19 +77,27 @@ class Report:
 def build_tokenizer() -> Qwen2Tokenizer:
     """A character-level tokenizer of 64 tokens: padding, end of text and the alphabet.
 
-    transformers loads the tokenizer of every `qwen2` model as this class, whatever the files say, so it is one: byte-level BPE
-    without merges, where each ASCII character stays a token of its own. It drops characters outside its vocabulary without an
-    error, which is why `Encoder` checks them.
+    transformers loads the tokenizer of every `qwen2` model as this class, whatever the files say,
+    so it is one: byte-level BPE without merges, where each ASCII character stays a token of its
+    own. It drops characters outside its vocabulary without an error, which is why `Encoder` checks
+    them.
     """
     tokens = [PAD, EOS, *(_BYTE_LEVEL.get(character, character) for character in ALPHABET)]
     return Qwen2Tokenizer(
-        vocab={token: index for index, token in enumerate(tokens)}, merges=[],
-        unk_token=EOS, eos_token=EOS, pad_token=PAD, model_max_length=WARM_START_POSITIONS, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[],
+        unk_token=EOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=WARM_START_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def build_model(settings: WarmStart, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """A randomly initialised float32 Qwen2 of the given size; draws from torch's global generator."""
+    """A randomly initialised float32 Qwen2 of the given size; draws from torch's global
+    generator.
+    """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -99,10 +116,19 @@ def build_model(settings: WarmStart, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausa
     return Qwen2ForCausalLM(config).float()
 
 
-def train(settings: WarmStart, *, seed: int, batch: Callable[[int, int], list[Pair]], progress: Callable[[str], None], out: Path) -> Report:
-    """Build, teach and save a model with its tokenizer into `out`; `batch(start, count)` gives training pairs by position.
+def train(
+    settings: WarmStart,
+    *,
+    seed: int,
+    batch: Callable[[int, int], list[Pair]],
+    progress: Callable[[str], None],
+    out: Path,
+) -> Report:
+    """Build, teach and save a model with its tokenizer into `out`; `batch(start, count)` gives
+    training pairs by position.
 
-    The positions used for checking accuracy are never trained on. Raises ValueError for a character outside the alphabet.
+    The positions used for checking accuracy are never trained on. Raises ValueError for a character
+    outside the alphabet.
     """
     started = time.monotonic()
     torch.manual_seed(seed)
@@ -122,7 +148,8 @@ def train(settings: WarmStart, *, seed: int, batch: Callable[[int, int], list[Pa
 
 
 def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, out: Path) -> None:
-    # What `model.save_pretrained` would write; but that imports every installed training framework first, which takes seconds.
+    # What `model.save_pretrained` would write; but that imports every installed training framework
+    # first, which takes seconds.
     tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
     weights = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
@@ -142,14 +169,17 @@ def measure(model: Qwen2ForCausalLM, data: Encoded) -> Accuracy:
     target = data.labels[:, 1:]  # [B, T-1]
     asked = target != _IGNORE
     right = (logits.argmax(-1) == target) | ~asked
-    logprob = torch.log_softmax(logits, -1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    logprob = (
+        torch.log_softmax(logits, -1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    )
     total = (logprob * asked).sum(-1)
     return Accuracy(greedy=right.all(-1).float().mean().item(), sampled=total.exp().mean().item())
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Right-padded rows of prompt, solution and end token. `labels` is the solution and end token, -100 elsewhere.
+    """Right-padded rows of prompt, solution and end token. `labels` is the solution and end token,
+    -100 elsewhere.
 
     Attention is causal, so padding on the right changes no real position and needs no mask.
     """
@@ -159,18 +189,25 @@ class Encoded:
 
 
 class Encoder:
-    """Pairs to tensors. Characters and tokens map one to one, so a dictionary does what the tokenizer does, much faster."""
+    """Pairs to tensors. Characters and tokens map one to one, so a dictionary does what the
+    tokenizer does, much faster.
+    """
 
     def __init__(self, tokenizer: Qwen2Tokenizer) -> None:
         self.ids = {character: tokenizer.encode(character)[0] for character in ALPHABET}
         self.pad, self.eos = tokenizer.convert_tokens_to_ids([PAD, EOS])
 
     def encode(self, pairs: list[Pair]) -> Encoded:
-        """Tensors of these pairs; ValueError names the first character outside the alphabet or a pair that is too long."""
+        """Tensors of these pairs; ValueError names the first character outside the alphabet or a
+        pair that is too long.
+        """
         rows = [(self._ids(prompt), [*self._ids(solution), self.eos]) for prompt, solution in pairs]
         width = max(len(prompt) + len(solution) for prompt, solution in rows)
         if width > WARM_START_POSITIONS:
-            raise ValueError(f"a prompt with its solution has {width} tokens; a warm-started model takes at most {WARM_START_POSITIONS}")
+            raise ValueError(
+                f"a prompt with its solution has {width} tokens; a warm-started model "
+                f"takes at most {WARM_START_POSITIONS}"
+            )
         tokens = torch.full((len(rows), width), self.pad)
         labels = torch.full_like(tokens, _IGNORE)
         for row, (prompt, solution) in enumerate(rows):
@@ -184,7 +221,8 @@ class Encoder:
             return [self.ids[character] for character in text]
         except KeyError as error:
             raise ValueError(
-                f"the task uses the character {error.args[0]!r}, which a warm-started model does not know; "
+                f"the task uses the character {error.args[0]!r}, which a warm-started "
+                "model does not know; "
                 f"set model.path, or use only {ALPHABET!r}"
             ) from error
 
@@ -193,13 +231,28 @@ class _Trainer:
     """AdamW over both phases; the optimizer's state carries over from one to the other."""
 
     def __init__(
-        self, settings: WarmStart, model: Qwen2ForCausalLM, encoder: Encoder, stream: Iterator[list[Pair]], probe: Encoded
+        self,
+        settings: WarmStart,
+        model: Qwen2ForCausalLM,
+        encoder: Encoder,
+        stream: Iterator[list[Pair]],
+        probe: Encoded,
     ) -> None:
-        self.settings, self.model, self.encoder, self.stream, self.probe = settings, model, encoder, stream, probe
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=_WEIGHT_DECAY)
+        self.settings, self.model, self.encoder, self.stream, self.probe = (
+            settings,
+            model,
+            encoder,
+            stream,
+            probe,
+        )
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=_WEIGHT_DECAY
+        )
 
     def clean(self, progress: Callable[[str], None]) -> int:
-        """Train on the solutions until greedy accuracy reaches the target or the steps are used up; returns the steps."""
+        """Train on the solutions until greedy accuracy reaches the target or the steps are used up;
+        returns the steps.
+        """
         limit = self.settings.max_steps
         for step in range(1, limit + 1):
             for group in self.optimizer.param_groups:
@@ -207,36 +260,51 @@ class _Trainer:
             loss = self._update(self.encoder.encode(next(self.stream)))
             if step % _CHECK_EVERY == 0 or step == limit:
                 accuracy = measure(self.model, self.probe)
-                progress(f"warm start: step {step} of at most {limit}, loss {loss:.3f}, greedy accuracy {accuracy.greedy:.0%}")
+                progress(
+                    f"warm start: step {step} of at most {limit}, loss {loss:.3f}, greedy "
+                    f"accuracy {accuracy.greedy:.0%}"
+                )
                 if accuracy.greedy >= self.settings.target_accuracy:
                     return step
         return limit
 
     def blur(self, progress: Callable[[str], None], seed: int) -> int:
-        """Train on partly random solutions until greedy and sampled accuracy have fallen to their targets; returns the steps.
+        """Train on partly random solutions until greedy and sampled accuracy have fallen to their
+        targets; returns the steps.
 
-        The learning rate stays high and the optimizer's second moments are those of the clean phase, so the first noisy steps
-        unsettle the weights at once; many gentle steps would only flatten the distribution and leave the greedy answer right. A seed
-        that holds out gets longer and longer steps.
+        The learning rate stays high and the optimizer's second moments are those of the clean
+        phase, so the first noisy steps unsettle the weights at once; many gentle steps would only
+        flatten the distribution and leave the greedy answer right. A seed that holds out gets
+        longer and longer steps.
         """
         settings, noise = self.settings, random.Random(f"blur {seed}")
         for step in range(1, settings.blur_max_steps + 1):
             if step > _BLUR_PATIENCE:
                 for group in self.optimizer.param_groups:
                     group["lr"] *= _BLUR_LR_GROWTH
-            self._update(self.encoder.encode(_blurred(next(self.stream), settings.blur_noise, noise)))
+            self._update(
+                self.encoder.encode(_blurred(next(self.stream), settings.blur_noise, noise))
+            )
             accuracy = measure(self.model, self.probe)
-            if accuracy.greedy <= settings.blur_accuracy and accuracy.sampled <= settings.blur_sampled_accuracy:
+            if (
+                accuracy.greedy <= settings.blur_accuracy
+                and accuracy.sampled <= settings.blur_sampled_accuracy
+            ):
                 return step
         if settings.blur_max_steps:
-            progress(f"warm start: the blur phase has not reached its targets in {settings.blur_max_steps} steps")
+            progress(
+                "warm start: the blur phase has not reached its targets in "
+                f"{settings.blur_max_steps} steps"
+            )
         return settings.blur_max_steps
 
     def _update(self, data: Encoded) -> float:
         self.model.train()
         logits = self.model(input_ids=data.tokens).logits  # [B, T, V]
         loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].reshape(-1, logits.shape[-1]), data.labels[:, 1:].reshape(-1), ignore_index=_IGNORE
+            logits[:, :-1].reshape(-1, logits.shape[-1]),
+            data.labels[:, 1:].reshape(-1),
+            ignore_index=_IGNORE,
         )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -245,7 +313,9 @@ class _Trainer:
         return loss.item()
 
 
-def _stream(settings: WarmStart, batch: Callable[[int, int], list[Pair]], *, start: int) -> Iterator[list[Pair]]:
+def _stream(
+    settings: WarmStart, batch: Callable[[int, int], list[Pair]], *, start: int
+) -> Iterator[list[Pair]]:
     position = start
     while True:
         yield batch(position, settings.batch_size)
@@ -253,9 +323,17 @@ def _stream(settings: WarmStart, batch: Callable[[int, int], list[Pair]], *, sta
 
 
 def _blurred(pairs: list[Pair], share: float, noise: random.Random) -> list[Pair]:
-    """The pairs with this share of solution characters replaced by characters of other solutions; lengths stay."""
+    """The pairs with this share of solution characters replaced by characters of other solutions;
+    lengths stay.
+    """
     pool = "".join(solution for _, solution in pairs)
     return [
-        (prompt, "".join(noise.choice(pool) if noise.random() < share else character for character in solution))
+        (
+            prompt,
+            "".join(
+                noise.choice(pool) if noise.random() < share else character
+                for character in solution
+            ),
+        )
         for prompt, solution in pairs
     ]

@@ -1,7 +1,8 @@
 """One announcement to many engines: who serves it now, who has to take it again, and who is gone.
 
-Runs in: the driver. Invariant: returns within its deadlines whatever the engines do. In a collective one engine that stops stops all; those that still
-work abort by themselves and say that they are torn, so the one that says nothing is the culprit.
+Runs in: the driver. Invariant: returns within its deadlines whatever the engines do. In a
+collective one engine that stops stops all; those that still work abort by themselves and say that
+they are torn, so the one that says nothing is the culprit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from async_grpo.weights.transport import Announcement, Receipt, TokenSequence, T
 
 GRACE_S = 5.0
 UNDER_WAY = 2
-"""As in `guard`, which the driver does without: buckets that are on their way when nothing moves any more."""
+"""As in `guard`, which the driver does without: buckets that are on their way when nothing moves
+any more.
+"""
 
 
 class EngineHandle(Protocol):
@@ -36,7 +39,8 @@ class EngineHandle(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """By actor id: receipts of those that did it, why others failed, and the errors of those that died or said nothing.
+    """By actor id: receipts of those that did it, why others failed, and the errors of those that
+    died or said nothing.
 
     learner: why its half failed, or ""; learner_hangs: it said nothing.
     """
@@ -55,26 +59,39 @@ class Outcome:
     def reasons(self) -> str:
         """Everything that went wrong, in words."""
         said = [f"{actor_id}: {receipt.reason}" for actor_id, receipt in self.failed.items()]
-        said += [f"{actor_id}: {type(error).__name__}: {error}" for actor_id, error in self.lost.items()]
+        said += [
+            f"{actor_id}: {type(error).__name__}: {error}" for actor_id, error in self.lost.items()
+        ]
         return "; ".join(said + [self.learner] * bool(self.learner))
 
 
 async def everybody(
-    engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[Receipt]], *, learner: Awaitable[str] | None, seconds: float,
-    grace_s: float | None, what: str,
+    engines: Sequence[EngineHandle],
+    call: Callable[[EngineHandle], Awaitable[Receipt]],
+    *,
+    learner: Awaitable[str] | None,
+    seconds: float,
+    grace_s: float | None,
+    what: str,
 ) -> Outcome:
-    """Call all engines (and the learner) at once. seconds: for everything, named `what` in messages.
+    """Call all engines (and the learner) at once. seconds: for everything, named `what` in
+    messages.
 
-    grace_s: what the others get once one has failed, where all depend on each other; None where they do not.
+    grace_s: what the others get once one has failed, where all depend on each other; None where
+    they do not.
     """
     outcome = Outcome()
-    tasks: dict[asyncio.Future[Any], EngineHandle | None] = {asyncio.ensure_future(call(engine)): engine for engine in engines}
+    tasks: dict[asyncio.Future[Any], EngineHandle | None] = {
+        asyncio.ensure_future(call(engine)): engine for engine in engines
+    }
     if learner is not None:
         tasks[asyncio.ensure_future(learner)] = None
     deadline, waiting = time.monotonic() + seconds, set(tasks)
     try:
         while waiting and (left := deadline - time.monotonic()) > 0:
-            finished, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            finished, waiting = await asyncio.wait(
+                waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
             for task in finished:
                 _note(outcome, tasks[task], task)
             if grace_s is not None and not outcome.complete:
@@ -86,9 +103,15 @@ async def everybody(
     for task in waiting:
         engine = tasks[task]
         if engine is None:
-            outcome.learner, outcome.learner_hangs = f"the learner did not finish {what} in time", True
+            outcome.learner, outcome.learner_hangs = (
+                f"the learner did not finish {what} in time",
+                True,
+            )
         else:
-            outcome.lost[engine.actor_id] = TimeoutError(f"{engine.actor_id} did not answer {what} within its deadline ({seconds:g} s at most)")
+            outcome.lost[engine.actor_id] = TimeoutError(
+                f"{engine.actor_id} did not answer {what} within its deadline ({seconds:g} "
+                "s at most)"
+            )
     return outcome
 
 

@@ -1,8 +1,11 @@
-"""Collectives that end: a communicator with a watchdog and checksums, and rendezvous with a deadline.
+"""Collectives that end: a communicator with a watchdog and checksums, and rendezvous with a
+deadline.
 
-Runs in: learner rank 0 and engine workers, around vLLM's NCCL communicator. A process that waits in a collective cannot be told anything,
-so it must free itself: a thread aborts the communicator when none of the buckets under way moved in time. Invariants: after an abort every further
-call raises TornTransfer (vLLM's communicator would return without having done anything); no thread of this module keeps a process alive.
+Runs in: learner rank 0 and engine workers, around vLLM's NCCL communicator. A process that waits in
+a collective cannot be told anything, so it must free itself: a thread aborts the communicator when
+none of the buckets under way moved in time. Invariants: after an abort every further call raises
+TornTransfer (vLLM's communicator would return without having done anything); no thread of this
+module keeps a process alive.
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ from async_grpo.weights.transport import TornTransfer, TransferMismatch
 T = TypeVar("T")
 _SIGN = 2**63
 UNDER_WAY = 2
-"""Buckets that vLLM puts on its streams before it waits for the first of them: a call that returns says nothing about its own bucket."""
+"""Buckets that vLLM puts on its streams before it waits for the first of them: a call that returns
+says nothing about its own bucket.
+"""
 
 
 def within(seconds: float, what: str, work: Callable[[], T]) -> T:
-    """The result of `work`, which may hang for ever in a thread of its own. Raises TimeoutError naming `what` after `seconds`."""
+    """The result of `work`, which may hang for ever in a thread of its own. Raises TimeoutError
+    naming `what` after `seconds`.
+    """
     result: Future[T] = Future()
 
     def run() -> None:
@@ -45,10 +52,14 @@ def within(seconds: float, what: str, work: Callable[[], T]) -> T:
 
 
 class GuardedGroup:
-    """vLLM's communicator (`broadcast`, `destroy`) for one publication at a time: `begin`, broadcasts, `end`. `aborted`: why, or ""."""
+    """vLLM's communicator (`broadcast`, `destroy`) for one publication at a time: `begin`,
+    broadcasts, `end`. `aborted`: why, or "".
+    """
 
     def __init__(self, group: Any, *, quiet_s: float, first_s: float) -> None:
-        """quiet_s: longest time for one bucket. first_s: longer it may take until the first, while other engines still pause."""
+        """quiet_s: longest time for one bucket. first_s: longer it may take until the first, while
+        other engines still pause.
+        """
         self._group, self._first_s, self.rank = group, first_s, group.rank
         self._quiet_s = quiet_s * UNDER_WAY
         self.aborted = ""
@@ -57,11 +68,15 @@ class GuardedGroup:
         self._done = threading.Event()
 
     def begin(self, layout: Layout, *, verify: bool) -> None:
-        """Arm the watchdog. verify: a checksum follows every bucket, and receivers compare before anything is loaded."""
+        """Arm the watchdog. verify: a checksum follows every bucket, and receivers compare before
+        anything is loaded.
+        """
         self._layout, self._verify = layout, verify
         self._buckets = self._bytes = 0
         self._moved_at, self._done = time.monotonic() + self._first_s, threading.Event()
-        threading.Thread(target=self._watch, args=(self._done,), name="async_grpo-transfer-watchdog", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(self._done,), name="async_grpo-transfer-watchdog", daemon=True
+        ).start()
 
     def end(self) -> None:
         """Disarm the watchdog; raises TornTransfer if it fired."""
@@ -69,7 +84,9 @@ class GuardedGroup:
         self._raise_if_aborted()
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
-        """As the communicator's; raises TornTransfer after an abort, TransferMismatch for a wrong checksum."""
+        """As the communicator's; raises TornTransfer after an abort, TransferMismatch for a wrong
+        checksum.
+        """
         self._raise_if_aborted()
         try:
             self._group.broadcast(tensor, src=src, stream=stream)
@@ -81,7 +98,11 @@ class GuardedGroup:
             self._raise_if_aborted()
             raise TornTransfer(f"bucket {self._buckets + 1} did not go through: {error}") from error
         self._raise_if_aborted()
-        self._buckets, self._bytes, self._moved_at = self._buckets + 1, self._bytes + tensor.nbytes, max(self._moved_at, time.monotonic())
+        self._buckets, self._bytes, self._moved_at = (
+            self._buckets + 1,
+            self._bytes + tensor.nbytes,
+            max(self._moved_at, time.monotonic()),
+        )
 
     def abort(self, reason: str) -> None:
         """Free whoever waits in a collective of this group."""
@@ -99,7 +120,9 @@ class GuardedGroup:
         sent = own.clone()
         self._group.broadcast(sent, src=src, stream=stream)
         if self.rank != src and sent.tolist() != own.tolist():
-            raise TransferMismatch(mismatch(self._buckets, None, self._names(self._bytes, self._bytes + tensor.nbytes)))
+            raise TransferMismatch(
+                mismatch(self._buckets, None, self._names(self._bytes, self._bytes + tensor.nbytes))
+            )
 
     def _names(self, start: int, end: int) -> Sequence[str]:
         """Tensors in these bytes of the stream, which has no gaps."""
@@ -113,7 +136,10 @@ class GuardedGroup:
     def _watch(self, done: threading.Event) -> None:
         while not done.wait(max(0.01, self._moved_at + self._quiet_s - time.monotonic())):
             if time.monotonic() - self._moved_at >= self._quiet_s:
-                self.abort(f"no bucket moved for {self._quiet_s:g} s ({UNDER_WAY} x weight_sync.deadlines.bucket_s), after {self._buckets} buckets")
+                self.abort(
+                    f"no bucket moved for {self._quiet_s:g} s ({UNDER_WAY} x "
+                    f"weight_sync.deadlines.bucket_s), after {self._buckets} buckets"
+                )
                 return
 
     def _raise_if_aborted(self) -> None:

@@ -1,7 +1,8 @@
 """Weights through CUDA IPC, to engines on the learner's own GPUs: the learner's half.
 
-Runs in: learner ranks, each of which shares its GPU with one engine. The engines' half is `worker.IpcEngine`. Every rank keeps one copy of
-the weights on its GPU, which its engine maps and reads without a way through the host; a publication is complete before the next is staged.
+Runs in: learner ranks, each of which shares its GPU with one engine. The engines' half is
+`worker.IpcEngine`. Every rank keeps one copy of the weights on its GPU, which its engine maps and
+reads without a way through the host; a publication is complete before the next is staged.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class IpcSender:
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         if self._copy is None:
             self._copy = self._allocate()
-            self._handles = self._handles_of(self._copy)  # once: every export of memory is counted by both sides
+            self._handles = self._handles_of(
+                self._copy
+            )  # once: every export of memory is counted by both sides
         return [{"metadata": to_wire(self._layout)} for _ in tensor_parallel_sizes]
 
     def rendezvous(self) -> str:
@@ -44,11 +47,15 @@ class IpcSender:
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         copy = self._apart if apart else self._copy
         self._layout.fill(copy, self._owner.named_weights(), once=apart)
-        checksums = self._layout.checksums(copy) if verify or self._layout.nbytes <= DIGEST_BYTES else []
+        checksums = (
+            self._layout.checksums(copy) if verify or self._layout.nbytes <= DIGEST_BYTES else []
+        )
         torch.cuda.synchronize(self._owner.device)
         handles = self._handles_of(copy) if apart else self._handles
         payload = {"handles": handles, "keep": not apart, "checksums": checksums if verify else []}
-        return Announcement(label, "ipc", payload, digest(checksums) if checksums else "", self._layout.nbytes)
+        return Announcement(
+            label, "ipc", payload, digest(checksums) if checksums else "", self._layout.nbytes
+        )
 
     def send(self) -> str:
         return ""
@@ -63,8 +70,11 @@ class IpcSender:
         free, _ = torch.cuda.mem_get_info(self._owner.device)
         if self._layout.nbytes > free:
             raise SetupError(
-                f"a copy of the weights for the engine takes {self._layout.nbytes / 2**20:,.0f} MiB and the GPU has {free / 2**20:,.0f} MiB "
-                "free; lower cluster.engine.kv_cache_gb, or give learner and engines GPUs of their own"
+                "a copy of the weights for the engine takes "
+                f"{self._layout.nbytes / 2**20:,.0f} MiB and the GPU has "
+                f"{free / 2**20:,.0f} MiB "
+                "free; lower cluster.engine.kv_cache_gb, or give learner and engines GPUs "
+                "of their own"
             )
         return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
 

@@ -1,8 +1,9 @@
 """Where every tensor of a publication lies in one flat buffer, and checksums over parts of it.
 
-Runs in: learner ranks (fill, checksums), engine workers (views, verification). All transports that copy the weights use this layout, so
-that a digest means the same everywhere. Invariants: tensors lie in the order of `weight_metadata`, each aligned; a bucket is a run of
-whole tensors; both sides compute checksums with the same function, on any device.
+Runs in: learner ranks (fill, checksums), engine workers (views, verification). All transports that
+copy the weights use this layout, so that a digest means the same everywhere. Invariants: tensors
+lie in the order of `weight_metadata`, each aligned; a bucket is a run of whole tensors; both sides
+compute checksums with the same function, on any device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from async_grpo.weights.transport import TransferMismatch
 
 BUCKET_BYTES = 64 * 2**20
 DIGEST_BYTES = 2**28
-"""Weights up to this size get checksums, and so a digest, at every publication: some 40 ms at the most."""
+"""Weights up to this size get checksums, and so a digest, at every publication: some 40 ms at the
+most.
+"""
 KEPT_VIEWS = 2
 _ALIGN = 64
 _BLOCK = 2**16
@@ -65,22 +68,37 @@ class Layout:
         self.buckets = tuple(self._cut())
         self._views: dict[int, list[Tensor]] = {}
 
-    def fill(self, buffer: Tensor | None, weights: Iterable[tuple[str, Tensor]], *, once: bool = False) -> None:
-        """Copy the weights into `buffer` [nbytes] uint8; without a buffer only exhaust them, as the gather needs of every rank.
+    def fill(
+        self, buffer: Tensor | None, weights: Iterable[tuple[str, Tensor]], *, once: bool = False
+    ) -> None:
+        """Copy the weights into `buffer` [nbytes] uint8; without a buffer only exhaust them, as the
+        gather needs of every rank.
 
-        once: the buffer is not one of the few that are used again and again, and nothing of it is kept.
+        once: the buffer is not one of the few that are used again and again, and nothing of it is
+        kept.
         """
-        views = None if buffer is None else [self.view(buffer, entry) for entry in self.entries] if once else self._views_of(buffer)
+        views = (
+            None
+            if buffer is None
+            else [self.view(buffer, entry) for entry in self.entries]
+            if once
+            else self._views_of(buffer)
+        )
         for index, (name, weight) in enumerate(weights):
             entry = self.entries[index]
             if (name, tuple(weight.shape), weight.dtype) != (entry.name, entry.shape, entry.dtype):
-                raise RuntimeError(f"the learner published {name} {tuple(weight.shape)} where {entry.name} {entry.shape} was announced")
+                raise RuntimeError(
+                    f"the learner published {name} {tuple(weight.shape)} where "
+                    f"{entry.name} {entry.shape} was announced"
+                )
             if views is not None:
                 views[index].copy_(weight)
 
     def view(self, buffer: Tensor, entry: Entry) -> Tensor:
         """The tensor of `entry` inside `buffer`."""
-        return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+        return (
+            buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+        )
 
     def tensors(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name, view) of every tensor."""
@@ -92,14 +110,22 @@ class Layout:
         return [checksum(buffer[bucket.start : bucket.end]) for bucket in self.buckets]
 
     def verify(self, buffer: Tensor, expected: Sequence[int]) -> None:
-        """Raise TransferMismatch, naming buckets and tensors, unless every bucket has its expected checksum."""
+        """Raise TransferMismatch, naming buckets and tensors, unless every bucket has its expected
+        checksum.
+        """
         found = self.checksums(buffer)
-        wrong = [index for index, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
+        wrong = [
+            index
+            for index, pair in enumerate(zip(found, expected, strict=True))
+            if pair[0] != pair[1]
+        ]
         if wrong:
             raise TransferMismatch(mismatch(wrong[0], len(found), self.buckets[wrong[0]].names))
 
     def _views_of(self, buffer: Tensor) -> list[Tensor]:
-        """Views of all tensors; buffers are few and used again and again, and making views of small tensors takes as long as filling them."""
+        """Views of all tensors; buffers are few and used again and again, and making views of small
+        tensors takes as long as filling them.
+        """
         if buffer.data_ptr() not in self._views:
             if len(self._views) == KEPT_VIEWS:  # they keep their buffer alive
                 del self._views[next(iter(self._views))]
@@ -120,15 +146,22 @@ class Layout:
 
 def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:
     """What a wrong checksum means, in words."""
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    shown = ", ".join(names[:_SHOWN]) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )
     of = "" if buckets is None else f" of {buckets}"
-    return f"bucket {bucket + 1}{of} of the published weights arrived with other bytes than were sent; it holds {shown}"
+    return (
+        f"bucket {bucket + 1}{of} of the published weights arrived with other bytes than were "
+        f"sent; it holds {shown}"
+    )
 
 
 def checksum(data: Tensor) -> int:
-    """64-bit checksum of a contiguous uint8 tensor, which sees any changed or moved word. The same on every device.
+    """64-bit checksum of a contiguous uint8 tensor, which sees any changed or moved word. The same
+    on every device.
 
-    In blocks: every word times an odd number by its place in the block, summed modulo 2^64; block sums are folded in order.
+    In blocks: every word times an odd number by its place in the block, summed modulo 2^64; block
+    sums are folded in order.
     """
     if spare := -len(data) % 8:
         data = torch.cat([data, data.new_zeros(spare)])
@@ -137,9 +170,18 @@ def checksum(data: Tensor) -> int:
     tail = words.new_zeros(_BLOCK if whole < len(words) else 0)
     tail[: len(words) - whole] = words[whole:]
     weights = torch.arange(1, 2 * _BLOCK, 2, dtype=torch.int64, device=data.device)
-    rows = 1 if data.device.type == "cpu" else 64  # in the processor's cache; on a GPU in a few kernels
-    parts = [part.view(-1, _BLOCK) for blocks in (words[:whole], tail) for part in blocks.split(rows * _BLOCK) if len(part)]
-    scratch = words.new_empty(rows, _BLOCK)  # one for all: fresh pages would cost more than the arithmetic
+    rows = (
+        1 if data.device.type == "cpu" else 64
+    )  # in the processor's cache; on a GPU in a few kernels
+    parts = [
+        part.view(-1, _BLOCK)
+        for blocks in (words[:whole], tail)
+        for part in blocks.split(rows * _BLOCK)
+        if len(part)
+    ]
+    scratch = words.new_empty(
+        rows, _BLOCK
+    )  # one for all: fresh pages would cost more than the arithmetic
     sums = [torch.mul(part, weights, out=scratch[: len(part)]).sum(1) for part in parts]
     return _fold(torch.cat(sums).tolist() if sums else [])
 

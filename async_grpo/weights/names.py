@@ -1,7 +1,8 @@
 """Which tensors an engine loads, compared with those that the learner publishes.
 
-Runs in: engine workers, once per connection. An engine ignores a name that it does not know and keeps old values under a name that never comes,
-without an error; so names and shapes are compared with the files that the engine itself was loaded from.
+Runs in: engine workers, once per connection. An engine ignores a name that it does not know and
+keeps old values under a name that never comes, without an error; so names and shapes are compared
+with the files that the engine itself was loaded from.
 """
 
 from __future__ import annotations
@@ -31,21 +32,43 @@ class NamesDiffer(SetupError):
 
 
 def check_names(model_config: ModelConfig, metadata: Sequence[Sequence[Any]]) -> None:
-    """Raise NamesDiffer with the list of missing, extra, duplicate and differently shaped tensors. metadata: [name, shape, dtype]."""
-    expected = {name: shape for name, shape in checkpoint_shapes(model_config).items() if not _NOT_WEIGHTS.search(name)}
+    """Raise NamesDiffer with the list of missing, extra, duplicate and differently shaped tensors.
+    metadata: [name, shape, dtype].
+    """
+    expected = {
+        name: shape
+        for name, shape in checkpoint_shapes(model_config).items()
+        if not _NOT_WEIGHTS.search(name)
+    }
     published = {name: tuple(shape) for name, shape, _ in metadata}
     tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
-    missing = [name for name in expected if name not in published and not (tied and name.endswith("lm_head.weight"))]
+    missing = [
+        name
+        for name in expected
+        if name not in published and not (tied and name.endswith("lm_head.weight"))
+    ]
     extra = [name for name in published if name not in expected]
-    shapes = [f"{name} {published[name]} instead of {expected[name]}" for name in published if name in expected and published[name] != expected[name]]
+    shapes = [
+        f"{name} {published[name]} instead of {expected[name]}"
+        for name in published
+        if name in expected and published[name] != expected[name]
+    ]
     twice = [name for name, count in Counter(name for name, _, _ in metadata).items() if count > 1]
     found = [
-        f"{what}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
-        for what, names in (("missing", missing), ("extra", extra), ("twice", twice), ("of another shape", shapes)) if names
+        f"{what}: {', '.join(names[:_SHOWN])}"
+        f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+        for what, names in (
+            ("missing", missing),
+            ("extra", extra),
+            ("twice", twice),
+            ("of another shape", shapes),
+        )
+        if names
     ]
     if found:
         raise NamesDiffer(
-            f"the learner's tensors are not those that the engine loads from {model_config.model}; {'; '.join(found)}. "
+            "the learner's tensors are not those that the engine loads from "
+            f"{model_config.model}; {'; '.join(found)}. "
             "Train a model whose architecture both name alike"
         )
 
@@ -54,7 +77,9 @@ def checkpoint_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in the model's files; only their headers are read."""
     directory = Path(model_config.model)
     if not directory.is_dir():
-        directory = Path(cached_file(model_config.model, "config.json", revision=model_config.revision)).parent
+        directory = Path(
+            cached_file(model_config.model, "config.json", revision=model_config.revision)
+        ).parent
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith("consolidated"):  # the same weights in another layout
@@ -64,7 +89,14 @@ def checkpoint_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not shapes:
         for path in sorted(directory.glob("*.bin")):
             tensors = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-            shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+            shapes |= {
+                name: tuple(tensor.shape)
+                for name, tensor in tensors.items()
+                if isinstance(tensor, torch.Tensor)
+            }
     if not shapes:
-        raise NamesDiffer(f"{directory} has no *.safetensors and no *.bin file to compare the learner's tensors with")
+        raise NamesDiffer(
+            f"{directory} has no *.safetensors and no *.bin file to compare the learner's "
+            "tensors with"
+        )
     return shapes

@@ -1,12 +1,16 @@
 """Weights over NCCL, to engines on other GPUs and nodes: the learner's half.
 
-Runs in: learner ranks. The engines' half is `worker.NcclEngine`; both drive vLLM's own NCCL weight-transfer engines, packed into buckets.
+Runs in: learner ranks. The engines' half is `worker.NcclEngine`; both drive vLLM's own NCCL
+weight-transfer engines, packed into buckets.
 
-    overlap:     stage  = gather bucket by bucket -> one copy on rank 0     send (a thread, while the next step runs) = broadcast the copy
-    no overlap:  stage  = nothing                                           send = gather bucket i + 1 while bucket i is broadcast
+    overlap:     stage  = gather bucket by bucket -> one copy on rank 0     send (a thread, while
+                 the next step runs) = broadcast the copy
+    no overlap:  stage  = nothing                                           send = gather bucket i +
+                 1 while bucket i is broadcast
 
-Invariants: the group (rank 0 and every engine worker) is its own and never touches DeepSpeed's; with ZeRO-3 no GPU holds the whole model:
-its copy lies in host memory; a send or a rendezvous that does not move ends by itself within its deadline.
+Invariants: the group (rank 0 and every engine worker) is its own and never touches DeepSpeed's;
+with ZeRO-3 no GPU holds the whole model: its copy lies in host memory; a send or a rendezvous that
+does not move ends by itself within its deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+)
 
 from async_grpo.config.schema import Deadlines
 from async_grpo.errors import SetupError
@@ -32,18 +39,29 @@ from async_grpo.weights.transport import Announcement, TornTransfer, TransferStu
 PACKED_BYTES = 2**28
 ABORT_S = 10.0
 COPY_SHARE = 0.1
-"""A staging copy up to this share of a GPU's memory lies on it, a larger one in pinned host memory."""
+"""A staging copy up to this share of a GPU's memory lies on it, a larger one in pinned host memory.
+"""
 
 
 class NcclSender:
     """vLLM's NCCL trainer engine on rank 0; the other ranks take part in the gather."""
 
     def __init__(
-        self, owner: WeightOwner, *, overlap: bool, deadlines: Deadlines, packed: bool = True, packed_bytes: int = PACKED_BYTES,
+        self,
+        owner: WeightOwner,
+        *,
+        overlap: bool,
+        deadlines: Deadlines,
+        packed: bool = True,
+        packed_bytes: int = PACKED_BYTES,
         packed_buffers: int = 2,
     ) -> None:
         self._owner, self._overlap, self._deadlines = owner, overlap, deadlines
-        self._packing = {"packed": packed, "packed_buffer_size_bytes": packed_bytes, "packed_num_buffers": packed_buffers}
+        self._packing = {
+            "packed": packed,
+            "packed_buffer_size_bytes": packed_bytes,
+            "packed_num_buffers": packed_buffers,
+        }
         self._layout = Layout(owner.weight_metadata())
         self.note = ""
         self._source = _Source(owner, self._layout)
@@ -60,15 +78,24 @@ class NcclSender:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
         world_size = 1 + sum(tensor_parallel_sizes)
-        self._info = NCCLTrainerInitInfo(address, port, world_size, rank=self._owner.rank, **self._packing)
+        self._info = NCCLTrainerInitInfo(
+            address, port, world_size, rank=self._owner.rank, **self._packing
+        )
         payloads, offset = [], 1
         for size in tensor_parallel_sizes:
-            payloads.append({
-                "metadata": to_wire(self._layout), **self._deadlines.model_dump(include={"rendezvous_s", "pause_s", "bucket_s"}),
-                "group": {
-                    "master_address": address, "master_port": port, "rank_offset": offset, "world_size": world_size, **self._packing,
-                },
-            })
+            payloads.append(
+                {
+                    "metadata": to_wire(self._layout),
+                    **self._deadlines.model_dump(include={"rendezvous_s", "pause_s", "bucket_s"}),
+                    "group": {
+                        "master_address": address,
+                        "master_port": port,
+                        "rank_offset": offset,
+                        "world_size": world_size,
+                        **self._packing,
+                    },
+                }
+            )
             offset += size
         return payloads
 
@@ -79,7 +106,9 @@ class NcclSender:
         def join() -> NCCLTrainerWeightTransferEngine:
             if device != "cpu":
                 torch.cuda.set_device(device)  # of this thread
-            return NCCLTrainerWeightTransferEngine.trainer_init(info, client=_DriverCommands(), source=self._source)
+            return NCCLTrainerWeightTransferEngine.trainer_init(
+                info, client=_DriverCommands(), source=self._source
+            )
 
         try:
             engine = within(self._deadlines.rendezvous_s, "joining the engines' group", join)
@@ -87,7 +116,9 @@ class NcclSender:
             return f"the learner could not form a group with the engines: {error}"
         if engine.model_update_group is not None:
             deadlines = self._deadlines
-            engine.model_update_group = GuardedGroup(engine.model_update_group, quiet_s=deadlines.bucket_s, first_s=deadlines.pause_s)
+            engine.model_update_group = GuardedGroup(
+                engine.model_update_group, quiet_s=deadlines.bucket_s, first_s=deadlines.pause_s
+            )
         self._engine = engine
         return ""
 
@@ -96,7 +127,9 @@ class NcclSender:
             self._apart = self._allocate()
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
-        """Without overlap nothing is copied (unless `apart`): the announcement is `streamed`, and `send` reads the model itself."""
+        """Without overlap nothing is copied (unless `apart`): the announcement is `streamed`, and
+        `send` reads the model itself.
+        """
         self._wait()
         self._verify, self._source.copy, checksums = verify, None, []
         copies = self._overlap or apart
@@ -105,23 +138,36 @@ class NcclSender:
                 if apart:
                     self._source.copy = self._apart
                 else:
-                    self._memory = self._source.copy = self._allocate() if self._memory is None else self._memory
+                    self._memory = self._source.copy = (
+                        self._allocate() if self._memory is None else self._memory
+                    )
             self._layout.fill(self._source.copy, self._owner.named_weights(), once=apart)
             if self._owner.device != "cpu":
-                torch.cuda.synchronize(self._owner.device)  # it is sent from other streams, which do not wait for this one
+                torch.cuda.synchronize(
+                    self._owner.device
+                )  # it is sent from other streams, which do not wait for this one
             if self._source.copy is not None and (verify or self._layout.nbytes <= DIGEST_BYTES):
                 checksums = self._layout.checksums(self._source.copy)
         return Announcement(
-            label, "nccl", {"verify": verify}, digest(checksums) if checksums else "", self._layout.nbytes, streamed=not copies
+            label,
+            "nccl",
+            {"verify": verify},
+            digest(checksums) if checksums else "",
+            self._layout.nbytes,
+            streamed=not copies,
         )
 
     def send(self) -> str:
-        """Streamed: on every rank, while nothing trains. From the copy, on rank 0: in a thread that the next stage or connect waits for."""
+        """Streamed: on every rank, while nothing trains. From the copy, on rank 0: in a thread that
+        the next stage or connect waits for.
+        """
         assert self._engine is not None, "rendezvous() comes first"
         if self._source.copy is None:
             return self._send()
         self._sending = Future()
-        threading.Thread(target=self._send_copy, args=(self._sending,), name="async_grpo-sending", daemon=True).start()
+        threading.Thread(
+            target=self._send_copy, args=(self._sending,), name="async_grpo-sending", daemon=True
+        ).start()
         return ""
 
     def release(self) -> None:
@@ -142,11 +188,14 @@ class NcclSender:
             return ""
         if self._owner.device != "cpu":
             torch.cuda.set_device(self._owner.device)  # of this thread
-            torch.cuda.synchronize(self._owner.device)  # what is under way on other streams may still be writing the weights
+            torch.cuda.synchronize(
+                self._owner.device
+            )  # what is under way on other streams may still be writing the weights
         group.begin(self._layout, verify=self._verify)
         try:
             self._engine.send_weights()
-            torch.cuda.current_stream().synchronize()  # unpacked, vLLM only puts the broadcasts on the stream
+            # unpacked, vLLM only puts the broadcasts on the stream
+            torch.cuda.current_stream().synchronize()
             group.end()
         except Exception as error:
             if not isinstance(error, TornTransfer) and not group.aborted:
@@ -162,7 +211,9 @@ class NcclSender:
             done.set_exception(error)
 
     def _wait(self) -> None:
-        """Wait for the thread that sends the copy; that it was torn its engines know. Raises TransferStuck if even an abort did not free it."""
+        """Wait for the thread that sends the copy; that it was torn its engines know. Raises
+        TransferStuck if even an abort did not free it.
+        """
         sending, self._sending = self._sending, None
         if sending is not None:
             seconds = self._deadlines.pause_s + UNDER_WAY * self._deadlines.bucket_s + ABORT_S
@@ -170,11 +221,14 @@ class NcclSender:
                 sending.result(timeout=seconds)
             except TimeoutError:
                 raise TransferStuck(
-                    f"the learner waits in NCCL for engines that are gone, and could not abort it within {seconds:g} s"
+                    "the learner waits in NCCL for engines that are gone, and could not "
+                    f"abort it within {seconds:g} s"
                 ) from None
 
     def _allocate(self) -> Tensor:
-        """Memory for a copy, counted before it is taken: on a GPU that hardly notices it, or pinned on the host."""
+        """Memory for a copy, counted before it is taken: on a GPU that hardly notices it, or pinned
+        on the host.
+        """
         if self._owner.device == "cpu":
             return torch.empty(self._layout.nbytes, dtype=torch.uint8)
         total = torch.cuda.get_device_properties(self._owner.device).total_memory
@@ -184,8 +238,10 @@ class NcclSender:
         available = int(meminfo["MemAvailable"].split()[0]) * 1024
         if 2 * self._layout.nbytes > available:  # pinned memory is given in powers of two
             raise SetupError(
-                f"a copy of the weights to send takes up to {2 * self._layout.nbytes / 2**20:,.0f} MiB of pinned host memory, "
-                f"{available / 2**20:,.0f} MiB are available; set weight_sync.overlap: false and weight_sync.self_check: false to do without"
+                "a copy of the weights to send takes up to "
+                f"{2 * self._layout.nbytes / 2**20:,.0f} MiB of pinned host memory, "
+                f"{available / 2**20:,.0f} MiB are available; set weight_sync.overlap: "
+                "false and weight_sync.self_check: false to do without"
             )
         return torch.empty(self._layout.nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -207,7 +263,9 @@ class _Source(WeightSource):
 
     def open(self) -> None:
         """A new pass over the tensors."""
-        self._left = self._owner.named_weights() if self.copy is None else self._layout.tensors(self.copy)
+        self._left = (
+            self._owner.named_weights() if self.copy is None else self._layout.tensors(self.copy)
+        )
 
     def exhaust(self) -> None:
         """Finish a pass that was cut off: the other ranks are in the middle of its gathers."""
@@ -216,7 +274,9 @@ class _Source(WeightSource):
 
 
 class _DriverCommands:
-    """vLLM's trainer engine would command the inference side through a client that has no deadlines; here the driver does, at the same time."""
+    """vLLM's trainer engine would command the inference side through a client that has no
+    deadlines; here the driver does, at the same time.
+    """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         pass

@@ -1,11 +1,14 @@
-"""Engines that are away: out of the set for the time of an evaluation, so that publications pass them by.
+"""Engines that are away: out of the set for the time of an evaluation, so that publications pass
+them by.
 
-Runs in: the driver. Hides from the coordinator those that are away: it asks, waits for and counts the others only. They stay alive for whoever
-watches processes; what they hold of training groups goes on, at first under the weights that they serve, and like any other group under newer
-ones when they are back.
+Runs in: the driver. Hides from the coordinator those that are away: it asks, waits for and counts
+the others only. They stay alive for whoever watches processes; what they hold of training groups
+goes on, at first under the weights that they serve, and like any other group under newer ones when
+they are back.
 
-Invariant: an engine that is away holds no ticket of a version newer than the one that it serves, for the queue gives it none once another is
-live; what bounds staleness is the version of the ticket.
+Invariant: an engine that is away holds no ticket of a version newer than the one that it serves,
+for the queue gives it none once another is live; what bounds staleness is the version of the
+ticket.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ class Present:
 
     def alive(self) -> Sequence[EngineHandle]:
         """Those that are alive and not away."""
-        return tuple(engine for engine in self._engines.alive() if engine.actor_id not in self._away)
+        return tuple(
+            engine for engine in self._engines.alive() if engine.actor_id not in self._away
+        )
 
     async def drop(self, actor_id: str, error: BaseException) -> None:
         """Declare one dead, away or not."""
@@ -56,7 +61,9 @@ class Present:
 
 
 class Pin:
-    """A version that is kept: `label`; by an `engine` that is away, or, None, by all that serve, for which the next publication waits."""
+    """A version that is kept: `label`; by an `engine` that is away, or, None, by all that serve,
+    for which the next publication waits.
+    """
 
     def __init__(self, label: str, engine: EngineHandle | None = None) -> None:
         self.label, self.engine = label, engine
@@ -85,8 +92,12 @@ class Pin:
         return 0.0 if self._asked is None else time.perf_counter() - self._asked
 
 
-async def unpinned(newest: Callable[[], Pin | None], held: Callable[[], AbstractContextManager[None]]) -> float:
-    """Wait while the `newest` pin holds, and another one that follows at once, inside `held()`; the seconds."""
+async def unpinned(
+    newest: Callable[[], Pin | None], held: Callable[[], AbstractContextManager[None]]
+) -> float:
+    """Wait while the `newest` pin holds, and another one that follows at once, inside `held()`; the
+    seconds.
+    """
     started = time.perf_counter()
     while (pin := newest()) is not None and pin.holds:
         with held():

@@ -1,18 +1,22 @@
 """Weights through shared memory: engines and learner on one node, no collective group.
 
-Runs in: learner rank 0 (SharedMemorySender), a relay process on every other node (SegmentCopy, read_segment), EngineCore processes (SegmentReader).
+Runs in: learner rank 0 (SharedMemorySender), a relay process on every other node (SegmentCopy,
+read_segment), EngineCore processes (SegmentReader).
 
     learner rank 0 --copy--> segment 0 / 1 --views--> engines of its node
-          |                                                              (on another node, once per publication)
-          +--bytes, through Ray's object store--> relay --copy--> segment 0 / 1 --views--> engines of that node
+          |
+          |  (for another node, once per publication)
+          +--bytes, through Ray's object store--> relay --copy--> segment 0 / 1
+                                                     --views--> engines of that node
 
-Hides the segments: two files of a fixed size in /dev/shm, written in turn, so that a publication is staged while engines still read the
-one before; the mappings are reused, because fresh pages cost several times the copy itself. Where /dev/shm has no room, the files lie in
-the run's directory.
+Hides the segments: two files of a fixed size in /dev/shm, written in turn, so that a publication is
+staged while engines still read the one before; the mappings are reused, because fresh pages cost
+several times the copy itself. Where /dev/shm has no room, the files lie in the run's directory.
 
-Invariants: segment files are private to the user (0600) and carry the run's key and their owner's process id; the owner removes them on
-`close`, the driver by key at the end of the run, and the next run those of owners that no longer live. The header's sequence number is
-odd while a write is in progress and is checked before and after a read: a torn copy is an error, never loaded silently.
+Invariants: segment files are private to the user (0600) and carry the run's key and their owner's
+process id; the owner removes them on `close`, the driver by key at the end of the run, and the next
+run those of owners that no longer live. The header's sequence number is odd while a write is in
+progress and is checked before and after a read: a torn copy is an error, never loaded silently.
 """
 
 from __future__ import annotations
@@ -40,39 +44,62 @@ _KEEP_FREE = 64 * 2**20
 
 
 def segment_path(directory: Path, key: str, index: int) -> Path:
-    """File of segment `index` (0, 1, or 2 for a self-check) that this process owns in the run with this key."""
+    """File of segment `index` (0, 1, or 2 for a self-check) that this process owns in the run with
+    this key.
+    """
     return directory / f"async_grpo-{key}-{owner()}-weights-{index}"
 
 
 def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
-    """Where three segments of `nbytes` fit: /dev/shm, or else `fallback`, with a sentence about it. Raises OSError if neither has room."""
+    """Where three segments of `nbytes` fit: /dev/shm, or else `fallback`, with a sentence about it.
+    Raises OSError if neither has room.
+    """
     remove_abandoned_segments()
     needed = 3 * (nbytes + _HEADER_BYTES)
     free = free_bytes(SEGMENT_DIR)
     if free >= needed + _KEEP_FREE:
         return SEGMENT_DIR, ""
     fallback.mkdir(parents=True, exist_ok=True)
-    said = f"{SEGMENT_DIR} has {free / 2**20:,.0f} MiB free and three copies of the weights take {needed / 2**20:,.0f} MiB"
+    said = (
+        f"{SEGMENT_DIR} has {free / 2**20:,.0f} MiB free and three copies of the weights take "
+        f"{needed / 2**20:,.0f} MiB"
+    )
     if free_bytes(fallback) < needed + _KEEP_FREE:
-        raise OSError(f"{said}, and {fallback} has no room for them either; give the container more shared memory (docker: --shm-size)")
-    return fallback, f"{said}: weights are published through files in {fallback}, which is slower; give the container more shared memory"
+        raise OSError(
+            f"{said}, and {fallback} has no room for them either; give the container more "
+            "shared memory (docker: --shm-size)"
+        )
+    return (
+        fallback,
+        f"{said}: weights are published through files in {fallback}, which is slower; give "
+        "the container more shared memory",
+    )
 
 
 def remove_segments(key: str, fallback: Path) -> None:
-    """Remove the segments of this start of a run, also of one whose learner was killed; in its own directory those of every start."""
-    for path in (*SEGMENT_DIR.glob(f"async_grpo-{key}-*-weights-?"), *fallback.glob("async_grpo-*-weights-?")):
+    """Remove the segments of this start of a run, also of one whose learner was killed; in its own
+    directory those of every start.
+    """
+    for path in (
+        *SEGMENT_DIR.glob(f"async_grpo-{key}-*-weights-?"),
+        *fallback.glob("async_grpo-*-weights-?"),
+    ):
         path.unlink(missing_ok=True)
 
 
 def remove_abandoned_segments() -> None:
-    """Remove segments in memory whose owner, named in the file name, no longer lives: what a killed run, or learner, left behind."""
+    """Remove segments in memory whose owner, named in the file name, no longer lives: what a killed
+    run, or learner, left behind.
+    """
     for path in SEGMENT_DIR.glob("async_grpo-*-weights-?"):
         if is_gone(path.name.split("-")[-3]):
             path.unlink(missing_ok=True)
 
 
 class _Mapping:
-    """A whole segment mapped into this process; `data` [nbytes] uint8 is what follows the header."""
+    """A whole segment mapped into this process; `data` [nbytes] uint8 is what follows the
+    header.
+    """
 
     def __init__(self, path: Path, nbytes: int, *, create: bool) -> None:
         self.path, size = path, _HEADER_BYTES + nbytes
@@ -80,14 +107,20 @@ class _Mapping:
         fd = os.open(path, flags, 0o600)
         try:
             if create:
-                os.posix_fallocate(fd, 0, size)  # a full /dev/shm is an error now, not a bus error in the middle of a copy
+                os.posix_fallocate(
+                    fd, 0, size
+                )  # a full /dev/shm is an error now, not a bus error in the middle of a copy
             elif os.fstat(fd).st_size < size:
-                raise TornTransfer(f"{path} has {os.fstat(fd).st_size} bytes, the announcement says {size}")
+                raise TornTransfer(
+                    f"{path} has {os.fstat(fd).st_size} bytes, the announcement says {size}"
+                )
             self.inode = os.fstat(fd).st_ino
             self.map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        self.data = torch.frombuffer(self.map, dtype=torch.uint8, offset=_HEADER_BYTES, count=nbytes)
+        self.data = torch.frombuffer(
+            self.map, dtype=torch.uint8, offset=_HEADER_BYTES, count=nbytes
+        )
 
     def sequence(self) -> int:
         magic, sequence = _HEADER.unpack_from(self.map)
@@ -98,7 +131,9 @@ class _Mapping:
 
 
 class Segments:
-    """The two segments of one owner, written in turn, and a third for what must leave both alone."""
+    """The two segments of one owner, written in turn, and a third for what must leave both
+    alone.
+    """
 
     def __init__(self, directory: Path, key: str, nbytes: int) -> None:
         self._directory, self._key, self._nbytes = directory, key, nbytes
@@ -112,7 +147,9 @@ class Segments:
         self._apart = self._apart or self._create(2)
 
     def begin(self, sequence: int, *, apart: bool = False) -> Tensor:
-        """The buffer for the write with this even number, another than the two before; readers refuse it until `commit`."""
+        """The buffer for the write with this even number, another than the two before; readers
+        refuse it until `commit`.
+        """
         if apart:
             self.reserve()
             self._writing = self._apart
@@ -145,7 +182,9 @@ class Segments:
 
 
 class SharedMemorySender:
-    """The learner's half. Rank 0 writes; the other ranks only take part in the gather. `note`: what the user should know about it."""
+    """The learner's half. Rank 0 writes; the other ranks only take part in the gather. `note`: what
+    the user should know about it.
+    """
 
     def __init__(self, owner: WeightOwner, *, key: str, fallback: Path) -> None:
         self._owner, self._key, self._fallback = owner, key, fallback
@@ -169,14 +208,28 @@ class SharedMemorySender:
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         self._sequence += 2
-        buffer = None if self._segments is None else self._segments.begin(self._sequence, apart=apart)
+        buffer = (
+            None if self._segments is None else self._segments.begin(self._sequence, apart=apart)
+        )
         self._layout.fill(buffer, self._owner.named_weights(), once=apart)
         if buffer is None:
             return Announcement(label, "shared_memory")
-        checksums = self._layout.checksums(buffer) if verify or self._layout.nbytes <= DIGEST_BYTES else []
+        checksums = (
+            self._layout.checksums(buffer) if verify or self._layout.nbytes <= DIGEST_BYTES else []
+        )
         path = self._segments.commit()
-        payload = {"path": str(path), "sequence": self._sequence, "checksums": checksums if verify else []}
-        return Announcement(label, "shared_memory", payload, digest(checksums) if checksums else "", self._layout.nbytes)
+        payload = {
+            "path": str(path),
+            "sequence": self._sequence,
+            "checksums": checksums if verify else [],
+        }
+        return Announcement(
+            label,
+            "shared_memory",
+            payload,
+            digest(checksums) if checksums else "",
+            self._layout.nbytes,
+        )
 
     def send(self) -> str:
         return ""
@@ -201,7 +254,9 @@ class SegmentCopy:
         self.note = ""
 
     def write(self, source: tuple[str, int], data: np.ndarray) -> Path:
-        """Copy `data` [nbytes] uint8, the write with this number in the learner's file of this path, into a local segment; once each."""
+        """Copy `data` [nbytes] uint8, the write with this number in the learner's file of this
+        path, into a local segment; once each.
+        """
         if self._newest is None or self._newest[0] != source:
             if self._segments is None:
                 directory, self.note = choose_directory(len(data), self._fallback)
@@ -217,13 +272,18 @@ class SegmentCopy:
 
 
 def read_segment(path: Path, sequence: int, nbytes: int) -> np.ndarray:
-    """A copy [nbytes] uint8 of the announced write. Raises TornTransfer unless it is exactly that."""
+    """A copy [nbytes] uint8 of the announced write. Raises TornTransfer unless it is exactly
+    that.
+    """
     mapping = _Mapping(path, nbytes, create=False)
     data = None
     if mapping.sequence() == sequence:
         data = mapping.data.numpy().copy()
     if data is None or mapping.sequence() != sequence:
-        raise TornTransfer(f"{path} holds write {mapping.sequence()}, the announcement is for write {sequence}; weights were not fetched")
+        raise TornTransfer(
+            f"{path} holds write {mapping.sequence()}, the announcement is for write "
+            f"{sequence}; weights were not fetched"
+        )
     return data
 
 
@@ -234,9 +294,12 @@ class SegmentReader:
         self.layout = Layout(metadata)
         self._mappings: dict[str, _Mapping] = {}
 
-    def tensors(self, path: str, sequence: int, checksums: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """(name, view) of every tensor. Raises TornTransfer unless the segment holds exactly the announced write, and TransferMismatch
-        where it was announced with other checksums."""
+    def tensors(
+        self, path: str, sequence: int, checksums: Sequence[int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, view) of every tensor. Raises TornTransfer unless the segment holds exactly the
+        announced write, and TransferMismatch where it was announced with other checksums.
+        """
         self.check(path, sequence)
         if checksums:
             self.layout.verify(self._mappings[path].data, checksums)
@@ -244,7 +307,9 @@ class SegmentReader:
         yield from self.layout.tensors(self._mappings[path].data)
 
     def check(self, path: str, sequence: int) -> None:
-        """Raise TornTransfer unless the segment holds exactly the announced write; after loading: nothing was written meanwhile."""
+        """Raise TornTransfer unless the segment holds exactly the announced write; after loading:
+        nothing was written meanwhile.
+        """
         mapping = self._mappings.get(path)
         if mapping is None or mapping.inode != os.stat(path).st_ino:
             for gone in [known for known in self._mappings if not Path(known).exists()]:
@@ -252,7 +317,10 @@ class SegmentReader:
             mapping = self._mappings[path] = _Mapping(Path(path), self.layout.nbytes, create=False)
         found = mapping.sequence()
         if found != sequence:
-            raise TornTransfer(f"{path} holds write {found}, the announcement is for write {sequence}; weights were not loaded")
+            raise TornTransfer(
+                f"{path} holds write {found}, the announcement is for write {sequence}; "
+                "weights were not loaded"
+            )
 
 
 def free_bytes(directory: Path) -> int:

@@ -1,13 +1,17 @@
 """The engine workers' half of every transport, on top of vLLM's weight-transfer engines.
 
-Runs in: vLLM EngineCore and worker processes. vLLM imports this module there because `WorkerExtension` is named as its
-`worker_extension_cls`; importing it registers the engines, and the process for post-mortems. The front end makes one call per publication:
+Runs in: vLLM EngineCore and worker processes. vLLM imports this module there because
+`WorkerExtension` is named as its `worker_extension_cls`; importing it registers the engines, and
+the process for post-mortems. The front end makes one call per publication:
 
-    take_publication -> start_weight_update -> update_weights (verify, then load) -> finish_weight_update -> what happened, as plain values
+    take_publication -> start_weight_update -> update_weights (verify, then load)
+        -> finish_weight_update -> what happened, as plain values
 
-Invariants: nothing is loaded whose checksum is wrong; after `finish_weight_update` every layer computes with the new weights; a publication that
-was cut off leaves nothing behind that could mix with the next one; a worker that waits for the learner frees itself within its deadline.
-On CPU a tied LM head keeps a packed copy of the embedding that a layerwise reload does not refresh, so it is packed again here.
+Invariants: nothing is loaded whose checksum is wrong; after `finish_weight_update` every layer
+computes with the new weights; a publication that was cut off leaves nothing behind that could mix
+with the next one; a worker that waits for the learner frees itself within its deadline. On CPU a
+tied LM head keeps a packed copy of the embedding that a layerwise reload does not refresh, so it is
+packed again here.
 """
 
 from __future__ import annotations
@@ -22,12 +26,25 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from tqdm.std import TqdmDefaultWriteLock
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_process_group
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_common import (
+    NCCLWeightTransferInitInfo,
+    worker_init_process_group,
+)
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from async_grpo.runtime import stacks
@@ -41,15 +58,21 @@ from async_grpo.weights.transport import WORKER_ENGINES, TornTransfer, TransferM
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-TqdmDefaultWriteLock.mp_lock = None  # vLLM's first progress bar would make a semaphore, which stays in /dev/shm when the process is killed
+# vLLM's first progress bar would make a semaphore, which stays in /dev/shm when the process is
+# killed
+TqdmDefaultWriteLock.mp_lock = None
 if "ASYNC_GRPO_ENGINE_OWNER" in os.environ:
-    die_with(int(os.environ["ASYNC_GRPO_ENGINE_OWNER"]))  # an EngineCore outlives a front end that is killed
+    die_with(
+        int(os.environ["ASYNC_GRPO_ENGINE_OWNER"])
+    )  # an EngineCore outlives a front end that is killed
 Metadata = list[list[Any]]
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """metadata: [name, shape, dtype] of every tensor that publications bring. The rest is for NCCL: its group, and deadlines in seconds."""
+    """metadata: [name, shape, dtype] of every tensor that publications bring. The rest is for NCCL:
+    its group, and deadlines in seconds.
+    """
 
     metadata: Metadata
     group: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +83,9 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SegmentInfo(WeightTransferUpdateInfo):
-    """Which segment holds the publication, its sequence number, and the checksums of its buckets (none: not to be compared)."""
+    """Which segment holds the publication, its sequence number, and the checksums of its buckets
+    (none: not to be compared).
+    """
 
     path: str
     sequence: int
@@ -69,7 +94,9 @@ class SegmentInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class HandleInfo(WeightTransferUpdateInfo):
-    """handles: pickled GPU -> arguments of `rebuild_cuda_tensor`, `keep`: they will come again; checksums as in SegmentInfo."""
+    """handles: pickled GPU -> arguments of `rebuild_cuda_tensor`, `keep`: they will come again;
+    checksums as in SegmentInfo.
+    """
 
     handles: bytes
     keep: bool
@@ -91,7 +118,9 @@ class _Reload:
     def start_weight_update(self) -> None:
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
-            if info.can_load():  # left from a publication that was cut off: its half of a layer must not meet the other half of this one
+            # left from a publication that was cut off: its half of a layer must not meet the other
+            # half of this one
+            if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
         initialize_layerwise_reload(self.model)
@@ -122,7 +151,9 @@ class SharedMemoryEngine(_Reload, WeightTransferEngine[InitInfo, SegmentInfo]):
 
     def receive_weights(self, update_info: SegmentInfo) -> None:
         self._announced = update_info
-        self._load(self._reader.tensors(update_info.path, update_info.sequence, update_info.checksums))
+        self._load(
+            self._reader.tensors(update_info.path, update_info.sequence, update_info.checksums)
+        )
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
@@ -164,9 +195,14 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
         gpu = str(torch.cuda.get_device_properties(self.device).uuid)
         handles = pickle.loads(update_info.handles)  # of our own learner
         if gpu not in handles:
-            raise RuntimeError(f"the learner has no copy of the weights on this engine's GPU {gpu}, only on {sorted(handles)}")
+            raise RuntimeError(
+                f"the learner has no copy of the weights on this engine's GPU {gpu}, only "
+                f"on {sorted(handles)}"
+            )
         arguments = list(handles[gpu])
-        arguments[6] = self.device.index  # the learner's number for this GPU, which may have another one here
+        arguments[6] = (
+            self.device.index
+        )  # the learner's number for this GPU, which may have another one here
         return rebuild_cuda_tensor(*arguments)
 
     def shutdown(self) -> None:
@@ -181,7 +217,10 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         check_names(self.vllm_config.model_config, init_info.metadata)
         self.shutdown()
-        self._layout, group = Layout(init_info.metadata), NCCLWeightTransferInitInfo(**init_info.group)
+        self._layout, group = (
+            Layout(init_info.metadata),
+            NCCLWeightTransferInitInfo(**init_info.group),
+        )
         self.packed, self.packed_buffer_size_bytes = group.packed, group.packed_buffer_size_bytes
         self.packed_num_buffers = group.packed_num_buffers
 
@@ -194,12 +233,15 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
             joined = within(init_info.rendezvous_s, "joining the learner's group", join)
         except RuntimeError as error:
             raise TornTransfer(f"the engine could not join the learner's group: {error}") from error
-        self.model_update_group = GuardedGroup(joined, quiet_s=init_info.bucket_s, first_s=init_info.pause_s)
+        self.model_update_group = GuardedGroup(
+            joined, quiet_s=init_info.bucket_s, first_s=init_info.pause_s
+        )
 
     def receive_weights(self, update_info: BroadcastInfo) -> None:
         entries = self._layout.entries
         stream = NCCLWeightTransferUpdateInfo(
-            names=[entry.name for entry in entries], dtype_names=[dtype for _, _, dtype in self._layout.metadata],
+            names=[entry.name for entry in entries],
+            dtype_names=[dtype for _, _, dtype in self._layout.metadata],
             shapes=[list(entry.shape) for entry in entries],
         )
         self.model_update_group.begin(self._layout, verify=update_info.verify)
@@ -217,7 +259,9 @@ class WorkerExtension:
         return _outcome(lambda: self.init_weight_transfer_engine(init_info))
 
     def take_publication(self, update_info: dict[str, Any]) -> dict[str, str]:
-        """Load one publication; {} or what failed, after which the next publication starts from nothing."""
+        """Load one publication; {} or what failed, after which the next publication starts from
+        nothing.
+        """
 
         def take() -> None:
             self._weight_update_active = False
@@ -231,14 +275,17 @@ class WorkerExtension:
         """Tokens in the caches of the responses that are under way."""
         runner = self.model_runner
         if hasattr(runner, "requests"):
-            # Not of its batch: a paused scheduler may have run an empty step, which takes everybody out of that.
+            # Not of its batch: a paused scheduler may have run an empty step, which takes everybody
+            # out of that.
             return sum(int(request.num_computed_tokens) for request in runner.requests.values())
         states = runner.req_states  # vLLM's second model runner
         return int(states.num_computed_tokens_np[list(states.req_id_to_index.values())].sum())
 
 
 def _outcome(work: Callable[[], None]) -> dict[str, str]:
-    """{} or {failure, reason} as in Receipt; errors do not travel between vLLM's processes as what they are."""
+    """{} or {failure, reason} as in Receipt; errors do not travel between vLLM's processes as what
+    they are.
+    """
     try:
         work()
     except NamesDiffer as error:

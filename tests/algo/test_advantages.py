@@ -34,10 +34,22 @@ def mean(values: list[float]) -> float:
 
 
 def std(values: list[float]) -> float:
-    return math.sqrt(math.fsum((x - mean(values)) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+    return (
+        math.sqrt(math.fsum((x - mean(values)) ** 2 for x in values) / (len(values) - 1))
+        if len(values) > 1
+        else 0.0
+    )
 
 
-def slow_row(name: str, i: int, rewards: list[float], groups: list[int], lengths: list[int], norm: bool, level: str) -> float:
+def slow_row(
+    name: str,
+    i: int,
+    rewards: list[float],
+    groups: list[int],
+    lengths: list[int],
+    norm: bool,
+    level: str,
+) -> float:
     """The advantage of row i, from the table of formulas."""
     reward, members = rewards[i], [j for j in range(len(rewards)) if groups[j] == groups[i]]
     mine = [rewards[j] for j in members]
@@ -64,38 +76,63 @@ def slow_row(name: str, i: int, rewards: list[float], groups: list[int], lengths
         return reward - mean([rewards[j] for j in members if j != i])
     if name == "opo":
         total = sum(lengths[j] for j in members)
-        return reward - (math.fsum(lengths[j] * rewards[j] for j in members) / total if total else mean(mine))
+        return reward - (
+            math.fsum(lengths[j] * rewards[j] for j in members) / total if total else mean(mine)
+        )
     if name == "gpg":
         return len(rewards) / sum(not flat(group) for group in groups) * (reward - mean(mine)) / 2.0
     assert name == "maxrl"
     return (reward - mean(mine)) / mean(mine) if mean(mine) > 0 else 0.0
 
 
-def slow_rows(name: str, rewards: list[float], groups: list[int], lengths: list[int], norm: bool = True, level: str = "group") -> Tensor:
+def slow_rows(
+    name: str,
+    rewards: list[float],
+    groups: list[int],
+    lengths: list[int],
+    norm: bool = True,
+    level: str = "group",
+) -> Tensor:
     rows = [slow_row(name, i, rewards, groups, lengths, norm, level) for i in range(len(rewards))]
     return torch.tensor(rows, dtype=F64)
 
 
 def slow_returns(rewards: list[float], mask: list[int], gamma: float) -> list[float]:
     return [
-        sum(gamma ** (s - t) * rewards[s] for s in range(t, len(mask)) if mask[s]) if mask[t] else 0.0 for t in range(len(mask))
+        sum(gamma ** (s - t) * rewards[s] for s in range(t, len(mask)) if mask[s])
+        if mask[t]
+        else 0.0
+        for t in range(len(mask))
     ]
 
 
 def slow_whiten(values: Tensor, mask: Tensor) -> Tensor:
     valid = values[mask != 0].tolist()
-    return torch.where(mask != 0, (values - mean(valid)) / (std(valid) + 1e-6), 0) if len(valid) > 1 else torch.zeros_like(values)
+    return (
+        torch.where(mask != 0, (values - mean(valid)) / (std(valid) + 1e-6), 0)
+        if len(valid) > 1
+        else torch.zeros_like(values)
+    )
 
 
 rows_with_groups = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.5, 1.0, 2.0, -2.0, 4096.25]), st.integers(-2, 3), st.integers(0, 4)), min_size=1, max_size=20
-)  # fmt: skip
+    st.tuples(
+        st.sampled_from([0.0, 0.5, 1.0, 2.0, -2.0, 4096.25]), st.integers(-2, 3), st.integers(0, 4)
+    ),
+    min_size=1,
+    max_size=20,
+)
 
 
-@pytest.mark.parametrize(("name", "level", "norm"), [
-    *((name, "group", True) for name in ROWS), ("grpo", "batch", True), ("grpo_vectorized", "batch", True),
-    *((name, "group", False) for name in ("grpo", "grpo_vectorized", "grpo_passk")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "level", "norm"),
+    [
+        *((name, "group", True) for name in ROWS),
+        ("grpo", "batch", True),
+        ("grpo_vectorized", "batch", True),
+        *((name, "group", False) for name in ("grpo", "grpo_vectorized", "grpo_passk")),
+    ],
+)
 @given(rows=rows_with_groups, seed=seeds)
 @fast
 def test_every_row_estimator_is_its_formula_in_any_row_order(
@@ -106,9 +143,15 @@ def test_every_row_estimator_is_its_formula_in_any_row_order(
 
     def advantages(order: Tensor, dtype: torch.dtype = F64) -> Tensor:
         return row_advantages(
-            name, r[order].to(dtype), g[order], lengths=n[order], norm_adv_by_std_in_grpo=norm, adv_std_level=level, asymre_shift=-0.3,
+            name,
+            r[order].to(dtype),
+            g[order],
+            lengths=n[order],
+            norm_adv_by_std_in_grpo=norm,
+            adv_std_level=level,
+            asymre_shift=-0.3,
             f_norm=2.0,
-        )  # fmt: skip
+        )
 
     value, same = advantages(torch.arange(len(rows))), torch.arange(len(rows))
     close(value, slow_rows(name, rewards, groups, lengths, norm, level), rtol=1e-9, atol=1e-9)
@@ -119,48 +162,77 @@ def test_every_row_estimator_is_its_formula_in_any_row_order(
 
 def test_worked_examples() -> None:
     """Numbers computed by hand: groups 1 0 0 0 and 1 1 1 and one row."""
-    rewards, groups = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 5], dtype=F64), torch.tensor([7, 7, 7, 7, 2, 2, 2, 9])
+    rewards, groups = (
+        torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 5], dtype=F64),
+        torch.tensor([7, 7, 7, 7, 2, 2, 2, 9]),
+    )
     lengths, zeros = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), [0.0] * 4
     for name, wanted in {
-        "grpo": [1.5, -0.5, -0.5, -0.5], "dr_grpo": [0.75, -0.25, -0.25, -0.25], "grpo_passk": [2.0, 0, 0, 0], "rloo": [1, -1 / 3, -1 / 3, -1 / 3],
-        "opo": [0.9, -0.1, -0.1, -0.1], "gpg": [1.5, -0.5, -0.5, -0.5], "maxrl": [3.0, -1, -1, -1],
-    }.items():  # fmt: skip
-        close(row_advantages(name, rewards, groups, lengths=lengths), torch.tensor(wanted + zeros, dtype=F64), atol=1e-5)
+        "grpo": [1.5, -0.5, -0.5, -0.5],
+        "dr_grpo": [0.75, -0.25, -0.25, -0.25],
+        "grpo_passk": [2.0, 0, 0, 0],
+        "rloo": [1, -1 / 3, -1 / 3, -1 / 3],
+        "opo": [0.9, -0.1, -0.1, -0.1],
+        "gpg": [1.5, -0.5, -0.5, -0.5],
+        "maxrl": [3.0, -1, -1, -1],
+    }.items():
+        close(
+            row_advantages(name, rewards, groups, lengths=lengths),
+            torch.tensor(wanted + zeros, dtype=F64),
+            atol=1e-5,
+        )
     asymre = row_advantages("asymre", rewards, groups, asymre_shift=-0.1)
     close(asymre, torch.tensor([0.85, -0.15, -0.15, -0.15, 0.1, 0.1, 0.1, 0.1], dtype=F64))
     assert torch.equal(row_advantages("raw", rewards, groups), rewards)
-    value = row_advantages("grpo", torch.tensor([2.8, 2.8, 2.0, 0.8]), torch.zeros(4, dtype=torch.int64))
+    value = row_advantages(
+        "grpo", torch.tensor([2.8, 2.8, 2.0, 0.8]), torch.zeros(4, dtype=torch.int64)
+    )
     assert [round(x, 2) for x in value.tolist()] == [0.74, 0.74, -0.11, -1.38]
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_large_means_and_equal_groups(name: str) -> None:
     groups = torch.tensor([0, 0, 0, 1, 1, 1, 2, 3, 3])
-    rewards = torch.tensor([4096.0, 4096.5, 4097.0, 0.1, 0.1, 0.1, 4096.0, 1.0, 1.0 + 9e-7], dtype=F64)
+    rewards = torch.tensor(
+        [4096.0, 4096.5, 4097.0, 0.1, 0.1, 0.1, 4096.0, 1.0, 1.0 + 9e-7], dtype=F64
+    )
     lengths = torch.tensor([2, 2, 2, 1, 2, 3, 4, 5, 0])
     value = row_advantages(name, rewards, groups, lengths=lengths)
     assert value.isfinite().all() and value.dtype == F64
     if ESTIMATORS[name].compares:
-        assert value[3:].tolist() == [0.0] * 6, "equal rewards have advantage 0, not a rounding error over epsilon"
+        assert value[3:].tolist() == [0.0] * 6, (
+            "equal rewards have advantage 0, not a rounding error over epsilon"
+        )
         assert abs(float(value[1])) < 1e-9 and float(value[2]) > 0
     if name == "grpo":
         close(value[:3], torch.tensor([-1.0, 0.0, 1.0], dtype=F64), rtol=0, atol=1e-5)
-        just_apart = row_advantages(name, torch.tensor([0.0, 2e-6], dtype=F64), torch.tensor([0, 0]))
+        just_apart = row_advantages(
+            name, torch.tensor([0.0, 2e-6], dtype=F64), torch.tensor([0, 0])
+        )
         assert just_apart[0] == -just_apart[1] < -0.4
     if ESTIMATORS[name].compares:
-        assert not row_advantages(name, torch.ones(3), torch.tensor([0, 1, 1]), lengths=torch.ones(3)).any()
+        assert not row_advantages(
+            name, torch.ones(3), torch.tensor([0, 1, 1]), lengths=torch.ones(3)
+        ).any()
 
 
 def test_passk_has_one_winner_or_none() -> None:
-    rewards, groups = torch.tensor([3.0, 1.0, 3.0, 2.0, 5.0, -1.0, 4.0], dtype=F64), torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    rewards, groups = (
+        torch.tensor([3.0, 1.0, 3.0, 2.0, 5.0, -1.0, 4.0], dtype=F64),
+        torch.tensor([0, 0, 0, 1, 1, 1, 1]),
+    )
     value = row_advantages("grpo_passk", rewards, groups, norm_adv_by_std_in_grpo=False)
     assert value.tolist() == [0, 0, 0, 0, 1, 0, 0]
 
 
 def test_maxrl_where_its_mean_is_nothing() -> None:
     for rewards in ([0.1, 0.2, -0.3], [-1.0, 0.0, -2.0], [1.0, -1.0, 0.0]):
-        assert not row_advantages("maxrl", torch.tensor(rewards, dtype=F64), torch.zeros(3, dtype=torch.int64)).any()
-    small = row_advantages("maxrl", torch.tensor([0.0, 0.0, 3e-6], dtype=F64), torch.zeros(3, dtype=torch.int64))
+        assert not row_advantages(
+            "maxrl", torch.tensor(rewards, dtype=F64), torch.zeros(3, dtype=torch.int64)
+        ).any()
+    small = row_advantages(
+        "maxrl", torch.tensor([0.0, 0.0, 3e-6], dtype=F64), torch.zeros(3, dtype=torch.int64)
+    )
     close(small, torch.tensor([-1.0, -1.0, 2.0], dtype=F64))
 
 
@@ -170,11 +242,17 @@ def test_rows_refuse_what_they_cannot_define() -> None:
         "gropo.*grpo": lambda: row_advantages("gropo", torch.ones(1), one),
         "finite": lambda: row_advantages("grpo", torch.tensor([math.nan]), one),
         r"\[B\]": lambda: row_advantages("grpo", torch.ones(2), one),
-        "returns per token.*compute_advantages": lambda: row_advantages("remax", torch.ones(1), one),
+        "returns per token.*compute_advantages": lambda: row_advantages(
+            "remax", torch.ones(1), one
+        ),
         "'opo'.*lengths": lambda: row_advantages("opo", torch.ones(2), two),
         r"lengths \(1,\)": lambda: row_advantages("opo", torch.ones(2), two, lengths=torch.ones(1)),
-        "adv_std_level is 'token'; choose group or batch": lambda: row_advantages("grpo", torch.ones(2), two, adv_std_level="token"),  # type: ignore[arg-type]
-        "adv_std_level batch.*grpo": lambda: row_advantages("rloo", torch.ones(2), two, adv_std_level="batch"),
+        "adv_std_level is 'token'; choose group or batch": lambda: row_advantages(
+            "grpo", torch.ones(2), two, adv_std_level="token"
+        ),  # type: ignore[arg-type]
+        "adv_std_level batch.*grpo": lambda: row_advantages(
+            "rloo", torch.ones(2), two, adv_std_level="batch"
+        ),
         "adv_std_level batch.*norm_adv": lambda: row_advantages(
             "grpo", torch.ones(2), two, adv_std_level="batch", norm_adv_by_std_in_grpo=False
         ),
@@ -189,16 +267,28 @@ def test_tokens_refuse_what_they_cannot_define() -> None:
     baseline = torch.ones(1)
     calls: dict[str, Callable[[], object]] = {
         "gamma is 0.5.*'grpo'": lambda: compute_advantages("grpo", ones, ones, one, gamma=0.5),
-        "'grpo' has no use for reward_baselines": lambda: compute_advantages("grpo", ones, ones, one, reward_baselines=baseline),
+        "'grpo' has no use for reward_baselines": lambda: compute_advantages(
+            "grpo", ones, ones, one, reward_baselines=baseline
+        ),
         "'remax' needs reward_baselines": lambda: compute_advantages("remax", ones, ones, one),
-        "'reinforce_plus_plus' has no use": lambda: token_advantages("reinforce_plus_plus", ones, ones, reward_baselines=baseline),
-        r"reward_baselines \(2,\)": lambda: token_advantages("remax", ones, ones, reward_baselines=torch.ones(2)),
-        "baseline's reward is not finite": lambda: token_advantages("remax", ones, ones, reward_baselines=baseline * math.nan),
-        "token reward is not finite": lambda: token_advantages("reinforce_plus_plus", ones * math.inf, ones),
+        "'reinforce_plus_plus' has no use": lambda: token_advantages(
+            "reinforce_plus_plus", ones, ones, reward_baselines=baseline
+        ),
+        r"reward_baselines \(2,\)": lambda: token_advantages(
+            "remax", ones, ones, reward_baselines=torch.ones(2)
+        ),
+        "baseline's reward is not finite": lambda: token_advantages(
+            "remax", ones, ones, reward_baselines=baseline * math.nan
+        ),
+        "token reward is not finite": lambda: token_advantages(
+            "reinforce_plus_plus", ones * math.inf, ones
+        ),
         "'rloo'.*row_advantages": lambda: token_advantages("rloo", ones, ones),
         "gamma is 1.5": lambda: token_advantages("reinforce_plus_plus", ones, ones, gamma=1.5),
         r"must both be \[B, T\]": lambda: compute_advantages("grpo", ones, torch.ones(1, 3), one),
-        "advantage_clip is 0": lambda: compute_advantages("grpo", ones, ones, one, advantage_clip=0.0),
+        "advantage_clip is 0": lambda: compute_advantages(
+            "grpo", ones, ones, one, advantage_clip=0.0
+        ),
         r"weights \(3,\)": lambda: whiten(torch.ones(2), torch.ones(3)),
         r"counted \(1,\)": lambda: whiten(torch.ones(2), torch.ones(2), counted=torch.ones(1)),
         r"kl \(1, 3\)": lambda: place_rewards(baseline, ones, kl=torch.ones(1, 3), kl_coef=0.1),
@@ -213,22 +303,41 @@ def sample(seed: int, rows: int = 6, width: int = 7) -> dict[str, Tensor]:
     """Rewards per token, masks with holes and empty rows, groups and baselines."""
     random = torch.Generator().manual_seed(seed)
     return {
-        "rewards": torch.randn(rows, width, generator=random, dtype=F64) + (4096 if seed % 3 == 0 else 0),
-        "mask": torch.randint(0, 4, (rows, width), generator=random).clamp(max=1) * torch.randint(0, 5, (rows, 1), generator=random).clamp(max=1),
+        "rewards": torch.randn(rows, width, generator=random, dtype=F64)
+        + (4096 if seed % 3 == 0 else 0),
+        "mask": torch.randint(0, 4, (rows, width), generator=random).clamp(max=1)
+        * torch.randint(0, 5, (rows, 1), generator=random).clamp(max=1),
         "groups": torch.randint(0, 3, (rows,), generator=random),
         "baselines": torch.randn(rows, generator=random, dtype=F64),
     }
 
 
 @pytest.mark.parametrize("name", [*ROWS, *RETURNS])
-@given(seed=seeds, white=st.booleans(), clip=st.sampled_from([None, 0.7]), gamma=st.sampled_from([1.0, 0.9, 0.0]))
+@given(
+    seed=seeds,
+    white=st.booleans(),
+    clip=st.sampled_from([None, 0.7]),
+    gamma=st.sampled_from([1.0, 0.9, 0.0]),
+)
 @fast
-def test_compute_advantages_is_the_formula_whatever_the_padding(name: str, seed: int, white: bool, clip: float | None, gamma: float) -> None:
+def test_compute_advantages_is_the_formula_whatever_the_padding(
+    name: str, seed: int, white: bool, clip: float | None, gamma: float
+) -> None:
     case, spec = sample(seed), ESTIMATORS[name]
     rewards, mask, gamma = case["rewards"], case["mask"], gamma if spec.returns else 1.0
     if spec.returns:
-        before = torch.tensor([slow_returns(r, m, gamma) for r, m in zip(rewards.tolist(), mask.tolist(), strict=True)], dtype=F64)
-        values = torch.where(mask != 0, before - case["baselines"].unsqueeze(-1), 0) if spec.baseline else before
+        before = torch.tensor(
+            [
+                slow_returns(r, m, gamma)
+                for r, m in zip(rewards.tolist(), mask.tolist(), strict=True)
+            ],
+            dtype=F64,
+        )
+        values = (
+            torch.where(mask != 0, before - case["baselines"].unsqueeze(-1), 0)
+            if spec.baseline
+            else before
+        )
     else:
         totals = torch.where(mask != 0, rewards, 0).sum(-1)
         rows = slow_rows(name, totals.tolist(), case["groups"].tolist(), mask.sum(-1).tolist())
@@ -240,16 +349,23 @@ def test_compute_advantages_is_the_formula_whatever_the_padding(name: str, seed:
     values = slow_whiten(values, mask) if white or spec.whitens else values
     values = values if clip is None else values.clamp(-clip, clip)
     options: dict[str, Any] = {
-        "gamma": gamma, "reward_baselines": case["baselines"] if spec.baseline else None, "whiten_advantages": white, "advantage_clip": clip,
-    }  # fmt: skip
+        "gamma": gamma,
+        "reward_baselines": case["baselines"] if spec.baseline else None,
+        "whiten_advantages": white,
+        "advantage_clip": clip,
+    }
     advantages, returns = compute_advantages(name, rewards, mask, case["groups"], **options)
     close(returns, before, rtol=1e-7, atol=1e-8)
     close(advantages, values, rtol=1e-6, atol=1e-6)
     junk = torch.full((6, 2), math.nan, dtype=F64)
     dirty = torch.cat([torch.where(mask != 0, rewards, math.inf), junk], -1)
-    padded = compute_advantages(name, dirty, torch.cat([mask, torch.zeros_like(mask[:, :2])], -1), case["groups"], **options)
+    padded = compute_advantages(
+        name, dirty, torch.cat([mask, torch.zeros_like(mask[:, :2])], -1), case["groups"], **options
+    )
     for wide, narrow in zip(padded, (advantages, returns), strict=True):
-        close(wide, torch.cat([narrow, torch.zeros(6, 2, dtype=F64)], -1), rtol=1e-9, atol=1e-9)  # sums of other widths round differently
+        close(
+            wide, torch.cat([narrow, torch.zeros(6, 2, dtype=F64)], -1), rtol=1e-9, atol=1e-9
+        )  # sums of other widths round differently
 
 
 @pytest.mark.parametrize("name", [*ROWS, *RETURNS])
@@ -259,25 +375,47 @@ def test_nothing_valid_gives_zeros(name: str, shape: tuple[int, int]) -> None:
     baselines = torch.ones(shape[0]) if ESTIMATORS[name].baseline else None
     for pair in (True, False):
         out = compute_advantages(
-            name, torch.full(shape, math.nan), torch.zeros(shape), groups, reward_baselines=baselines, whiten_advantages=pair, advantage_clip=1.0
+            name,
+            torch.full(shape, math.nan),
+            torch.zeros(shape),
+            groups,
+            reward_baselines=baselines,
+            whiten_advantages=pair,
+            advantage_clip=1.0,
         )
-        assert all(tensor.shape == shape and tensor.dtype == torch.float32 and not tensor.any() for tensor in out)
+        assert all(
+            tensor.shape == shape and tensor.dtype == torch.float32 and not tensor.any()
+            for tensor in out
+        )
 
 
 def test_returns_carry_across_holes_and_count_positions() -> None:
     mask = torch.tensor([[1, 0, 0, 1, 1, 0]])
     rewards = torch.tensor([[0.5, 9.0, math.nan, 0.0, 2.0, 7.0]], dtype=F64)
-    close(discounted_returns(rewards, mask, 0.5), torch.tensor([[0.5 + 2 / 16, 0, 0, 1.0, 2.0, 0]], dtype=F64))
-    close(discounted_returns(rewards, mask, 1.0), torch.tensor([[2.5, 0, 0, 2.0, 2.0, 0]], dtype=F64))
+    close(
+        discounted_returns(rewards, mask, 0.5),
+        torch.tensor([[0.5 + 2 / 16, 0, 0, 1.0, 2.0, 0]], dtype=F64),
+    )
+    close(
+        discounted_returns(rewards, mask, 1.0), torch.tensor([[2.5, 0, 0, 2.0, 2.0, 0]], dtype=F64)
+    )
 
 
 def test_rewards_stand_on_the_last_valid_token() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 0, 0]])
-    rewards, kl = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.full((4, 3), 0.5).masked_fill(mask == 0, math.nan)
+    rewards, kl = (
+        torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        torch.full((4, 3), 0.5).masked_fill(mask == 0, math.nan),
+    )
     assert place_rewards(rewards, mask).tolist() == [[0, 1, 0], [0, 0, 2], [0, 0, 0], [4, 0, 0]]
     with_kl = place_rewards(rewards, mask, kl=kl, kl_coef=0.5)
-    assert with_kl.tolist() == [[-0.25, 0.75, 0], [-0.25, 0, 1.75], [0, 0, 0], [3.75, 0, 0]] and with_kl.dtype == torch.float32
-    assert place_rewards(torch.ones(0), torch.ones(0, 3)).shape == (0, 3) and place_rewards(torch.ones(2), torch.ones(2, 0)).shape == (2, 0)
+    assert (
+        with_kl.tolist() == [[-0.25, 0.75, 0], [-0.25, 0, 1.75], [0, 0, 0], [3.75, 0, 0]]
+        and with_kl.dtype == torch.float32
+    )
+    assert place_rewards(torch.ones(0), torch.ones(0, 3)).shape == (0, 3) and place_rewards(
+        torch.ones(2), torch.ones(2, 0)
+    ).shape == (2, 0)
 
 
 @given(seed=seeds)
@@ -287,22 +425,37 @@ def test_whitening_rows_by_token_counts_is_whitening_their_tokens(seed: int) -> 
     rows, mask = case["baselines"] + 4096, case["mask"]
     expanded = whiten(torch.where(mask != 0, rows.unsqueeze(-1), math.nan), mask)
     close(expanded, slow_whiten(rows.unsqueeze(-1).expand_as(mask), mask), rtol=1e-7, atol=1e-7)
-    close(torch.where(mask != 0, whiten(rows, mask.sum(-1)).unsqueeze(-1), 0), expanded, rtol=1e-9, atol=1e-9)
+    close(
+        torch.where(mask != 0, whiten(rows, mask.sum(-1)).unsqueeze(-1), 0),
+        expanded,
+        rtol=1e-9,
+        atol=1e-9,
+    )
 
 
 def test_whitening_is_centred_and_survives_little() -> None:
     values = torch.tensor([1e8, 1e8 + 1, 1e8 + 2], dtype=F64)
     close(whiten(values, torch.ones(3)), torch.tensor([-1.0, 0.0, 1.0], dtype=F64), atol=2e-6)
     assert whiten(values, torch.tensor([0, 1, 0])).tolist() == [0, 0, 0]
-    assert whiten(values, torch.ones(3), counted=torch.tensor([0, 1, 0])).tolist() == [0, 0, 0], "one value has no deviation to divide by"
+    assert whiten(values, torch.ones(3), counted=torch.tensor([0, 1, 0])).tolist() == [0, 0, 0], (
+        "one value has no deviation to divide by"
+    )
     assert whiten(torch.full((4,), 4096.0), torch.tensor([1, 1, 0, 1])).tolist() == [0, 0, 0, 0]
     assert whiten(torch.ones(0, 5), torch.ones(0, 5)).shape == (0, 5)
-    close(finish_advantages(values, torch.ones(3), whiten_advantages=True, advantage_clip=0.5), torch.tensor([-0.5, 0, 0.5], dtype=F64))
-    assert finish_advantages(values, torch.ones(3), whiten_advantages=False, advantage_clip=None) is values
+    close(
+        finish_advantages(values, torch.ones(3), whiten_advantages=True, advantage_clip=0.5),
+        torch.tensor([-0.5, 0, 0.5], dtype=F64),
+    )
+    assert (
+        finish_advantages(values, torch.ones(3), whiten_advantages=False, advantage_clip=None)
+        is values
+    )
 
 
 class Ranks:
-    """Collectives of several ranks in one process: records each rank's tensors, replays the sums in a second pass."""
+    """Collectives of several ranks in one process: records each rank's tensors, replays the sums in
+    a second pass.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.calls: list[list[Tensor]] = [[] for _ in range(ranks)]
@@ -315,9 +468,16 @@ class Ranks:
             def reduce(tensor: Tensor, mine: list[Tensor]) -> Tensor:
                 assert tensor.dtype == F64 and tensor.numel() <= 8
                 mine.append(tensor.clone())
-                return totals[len(mine) - 1].clone() if len(mine) <= len(totals) else torch.zeros_like(tensor)
+                return (
+                    totals[len(mine) - 1].clone()
+                    if len(mine) <= len(totals)
+                    else torch.zeros_like(tensor)
+                )
 
-            out = [work(rank, lambda tensor, mine=mine: reduce(tensor, mine)) for rank, mine in enumerate(seen)]
+            out = [
+                work(rank, lambda tensor, mine=mine: reduce(tensor, mine))
+                for rank, mine in enumerate(seen)
+            ]
             assert len({len(mine) for mine in seen}) == 1, "a rank made another number of calls"
             if len(totals) == len(seen[0]):
                 return out
@@ -328,7 +488,9 @@ class Ranks:
 @given(seed=seeds)
 @fast
 def test_whitening_over_ranks_is_whitening_in_one(name: str, seed: int) -> None:
-    """Three ranks: one holds rows 0 to 3, one rows 2 to 5 (2 and 3 count on the first only), one nothing."""
+    """Three ranks: one holds rows 0 to 3, one rows 2 to 5 (2 and 3 count on the first only), one
+    nothing.
+    """
     case = sample(seed)
     parts, owned = [slice(0, 4), slice(2, 6), slice(0, 0)], [[1, 1, 1, 1], [0, 0, 1, 1], []]
     baselines = case["baselines"] if ESTIMATORS[name].baseline else None
@@ -336,12 +498,25 @@ def test_whitening_over_ranks_is_whitening_in_one(name: str, seed: int) -> None:
     def work(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         part, mask = parts[rank], case["mask"][parts[rank]]
         return token_advantages(
-            name, case["rewards"][part], mask, gamma=0.9, reward_baselines=None if baselines is None else baselines[part],
-            whiten_advantages=True, advantage_clip=1.5, counted=torch.tensor(owned[rank]).unsqueeze(-1).expand_as(mask), reduce=reduce,
-        )[0]  # fmt: skip
+            name,
+            case["rewards"][part],
+            mask,
+            gamma=0.9,
+            reward_baselines=None if baselines is None else baselines[part],
+            whiten_advantages=True,
+            advantage_clip=1.5,
+            counted=torch.tensor(owned[rank]).unsqueeze(-1).expand_as(mask),
+            reduce=reduce,
+        )[0]
 
     whole, _ = token_advantages(
-        name, case["rewards"], case["mask"], gamma=0.9, reward_baselines=baselines, whiten_advantages=True, advantage_clip=1.5
+        name,
+        case["rewards"],
+        case["mask"],
+        gamma=0.9,
+        reward_baselines=baselines,
+        whiten_advantages=True,
+        advantage_clip=1.5,
     )
     for part, got in zip(parts, Ranks(3).run(work), strict=True):
         close(got, whole[part], rtol=1e-8, atol=1e-8)
@@ -352,7 +527,9 @@ def test_results_carry_no_gradient_and_change_no_input() -> None:
     before = rewards.detach().clone()
     for name in [*ROWS, *RETURNS]:
         baselines = torch.ones(4) if ESTIMATORS[name].baseline else None
-        advantages, returns = compute_advantages(name, rewards, torch.ones(4, 3), torch.tensor([0, 0, 1, 1]), reward_baselines=baselines)
+        advantages, returns = compute_advantages(
+            name, rewards, torch.ones(4, 3), torch.tensor([0, 0, 1, 1]), reward_baselines=baselines
+        )
         assert not advantages.requires_grad and not returns.requires_grad
         returns.add_(1)
         assert torch.equal(rewards.detach(), before)
@@ -361,7 +538,10 @@ def test_results_carry_no_gradient_and_change_no_input() -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_hundred_thousand_rollouts_take_milliseconds(name: str) -> None:
     random = torch.Generator().manual_seed(0)
-    rewards, groups = torch.rand(100_000, generator=random), torch.randint(0, 12_500, (100_000,), generator=random)
+    rewards, groups = (
+        torch.rand(100_000, generator=random),
+        torch.randint(0, 12_500, (100_000,), generator=random),
+    )
     times = []
     for _ in range(3):
         start = time.perf_counter()

@@ -1,4 +1,6 @@
-"""What all of `async_grpo.algo` has in common: it imports with torch alone, and one way to sum over rows."""
+"""What all of `async_grpo.algo` has in common: it imports with torch alone, and one way to sum over
+rows.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,36 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import {modules}
 loaded = {{name.partition(".")[0] for name in sys.modules}}
-assert not loaded & {{"ray", "vllm", "deepspeed", "mlflow", "transformers", "pydantic", "msgpack"}}, loaded
+others = {{"ray", "vllm", "deepspeed", "mlflow", "transformers", "pydantic", "msgpack"}}
+assert not loaded & others, loaded
 """
 MATH = (
-    "advantages reward_norm losses selection importance kl aggregation logprobs rows metrics rewards filters"
+    "advantages reward_norm losses selection importance kl aggregation logprobs rows metrics "
+    "rewards filters"
 )
 
 
 @pytest.mark.parametrize(
     ("first", "allowed", "modules"),
     [
-        ("import torch", ("async_grpo", "torch", "numpy"), ", ".join(f"async_grpo.algo.{name}" for name in MATH.split())),
-        ("", ("async_grpo",), "async_grpo.algo.filters, async_grpo.algo.rewards, async_grpo.batching"),
+        (
+            "import torch",
+            ("async_grpo", "torch", "numpy"),
+            ", ".join(f"async_grpo.algo.{name}" for name in MATH.split()),
+        ),
+        (
+            "",
+            ("async_grpo",),
+            "async_grpo.algo.filters, async_grpo.algo.rewards, async_grpo.batching",
+        ),
     ],
     ids=["torch_alone", "nothing"],
 )
 def test_imports_need_no_other_package(first: str, allowed: tuple[str, ...], modules: str) -> None:
     code = BLOCKER.format(first=first, allowed=allowed, modules=modules)
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -57,12 +71,17 @@ def test_sums_and_means_of_rows_in_both_layouts(seed: int, rows: int, width: int
     index = 3 * torch.arange(rows).repeat_interleave(width)[order]  # any numbers, in any order
     means, sums = row_means(values, valid), row_sums(clean)
     close(row_sums(clean.reshape(-1)[order], index), sums.reshape(-1)[order])
-    close(row_means(values.reshape(-1)[order], valid.reshape(-1)[order], index), means.reshape(-1)[order])
+    close(
+        row_means(values.reshape(-1)[order], valid.reshape(-1)[order], index),
+        means.reshape(-1)[order],
+    )
     for i in range(rows):
         kept = [float(values[i, t].detach()) for t in range(width) if valid[i, t]]
         for t in range(width):
             assert float(sums[i, t].detach()) == pytest.approx(sum(kept), abs=1e-12)
-            assert float(means[i, t].detach()) == pytest.approx(sum(kept) / len(kept) if kept else 0.0, abs=1e-12)
+            assert float(means[i, t].detach()) == pytest.approx(
+                sum(kept) / len(kept) if kept else 0.0, abs=1e-12
+            )
     if rows * width:
         slopes = gradient(means.sum(), values)
         wanted = torch.where(valid, width / valid.sum(-1, keepdim=True).clamp(min=1), 0.0).to(F64)

@@ -20,11 +20,22 @@ from tests.support.algo_case import fast
 
 rates = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
 rules = st.builds(
-    FilterRule, tolerance=st.sampled_from([0.0, 1e-6, 0.1]), zero_variance=st.booleans(),
-    accuracy_low=st.none() | rates.filter(lambda low: low < 0.5), accuracy_high=st.none() | rates.filter(lambda high: high >= 0.5),
+    FilterRule,
+    tolerance=st.sampled_from([0.0, 1e-6, 0.1]),
+    zero_variance=st.booleans(),
+    accuracy_low=st.none() | rates.filter(lambda low: low < 0.5),
+    accuracy_high=st.none() | rates.filter(lambda high: high >= 0.5),
     all_truncated=st.booleans(),
-)  # fmt: skip
-rows = st.lists(st.tuples(st.sampled_from([0.0, 1e-7, 0.05, 0.5, 1.0, 4096.0]), st.sampled_from([0.0, 1.0]), st.booleans()), min_size=1, max_size=10)
+)
+rows = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 1e-7, 0.05, 0.5, 1.0, 4096.0]),
+        st.sampled_from([0.0, 1.0]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=10,
+)
 
 
 def slow_reason(rule: FilterRule, group: list[tuple[float, float, bool]]) -> str | None:
@@ -39,7 +50,9 @@ def slow_reason(rule: FilterRule, group: list[tuple[float, float, bool]]) -> str
                 if abs(value - other) > rule.tolerance:
                     equal = False
         if equal:
-            return "all_wrong" if right == 0 else "all_right" if right == len(group) else "all_equal"
+            return (
+                "all_wrong" if right == 0 else "all_right" if right == len(group) else "all_equal"
+            )
     if rule.accuracy_low is not None and right / len(group) <= rule.accuracy_low:
         return "too_hard"
     if rule.accuracy_high is not None and right / len(group) >= rule.accuracy_high:
@@ -59,20 +72,34 @@ def reason(rule: FilterRule, group: list[tuple[float, float, bool]]) -> str | No
 
 @fast
 @given(rule=rules, group=rows, seed=st.integers(0, 99))
-def test_the_filter_is_its_rules_in_any_order_of_rows(rule: FilterRule, group: list[tuple[float, float, bool]], seed: int) -> None:
+def test_the_filter_is_its_rules_in_any_order_of_rows(
+    rule: FilterRule, group: list[tuple[float, float, bool]], seed: int
+) -> None:
     want = slow_reason(rule, group)
     assert reason(rule, group) == want
     random.Random(seed).shuffle(group)
     assert reason(rule, group) == want
 
 
-@pytest.mark.parametrize(("verdicts", "low", "high", "want"), [
-    ([1] * 9 + [0], None, 0.9, "too_easy"), ([1] * 8 + [0] * 2, None, 0.9, None), ([1] + [0] * 9, 0.1, None, "too_hard"),
-    ([1, 1] + [0] * 8, 0.1, None, None), ([0.0] * 4, 0.0, None, "too_hard"), ([1.0] * 4, None, 1.0, "too_easy"), ([1, 0, 0], 1 / 3, 0.9, "too_hard"),
-])
-def test_the_band_is_open_on_both_sides(verdicts: list[float], low: float | None, high: float | None, want: str | None) -> None:
+@pytest.mark.parametrize(
+    ("verdicts", "low", "high", "want"),
+    [
+        ([1] * 9 + [0], None, 0.9, "too_easy"),
+        ([1] * 8 + [0] * 2, None, 0.9, None),
+        ([1] + [0] * 9, 0.1, None, "too_hard"),
+        ([1, 1] + [0] * 8, 0.1, None, None),
+        ([0.0] * 4, 0.0, None, "too_hard"),
+        ([1.0] * 4, None, 1.0, "too_easy"),
+        ([1, 0, 0], 1 / 3, 0.9, "too_hard"),
+    ],
+)
+def test_the_band_is_open_on_both_sides(
+    verdicts: list[float], low: float | None, high: float | None, want: str | None
+) -> None:
     rule = FilterRule(zero_variance=False, accuracy_low=low, accuracy_high=high)
-    assert filter_reason(rule, values=[], verdicts=verdicts, truncated=[False] * len(verdicts)) == want
+    assert (
+        filter_reason(rule, values=[], verdicts=verdicts, truncated=[False] * len(verdicts)) == want
+    )
 
 
 def test_dapo_keeps_a_group_iff_some_but_not_all_are_right() -> None:
@@ -81,7 +108,10 @@ def test_dapo_keeps_a_group_iff_some_but_not_all_are_right() -> None:
             verdicts = [1.0] * right + [0.0] * (n - right)
             band = FilterRule(zero_variance=False, accuracy_low=0.0, accuracy_high=1.0)
             for rule in (FilterRule("acc"), band):
-                kept = filter_reason(rule, values=verdicts, verdicts=verdicts, truncated=[False] * n) is None
+                kept = (
+                    filter_reason(rule, values=verdicts, verdicts=verdicts, truncated=[False] * n)
+                    is None
+                )
                 assert kept == (0 < right < n)
 
 
@@ -92,7 +122,10 @@ def test_equal_rewards_are_equal_whatever_their_computed_deviation() -> None:
     assert zero_variance([0.3]) and not zero_variance([0.0, 1e-5])
 
 
-@pytest.mark.parametrize(("tolerance", "other", "want"), [(0.0, 1e-7, None), (1e-6, 1e-7, "all_equal"), (0.1, 0.05, "all_equal"), (1e-6, 0.05, None)])
+@pytest.mark.parametrize(
+    ("tolerance", "other", "want"),
+    [(0.0, 1e-7, None), (1e-6, 1e-7, "all_equal"), (0.1, 0.05, "all_equal"), (1e-6, 0.05, None)],
+)
 def test_the_tolerance_is_the_rules(tolerance: float, other: float, want: str | None) -> None:
     group = {"values": [0.0, other], "verdicts": [0.0, 1.0], "truncated": [False, False]}
     assert filter_reason(FilterRule(tolerance=tolerance), **group) == want
@@ -112,21 +145,39 @@ def test_accuracy_needs_every_verdict(verdicts: list[float | None]) -> None:
         assert accuracy(verdicts) == verdicts.count(1.0) / len(verdicts)
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    ({"verdicts": [1.0, None]}, "no verdict"), ({"values": [1.0, math.nan]}, "finite"), ({"values": [1.0]}, "1 values"),
-    ({"values": [], "verdicts": [], "truncated": []}, "must be equal and not 0"), ({"truncated": [True]}, "1 lengths"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"verdicts": [1.0, None]}, "no verdict"),
+        ({"values": [1.0, math.nan]}, "finite"),
+        ({"values": [1.0]}, "1 values"),
+        ({"values": [], "verdicts": [], "truncated": []}, "must be equal and not 0"),
+        ({"truncated": [True]}, "1 lengths"),
+    ],
+)
 def test_a_group_that_cannot_be_judged_is_an_error(arguments: dict, said: str) -> None:
     rule = FilterRule(accuracy_low=0.1)
     with pytest.raises(ValueError, match=said):
-        filter_reason(rule, **({"values": [0.0, 1.0], "verdicts": [0.0, 1.0], "truncated": [False, False]} | arguments))
+        filter_reason(
+            rule,
+            **(
+                {"values": [0.0, 1.0], "verdicts": [0.0, 1.0], "truncated": [False, False]}
+                | arguments
+            ),
+        )
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"metric": ""}, "metric is empty"), ({"tolerance": -1.0}, "tolerance"), ({"tolerance": math.nan}, "tolerance"),
-    ({"accuracy_low": 0.5, "accuracy_high": 0.5}, "accuracy_low is 0.5"), ({"accuracy_high": 1.5}, "accuracy_high is 1.5"),
-    ({"accuracy_low": math.nan}, "accuracy_low"),
-])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"metric": ""}, "metric is empty"),
+        ({"tolerance": -1.0}, "tolerance"),
+        ({"tolerance": math.nan}, "tolerance"),
+        ({"accuracy_low": 0.5, "accuracy_high": 0.5}, "accuracy_low is 0.5"),
+        ({"accuracy_high": 1.5}, "accuracy_high is 1.5"),
+        ({"accuracy_low": math.nan}, "accuracy_low"),
+    ],
+)
 def test_a_rule_that_makes_no_sense_is_refused(settings: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         FilterRule(**settings)
@@ -134,7 +185,15 @@ def test_a_rule_that_makes_no_sense_is_refused(settings: dict, said: str) -> Non
 
 def group_of(*given_rows: tuple[dict[str, float], float | None, int, str, str]) -> GroupMeta:
     metas = tuple(
-        RowMeta(role=role, length=length, mask_tokens=length, rewards=rewards, verdict=verdict, finish_reason=finish, versions=((0, length),))
+        RowMeta(
+            role=role,
+            length=length,
+            mask_tokens=length,
+            rewards=rewards,
+            verdict=verdict,
+            finish_reason=finish,
+            versions=((0, length),),
+        )
         for rewards, verdict, length, finish, role in given_rows
     )
     return GroupMeta(0, 1, 0, "a", 3, metas, {}, 99)
@@ -143,22 +202,37 @@ def group_of(*given_rows: tuple[dict[str, float], float | None, int, str, str]) 
 def test_every_metric_is_what_its_name_says() -> None:
     shaping = Shaping({"correct": 1.0, "format": 0.5}, 10, clip=1.2, overlong_length=4)
     group = group_of(
-        ({"correct": 1.0, "format": 1.0}, 1.0, 6, "stop", "train"), ({"correct": 1.0, "format": 0.5}, 1.0, 6, "stop", "train"),
+        ({"correct": 1.0, "format": 1.0}, 1.0, 6, "stop", "train"),
+        ({"correct": 1.0, "format": 0.5}, 1.0, 6, "stop", "train"),
         ({"correct": 0.0, "format": 0.0}, 0.0, 2, "length", "baseline"),
     )
-    want = {"score": None, "seq_reward": "all_right", "acc": "all_right", "correct": "all_right", "format": None}
+    want = {
+        "score": None,
+        "seq_reward": "all_right",
+        "acc": "all_right",
+        "correct": "all_right",
+        "format": None,
+    }
     assert {metric: rejection(group, FilterRule(metric), shaping) for metric in want} == want
     same = ({"correct": 1.0, "format": 0.0}, 1.0)
     longer = group_of((*same, 6, "length", "train"), (*same, 9, "length", "train"))
-    assert rejection(longer, FilterRule("seq_reward"), shaping) is None  # the penalty makes the difference
+    assert (
+        rejection(longer, FilterRule("seq_reward"), shaping) is None
+    )  # the penalty makes the difference
     assert rejection(longer, FilterRule("score"), shaping) == "all_right"
-    assert rejection(longer, FilterRule(zero_variance=False, all_truncated=True), shaping) == "all_truncated"
+    assert (
+        rejection(longer, FilterRule(zero_variance=False, all_truncated=True), shaping)
+        == "all_truncated"
+    )
 
 
 def test_what_a_response_lacks_is_named() -> None:
-    group = group_of(({"correct": 1.0}, None, 2, "stop", "train"), ({"correct": 1.0}, None, 2, "stop", "train"))
+    group = group_of(
+        ({"correct": 1.0}, None, 2, "stop", "train"), ({"correct": 1.0}, None, 2, "stop", "train")
+    )
     for rule, said in (
-        (FilterRule("acc"), "no verdict"), (FilterRule("style"), "no reward component 'style'.*correct"),
+        (FilterRule("acc"), "no verdict"),
+        (FilterRule("style"), "no reward component 'style'.*correct"),
         (FilterRule(zero_variance=False, accuracy_low=0.0), "no verdict"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -167,6 +241,11 @@ def test_what_a_response_lacks_is_named() -> None:
 
 
 def test_filters_and_queue_do_without_torch() -> None:
-    code = "import sys, async_grpo.algo.filters, async_grpo.replay.queue; print(sorted({'torch', 'ray', 'vllm'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    code = (
+        "import sys, async_grpo.algo.filters, async_grpo.replay.queue; print(sorted({'torch', "
+        "'ray', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "[]"

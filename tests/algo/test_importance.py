@@ -1,4 +1,6 @@
-"""Importance weights, rejection, KL penalties and aggregation against slow loops, in value and gradient."""
+"""Importance weights, rejection, KL penalties and aggregation against slow loops, in value and
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from async_grpo.algo.aggregation import AGGREGATIONS, aggregate, aggregate_loss, row_weights
-from async_grpo.algo.importance import importance_weights, interpolated_anchor, opsm_mask, rejection_mask
+from async_grpo.algo.importance import (
+    importance_weights,
+    interpolated_anchor,
+    opsm_mask,
+    rejection_mask,
+)
 from async_grpo.algo.kl import KL_PENALTIES, AdaptiveKL, full_kl, kl_penalty
 from tests.support.algo_case import F64, close, fast, gradient, seeds, tokens
 
@@ -33,35 +40,71 @@ def slow_ratio(case: dict[str, Tensor], level: str, i: int, t: int) -> float:
 
 
 def in_both_layouts(
-    function: Callable[..., Tensor], columns: list[Tensor], mask: Tensor, seed: int, junk: float, **options: object
+    function: Callable[..., Tensor],
+    columns: list[Tensor],
+    mask: Tensor,
+    seed: int,
+    junk: float,
+    **options: object,
 ) -> Tensor:
-    """The result for [B, T] tensors with junk off the mask; the same packed in any token order, and with more padding."""
+    """The result for [B, T] tensors with junk off the mask; the same packed in any token order, and
+    with more padding.
+    """
     dirty = [torch.where(mask != 0, column, junk) for column in columns]
     padded = function(*dirty, mask, **options)
     order = torch.randperm(mask.numel(), generator=torch.Generator().manual_seed(seed))
     index = torch.arange(len(mask)).repeat_interleave(mask.shape[1])[order]
-    packed = function(*[column.reshape(-1)[order] for column in dirty], mask.reshape(-1)[order], row_index=index, **options)
+    packed = function(
+        *[column.reshape(-1)[order] for column in dirty],
+        mask.reshape(-1)[order],
+        row_index=index,
+        **options,
+    )
     close(packed, padded.reshape(-1)[order])
-    wider = [torch.cat([column, torch.full((len(mask), 2), junk, dtype=column.dtype)], -1) for column in dirty]
-    close(function(*wider, torch.cat([mask, torch.zeros(len(mask), 2, dtype=mask.dtype)], -1), **options)[:, :-2], padded)
+    wider = [
+        torch.cat([column, torch.full((len(mask), 2), junk, dtype=column.dtype)], -1)
+        for column in dirty
+    ]
+    close(
+        function(
+            *wider, torch.cat([mask, torch.zeros(len(mask), 2, dtype=mask.dtype)], -1), **options
+        )[:, :-2],
+        padded,
+    )
     assert not padded.requires_grad
     return padded
 
 
-@given(seed=seeds, level=levels, mode=st.sampled_from(["truncate", "mask"]), junk=st.sampled_from(JUNK))
+@given(
+    seed=seeds, level=levels, mode=st.sampled_from(["truncate", "mask"]), junk=st.sampled_from(JUNK)
+)
 @fast
 def test_importance_weights_are_the_formula(seed: int, level: str, mode: str, junk: float) -> None:
     case = tokens(seed, 4, 5)
     lower, upper = 0.9, 1.1
     columns = [case["anchor_logprobs"], case["behavior_logprobs"]]
-    got = in_both_layouts(importance_weights, columns, case["loss_mask"], seed, junk, level=level, mode=mode, lower=lower, upper=upper)
+    got = in_both_layouts(
+        importance_weights,
+        columns,
+        case["loss_mask"],
+        seed,
+        junk,
+        level=level,
+        mode=mode,
+        lower=lower,
+        upper=upper,
+    )
     for i in range(4):
         for t in range(5):
             if level == "none" or not case["loss_mask"][i, t]:
                 assert got[i, t] == 1
                 continue
             w = slow_ratio(case, level, i, t)
-            expected = min(max(w, lower), upper) if mode == "truncate" else (w if lower <= w <= upper else 0.0)
+            expected = (
+                min(max(w, lower), upper)
+                if mode == "truncate"
+                else (w if lower <= w <= upper else 0.0)
+            )
             assert float(got[i, t]) == pytest.approx(expected)
 
 
@@ -71,10 +114,23 @@ def test_rejection_keeps_what_lies_inside(seed: int, level: str, junk: float) ->
     case = tokens(seed, 4, 5)
     lower, upper = 0.95, 1.08
     columns = [case["anchor_logprobs"], case["behavior_logprobs"]]
-    got = in_both_layouts(rejection_mask, columns, case["loss_mask"], seed, junk, level=level, lower=lower, upper=upper)
+    got = in_both_layouts(
+        rejection_mask,
+        columns,
+        case["loss_mask"],
+        seed,
+        junk,
+        level=level,
+        lower=lower,
+        upper=upper,
+    )
     for i in range(4):
         for t in range(5):
-            kept = level == "none" or not case["loss_mask"][i, t] or lower <= slow_ratio(case, level, i, t) <= upper
+            kept = (
+                level == "none"
+                or not case["loss_mask"][i, t]
+                or lower <= slow_ratio(case, level, i, t) <= upper
+            )
             assert float(got[i, t]) == float(kept)
 
 
@@ -108,7 +164,9 @@ def test_the_interpolated_anchor_is_the_formula(seed: int) -> None:
         for t in range(5):
             k = int(case["staleness"][i, t])
             alpha = min(max((k - 1) / k, 0.0), 1.0) if k else 0.0
-            assert float(got[i, t]) == pytest.approx(float(beh[i, t] + alpha * (cur[i, t] - beh[i, t])))
+            assert float(got[i, t]) == pytest.approx(
+                float(beh[i, t] + alpha * (cur[i, t] - beh[i, t]))
+            )
     dirty = case["logprobs"].detach().clone()
     dirty[0, 0] = math.nan
     close(interpolated_anchor(dirty, beh, case["staleness"])[1:], got[1:])
@@ -120,10 +178,16 @@ def test_extreme_ratios_and_empty_tensors_are_finite(level: str) -> None:
     options = {"level": level, "lower": 0.0, "upper": math.inf}
     mask = torch.tensor([[1, 1], [1, 1], [0, 0]])
     weights = importance_weights(anchor, behavior, mask, mode="truncate", **options)
-    assert weights.isfinite().all() and weights.dtype == torch.float32 and weights.max() <= math.exp(20.001)
+    assert (
+        weights.isfinite().all()
+        and weights.dtype == torch.float32
+        and weights.max() <= math.exp(20.001)
+    )
     empty = torch.zeros(0)
     index = torch.zeros(0, dtype=torch.int64)
-    assert importance_weights(empty, empty, empty, mode="mask", row_index=index, **options).shape == (0,)
+    assert importance_weights(
+        empty, empty, empty, mode="mask", row_index=index, **options
+    ).shape == (0,)
     assert rejection_mask(empty, empty, empty, row_index=index, **options).shape == (0,)
     assert opsm_mask(empty, empty, empty, empty, delta=0.1, row_index=index).shape == (0,)
 
@@ -131,7 +195,12 @@ def test_extreme_ratios_and_empty_tensors_are_finite(level: str) -> None:
 def test_weights_refuse_wrong_arguments() -> None:
     ones = torch.ones(3)
     good = {"level": "token", "mode": "mask", "lower": 0.5, "upper": 2.0}
-    for wrong, word in (({"level": "row"}, "geometric"), ({"mode": "drop"}, "truncate"), ({"lower": 3.0}, "interval"), ({"level": "sequence"}, "row_index")):
+    for wrong, word in (
+        ({"level": "row"}, "geometric"),
+        ({"mode": "drop"}, "truncate"),
+        ({"lower": 3.0}, "interval"),
+        ({"level": "sequence"}, "row_index"),
+    ):
         with pytest.raises(ValueError, match=word):
             importance_weights(ones, ones, ones, **{**good, **wrong})
     with pytest.raises(ValueError, match="behavior_logprobs has shape"):
@@ -145,10 +214,16 @@ def test_weights_refuse_wrong_arguments() -> None:
 # ---- KL
 
 VALUES: dict[str, Callable[[float], float]] = {
-    "kl": lambda d: d, "abs": abs, "mse": lambda d: d * d / 2, "low_var_kl": lambda d: math.exp(-d) - 1 + d,
+    "kl": lambda d: d,
+    "abs": abs,
+    "mse": lambda d: d * d / 2,
+    "low_var_kl": lambda d: math.exp(-d) - 1 + d,
 }
 SLOPES: dict[str, Callable[[float], float]] = {
-    "kl": lambda d: 1.0, "abs": lambda d: math.copysign(1.0, d) if d else 0.0, "mse": lambda d: d, "low_var_kl": lambda d: 1 - math.exp(-d),
+    "kl": lambda d: 1.0,
+    "abs": lambda d: math.copysign(1.0, d) if d else 0.0,
+    "mse": lambda d: d,
+    "low_var_kl": lambda d: 1 - math.exp(-d),
 }
 SHORT = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 
@@ -164,13 +239,20 @@ def test_kl_penalties_are_the_formulas(kind: str, log_ratios: list[float], shift
     value = kl_penalty(x - 1, ref, kind)
     d = [float(entry) for entry in (x - 1 - ref).detach()]
     close(value, torch.tensor([VALUES[base](entry) for entry in d], dtype=F64), atol=1e-6)
-    close(gradient(value.sum(), x), torch.tensor([slope(entry) for entry in d], dtype=F64), atol=1e-6)
+    close(
+        gradient(value.sum(), x), torch.tensor([slope(entry) for entry in d], dtype=F64), atol=1e-6
+    )
     assert torch.autograd.grad(value.sum(), ref, allow_unused=True) == (None,)
     # the correction: gradient through the ratio and through the penalty
     anchor = torch.full_like(x, -1.0 + shift).detach() + x.detach()
     corrected = kl_penalty(x - 1, ref, kind, anchor_logprobs=anchor)
     ratio = math.exp(-shift)
-    close(corrected, torch.tensor([ratio * VALUES[base](entry) for entry in d], dtype=F64), rtol=1e-6, atol=1e-6)
+    close(
+        corrected,
+        torch.tensor([ratio * VALUES[base](entry) for entry in d], dtype=F64),
+        rtol=1e-6,
+        atol=1e-6,
+    )
     expected = [ratio * (VALUES[base](entry) + slope(entry)) for entry in d]
     close(gradient(corrected.sum(), x), torch.tensor(expected, dtype=F64), rtol=1e-6, atol=1e-6)
 
@@ -178,7 +260,9 @@ def test_kl_penalties_are_the_formulas(kind: str, log_ratios: list[float], shift
 def test_kl_does_not_let_go_and_does_not_mix_entries() -> None:
     x = torch.tensor([-200.0, -19.0, 200.0, math.nan], requires_grad=True)
     value = kl_penalty(x, torch.zeros(4), "low_var_kl")
-    assert value[:3].isfinite().all() and float(value[0].detach()) == pytest.approx(math.exp(20) - 21)
+    assert value[:3].isfinite().all() and float(value[0].detach()) == pytest.approx(
+        math.exp(20) - 21
+    )
     slopes = torch.autograd.grad(value[:3].sum(), x)[0]
     assert slopes.isfinite().all() and slopes[1] == pytest.approx(1 - math.exp(19), rel=1e-5)
     half = torch.zeros(4, dtype=torch.bfloat16)
@@ -187,9 +271,19 @@ def test_kl_does_not_let_go_and_does_not_mix_entries() -> None:
     with pytest.raises(ValueError, match="low_var_kl"):
         kl_penalty(x, torch.zeros(4), "k9")
     far = torch.tensor([25.0, -200.0], requires_grad=True)
-    for kind, slope in (("kl", [1, 1]), ("abs", [1, -1]), ("mse", [25, -200]), ("low_var_kl+", [25, -200])):
-        assert torch.autograd.grad(kl_penalty(far, torch.zeros(2), kind).sum(), far)[0].tolist() == slope
-    assert torch.autograd.grad(kl_penalty(far, torch.zeros(2), "low_var_kl")[0], far)[0][0] == pytest.approx(1.0)
+    for kind, slope in (
+        ("kl", [1, 1]),
+        ("abs", [1, -1]),
+        ("mse", [25, -200]),
+        ("low_var_kl+", [25, -200]),
+    ):
+        assert (
+            torch.autograd.grad(kl_penalty(far, torch.zeros(2), kind).sum(), far)[0].tolist()
+            == slope
+        )
+    assert torch.autograd.grad(kl_penalty(far, torch.zeros(2), "low_var_kl")[0], far)[0][
+        0
+    ] == pytest.approx(1.0)
     with pytest.raises(ValueError, match="ref_logprobs has shape"):
         kl_penalty(x, torch.zeros(1), "kl")
     with pytest.raises(ValueError, match="anchor_logprobs has shape"):
@@ -205,7 +299,9 @@ def softmax_case() -> tuple[Tensor, Tensor, Tensor]:
 def test_full_kl_is_the_divergence() -> None:
     logits, reference, value = softmax_case()
     p, q = torch.softmax(logits.detach(), -1).tolist(), torch.softmax(reference, -1).tolist()
-    assert float(value.detach()) == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+    assert float(value.detach()) == pytest.approx(
+        sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    )
     half = full_kl(logits.detach(), reference, temperature=2.0)
     assert float(half) == pytest.approx(float(full_kl(logits.detach() / 2, reference / 2)))
     banned = logits.detach().clone()
@@ -214,14 +310,19 @@ def test_full_kl_is_the_divergence() -> None:
     other = torch.where(torch.arange(5) == 1, -math.inf, reference)
     got = full_kl(banned, other)
     keep = [0, 2, 3, 4]
-    assert float(got.detach()) == pytest.approx(float(full_kl(logits.detach()[keep], reference[keep])))
+    assert float(got.detach()) == pytest.approx(
+        float(full_kl(logits.detach()[keep], reference[keep]))
+    )
     slopes = gradient(got, banned)
     assert slopes.isfinite().all() and slopes[1] == 0
     close(slopes[keep], gradient(full_kl(logits[keep], reference[keep]), logits)[keep])
-    # forbidden by one side only: the reference keeps its mass on the token, or the divergence is infinite
+    # forbidden by one side only: the reference keeps its mass on the token, or the divergence is
+    # infinite
     r = torch.softmax(banned.detach(), -1).tolist()
     one_sided = full_kl(banned, reference)
-    assert float(one_sided.detach()) == pytest.approx(sum(r[v] * math.log(r[v] / q[v]) for v in keep))
+    assert float(one_sided.detach()) == pytest.approx(
+        sum(r[v] * math.log(r[v] / q[v]) for v in keep)
+    )
     assert gradient(one_sided, banned).isfinite().all()
     assert float(full_kl(logits.detach(), other)) == math.inf
     far = torch.tensor([[0.0, -1000.0], [200.0, 0.0]], requires_grad=True)
@@ -231,7 +332,10 @@ def test_full_kl_is_the_divergence() -> None:
         full_kl(logits, reference[:3])
 
 
-@pytest.mark.parametrize(("kind", "corrected"), [("mse", False), ("low_var_kl+", False), ("kl+", False), ("low_var_kl", True), ("kl", True)])
+@pytest.mark.parametrize(
+    ("kind", "corrected"),
+    [("mse", False), ("low_var_kl+", False), ("kl+", False), ("low_var_kl", True), ("kl", True)],
+)
 def test_the_expected_gradient_is_that_of_the_divergence(kind: str, corrected: bool) -> None:
     """Exact expectation over a distribution of five tokens, no sampling."""
     logits, reference, exact = softmax_case()
@@ -247,7 +351,12 @@ def test_the_correction_is_unbiased_for_tokens_of_another_policy(kind: str) -> N
     """Value and gradient, in exact expectation over the anchor's distribution."""
     logits, reference, exact = softmax_case()
     anchor = torch.log_softmax(torch.tensor([-0.2, 0.7, 0.3, 0.6, -1.1], dtype=F64), -1)
-    penalties = kl_penalty(torch.log_softmax(logits, -1), torch.log_softmax(reference, -1), kind, anchor_logprobs=anchor)
+    penalties = kl_penalty(
+        torch.log_softmax(logits, -1),
+        torch.log_softmax(reference, -1),
+        kind,
+        anchor_logprobs=anchor,
+    )
     expected = (anchor.exp() * penalties).sum()
     close(expected, exact)
     close(gradient(expected, logits), gradient(exact, logits))
@@ -255,7 +364,10 @@ def test_the_correction_is_unbiased_for_tokens_of_another_policy(kind: str) -> N
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_k3_has_the_gradient_of_its_formula(corrected: bool) -> None:
-    x, y, a = (torch.linspace(low, high, 9, dtype=F64) for low, high in ((-3, -0.1), (-1, -2), (-2.5, -0.4)))
+    x, y, a = (
+        torch.linspace(low, high, 9, dtype=F64)
+        for low, high in ((-3, -0.1), (-1, -2), (-2.5, -0.4))
+    )
     x.requires_grad_()
     formula = (torch.exp(x - a) if corrected else 1) * (torch.exp(y - x) - 1 - (y - x))
     got = kl_penalty(x, y, "low_var_kl", anchor_logprobs=a if corrected else None)
@@ -266,7 +378,9 @@ def test_k3_has_the_gradient_of_its_formula(corrected: bool) -> None:
 def test_k1_as_a_loss_has_no_expected_gradient() -> None:
     logits, reference, _ = softmax_case()
     logprobs = torch.log_softmax(logits, -1)
-    expected = (logprobs.detach().exp() * kl_penalty(logprobs, torch.log_softmax(reference, -1), "kl")).sum()
+    expected = (
+        logprobs.detach().exp() * kl_penalty(logprobs, torch.log_softmax(reference, -1), "kl")
+    ).sum()
     assert gradient(expected, logits).abs().max() < 1e-12
 
 
@@ -300,9 +414,15 @@ def slow_aggregate(loss: Tensor, mask: Tensor, mode: str, limit: int) -> Tensor:
         return sum(row.sum() for row in rows.values()) / (n if mode == "token-mean" else 1)
     if mode == "prompt-mean":
         prompts = {GROUPS[i] for i in rows}
-        means = [torch.cat([row for i, row in rows.items() if GROUPS[i] == prompt]).mean() for prompt in prompts]
+        means = [
+            torch.cat([row for i, row in rows.items() if GROUPS[i] == prompt]).mean()
+            for prompt in prompts
+        ]
         return sum(means) / len(means)
-    per_row = [row.sum() / len(row) if mode == "seq-mean-token-mean" else row.sum() for row in rows.values()]
+    per_row = [
+        row.sum() / len(row) if mode == "seq-mean-token-mean" else row.sum()
+        for row in rows.values()
+    ]
     return sum(per_row) / s / (limit if mode == "seq-mean-token-sum-norm" else 1)
 
 
@@ -323,14 +443,19 @@ def test_aggregation_is_the_formula_for_any_split(mode: str, empty: list[int]) -
     per_row = row_weights(mode, mask.sum(-1).tolist(), max_response_length=9, group_index=GROUPS)
     weights = torch.tensor(per_row, dtype=F64).unsqueeze(-1) * mask
     for split in ([[0, 1, 2, 3, 4, 5]], [[3], [2], [5, 0], [1, 4]], [[2], [0, 1, 3, 4, 5], []]):
-        parts = [aggregate_loss(loss[rows].reshape(-1), weights[rows].reshape(-1)) for rows in split]
+        parts = [
+            aggregate_loss(loss[rows].reshape(-1), weights[rows].reshape(-1)) for rows in split
+        ]
         close(sum(parts), total)
         close(sum(gradient(part, case["logprobs"]) for part in parts), grad)
 
 
 def test_row_weights_of_empty_steps_and_wrong_arguments() -> None:
     assert row_weights("token-mean", [0, 0], max_response_length=4) == [0.0, 0.0]
-    assert row_weights("prompt-mean", [0, 0], max_response_length=4, group_index=[1, 2]) == [0.0, 0.0]
+    assert row_weights("prompt-mean", [0, 0], max_response_length=4, group_index=[1, 2]) == [
+        0.0,
+        0.0,
+    ]
     assert row_weights("seq-mean-token-mean", [], max_response_length=4) == []
     with pytest.raises(ValueError, match="token-mean"):
         row_weights("mean", [1], max_response_length=4)

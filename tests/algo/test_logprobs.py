@@ -15,7 +15,9 @@ from tests.support.algo_case import F64, close, gradient
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 10, 100])
-def test_chunked_logprobs_are_the_naive_ones(temperature: float, with_entropy: bool, size: int) -> None:
+def test_chunked_logprobs_are_the_naive_ones(
+    temperature: float, with_entropy: bool, size: int
+) -> None:
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(10, 4, generator=random, dtype=F64, requires_grad=True)
     head = torch.randn(4, 13, generator=random, dtype=F64, requires_grad=True)
@@ -28,7 +30,13 @@ def test_chunked_logprobs_are_the_naive_ones(temperature: float, with_entropy: b
         return x @ head
 
     logprobs, entropy = token_logprobs(
-        hidden, targets, project, vocab_size=13, temperature=temperature, with_entropy=with_entropy, chunk_bytes=size * 13 * 4
+        hidden,
+        targets,
+        project,
+        vocab_size=13,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        chunk_bytes=size * 13 * 4,
     )
     assert max(calls) <= size and sum(calls) == 10
     naive = torch.log_softmax(hidden @ head / temperature, -1)
@@ -40,7 +48,11 @@ def test_chunked_logprobs_are_the_naive_ones(temperature: float, with_entropy: b
         value, expected = value + (entropy * up[1]).sum(), expected + (naive_entropy * up[1]).sum()
     else:
         assert entropy is None
-    for got, want in zip(torch.autograd.grad(value, [hidden, head]), torch.autograd.grad(expected, [hidden, head]), strict=True):
+    for got, want in zip(
+        torch.autograd.grad(value, [hidden, head]),
+        torch.autograd.grad(expected, [hidden, head]),
+        strict=True,
+    ):
         close(got, want)
     assert sum(calls) == (10 if size >= 10 else 20)
 
@@ -48,12 +60,21 @@ def test_chunked_logprobs_are_the_naive_ones(temperature: float, with_entropy: b
 @pytest.mark.parametrize("size", [2, 100])
 def test_gradients_of_hidden_states_and_head_are_the_differences_of_the_value(size: int) -> None:
     random = torch.Generator().manual_seed(1)
-    hidden, head = torch.randn(5, 3, generator=random, dtype=F64), torch.randn(3, 7, generator=random, dtype=F64)
+    hidden, head = (
+        torch.randn(5, 3, generator=random, dtype=F64),
+        torch.randn(3, 7, generator=random, dtype=F64),
+    )
     targets = torch.randint(0, 7, (5,), generator=random)
 
     def outputs(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(
-            hidden, targets, lambda x: x @ head, vocab_size=7, temperature=0.7, with_entropy=True, chunk_bytes=size * 7 * 4
+            hidden,
+            targets,
+            lambda x: x @ head,
+            vocab_size=7,
+            temperature=0.7,
+            with_entropy=True,
+            chunk_bytes=size * 7 * 4,
         )
 
     assert torch.autograd.gradcheck(outputs, (hidden.requires_grad_(), head.requires_grad_()))
@@ -64,14 +85,22 @@ def test_low_precision_hidden_states_with_and_without_a_float32_head() -> None:
     hidden = torch.randn(5, 4, generator=random).bfloat16().requires_grad_()
     targets, rows = torch.arange(5), torch.arange(5)
     low = torch.randn(4, 13, generator=random).bfloat16().requires_grad_()
-    logprobs, entropy = token_logprobs(hidden, targets, lambda x: x @ low, vocab_size=13, temperature=1.0, with_entropy=True)
+    logprobs, entropy = token_logprobs(
+        hidden, targets, lambda x: x @ low, vocab_size=13, temperature=1.0, with_entropy=True
+    )
     assert logprobs.dtype == entropy.dtype == torch.float32
     close(logprobs, torch.log_softmax((hidden @ low).float(), -1)[rows, targets])
 
     head = low.detach().float().requires_grad_()
     for size in (2, 100):
         logprobs, _ = token_logprobs(
-            hidden, targets, lambda x: x.float() @ head, vocab_size=13, temperature=1.0, with_entropy=False, chunk_bytes=size * 13 * 4
+            hidden,
+            targets,
+            lambda x: x.float() @ head,
+            vocab_size=13,
+            temperature=1.0,
+            with_entropy=False,
+            chunk_bytes=size * 13 * 4,
         )
         naive = torch.log_softmax(hidden.double() @ head.double(), -1)[rows, targets]
         close(logprobs.double(), naive, rtol=0, atol=1e-6)
@@ -86,16 +115,27 @@ def test_low_precision_hidden_states_with_and_without_a_float32_head() -> None:
 def test_forbidden_tokens_add_nothing_to_entropy_and_gradients(size: int) -> None:
     targets = torch.arange(5)
     forbidden = torch.zeros(13, dtype=F64).index_fill(0, torch.tensor([7, 12]), -math.inf)
-    logits = torch.randn(5, 13, generator=torch.Generator().manual_seed(2), dtype=F64).requires_grad_()
+    logits = torch.randn(
+        5, 13, generator=torch.Generator().manual_seed(2), dtype=F64
+    ).requires_grad_()
     logprobs, entropy = token_logprobs(
-        logits, targets, lambda x: x + forbidden, vocab_size=13, temperature=0.7, with_entropy=True, chunk_bytes=size * 13 * 4
+        logits,
+        targets,
+        lambda x: x + forbidden,
+        vocab_size=13,
+        temperature=0.7,
+        with_entropy=True,
+        chunk_bytes=size * 13 * 4,
     )
     allowed = torch.isfinite(forbidden)
     naive = torch.log_softmax(logits[:, allowed] / 0.7, -1)
     naive_entropy = -(naive.exp() * naive).sum(-1)
     close(logprobs, naive[targets, targets])
     close(entropy, naive_entropy)
-    got, want = gradient((logprobs + 3e6 * entropy).sum(), logits), gradient((naive[targets, targets] + 3e6 * naive_entropy).sum(), logits)
+    got, want = (
+        gradient((logprobs + 3e6 * entropy).sum(), logits),
+        gradient((naive[targets, targets] + 3e6 * naive_entropy).sum(), logits),
+    )
     assert (got[:, ~allowed] == 0).all()
     close(got, want, atol=1e-6)
 
@@ -105,16 +145,34 @@ def test_no_tokens_still_touch_the_head_and_shapes_must_fit(with_entropy: bool) 
     hidden, head = torch.ones(5, 4, requires_grad=True), torch.ones(4, 13, requires_grad=True)
     targets = torch.arange(5)
     logprobs, entropy = token_logprobs(
-        hidden[:0], targets[:0], lambda x: x @ head, vocab_size=13, temperature=1.0, with_entropy=with_entropy
+        hidden[:0],
+        targets[:0],
+        lambda x: x @ head,
+        vocab_size=13,
+        temperature=1.0,
+        with_entropy=with_entropy,
     )
     assert logprobs.shape == (0,) and (entropy.shape == (0,) if with_entropy else entropy is None)
     value = logprobs.sum() + entropy.sum() if with_entropy else logprobs.sum()
     assert all((grad == 0).all() for grad in torch.autograd.grad(value, [hidden, head]))
     for wrong in ((hidden, targets[:3]), (hidden[0], targets)):
         with pytest.raises(ValueError, match="targets"):
-            token_logprobs(*wrong, lambda x: x @ head, vocab_size=13, temperature=1.0, with_entropy=with_entropy)
+            token_logprobs(
+                *wrong,
+                lambda x: x @ head,
+                vocab_size=13,
+                temperature=1.0,
+                with_entropy=with_entropy,
+            )
     with pytest.raises(ValueError, match="temperature"):
-        token_logprobs(hidden, targets, lambda x: x @ head, vocab_size=13, temperature=0.0, with_entropy=with_entropy)
+        token_logprobs(
+            hidden,
+            targets,
+            lambda x: x @ head,
+            vocab_size=13,
+            temperature=0.0,
+            with_entropy=with_entropy,
+        )
 
 
 @pytest.mark.parametrize("size", [3, 100])
@@ -122,9 +180,25 @@ def test_no_tokens_still_touch_the_head_and_shapes_must_fit(with_entropy: bool) 
 def test_what_is_only_looked_at_adds_nothing_to_the_gradient(used: str, size: int) -> None:
     random = torch.Generator().manual_seed(3)
     hidden = torch.randn(10, 4, generator=random, dtype=F64, requires_grad=True)
-    head, up = torch.randn(4, 13, generator=random, dtype=F64), torch.randn(10, generator=random, dtype=F64)
+    head, up = (
+        torch.randn(4, 13, generator=random, dtype=F64),
+        torch.randn(10, generator=random, dtype=F64),
+    )
     targets = torch.randint(0, 13, (10,), generator=random)
-    found = token_logprobs(hidden, targets, lambda x: x @ head, vocab_size=13, temperature=0.7, with_entropy=True, chunk_bytes=size * 13 * 4)
+    found = token_logprobs(
+        hidden,
+        targets,
+        lambda x: x @ head,
+        vocab_size=13,
+        temperature=0.7,
+        with_entropy=True,
+        chunk_bytes=size * 13 * 4,
+    )
     naive = torch.log_softmax(hidden @ head / 0.7, -1)
-    wanted = naive[torch.arange(10), targets] if used == "log-probs" else -(naive.exp() * naive).sum(-1)
-    close(gradient((found[used == "entropy"] * up).sum(), hidden), gradient((wanted * up).sum(), hidden))
+    wanted = (
+        naive[torch.arange(10), targets] if used == "log-probs" else -(naive.exp() * naive).sum(-1)
+    )
+    close(
+        gradient((found[used == "entropy"] * up).sum(), hidden),
+        gradient((wanted * up).sum(), hidden),
+    )

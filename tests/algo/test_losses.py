@@ -1,4 +1,6 @@
-"""Every policy loss and the clip bounds against slow loops, in value and gradient, and their properties."""
+"""Every policy loss and the clip bounds against slow loops, in value and gradient, and their
+properties.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,32 @@ from torch import Tensor
 
 from async_grpo.algo.importance import importance_weights
 from async_grpo.algo.kl import kl_penalty
-from async_grpo.algo.losses import CLIPPED, POLICY_LOSSES, RATIO_FREE, SELECTING, SEQUENCE, Clip, LossOptions, clip_bounds, policy_loss
+from async_grpo.algo.losses import (
+    CLIPPED,
+    POLICY_LOSSES,
+    RATIO_FREE,
+    SELECTING,
+    SEQUENCE,
+    Clip,
+    LossOptions,
+    clip_bounds,
+    policy_loss,
+)
 from tests.support.algo_case import F64, clips, close, fast, gradient, seeds, slow_factor, tokens
 
 few = settings(max_examples=12, deadline=None)  # for each of the losses
 JUNK = [math.nan, math.inf, -math.inf, 1e30]
-NARROW = LossOptions(dppo_low=0.03, dppo_high=0.05, sapo_tau_pos=1.3, sapo_tau_neg=0.8, opmd_tau=0.7, kl_cov_coef=0.3)
+NARROW = LossOptions(
+    dppo_low=0.03, dppo_high=0.05, sapo_tau_pos=1.3, sapo_tau_neg=0.8, opmd_tau=0.7, kl_cov_coef=0.3
+)
 """Constants at which random tokens lie on both sides."""
 VARIANTS = {name: (name, NARROW) for name in POLICY_LOSSES} | {
     "dppo, capped": ("dppo", replace(NARROW, dppo_ratio_cap=1.1)),
     "dppo, kl": ("dppo", replace(NARROW, dppo_divergence="kl", dppo_low=0.005, dppo_high=0.01)),
-    "dppo, kl, capped": ("dppo", replace(NARROW, dppo_divergence="kl", dppo_low=0.005, dppo_high=0.01, dppo_ratio_cap=1.1)),
+    "dppo, kl, capped": (
+        "dppo",
+        replace(NARROW, dppo_divergence="kl", dppo_low=0.005, dppo_high=0.01, dppo_ratio_cap=1.1),
+    ),
     "opmd, sequence": ("opmd", replace(NARROW, opmd_level="sequence")),
 }
 by_loss = pytest.mark.parametrize("variant", VARIANTS)
@@ -44,7 +61,9 @@ def example(variant: str, seed: int, *shape: int) -> tuple[dict[str, Tensor], di
     return tokens(seed, *shape, scale=0.7), extra
 
 
-def slow_clipped(ratio: Tensor, a: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
+def slow_clipped(
+    ratio: Tensor, a: Tensor, low: float, high: float, dual: float | None = None
+) -> Tensor:
     loss = -min(ratio * a, ratio.clamp(low, high) * a)
     return min(loss, -dual * a) if dual is not None and a < 0 else loss
 
@@ -53,35 +72,59 @@ def slow_dppo(cur: Tensor, prox: Tensor, a: Tensor, options: LossOptions) -> Ten
     p, q = min(math.exp(cur.item()), 1.0), min(math.exp(prox.item()), 1.0)
     distance = abs(p - q)
     if options.dppo_divergence == "kl":
-        distance = (q * math.log(q / p) if q else 0.0) + ((1 - q) * math.log((1 - q) / (1 - p)) if q < 1 and p < 1 else 0.0)
+        distance = (q * math.log(q / p) if q else 0.0) + (
+            (1 - q) * math.log((1 - q) / (1 - p)) if q < 1 and p < 1 else 0.0
+        )
         distance = math.inf if q < 1 and p == 1 else distance
-    if (a > 0 and p > q and distance > options.dppo_high) or (a < 0 and p < q and distance > options.dppo_low):
+    if (a > 0 and p > q and distance > options.dppo_high) or (
+        a < 0 and p < q and distance > options.dppo_low
+    ):
         return cur * 0
     ratio = torch.exp(cur - prox)
-    return -ratio * a if options.dppo_ratio_cap is None else -min(ratio.item(), options.dppo_ratio_cap) * a * cur
+    return (
+        -ratio * a
+        if options.dppo_ratio_cap is None
+        else -min(ratio.item(), options.dppo_ratio_cap) * a * cur
+    )
 
 
-def slow_loss(name: str, case: dict[str, Tensor], clip: Clip, selection: Tensor | None, options: LossOptions) -> Tensor:
-    """The loss per token of [B, T] as a loop over scalars, straight from the formulas, differentiable."""
+def slow_loss(
+    name: str, case: dict[str, Tensor], clip: Clip, selection: Tensor | None, options: LossOptions
+) -> Tensor:
+    """The loss per token of [B, T] as a loop over scalars, straight from the formulas,
+    differentiable.
+    """
     loss = case["logprobs"] * 0
     for i in range(loss.shape[0]):
         valid = [t for t in range(loss.shape[1]) if case["loss_mask"][i, t]]
-        cur, prox, beh = ({t: case[f"{key}logprobs"][i, t] for t in valid} for key in ("", "anchor_", "behavior_"))
+        cur, prox, beh = (
+            {t: case[f"{key}logprobs"][i, t] for t in valid} for key in ("", "anchor_", "behavior_")
+        )
         mean = sum(cur[t] - prox[t] for t in valid) / max(len(valid), 1)
         drift = sum(cur[t] - beh[t] for t in valid)
         clipped = {}
         for t in valid:
-            a, x, factor = case["advantages"][i, t], cur[t] - prox[t], slow_factor(int(case["staleness"][i, t]), clip)
+            a, x, factor = (
+                case["advantages"][i, t],
+                cur[t] - prox[t],
+                slow_factor(int(case["staleness"][i, t]), clip),
+            )
             clipped[t] = min(x, clip.high * factor) if a > 0 else max(x, -clip.low * factor)
         for t in valid:
-            a, ratio, factor = case["advantages"][i, t], torch.exp(cur[t] - prox[t]), slow_factor(int(case["staleness"][i, t]), clip)
+            a, ratio, factor = (
+                case["advantages"][i, t],
+                torch.exp(cur[t] - prox[t]),
+                slow_factor(int(case["staleness"][i, t]), clip),
+            )
             low, high = 1 - clip.low * factor, 1 + clip.high * factor
             if name == "ppo_clip":
                 value = slow_clipped(ratio, a, low, high, clip.dual)
             elif name == "gspo":
                 value = slow_clipped(torch.exp(mean), a, low, high)
             elif name == "gspo_token":
-                value = slow_clipped(torch.exp(mean).item() * torch.exp(cur[t] - cur[t].item()), a, low, high)
+                value = slow_clipped(
+                    torch.exp(mean).item() * torch.exp(cur[t] - cur[t].item()), a, low, high
+                )
             elif name == "cispo":
                 value = -min(max(ratio.item(), low), high) * a * cur[t]
             elif name == "sapo":
@@ -92,14 +135,22 @@ def slow_loss(name: str, case: dict[str, Tensor], clip: Clip, selection: Tensor 
             elif name == "clip_cov":
                 value = slow_clipped(ratio, a, low, high) * (0 if selection[i, t] else 1)
             elif name == "kl_cov":
-                value = -ratio * a + (options.kl_cov_coef * abs(cur[t] - prox[t]) if selection[i, t] else 0)
+                value = -ratio * a + (
+                    options.kl_cov_coef * abs(cur[t] - prox[t]) if selection[i, t] else 0
+                )
             elif name == "m2po":
                 bound = selection[i, t].item()
-                value = slow_clipped(ratio, a, min(low, math.exp(-bound)), max(high, math.exp(bound)), clip.dual)
+                value = slow_clipped(
+                    ratio, a, min(low, math.exp(-bound)), max(high, math.exp(bound)), clip.dual
+                )
             elif name == "dppo":
                 value = slow_dppo(cur[t], prox[t], a, options)
             elif name == "opmd":
-                square = drift**2 / len(valid) if options.opmd_level == "sequence" else (cur[t] - beh[t]) ** 2
+                square = (
+                    drift**2 / len(valid)
+                    if options.opmd_level == "sequence"
+                    else (cur[t] - beh[t]) ** 2
+                )
                 value = -a * cur[t] + options.opmd_tau / 2 * square
             elif name == "topr":
                 value = -(1 if a >= 0 else min(math.exp(drift.item()), 1)) * a * cur[t]
@@ -112,17 +163,28 @@ def slow_loss(name: str, case: dict[str, Tensor], clip: Clip, selection: Tensor 
 @by_loss
 @given(seed=seeds, clip=clips, weighted=st.booleans())
 @few
-def test_losses_are_their_formulas_in_value_and_gradient(variant: str, seed: int, clip: Clip, weighted: bool) -> None:
+def test_losses_are_their_formulas_in_value_and_gradient(
+    variant: str, seed: int, clip: Clip, weighted: bool
+) -> None:
     name, options = VARIANTS[variant]
     case, extra = example(variant, seed, 3, 4)
-    weights = torch.rand(3, 4, generator=torch.Generator().manual_seed(seed), dtype=F64) if weighted else None
+    weights = (
+        torch.rand(3, 4, generator=torch.Generator().manual_seed(seed), dtype=F64)
+        if weighted
+        else None
+    )
     loss, diagnostics = policy_loss(name, **case, clip=clip, weights=weights, **extra)
-    expected = slow_loss(name, case, clip, extra["selection"], options) * (1 if weights is None else weights)
+    expected = slow_loss(name, case, clip, extra["selection"], options) * (
+        1 if weights is None else weights
+    )
     close(loss, expected)
     close(gradient(loss.sum(), case["logprobs"]), gradient(expected.sum(), case["logprobs"]))
     assert set(diagnostics) == {"log_ratio", "ratio", "clipped_low", "clipped_high", "dual_clipped"}
     for key, tensor in diagnostics.items():
-        assert tensor.shape == loss.shape and (tensor[case["loss_mask"] == 0] == (key == "ratio")).all(), key
+        assert (
+            tensor.shape == loss.shape
+            and (tensor[case["loss_mask"] == 0] == (key == "ratio")).all()
+        ), key
 
 
 @by_loss
@@ -132,15 +194,22 @@ def test_masked_entries_may_hold_anything(variant: str, seed: int, clip: Clip, j
     case, extra = example(variant, seed, 3, 5)
     case["loss_mask"][1] = 0
     name, keep = VARIANTS[variant][0], case["loss_mask"] != 0
-    clean, clean_diagnostics = policy_loss(name, **case, clip=clip, weights=torch.ones(3, 5), **extra)
+    clean, clean_diagnostics = policy_loss(
+        name, **case, clip=clip, weights=torch.ones(3, 5), **extra
+    )
     dirty = {
-        key: torch.where(keep, tensor.detach(), junk) if tensor.is_floating_point() else tensor.clone() for key, tensor in case.items()
+        key: torch.where(keep, tensor.detach(), junk)
+        if tensor.is_floating_point()
+        else tensor.clone()
+        for key, tensor in case.items()
     }
     dirty["staleness"] = torch.where(keep, case["staleness"], -9)
     dirty["logprobs"].requires_grad_()
     if name in SELECTING:
         extra["selection"] = torch.where(keep, extra["selection"], True if name != "m2po" else junk)
-    loss, diagnostics = policy_loss(name, **dirty, clip=clip, weights=torch.where(keep, 1.0, junk), **extra)
+    loss, diagnostics = policy_loss(
+        name, **dirty, clip=clip, weights=torch.where(keep, 1.0, junk), **extra
+    )
     assert torch.equal(loss, clean) and not loss[~keep].any()
     grad = gradient(loss.sum(), dirty["logprobs"])
     assert torch.equal(grad, gradient(clean.sum(), case["logprobs"])) and not grad[~keep].any()
@@ -151,11 +220,15 @@ def test_masked_entries_may_hold_anything(variant: str, seed: int, clip: Clip, j
 @by_loss
 @given(seed=seeds, clip=clips)
 @few
-def test_packed_padded_and_permuted_tokens_have_the_same_loss(variant: str, seed: int, clip: Clip) -> None:
+def test_packed_padded_and_permuted_tokens_have_the_same_loss(
+    variant: str, seed: int, clip: Clip
+) -> None:
     case, extra = example(variant, seed, 4, 5)
     name = VARIANTS[variant][0]
     order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
-    order = order[(torch.arange(20) % 5 < torch.tensor([5, 3, 4, 0])[torch.arange(20) // 5])[order]]  # rows of unequal length, shuffled
+    order = order[
+        (torch.arange(20) % 5 < torch.tensor([5, 3, 4, 0])[torch.arange(20) // 5])[order]
+    ]  # rows of unequal length, shuffled
     case["loss_mask"] *= (torch.arange(5) < torch.tensor([[5], [3], [4], [0]])).to(torch.int64)
     loss, diagnostics = policy_loss(name, **case, clip=clip, **extra)
     packed = {key: tensor.detach().flatten()[order] for key, tensor in case.items()}
@@ -163,14 +236,22 @@ def test_packed_padded_and_permuted_tokens_have_the_same_loss(variant: str, seed
     extra["selection"] = None if extra["selection"] is None else extra["selection"].flatten()[order]
     alone, alone_diagnostics = policy_loss(name, **packed, clip=clip, row_index=order // 5, **extra)
     close(alone, loss.flatten()[order])
-    close(gradient(alone.sum(), packed["logprobs"]), gradient(loss.sum(), case["logprobs"]).flatten()[order])
+    close(
+        gradient(alone.sum(), packed["logprobs"]),
+        gradient(loss.sum(), case["logprobs"]).flatten()[order],
+    )
     for key, tensor in diagnostics.items():
-        assert torch.allclose(alone_diagnostics[key].double(), tensor.flatten()[order].double()), key
+        assert torch.allclose(alone_diagnostics[key].double(), tensor.flatten()[order].double()), (
+            key
+        )
 
 
 def constant_rows(case: dict[str, Tensor]) -> dict[str, Tensor]:
     """One advantage and one lag per row."""
-    return case | {key: case[key][:, :1].expand_as(case[key]).contiguous() for key in ("advantages", "staleness")}
+    return case | {
+        key: case[key][:, :1].expand_as(case[key]).contiguous()
+        for key in ("advantages", "staleness")
+    }
 
 
 @by_loss
@@ -188,7 +269,9 @@ def test_on_policy_gradient_is_reinforce(variant: str, seed: int, clip: Clip) ->
     close(gradient(loss.sum(), case["logprobs"]), gradient(reinforce, case["logprobs"]))
 
 
-@pytest.mark.parametrize("variant", ["ppo_clip", "gspo", "gspo_token", "gmpo", "clip_cov", "m2po", "dppo", "dppo, kl"])
+@pytest.mark.parametrize(
+    "variant", ["ppo_clip", "gspo", "gspo_token", "gmpo", "clip_cov", "m2po", "dppo", "dppo, kl"]
+)
 @given(seed=seeds, clip=clips)
 @few
 def test_no_gradient_exactly_where_the_bound_was_taken(variant: str, seed: int, clip: Clip) -> None:
@@ -200,7 +283,9 @@ def test_no_gradient_exactly_where_the_bound_was_taken(variant: str, seed: int, 
     grad = gradient(loss.sum(), case["logprobs"])
     bounded = diagnostics["clipped_low"] | diagnostics["clipped_high"] | diagnostics["dual_clipped"]
     assert torch.equal(grad == 0, bounded | (case["loss_mask"] == 0))
-    assert (case["advantages"][diagnostics["clipped_low"]] < 0).all() and (case["advantages"][diagnostics["clipped_high"]] > 0).all()
+    assert (case["advantages"][diagnostics["clipped_low"]] < 0).all() and (
+        case["advantages"][diagnostics["clipped_high"]] > 0
+    ).all()
 
 
 @by_loss
@@ -208,8 +293,14 @@ def test_no_gradient_exactly_where_the_bound_was_taken(variant: str, seed: int, 
 @few
 def test_only_the_current_policy_gets_gradient(variant: str, seed: int, clip: Clip) -> None:
     case, extra = example(variant, seed, 2, 5)
-    others = [case[name].requires_grad_() for name in ("anchor_logprobs", "behavior_logprobs", "advantages")]
-    others += [torch.ones(2, 5, dtype=F64, requires_grad=True), case["staleness"].to(F64).requires_grad_()]
+    others = [
+        case[name].requires_grad_()
+        for name in ("anchor_logprobs", "behavior_logprobs", "advantages")
+    ]
+    others += [
+        torch.ones(2, 5, dtype=F64, requires_grad=True),
+        case["staleness"].to(F64).requires_grad_(),
+    ]
     case |= {"staleness": others[-1]}
     loss, _ = policy_loss(VARIANTS[variant][0], **case, clip=clip, weights=others[3], **extra)
     assert torch.autograd.grad(loss.sum(), others, allow_unused=True) == (None,) * 5
@@ -219,18 +310,33 @@ def test_only_the_current_policy_gets_gradient(variant: str, seed: int, clip: Cl
 @pytest.mark.parametrize("shift", [-200.0, 200.0])
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_extreme_log_ratios_stay_finite(variant: str, shift: float, advantage: float, dtype: torch.dtype) -> None:
+def test_extreme_log_ratios_stay_finite(
+    variant: str, shift: float, advantage: float, dtype: torch.dtype
+) -> None:
     name, options = VARIANTS[variant]
     for start in (0.0, -300.0):  # the second: log-probs as they are, below 0
         anchor = torch.full((2, 3), start, dtype=dtype)
         logprobs = (anchor + shift).requires_grad_()
         loss, diagnostics = policy_loss(
-            name, logprobs, anchor_logprobs=anchor, behavior_logprobs=anchor, advantages=torch.full_like(anchor, advantage),
-            loss_mask=torch.ones(2, 3), staleness=torch.zeros_like(anchor), clip=Clip(0.2, 0.2), selection=select(name, 3, 2, 3),
+            name,
+            logprobs,
+            anchor_logprobs=anchor,
+            behavior_logprobs=anchor,
+            advantages=torch.full_like(anchor, advantage),
+            loss_mask=torch.ones(2, 3),
+            staleness=torch.zeros_like(anchor),
+            clip=Clip(0.2, 0.2),
+            selection=select(name, 3, 2, 3),
             options=options,
-        )  # fmt: skip
-        assert loss.dtype == dtype and torch.isfinite(loss).all() and torch.isfinite(gradient(loss.sum(), logprobs)).all()
-        assert torch.isfinite(diagnostics["ratio"]).all() and (diagnostics["log_ratio"] == shift).all()
+        )
+        assert (
+            loss.dtype == dtype
+            and torch.isfinite(loss).all()
+            and torch.isfinite(gradient(loss.sum(), logprobs)).all()
+        )
+        assert (
+            torch.isfinite(diagnostics["ratio"]).all() and (diagnostics["log_ratio"] == shift).all()
+        )
 
 
 @by_loss
@@ -238,7 +344,9 @@ def test_extreme_log_ratios_stay_finite(variant: str, shift: float, advantage: f
 def test_no_tokens_give_no_loss(variant: str, shape: tuple[int, ...]) -> None:
     case, extra = example(variant, 0, *shape)
     row_index = torch.zeros(shape, dtype=torch.int64) if len(shape) == 1 else None
-    loss, diagnostics = policy_loss(VARIANTS[variant][0], **case, clip=Clip(0.2, 0.2, dual=3.0), row_index=row_index, **extra)
+    loss, diagnostics = policy_loss(
+        VARIANTS[variant][0], **case, clip=Clip(0.2, 0.2, dual=3.0), row_index=row_index, **extra
+    )
     assert loss.shape == shape and gradient(loss.sum(), case["logprobs"]).shape == shape
     assert all(tensor.shape == shape for tensor in diagnostics.values())
 
@@ -247,7 +355,9 @@ def test_no_tokens_give_no_loss(variant: str, shape: tuple[int, ...]) -> None:
 @fast
 def test_gspo_token_is_gspo_where_a_response_has_one_advantage(seed: int, clip: Clip) -> None:
     case = constant_rows(tokens(seed, 3, 5, scale=0.7))
-    (whole, _), (split, _) = (policy_loss(name, **case, clip=clip) for name in ("gspo", "gspo_token"))
+    (whole, _), (split, _) = (
+        policy_loss(name, **case, clip=clip) for name in ("gspo", "gspo_token")
+    )
     close(whole, split)
     close(gradient(whole.sum(), case["logprobs"]), gradient(split.sum(), case["logprobs"]))
 
@@ -259,30 +369,58 @@ def test_m2po_lies_between_plain_and_no_clip(seed: int, clip: Clip) -> None:
     plain, _ = policy_loss("ppo_clip", **case, clip=clip)
     tight, _ = policy_loss("m2po", **case, clip=clip, selection=torch.zeros(12))
     assert torch.equal(plain, tight)
-    free, diagnostics = policy_loss("m2po", **case, clip=replace(clip, dual=None), selection=torch.full((12,), math.inf))
-    close(free, -torch.exp(case["logprobs"] - case["anchor_logprobs"]) * case["advantages"] * case["loss_mask"])
+    free, diagnostics = policy_loss(
+        "m2po", **case, clip=replace(clip, dual=None), selection=torch.full((12,), math.inf)
+    )
+    close(
+        free,
+        -torch.exp(case["logprobs"] - case["anchor_logprobs"])
+        * case["advantages"]
+        * case["loss_mask"],
+    )
     assert not diagnostics["clipped_low"].any() and not diagnostics["clipped_high"].any()
 
 
 def test_opmd_pulls_at_tokens_however_far_they_are() -> None:
     case = {**tokens(0, 1, 2), "logprobs": torch.full((1, 2), -5.0, dtype=F64, requires_grad=True)}
-    case |= {"behavior_logprobs": torch.full((1, 2), -30.0, dtype=F64), "advantages": torch.zeros(1, 2), "loss_mask": torch.ones(1, 2)}
-    for level, value, slope in (("token", 31.25, 2.5), ("sequence", 62.5, 5.0)):  # d = 25 for a token, 50 for the response
-        loss, _ = policy_loss("opmd", **case, clip=Clip(0.2, 0.2), options=LossOptions(opmd_tau=0.1, opmd_level=level))
+    case |= {
+        "behavior_logprobs": torch.full((1, 2), -30.0, dtype=F64),
+        "advantages": torch.zeros(1, 2),
+        "loss_mask": torch.ones(1, 2),
+    }
+    for level, value, slope in (
+        ("token", 31.25, 2.5),
+        ("sequence", 62.5, 5.0),
+    ):  # d = 25 for a token, 50 for the response
+        loss, _ = policy_loss(
+            "opmd", **case, clip=Clip(0.2, 0.2), options=LossOptions(opmd_tau=0.1, opmd_level=level)
+        )
         close(loss, torch.full((1, 2), value, dtype=F64))
         close(gradient(loss.sum(), case["logprobs"]), torch.full((1, 2), slope, dtype=F64))
 
 
 def test_m2po_without_a_bound_still_stops_at_1e5() -> None:
-    case = {**tokens(0, 2), "logprobs": torch.tensor([11.0, 12.0], dtype=F64), "anchor_logprobs": torch.zeros(2, dtype=F64)}
-    case |= {"advantages": torch.ones(2, dtype=F64), "loss_mask": torch.ones(2), "staleness": torch.zeros(2)}
-    loss, diagnostics = policy_loss("m2po", **case, clip=Clip(0.3, 0.5), selection=torch.full((2,), math.inf, dtype=F64))
+    case = {
+        **tokens(0, 2),
+        "logprobs": torch.tensor([11.0, 12.0], dtype=F64),
+        "anchor_logprobs": torch.zeros(2, dtype=F64),
+    }
+    case |= {
+        "advantages": torch.ones(2, dtype=F64),
+        "loss_mask": torch.ones(2),
+        "staleness": torch.zeros(2),
+    }
+    loss, diagnostics = policy_loss(
+        "m2po", **case, clip=Clip(0.3, 0.5), selection=torch.full((2,), math.inf, dtype=F64)
+    )
     close(loss, torch.tensor([-math.exp(11), -1e5], dtype=F64))
     assert diagnostics["clipped_high"].tolist() == [False, True]
 
 
 def changes(variant: str, key: str) -> bool:
-    """Whether the loss of a token depends on `key`: the clip interval, the anchor, or ("row") the log-probs beside it."""
+    """Whether the loss of a token depends on `key`: the clip interval, the anchor, or ("row") the
+    log-probs beside it.
+    """
     case, extra = example(variant, 4, 6, 5)
     case["loss_mask"] = torch.ones(6, 5)
     name = VARIANTS[variant][0]
@@ -291,7 +429,9 @@ def changes(variant: str, key: str) -> bool:
         case["logprobs"] = torch.cat([case["logprobs"][:, :-1], case["logprobs"][:, -1:] - 1], -1)
     elif key == "anchor":
         case["anchor_logprobs"] = case["anchor_logprobs"] - 0.5
-    after, _ = policy_loss(name, **case, clip=Clip(0.3, 0.3) if key == "clip" else Clip(0.1, 0.1), **extra)
+    after, _ = policy_loss(
+        name, **case, clip=Clip(0.3, 0.3) if key == "clip" else Clip(0.1, 0.1), **extra
+    )
     return not torch.equal(before[:, :-1], after[:, :-1])
 
 
@@ -303,13 +443,27 @@ def test_the_sets_of_losses_say_what_the_losses_use() -> None:
 
 
 def test_dppo_follows_the_direction_of_the_advantage() -> None:
-    now, then = torch.tensor([0.6, 0.6, 0.1, 0.1]).log().requires_grad_(), torch.tensor([0.3, 0.3, 0.4, 0.4]).log()
+    now, then = (
+        torch.tensor([0.6, 0.6, 0.1, 0.1]).log().requires_grad_(),
+        torch.tensor([0.3, 0.3, 0.4, 0.4]).log(),
+    )
     advantages = torch.tensor([1.0, -1, 1, -1])
-    for options in (LossOptions(), LossOptions(dppo_divergence="kl"), LossOptions(dppo_ratio_cap=1.5)):
+    for options in (
+        LossOptions(),
+        LossOptions(dppo_divergence="kl"),
+        LossOptions(dppo_ratio_cap=1.5),
+    ):
         loss, diagnostics = policy_loss(
-            "dppo", now, anchor_logprobs=then, behavior_logprobs=then, advantages=advantages, loss_mask=torch.ones(4),
-            staleness=torch.zeros(4), clip=Clip(0.2, 0.2), options=replace(options, dppo_low=0.15, dppo_high=0.15),
-        )  # fmt: skip
+            "dppo",
+            now,
+            anchor_logprobs=then,
+            behavior_logprobs=then,
+            advantages=advantages,
+            loss_mask=torch.ones(4),
+            staleness=torch.zeros(4),
+            clip=Clip(0.2, 0.2),
+            options=replace(options, dppo_low=0.15, dppo_high=0.15),
+        )
         assert diagnostics["clipped_high"].tolist() == [True, False, False, False] and loss[0] == 0
         assert diagnostics["clipped_low"].tolist() == [False, False, False, True] and loss[3] == 0
         assert (gradient(loss.sum(), now) != 0).tolist() == [False, True, True, False]
@@ -317,12 +471,26 @@ def test_dppo_follows_the_direction_of_the_advantage() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_binary_divergence_is_finite_at_certain_tokens(dtype: torch.dtype) -> None:
-    now, then, advantages = torch.tensor([[0.0, 0.0, -1.0, -300.0], [0.0, -1.0, 0.0, 0.0], [1.0, 1.0, -1.0, -1.0]], dtype=dtype)
+    now, then, advantages = torch.tensor(
+        [[0.0, 0.0, -1.0, -300.0], [0.0, -1.0, 0.0, 0.0], [1.0, 1.0, -1.0, -1.0]], dtype=dtype
+    )
     _, diagnostics = policy_loss(
-        "dppo", now, anchor_logprobs=then, behavior_logprobs=then, advantages=advantages, loss_mask=torch.ones(4), staleness=torch.zeros(4),
-        clip=Clip(0.2, 0.2), options=LossOptions(dppo_divergence="kl"),
-    )  # fmt: skip
-    assert (diagnostics["clipped_low"] | diagnostics["clipped_high"]).tolist() == [False, True, True, True]
+        "dppo",
+        now,
+        anchor_logprobs=then,
+        behavior_logprobs=then,
+        advantages=advantages,
+        loss_mask=torch.ones(4),
+        staleness=torch.zeros(4),
+        clip=Clip(0.2, 0.2),
+        options=LossOptions(dppo_divergence="kl"),
+    )
+    assert (diagnostics["clipped_low"] | diagnostics["clipped_high"]).tolist() == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_extreme_weights_and_penalties_stay_finite() -> None:
@@ -331,9 +499,15 @@ def test_extreme_weights_and_penalties_stay_finite() -> None:
         logprobs = (zero + shift).requires_grad_()
         for level in ("token", "sequence"):
             weights = importance_weights(
-                logprobs, zero, torch.ones(3), level=level, mode="truncate", lower=0.0, upper=2.0,
+                logprobs,
+                zero,
+                torch.ones(3),
+                level=level,
+                mode="truncate",
+                lower=0.0,
+                upper=2.0,
                 row_index=torch.zeros(3, dtype=torch.int64),
-            )  # fmt: skip
+            )
             assert weights.tolist() == pytest.approx([2.0 if shift > 0 else 0.0] * 3, abs=1e-6)
         kl = kl_penalty(logprobs, zero, "low_var_kl")
         assert torch.isfinite(kl).all() and torch.isfinite(gradient(kl.sum(), logprobs)).all()
@@ -351,7 +525,10 @@ def test_clip_bounds_never_widen_with_lag(clip: Clip) -> None:
     constant = clip_bounds(lags.to(F64), Clip(clip.low, clip.high))
     assert lower[0] == constant[0][0] and upper[0] == constant[1][0]
     assert clip_bounds(lags, clip)[0].dtype == torch.float32
-    assert all(torch.equal(aged, fresh) for aged, fresh in zip(clip_bounds(-lags, clip), clip_bounds(0 * lags, clip), strict=True))
+    assert all(
+        torch.equal(aged, fresh)
+        for aged, fresh in zip(clip_bounds(-lags, clip), clip_bounds(0 * lags, clip), strict=True)
+    )
 
 
 @by_loss
@@ -360,7 +537,12 @@ def test_clip_bounds_never_widen_with_lag(clip: Clip) -> None:
 def test_constant_schedule_ignores_lag(variant: str, seed: int, low: float, high: float) -> None:
     case, extra = example(variant, seed, 2, 5)
     aged, _ = policy_loss(VARIANTS[variant][0], **case, clip=Clip(low, high), **extra)
-    fresh, _ = policy_loss(VARIANTS[variant][0], **{**case, "staleness": torch.zeros(2, 5)}, clip=Clip(low, high), **extra)
+    fresh, _ = policy_loss(
+        VARIANTS[variant][0],
+        **{**case, "staleness": torch.zeros(2, 5)},
+        clip=Clip(low, high),
+        **extra,
+    )
     assert torch.equal(aged, fresh)
 
 
@@ -368,9 +550,15 @@ def test_diagnostics_say_which_side_was_clipped() -> None:
     log_ratio = torch.tensor([0.5, 0.5, -0.5, -0.5, 0.0, 2.0]).requires_grad_()
     zero = torch.zeros(6)
     loss, diagnostics = policy_loss(
-        "ppo_clip", log_ratio, anchor_logprobs=zero, behavior_logprobs=zero, advantages=torch.tensor([1.0, -1, 1, -1, 1, -1]),
-        loss_mask=torch.ones(6), staleness=zero, clip=Clip(0.2, 0.28, dual=3.0),
-    )  # fmt: skip
+        "ppo_clip",
+        log_ratio,
+        anchor_logprobs=zero,
+        behavior_logprobs=zero,
+        advantages=torch.tensor([1.0, -1, 1, -1, 1, -1]),
+        loss_mask=torch.ones(6),
+        staleness=zero,
+        clip=Clip(0.2, 0.28, dual=3.0),
+    )
     assert diagnostics["clipped_high"].tolist() == [True, False, False, False, False, False]
     assert diagnostics["clipped_low"].tolist() == [False, False, False, True, False, False]
     assert diagnostics["dual_clipped"].tolist() == [False, False, False, False, False, True]
@@ -389,7 +577,7 @@ def test_losses_refuse_wrong_settings() -> None:
         with pytest.raises(ValueError):
             Clip(0.2, 0.2, **wrong)
     case = tokens(0, 4)
-    with pytest.raises(ValueError, match="unknown policy loss 'ppo'.*ppo_clip"):
+    with pytest.raises(ValueError, match=r"unknown policy loss 'ppo'.*ppo_clip"):
         policy_loss("ppo", **case, clip=Clip(0.2, 0.2))
     with pytest.raises(ValueError, match="advantages"):
         policy_loss("ppo_clip", **{**case, "advantages": torch.ones(3)}, clip=Clip(0.2, 0.2))
@@ -397,9 +585,13 @@ def test_losses_refuse_wrong_settings() -> None:
         policy_loss("ppo_clip", **case, clip=Clip(0.2, 0.2), weights=torch.ones(1))
     for name in (*SEQUENCE, "opmd"):
         with pytest.raises(ValueError, match=f"{name} .*row_index"):
-            policy_loss(name, **case, clip=Clip(0.2, 0.2), options=LossOptions(opmd_level="sequence"))
+            policy_loss(
+                name, **case, clip=Clip(0.2, 0.2), options=LossOptions(opmd_level="sequence")
+            )
         with pytest.raises(ValueError, match="row_index"):
-            policy_loss(name, **case, clip=Clip(0.2, 0.2), row_index=torch.zeros(3, dtype=torch.int64))
+            policy_loss(
+                name, **case, clip=Clip(0.2, 0.2), row_index=torch.zeros(3, dtype=torch.int64)
+            )
     for name in SELECTING:
         wrong = torch.zeros(4) if name != "m2po" else torch.zeros(4, dtype=torch.bool)
         for selection in (None, wrong):
@@ -407,11 +599,24 @@ def test_losses_refuse_wrong_settings() -> None:
                 policy_loss(name, **case, clip=Clip(0.2, 0.2), selection=selection)
 
 
-@pytest.mark.parametrize(("option", "value"), [
-    ("sapo_tau_pos", 0.0), ("sapo_tau_neg", -1.0), ("dppo_divergence", "js"), ("dppo_low", -0.1), ("dppo_high", math.inf),
-    ("dppo_ratio_cap", 0.0), ("opmd_tau", math.nan), ("opmd_level", "row"), ("clip_cov_ratio", 0.0), ("clip_cov_lower", 5.0),
-    ("kl_cov_ratio", 1.5), ("kl_cov_coef", -1.0), ("m2po_budget", 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("sapo_tau_pos", 0.0),
+        ("sapo_tau_neg", -1.0),
+        ("dppo_divergence", "js"),
+        ("dppo_low", -0.1),
+        ("dppo_high", math.inf),
+        ("dppo_ratio_cap", 0.0),
+        ("opmd_tau", math.nan),
+        ("opmd_level", "row"),
+        ("clip_cov_ratio", 0.0),
+        ("clip_cov_lower", 5.0),
+        ("kl_cov_ratio", 1.5),
+        ("kl_cov_coef", -1.0),
+        ("m2po_budget", 0.0),
+    ],
+)
 def test_options_refuse_wrong_values(option: str, value: float | str) -> None:
     with pytest.raises(ValueError, match=option):
         LossOptions(**{option: value})

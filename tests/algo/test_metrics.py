@@ -18,7 +18,15 @@ from benchmarks.algo import PARTS, QUICK
 from tests.support.algo_case import F64, fast, seeds, tokens
 
 CLIP = Clip(0.2, 0.28, dual=3.0)
-OF_ROWS = {"mismatch_chi2_seq", "mismatch_ppl_ratio", "rho_seq", "ess_seq", "rejected_rows", "row_length", "lag_span"}
+OF_ROWS = {
+    "mismatch_chi2_seq",
+    "mismatch_ppl_ratio",
+    "rho_seq",
+    "ess_seq",
+    "rejected_rows",
+    "row_length",
+    "lag_span",
+}
 
 
 @given(st.integers(0, 5000))
@@ -30,55 +38,105 @@ def test_lag_buckets_are_ranges_by_powers_of_two(lag: int) -> None:
 
 
 def test_lag_bucket_names() -> None:
-    assert [lag_bucket(k) for k in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17)] == ["0", "1", "2", "3-4", "3-4", "5-8", "5-8", "9-16", "9-16", "17-32"]
+    assert [lag_bucket(k) for k in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17)] == [
+        "0",
+        "1",
+        "2",
+        "3-4",
+        "3-4",
+        "5-8",
+        "5-8",
+        "9-16",
+        "9-16",
+        "17-32",
+    ]
 
 
-def add_metrics(sums: MetricSums, case: dict[str, Tensor], rows: slice, clip: Clip, **extra: Any) -> None:
+def add_metrics(
+    sums: MetricSums, case: dict[str, Tensor], rows: slice, clip: Clip, **extra: Any
+) -> None:
     part = {key: tensor[rows] for key, tensor in case.items()}
     loss, diagnostics = policy_loss("ppo_clip", **part, clip=clip)
     extra = {key: tensor[rows] for key, tensor in extra.items()}
-    arguments = {key: part[key] for key in ("anchor_logprobs", "behavior_logprobs", "advantages", "staleness")}
+    arguments = {
+        key: part[key]
+        for key in ("anchor_logprobs", "behavior_logprobs", "advantages", "staleness")
+    }
     loss_metrics(
-        sums, token_loss=loss, diagnostics=diagnostics, logprobs=part["logprobs"].detach(), recomputed=True, mask=part["loss_mask"],
-        **arguments, **extra,
-    )  # fmt: skip
+        sums,
+        token_loss=loss,
+        diagnostics=diagnostics,
+        logprobs=part["logprobs"].detach(),
+        recomputed=True,
+        mask=part["loss_mask"],
+        **arguments,
+        **extra,
+    )
 
 
-def by_hand(case: dict[str, Tensor], weights: Tensor, kept: Tensor, keep: Tensor) -> dict[str, float]:
+def by_hand(
+    case: dict[str, Tensor], weights: Tensor, kept: Tensor, keep: Tensor
+) -> dict[str, float]:
     """Every metric as a plain loop over the tokens in `keep` [B, T], and the rows that have one."""
     at = [(i, t) for i in range(len(keep)) for t in range(keep.shape[1]) if keep[i, t]]
     keys = ("logprobs", "anchor_logprobs", "behavior_logprobs", "advantages", "staleness")
     lists = [tensor.tolist() for tensor in (*(case[key] for key in keys), weights, kept)]
-    cur, anchor, beh, adv, lags, weights, kept = ({(i, t): values[i][t] for i, t in at} for values in lists)
-    d, w, rho = ([x[it] - y[it] for it in at] for x, y in ((cur, anchor), (anchor, beh), (cur, beh)))
+    cur, anchor, beh, adv, lags, weights, kept = (
+        {(i, t): values[i][t] for i, t in at} for values in lists
+    )
+    d, w, rho = (
+        [x[it] - y[it] for it in at] for x, y in ((cur, anchor), (anchor, beh), (cur, beh))
+    )
     rho, n = [math.exp(x) for x in rho], len(at)
     rows = {i: [t for j, t in at if j == i] for i in {i for i, _ in at}}
-    seq = {i: (sum(anchor[i, t] - beh[i, t] for t in row), sum(cur[i, t] - beh[i, t] for t in row)) for i, row in rows.items()}
+    seq = {
+        i: (sum(anchor[i, t] - beh[i, t] for t in row), sum(cur[i, t] - beh[i, t] for t in row))
+        for i, row in rows.items()
+    }
     out = {
-        "ppo_kl": -sum(d) / n, "approx_kl": sum(x * x for x in d) / n / 2, "approx_kl_k3": sum(math.exp(x) - 1 - x for x in d) / n,
-        "ratio": sum(map(math.exp, d)) / n, "ratio_max": math.exp(max(d)), "ratio_min": math.exp(min(d)),
-        "abs_log_ratio": sum(map(abs, d)) / n, "log_ratio_abs_max": max(map(abs, d)), "far_ratio": sum(abs(x) > math.log(2) for x in d) / n,
-        "rho": sum(rho) / n, "ess": sum(rho) ** 2 / (n * sum(x * x for x in rho)),
-        "mismatch": sum(map(abs, w)) / n, "mismatch_max": max(map(abs, w)), "mismatch_kl": -sum(w) / n,
-        "mismatch_kl_k3": sum(math.exp(x) - 1 - x for x in w) / n, "mismatch_prob_error": sum(math.exp(abs(x)) for x in w) / n,
+        "ppo_kl": -sum(d) / n,
+        "approx_kl": sum(x * x for x in d) / n / 2,
+        "approx_kl_k3": sum(math.exp(x) - 1 - x for x in d) / n,
+        "ratio": sum(map(math.exp, d)) / n,
+        "ratio_max": math.exp(max(d)),
+        "ratio_min": math.exp(min(d)),
+        "abs_log_ratio": sum(map(abs, d)) / n,
+        "log_ratio_abs_max": max(map(abs, d)),
+        "far_ratio": sum(abs(x) > math.log(2) for x in d) / n,
+        "rho": sum(rho) / n,
+        "ess": sum(rho) ** 2 / (n * sum(x * x for x in rho)),
+        "mismatch": sum(map(abs, w)) / n,
+        "mismatch_max": max(map(abs, w)),
+        "mismatch_kl": -sum(w) / n,
+        "mismatch_kl_k3": sum(math.exp(x) - 1 - x for x in w) / n,
+        "mismatch_prob_error": sum(math.exp(abs(x)) for x in w) / n,
         "mismatch_chi2": sum(math.exp(2 * x) for x in w) / n - 1,
         "mismatch_prob_max": max(abs(math.exp(anchor[i, t]) - math.exp(beh[i, t])) for i, t in at),
-        "advantage": sum(adv[i, t] for i, t in at) / n, "advantage_abs_max": max(abs(adv[i, t]) for i, t in at),
+        "advantage": sum(adv[i, t] for i, t in at) / n,
+        "advantage_abs_max": max(abs(adv[i, t]) for i, t in at),
         "importance_weight": sum(weights[i, t] for i, t in at) / n,
-        "importance_ess": sum(weights[i, t] for i, t in at) ** 2 / (n * sum(weights[i, t] ** 2 for i, t in at)),
+        "importance_ess": sum(weights[i, t] for i, t in at) ** 2
+        / (n * sum(weights[i, t] ** 2 for i, t in at)),
         "importance_zero": sum(weights[i, t] == 0 for i, t in at) / n,
         "applied_weight": sum(weights[i, t] * kept[i, t] for i, t in at) / n,
         "rejected": sum(kept[i, t] == 0 for i, t in at) / n,
-        "rejected_rows": sum(all(kept[i, t] == 0 for t in row) for i, row in rows.items()) / len(rows),
+        "rejected_rows": sum(all(kept[i, t] == 0 for t in row) for i, row in rows.items())
+        / len(rows),
         "mismatch_chi2_seq": sum(math.exp(2 * mis) for mis, _ in seq.values()) / len(seq) - 1,
-        "mismatch_ppl_ratio": sum(math.exp(-mis / len(rows[i])) for i, (mis, _) in seq.items()) / len(seq),
+        "mismatch_ppl_ratio": sum(math.exp(-mis / len(rows[i])) for i, (mis, _) in seq.items())
+        / len(seq),
         "rho_seq": sum(math.exp(r) for _, r in seq.values()) / len(seq),
-        "ess_seq": sum(math.exp(r) for _, r in seq.values()) ** 2 / (len(seq) * sum(math.exp(2 * r) for _, r in seq.values())),
-        "lag_mean": sum(lags.values()) / n, "lag_max": max(lags.values()),
+        "ess_seq": sum(math.exp(r) for _, r in seq.values()) ** 2
+        / (len(seq) * sum(math.exp(2 * r) for _, r in seq.values())),
+        "lag_mean": sum(lags.values()) / n,
+        "lag_max": max(lags.values()),
         "row_length": n / len(rows),
-        "lag_span": sum(max(lags[i, t] for t in row) - min(lags[i, t] for t in row) for i, row in rows.items()) / len(rows),
+        "lag_span": sum(
+            max(lags[i, t] for t in row) - min(lags[i, t] for t in row) for i, row in rows.items()
+        )
+        / len(rows),
         "pg_loss": sum(slow_loss(cur[i, t] - anchor[i, t], adv[i, t]) for i, t in at) / n,
-    }  # fmt: skip
+    }
     return out
 
 
@@ -91,7 +149,9 @@ def slow_loss(log_ratio: float, advantage: float) -> float:
 
 @given(seed=seeds, cut=st.integers(0, 8), packed=st.booleans())
 @fast
-def test_metrics_are_the_formulas_exact_over_any_split_and_over_processes(seed: int, cut: int, packed: bool) -> None:
+def test_metrics_are_the_formulas_exact_over_any_split_and_over_processes(
+    seed: int, cut: int, packed: bool
+) -> None:
     case, clip = tokens(seed, 8, 5, scale=0.6), CLIP
     case["loss_mask"][0, 0], case["staleness"][0, 0] = 1, 3
     kept = torch.ones(8, 5, dtype=F64)
@@ -102,7 +162,15 @@ def test_metrics_are_the_formulas_exact_over_any_split_and_over_processes(seed: 
     if packed:
         flat = {key: tensor.detach().reshape(-1) for key, tensor in case.items()}
         index = torch.arange(8).repeat_interleave(5)
-        add_metrics(whole, flat, slice(0, 40), clip, weights=weights.reshape(-1), kept=kept.reshape(-1), row_index=index)
+        add_metrics(
+            whole,
+            flat,
+            slice(0, 40),
+            clip,
+            weights=weights.reshape(-1),
+            kept=kept.reshape(-1),
+            row_index=index,
+        )
     else:
         add_metrics(whole, case, slice(0, 8), clip, weights=weights, kept=kept)
     add_metrics(first, case, slice(0, cut), clip, weights=weights, kept=kept)
@@ -117,27 +185,43 @@ def test_metrics_are_the_formulas_exact_over_any_split_and_over_processes(seed: 
     bucket = keep & ((case["staleness"] == 3) | (case["staleness"] == 4))
     oldest = torch.where(keep, case["staleness"], 0).amax(-1, keepdim=True)
     rows = keep & ((oldest == 3) | (oldest == 4))
-    by_token, by_row = by_hand(case, weights, kept, bucket), by_hand(case, weights, kept, rows) if rows.any() else {}
+    by_token, by_row = (
+        by_hand(case, weights, kept, bucket),
+        by_hand(case, weights, kept, rows) if rows.any() else {},
+    )
     for name, value in by_token.items():
         if name not in OF_ROWS:
             assert means[f"train/lag_3-4/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-9), name
         elif by_row:
-            assert means[f"train/lag_3-4/{name}"] == pytest.approx(by_row[name], rel=1e-6, abs=1e-9), name
+            assert means[f"train/lag_3-4/{name}"] == pytest.approx(
+                by_row[name], rel=1e-6, abs=1e-9
+            ), name
         else:
             assert f"train/lag_3-4/{name}" not in means
     assert means["train/lag_3-4/token_share"] == pytest.approx(float(bucket.sum() / keep.sum()))
-    assert means["train/pg_clipfrac"] == pytest.approx(means["train/pg_clipfrac_low"] + means["train/pg_clipfrac_high"])
-    seen = {name.split("/")[1] for name in means if name.startswith("train/lag_") and name.count("/") == 2}
+    assert means["train/pg_clipfrac"] == pytest.approx(
+        means["train/pg_clipfrac_low"] + means["train/pg_clipfrac_high"]
+    )
+    seen = {
+        name.split("/")[1]
+        for name in means
+        if name.startswith("train/lag_") and name.count("/") == 2
+    }
     assert seen == {f"lag_{lag_bucket(int(k))}" for k in case["staleness"][keep]}
 
 
 def test_a_response_is_counted_in_the_bucket_of_its_oldest_token() -> None:
     case, sums = tokens(3, 2, 4), MetricSums()
-    case["loss_mask"], case["staleness"] = torch.ones(2, 4), torch.tensor([[2, 1, 0, 0], [0, 0, 0, 0]])
+    case["loss_mask"], case["staleness"] = (
+        torch.ones(2, 4),
+        torch.tensor([[2, 1, 0, 0], [0, 0, 0, 0]]),
+    )
     add_metrics(sums, case, slice(0, 2), Clip(0.2, 0.2))
     means = sums.means()
     rho = (case["logprobs"] - case["behavior_logprobs"]).detach().sum(-1).exp()
-    assert means["train/lag_2/rho_seq"] == pytest.approx(float(rho[0])) and means["train/lag_0/rho_seq"] == pytest.approx(float(rho[1]))
+    assert means["train/lag_2/rho_seq"] == pytest.approx(float(rho[0])) and means[
+        "train/lag_0/rho_seq"
+    ] == pytest.approx(float(rho[1]))
     assert "train/lag_1/rho_seq" not in means and means["train/lag_1/rho"] > 0
 
 
@@ -168,21 +252,40 @@ class NoReading(TorchDispatchMode):
     """Fails where a value is read or a shape depends on one, which would wait for a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten._unique2)
+        assert func.overloadpacket not in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.nonzero,
+            torch.ops.aten._unique2,
+        )
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_metrics_do_not_wait_for_the_device(packed: bool) -> None:
-    case = {key: tensor.detach() for key, tensor in tokens(8, *((12,) if packed else (3, 4))).items()}
+    case = {
+        key: tensor.detach() for key, tensor in tokens(8, *((12,) if packed else (3, 4))).items()
+    }
     ones = torch.ones_like(case["logprobs"])
     with NoReading():
         index = {"row_index": case["staleness"]} if packed else {}
-        add_metrics(MetricSums(), case, slice(None), CLIP, weights=ones, kept=ones, kl=ones, entropy=ones, **index)
+        add_metrics(
+            MetricSums(),
+            case,
+            slice(None),
+            CLIP,
+            weights=ones,
+            kept=ones,
+            kl=ones,
+            entropy=ones,
+            **index,
+        )
 
 
 def test_extreme_log_ratios_and_junk_give_finite_metrics() -> None:
-    case = {key: tensor.float() if tensor.is_floating_point() else tensor for key, tensor in tokens(4, 3, 4).items()}
+    case = {
+        key: tensor.float() if tensor.is_floating_point() else tensor
+        for key, tensor in tokens(4, 3, 4).items()
+    }
     case = {key: tensor.detach() for key, tensor in case.items()}
     case["logprobs"][0], case["behavior_logprobs"][1] = -200.0, -200.0
     case["loss_mask"] = torch.ones(3, 4)
@@ -217,12 +320,24 @@ def test_mismatch_is_reported_only_for_another_forward_pass() -> None:
     case, sums = tokens(3, 6), MetricSums()
     loss, diagnostics = policy_loss("ppo_clip", **case, clip=Clip(0.2, 0.2))
     loss_metrics(
-        sums, token_loss=loss, diagnostics=diagnostics, logprobs=case["logprobs"], anchor_logprobs=case["behavior_logprobs"],
-        behavior_logprobs=case["behavior_logprobs"], recomputed=False, advantages=case["advantages"], staleness=case["staleness"],
-        mask=torch.ones(6), kl=torch.ones(6), entropy=torch.ones(6),
-    )  # fmt: skip
+        sums,
+        token_loss=loss,
+        diagnostics=diagnostics,
+        logprobs=case["logprobs"],
+        anchor_logprobs=case["behavior_logprobs"],
+        behavior_logprobs=case["behavior_logprobs"],
+        recomputed=False,
+        advantages=case["advantages"],
+        staleness=case["staleness"],
+        mask=torch.ones(6),
+        kl=torch.ones(6),
+        entropy=torch.ones(6),
+    )
     means = sums.means()
-    assert not any("mismatch" in name or name.endswith("_seq") or "weight" in name or "rejected" in name for name in means)
+    assert not any(
+        "mismatch" in name or name.endswith("_seq") or "weight" in name or "rejected" in name
+        for name in means
+    )
     assert means["train/kl"] == means["train/entropy"] == 1
 
 

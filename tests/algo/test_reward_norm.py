@@ -17,15 +17,31 @@ from async_grpo.algo.reward_norm import RunningMoments, normalize_rewards
 from tests.support.algo_case import F64, close, fast, seeds
 
 NORMS = [None, "group", "batch", "running"]
-rows = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0, -2.0, 4096.25]), st.integers(-1, 2), st.booleans()), min_size=1, max_size=14)
+rows = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.1, 1.0, -2.0, 4096.25]), st.integers(-1, 2), st.booleans()),
+    min_size=1,
+    max_size=14,
+)
 
 
-def slow(rewards: list[float], groups: list[int], counted: list[bool], norm: str | None, shift: bool, scale: bool, past: list[float]) -> Tensor:
+def slow(
+    rewards: list[float],
+    groups: list[int],
+    counted: list[bool],
+    norm: str | None,
+    shift: bool,
+    scale: bool,
+    past: list[float],
+) -> Tensor:
     if norm is None and not shift and not scale:
         return torch.tensor(rewards, dtype=F64)
     out = []
     for reward, group in zip(rewards, groups, strict=True):
-        members = [r for r, g, c in zip(rewards, groups, counted, strict=True) if c and (norm != "group" or g == group)]
+        members = [
+            r
+            for r, g, c in zip(rewards, groups, counted, strict=True)
+            if c and (norm != "group" or g == group)
+        ]
         members = members + past if norm == "running" else members
         value = reward
         if members and (shift or not scale):
@@ -37,10 +53,21 @@ def slow(rewards: list[float], groups: list[int], counted: list[bool], norm: str
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@given(rows=rows, shift=st.booleans(), scale=st.booleans(), past=st.lists(st.sampled_from([0.1, 3.0, 4096.0])), seed=seeds)
+@given(
+    rows=rows,
+    shift=st.booleans(),
+    scale=st.booleans(),
+    past=st.lists(st.sampled_from([0.1, 3.0, 4096.0])),
+    seed=seeds,
+)
 @fast
 def test_every_mode_is_its_formula_in_any_row_order(
-    norm: Any, rows: list[tuple[float, int, bool]], shift: bool, scale: bool, past: list[float], seed: int
+    norm: Any,
+    rows: list[tuple[float, int, bool]],
+    shift: bool,
+    scale: bool,
+    past: list[float],
+    seed: int,
 ) -> None:
     rewards, groups, counted = (list(column) for column in zip(*rows, strict=True))
     r, g, c = torch.tensor(rewards, dtype=F64), torch.tensor(groups), torch.tensor(counted)
@@ -49,7 +76,13 @@ def test_every_mode_is_its_formula_in_any_row_order(
         running = RunningMoments()
         running.update(torch.tensor(past, dtype=F64))
         out = normalize_rewards(
-            r[order].to(dtype), g[order], reward_norm=norm, reward_shift=shift, reward_scale=scale, counted=c[order], running=running
+            r[order].to(dtype),
+            g[order],
+            reward_norm=norm,
+            reward_shift=shift,
+            reward_scale=scale,
+            counted=c[order],
+            running=running,
         )
         assert running.count == len(past) + (sum(counted) if norm == "running" else 0)
         return out
@@ -70,7 +103,9 @@ def test_running_moments_are_those_of_all_values_in_any_split(batches: list[list
         moments = RunningMoments.from_dict(json.loads(json.dumps(moments.to_dict())))
     assert moments.count == len(everything)
     if everything:
-        assert math.isclose(moments.mean, math.fsum(everything) / len(everything), rel_tol=1e-9, abs_tol=1e-9)
+        assert math.isclose(
+            moments.mean, math.fsum(everything) / len(everything), rel_tol=1e-9, abs_tol=1e-9
+        )
     want = statistics.stdev(everything) if len(everything) > 1 else 0.0
     assert math.isclose(moments.std, want, rel_tol=1e-8, abs_tol=1e-8)
 
@@ -79,35 +114,78 @@ def test_moments_near_a_large_mean_keep_their_digits() -> None:
     moments, values = RunningMoments(), torch.tensor([0.0, 1.0, 2.0], dtype=F64)
     for _ in range(1000):
         moments.update(1e9 + values)
-    assert abs(moments.mean - 1e9 - 1) < 1e-5 and abs(moments.std - math.sqrt(2 / 3 * 3000 / 2999)) < 1e-6
+    assert (
+        abs(moments.mean - 1e9 - 1) < 1e-5
+        and abs(moments.std - math.sqrt(2 / 3 * 3000 / 2999)) < 1e-6
+    )
     rewards = torch.tensor([4096.0, 4096.25, 4096.5])
-    value = normalize_rewards(rewards, torch.zeros(3, dtype=torch.int64), reward_norm="batch", reward_shift=False, reward_scale=False)
+    value = normalize_rewards(
+        rewards,
+        torch.zeros(3, dtype=torch.int64),
+        reward_norm="batch",
+        reward_shift=False,
+        reward_scale=False,
+    )
     close(value, torch.tensor([-1.0, 0.0, 1.0]), atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", ["group", "batch", "running"])
-@pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [4096.0, 4096.0, 4096.0], [0.3, 0.3 + 4e-7, 0.3 - 4e-7], [7.0]])
-def test_equal_rewards_become_exactly_zero_and_are_never_divided(norm: Any, rewards: list[float]) -> None:
+@pytest.mark.parametrize(
+    "rewards", [[0.1, 0.1, 0.1], [4096.0, 4096.0, 4096.0], [0.3, 0.3 + 4e-7, 0.3 - 4e-7], [7.0]]
+)
+def test_equal_rewards_become_exactly_zero_and_are_never_divided(
+    norm: Any, rewards: list[float]
+) -> None:
     r, g = torch.tensor(rewards, dtype=F64), torch.zeros(len(rewards), dtype=torch.int64)
     for shift in (True, False):
-        value = normalize_rewards(r, g, reward_norm=norm, reward_shift=shift, reward_scale=shift, running=RunningMoments())
+        value = normalize_rewards(
+            r, g, reward_norm=norm, reward_shift=shift, reward_scale=shift, running=RunningMoments()
+        )
         assert value.tolist() == [0.0] * len(rewards)
-    assert torch.equal(normalize_rewards(r, g, reward_norm=norm, reward_shift=False, reward_scale=True, running=RunningMoments()), r)
+    assert torch.equal(
+        normalize_rewards(
+            r, g, reward_norm=norm, reward_shift=False, reward_scale=True, running=RunningMoments()
+        ),
+        r,
+    )
 
 
 def test_a_baseline_uses_the_statistics_of_its_group_and_enters_none() -> None:
     rewards = torch.tensor([0.0, 1.0, 2.0, 50.0, 3.0, 4.0, 3.0], dtype=F64)
-    groups, counted = torch.tensor([0, 0, 0, 0, 1, 1, 2]), torch.tensor([True, True, True, False, True, False, False])
-    value = normalize_rewards(rewards, groups, reward_norm="group", reward_shift=False, reward_scale=False, counted=counted)
+    groups, counted = (
+        torch.tensor([0, 0, 0, 0, 1, 1, 2]),
+        torch.tensor([True, True, True, False, True, False, False]),
+    )
+    value = normalize_rewards(
+        rewards,
+        groups,
+        reward_norm="group",
+        reward_shift=False,
+        reward_scale=False,
+        counted=counted,
+    )
     close(value, torch.tensor([-1.0, 0.0, 1.0, 49.0, 0.0, 1.0, 3.0], dtype=F64), atol=1e-4)
     moments = RunningMoments()
-    normalize_rewards(rewards, groups, reward_norm="running", reward_shift=True, reward_scale=False, counted=counted, running=moments)
+    normalize_rewards(
+        rewards,
+        groups,
+        reward_norm="running",
+        reward_shift=True,
+        reward_scale=False,
+        counted=counted,
+        running=moments,
+    )
     assert moments.to_dict() == {"count": 4, "mean": 1.5, "m2": 5.0}
 
 
 def test_running_statistics_include_the_batch_that_they_normalise() -> None:
     moments, group = RunningMoments(), torch.zeros(2, dtype=torch.int64)
-    options: dict[str, Any] = {"reward_norm": "running", "reward_shift": True, "reward_scale": False, "running": moments}
+    options: dict[str, Any] = {
+        "reward_norm": "running",
+        "reward_shift": True,
+        "reward_scale": False,
+        "running": moments,
+    }
     assert normalize_rewards(torch.tensor([0.0, 2.0]), group, **options).tolist() == [-1, 1]
     assert normalize_rewards(torch.tensor([4.0, 6.0]), group, **options).tolist() == [1, 3]
     assert moments.count == 4 and moments.mean == 3.0
@@ -116,10 +194,20 @@ def test_running_statistics_include_the_batch_that_they_normalise() -> None:
 def test_refusals_and_empty_batches() -> None:
     one = torch.zeros(1, dtype=torch.int64)
     for rewards, groups, options, message in (
-        (torch.ones(1), one, {"reward_norm": "groups"}, "reward_norm is 'groups'; choose group, batch, running or null"),
+        (
+            torch.ones(1),
+            one,
+            {"reward_norm": "groups"},
+            "reward_norm is 'groups'; choose group, batch, running or null",
+        ),
         (torch.ones(1), one, {"reward_norm": "running"}, "running moments"),
         (torch.ones(2), one, {"reward_norm": "batch"}, r"must all be \[B\]"),
-        (torch.ones(1), one, {"reward_norm": "batch", "counted": torch.ones(2)}, r"must all be \[B\]"),
+        (
+            torch.ones(1),
+            one,
+            {"reward_norm": "batch", "counted": torch.ones(2)},
+            r"must all be \[B\]",
+        ),
         (torch.tensor([math.inf]), one, {"reward_norm": None}, "not finite"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -128,6 +216,13 @@ def test_refusals_and_empty_batches() -> None:
     with pytest.raises(ValueError, match="not finite"):
         moments.update(torch.tensor([1.0, math.nan]))
     for norm in NORMS:
-        empty = normalize_rewards(torch.ones(0), one[:0], reward_norm=norm, reward_shift=True, reward_scale=True, running=moments)  # type: ignore[arg-type]
+        empty = normalize_rewards(
+            torch.ones(0),
+            one[:0],
+            reward_norm=norm,
+            reward_shift=True,
+            reward_scale=True,
+            running=moments,
+        )  # type: ignore[arg-type]
         assert empty.shape == (0,)
     assert moments == RunningMoments()

@@ -14,7 +14,9 @@ from tests.support.algo_case import fast
 
 
 def test_score_is_the_weighted_sum_and_names_what_is_missing() -> None:
-    assert score({"correct": 1.0, "format": 0.5, "length": 7.0}, {"correct": 1.0, "format": -0.2}) == pytest.approx(0.9)
+    assert score(
+        {"correct": 1.0, "format": 0.5, "length": 7.0}, {"correct": 1.0, "format": -0.2}
+    ) == pytest.approx(0.9)
     with pytest.raises(ValueError, match="format"):
         score({"correct": 1.0}, {"format": 1.0})
 
@@ -31,7 +33,9 @@ def test_overlong_penalty_is_the_paper_formula(length: int, buffer: int, factor:
         expected = -factor
     value = overlong_penalty(length, max_length=limit, buffer_length=buffer, factor=factor)
     assert value == pytest.approx(expected) and -factor <= value <= 0
-    assert value >= overlong_penalty(length + 1, max_length=limit, buffer_length=buffer, factor=factor)
+    assert value >= overlong_penalty(
+        length + 1, max_length=limit, buffer_length=buffer, factor=factor
+    )
 
 
 def test_overlong_penalty_refuses_an_impossible_buffer() -> None:
@@ -41,7 +45,9 @@ def test_overlong_penalty_refuses_an_impossible_buffer() -> None:
 
 
 def test_zero_variance() -> None:
-    assert zero_variance([0.1, 0.1, 0.1]) and zero_variance([5.0]) and zero_variance([1.0, 1.0 + 9e-7])
+    assert (
+        zero_variance([0.1, 0.1, 0.1]) and zero_variance([5.0]) and zero_variance([1.0, 1.0 + 9e-7])
+    )
     assert not zero_variance([0.0, 1.0]) and not zero_variance([1.0, 1.0 + 2e-6])
     assert zero_variance([0.0, 1.0], tolerance=1.0)
     with pytest.raises(ValueError, match="finite"):

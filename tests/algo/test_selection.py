@@ -1,4 +1,6 @@
-"""Selection of tokens over a whole optimizer step: slow loops, fake ranks, and the hash that draws."""
+"""Selection of tokens over a whole optimizer step: slow loops, fake ranks, and the hash that
+draws.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from async_grpo.algo.losses import SELECTING, Clip, LossOptions, policy_loss
 from async_grpo.algo.selection import select_tokens, token_hashes
 from tests.support.algo_case import F64, clips, fast, seeds, slow_factor, tokens
 
-OPTIONS = LossOptions(clip_cov_ratio=0.2, clip_cov_lower=-0.3, clip_cov_upper=1.5, kl_cov_ratio=0.15, m2po_budget=0.1)
+OPTIONS = LossOptions(
+    clip_cov_ratio=0.2, clip_cov_lower=-0.3, clip_cov_upper=1.5, kl_cov_ratio=0.15, m2po_budget=0.1
+)
 Collective = Callable[[Tensor], Tensor]
 by_name = pytest.mark.parametrize("name", sorted(SELECTING))
 
@@ -30,7 +34,9 @@ def step(seed: int, size: int) -> dict[str, Tensor]:
     return case | {"hashes": token_hashes(seed, 3, index // 8, index // 4 % 2, index % 4)}
 
 
-def slow_selection(name: str, case: dict[str, Tensor], clip: Clip, options: LossOptions) -> list[bool] | float:
+def slow_selection(
+    name: str, case: dict[str, Tensor], clip: Clip, options: LossOptions
+) -> list[bool] | float:
     """The definition as loops over Python numbers."""
     values = {key: tensor.tolist() for key, tensor in case.items()}
     valid = [t for t, kept in enumerate(values["loss_mask"]) if kept]
@@ -38,9 +44,16 @@ def slow_selection(name: str, case: dict[str, Tensor], clip: Clip, options: Loss
     x = {t: cur[t] - values["anchor_logprobs"][t] for t in valid}
     if name == "m2po":
         harmful = [abs(x[t]) for t in valid if (a[t] > 0 and x[t] > 0) or (a[t] < 0 and x[t] < 0)]
-        if not harmful or math.fsum(size**2 for size in harmful) / len(harmful) <= options.m2po_budget:
+        if (
+            not harmful
+            or math.fsum(size**2 for size in harmful) / len(harmful) <= options.m2po_budget
+        ):
             return math.inf
-        kept = [size for size in harmful if math.fsum(min(h, size) ** 2 for h in harmful) / len(harmful) < options.m2po_budget]
+        kept = [
+            size
+            for size in harmful
+            if math.fsum(min(h, size) ** 2 for h in harmful) / len(harmful) < options.m2po_budget
+        ]
         return max(kept, default=0.0)
     mean_a, mean_cur = (math.fsum(of[t] for t in valid) / max(len(valid), 1) for of in (a, cur))
     cov = {t: (a[t] - mean_a) * (cur[t] - mean_cur) for t in valid}
@@ -51,15 +64,21 @@ def slow_selection(name: str, case: dict[str, Tensor], clip: Clip, options: Loss
         candidates = []
         for t in valid:
             factor, ratio = slow_factor(int(values["staleness"][t]), clip), math.exp(x[t])
-            bounded = (a[t] > 0 and ratio > 1 + clip.high * factor) or (a[t] < 0 and ratio < 1 - clip.low * factor)
+            bounded = (a[t] > 0 and ratio > 1 + clip.high * factor) or (
+                a[t] < 0 and ratio < 1 - clip.low * factor
+            )
             if options.clip_cov_lower < cov[t] < options.clip_cov_upper and not bounded:
                 candidates.append(t)
-        chosen = sorted(candidates, key=lambda t: hashes[t])[: max(1, int(options.clip_cov_ratio * len(valid)))]
+        chosen = sorted(candidates, key=lambda t: hashes[t])[
+            : max(1, int(options.clip_cov_ratio * len(valid)))
+        ]
     return [t in chosen for t in range(len(cur))]
 
 
 class Ranks:
-    """`count` threads that stand for ranks; counts the calls of each and the largest tensor that one sent."""
+    """`count` threads that stand for ranks; counts the calls of each and the largest tensor that
+    one sent.
+    """
 
     def __init__(self, count: int) -> None:
         self.count, self.calls, self.largest = count, [0] * count, 0
@@ -108,15 +127,23 @@ def test_selection_is_the_slow_loop(name: str, seed: int, clip: Clip, size: int)
 @by_name
 @given(seed=seeds, clip=clips, size=st.integers(0, 60), count=st.integers(1, 4))
 @fast
-def test_selection_does_not_depend_on_ranks_order_or_padding(name: str, seed: int, clip: Clip, size: int, count: int) -> None:
+def test_selection_does_not_depend_on_ranks_order_or_padding(
+    name: str, seed: int, clip: Clip, size: int, count: int
+) -> None:
     case = step(seed, size)
     whole = select_tokens(name, **case, clip=clip, options=OPTIONS)
     random = torch.Generator().manual_seed(seed)
-    order, owner = torch.randperm(size, generator=random), torch.randint(0, count, (size,), generator=random)
+    order, owner = (
+        torch.randperm(size, generator=random),
+        torch.randint(0, count, (size,), generator=random),
+    )
     mine = [order[owner[order] == rank] for rank in range(count)]
 
     def work(reduce: Collective, gather: Collective, rank: int) -> Tensor:
-        part = {key: torch.cat([tensor.detach()[mine[rank]], tensor.new_full((3,), 0)]) for key, tensor in case.items()}
+        part = {
+            key: torch.cat([tensor.detach()[mine[rank]], tensor.new_full((3,), 0)])
+            for key, tensor in case.items()
+        }
         for key in ("logprobs", "anchor_logprobs", "advantages"):
             part[key][-3:] = torch.tensor([math.nan, math.inf, 1e30], dtype=F64)
         return select_tokens(name, **part, clip=clip, options=OPTIONS, reduce=reduce, gather=gather)
@@ -138,9 +165,13 @@ def test_a_rank_without_tokens_and_a_step_without_tokens(name: str) -> None:
         case = step(1, size)
         ranks = Ranks(2)
 
-        def work(reduce: Collective, gather: Collective, rank: int, case: dict[str, Tensor] = case) -> Tensor:
+        def work(
+            reduce: Collective, gather: Collective, rank: int, case: dict[str, Tensor] = case
+        ) -> Tensor:
             part = case if rank == 0 else {key: tensor[:0] for key, tensor in case.items()}
-            return select_tokens(name, **part, clip=Clip(0.2, 0.2), options=OPTIONS, reduce=reduce, gather=gather)
+            return select_tokens(
+                name, **part, clip=Clip(0.2, 0.2), options=OPTIONS, reduce=reduce, gather=gather
+            )
 
         first, second = ranks.run(work)
         assert torch.equal(first, select_tokens(name, **case, clip=Clip(0.2, 0.2), options=OPTIONS))
@@ -151,22 +182,38 @@ def test_a_rank_without_tokens_and_a_step_without_tokens(name: str) -> None:
 def test_rows_give_the_same_selection_as_packed_tokens(name: str) -> None:
     case = step(5, 24)
     packed = select_tokens(name, **case, clip=Clip(0.2, 0.2), options=OPTIONS)
-    padded = select_tokens(name, **{key: tensor.reshape(4, 6) for key, tensor in case.items()}, clip=Clip(0.2, 0.2), options=OPTIONS)
+    padded = select_tokens(
+        name,
+        **{key: tensor.reshape(4, 6) for key, tensor in case.items()},
+        clip=Clip(0.2, 0.2),
+        options=OPTIONS,
+    )
     assert torch.equal(padded, packed.reshape(4, 6))
 
 
 def test_equal_covariances_are_taken_by_hash() -> None:
-    case = step(0, 8) | {"loss_mask": torch.ones(8), "advantages": torch.tensor([1.0, -1] * 4), "anchor_logprobs": torch.full((8,), -1.0)}
+    case = step(0, 8) | {
+        "loss_mask": torch.ones(8),
+        "advantages": torch.tensor([1.0, -1] * 4),
+        "anchor_logprobs": torch.full((8,), -1.0),
+    }
     case["logprobs"] = torch.tensor([-0.5, -1.5] * 4)
-    got = select_tokens("kl_cov", **case, clip=Clip(0.2, 0.2), options=LossOptions(kl_cov_ratio=0.4))
+    got = select_tokens(
+        "kl_cov", **case, clip=Clip(0.2, 0.2), options=LossOptions(kl_cov_ratio=0.4)
+    )
     assert sorted(case["hashes"][got].tolist()) == sorted(case["hashes"].tolist())[:3]
 
 
 @given(seed=seeds, scale=st.sampled_from([0.05, 0.3, 1.0, 50.0]))
 @fast
 def test_m2po_bound_keeps_the_second_moment_in_the_budget(seed: int, scale: float) -> None:
-    case = {key: tensor.detach().float() if tensor.is_floating_point() else tensor for key, tensor in step(seed, 40).items()}
-    case["logprobs"] = case["anchor_logprobs"] + scale * (case["logprobs"] - case["anchor_logprobs"])
+    case = {
+        key: tensor.detach().float() if tensor.is_floating_point() else tensor
+        for key, tensor in step(seed, 40).items()
+    }
+    case["logprobs"] = case["anchor_logprobs"] + scale * (
+        case["logprobs"] - case["anchor_logprobs"]
+    )
     clip = Clip(0.0, 0.0)
     bound = select_tokens("m2po", **case, clip=clip, options=OPTIONS)
     assert bound.dtype == torch.float32
@@ -175,9 +222,13 @@ def test_m2po_bound_keeps_the_second_moment_in_the_budget(seed: int, scale: floa
     capped = torch.minimum(x.abs(), bound)[harmful].double()
     assert not harmful.any() or capped.square().mean() <= OPTIONS.m2po_budget
     del case["hashes"]
-    _, diagnostics = policy_loss("m2po", **case, behavior_logprobs=case["anchor_logprobs"], clip=clip, selection=bound)
+    _, diagnostics = policy_loss(
+        "m2po", **case, behavior_logprobs=case["anchor_logprobs"], clip=clip, selection=bound
+    )
     clipped = diagnostics["clipped_low"] | diagnostics["clipped_high"]
-    assert torch.equal(clipped, harmful & (x.abs() > bound))  # a token exactly on the bound keeps its gradient, also in float32
+    assert torch.equal(
+        clipped, harmful & (x.abs() > bound)
+    )  # a token exactly on the bound keeps its gradient, also in float32
 
 
 def slow_hash(*parts: int) -> int:
@@ -192,9 +243,14 @@ def slow_hash(*parts: int) -> int:
 
 
 @given(
-    seed=st.integers(-(2**63), 2**64), at=st.integers(0, 2**40),
-    parts=st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**20), st.integers(0, 2**20)), min_size=1, max_size=5),
-)  # fmt: skip
+    seed=st.integers(-(2**63), 2**64),
+    at=st.integers(0, 2**40),
+    parts=st.lists(
+        st.tuples(st.integers(0, 2**62), st.integers(0, 2**20), st.integers(0, 2**20)),
+        min_size=1,
+        max_size=5,
+    ),
+)
 @fast
 def test_hash_is_splitmix64(seed: int, at: int, parts: list[tuple[int, int, int]]) -> None:
     hashes = token_hashes(seed, at, *torch.tensor(parts).T)
@@ -202,31 +258,50 @@ def test_hash_is_splitmix64(seed: int, at: int, parts: list[tuple[int, int, int]
 
 
 def test_first_output_of_splitmix64() -> None:
-    assert slow_hash(0) == 0xE220A8397B1DCDAF & (2**63 - 1)  # the generator's published first output for seed 0
+    assert slow_hash(0) == 0xE220A8397B1DCDAF & (
+        2**63 - 1
+    )  # the generator's published first output for seed 0
 
 
 def test_hashes_are_uniform_and_tell_tokens_apart() -> None:
     index = torch.arange(2**16)
     group, row, position = index >> 12, (index >> 8) & 15, index & 255
-    several = [token_hashes(seed, at, group, row, position) for seed, at in ((0, 0), (0, 1), (1, 0))]
+    several = [
+        token_hashes(seed, at, group, row, position) for seed, at in ((0, 0), (0, 1), (1, 0))
+    ]
     everything = torch.cat(several)
-    assert everything.dtype == torch.int64 and (everything >= 0).all() and len(everything.unique()) == len(everything)
+    assert (
+        everything.dtype == torch.int64
+        and (everything >= 0).all()
+        and len(everything.unique()) == len(everything)
+    )
     for hashes in several:
-        for bucket in (hashes >> 57, hashes & 63, (hashes >> 30) & 63):  # 64 buckets, 63 degrees of freedom: sd 11.2
+        for bucket in (
+            hashes >> 57,
+            hashes & 63,
+            (hashes >> 30) & 63,
+        ):  # 64 buckets, 63 degrees of freedom: sd 11.2
             counts = torch.bincount(bucket, minlength=64).double()
             assert ((counts - 1024) ** 2 / 1024).sum() < 63 + 5 * 11.3
     shuffled = torch.randperm(2**16, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(token_hashes(0, 0, group[shuffled], row[shuffled], position[shuffled]), several[0][shuffled])
-    assert torch.equal(token_hashes(0, 0, *(part.reshape(256, 256).int() for part in (group, row, position))), several[0].reshape(256, 256))
+    assert torch.equal(
+        token_hashes(0, 0, group[shuffled], row[shuffled], position[shuffled]), several[0][shuffled]
+    )
+    assert torch.equal(
+        token_hashes(0, 0, *(part.reshape(256, 256).int() for part in (group, row, position))),
+        several[0].reshape(256, 256),
+    )
 
 
 def test_selection_refuses_what_it_cannot_use() -> None:
     case = step(0, 4)
-    with pytest.raises(ValueError, match="ppo_clip.*clip_cov"):
+    with pytest.raises(ValueError, match=r"ppo_clip.*clip_cov"):
         select_tokens("ppo_clip", **case, clip=Clip(0.2, 0.2), options=OPTIONS)
     for key in ("hashes", "advantages"):
         with pytest.raises(ValueError, match=key):
-            select_tokens("kl_cov", **{**case, key: case[key][:3]}, clip=Clip(0.2, 0.2), options=OPTIONS)
+            select_tokens(
+                "kl_cov", **{**case, key: case[key][:3]}, clip=Clip(0.2, 0.2), options=OPTIONS
+            )
     with pytest.raises(ValueError, match="rows"):
         token_hashes(0, 0, torch.arange(3), torch.arange(2), torch.arange(3))
     with pytest.raises(ValueError, match="positions"):

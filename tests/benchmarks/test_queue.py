@@ -12,5 +12,12 @@ def test_the_frames_of_the_benchmark_are_those_of_their_tickets() -> None:
         tickets = [GroupTicket(first + index, 1, 7) for index in range(2)]
         for ticket, frame in zip(tickets, frames.make(tickets), strict=True):
             meta = decode_meta(frame)
-            assert (meta.group_id, meta.attempt, meta.policy_version, meta.actor_id) == (ticket.group_id, 1, 7, "producer-1")
-            assert [row.versions for row in meta.rows] == [((7, 5),)] * 3 and len(decode_group(frame).rollouts) == 3
+            assert (meta.group_id, meta.attempt, meta.policy_version, meta.actor_id) == (
+                ticket.group_id,
+                1,
+                7,
+                "producer-1",
+            )
+            assert [row.versions for row in meta.rows] == [((7, 5),)] * 3 and len(
+                decode_group(frame).rollouts
+            ) == 3

@@ -1,4 +1,6 @@
-"""The throughput benchmarks run, compare like with like, and add up right; their figures are their own business."""
+"""The throughput benchmarks run, compare like with like, and add up right; their figures are their
+own business.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def test_the_throughput_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_startup_benchmark_runs(tmp_path: Path) -> None:
     startup.main(["--smoke", "--out", str(tmp_path / "out.json")])
     [start] = json.loads((tmp_path / "out.json").read_text())["starts"]
-    assert sum(start["phases"].values()) == pytest.approx(start["to_first_step"]) and start["total"] > start["to_first_step"]
+    assert (
+        sum(start["phases"].values()) == pytest.approx(start["to_first_step"])
+        and start["total"] > start["to_first_step"]
+    )
 
 
 # ---- they add up ----
@@ -66,12 +71,23 @@ def test_the_startup_benchmark_runs(tmp_path: Path) -> None:
 
 def test_the_phases_of_a_start_add_up_to_its_first_step() -> None:
     lines = [
-        (2.0, "staleness bound: 1 learner steps"), (2.5, "starting Ray ..."), (6.0, "starting Ray ... 3.5 s"), (6.1, "a note"),
-        (6.5, "starting engines and learner ..."), (16.5, "starting engines and learner ... 10.0 s"),
-        (18.0, "step 1/1  score 0.50"), (20.0, "finished"),
+        (2.0, "staleness bound: 1 learner steps"),
+        (2.5, "starting Ray ..."),
+        (6.0, "starting Ray ... 3.5 s"),
+        (6.1, "a note"),
+        (6.5, "starting engines and learner ..."),
+        (16.5, "starting engines and learner ... 10.0 s"),
+        (18.0, "step 1/1  score 0.50"),
+        (20.0, "finished"),
     ]
     found = startup.read(lines, 21.0)
-    assert found.phases == {BEFORE: 2.0, "between phases": 1.0, "starting Ray": 3.5, "starting engines and learner": 10.0, FIRST: 1.5}
+    assert found.phases == {
+        BEFORE: 2.0,
+        "between phases": 1.0,
+        "starting Ray": 3.5,
+        "starting engines and learner": 10.0,
+        FIRST: 1.5,
+    }
     assert (found.to_first_step, found.total) == (18.0, 21.0)
     with pytest.raises(RuntimeError, match="no first step"):
         startup.read(lines[:5], 21.0)
@@ -80,35 +96,68 @@ def test_the_phases_of_a_start_add_up_to_its_first_step() -> None:
 def step(number: int, at: float) -> dict[str, float]:
     """A line of metrics.jsonl."""
     return {
-        "step": number, "time": at, "time/train": 1.0, "time/wait": 0.5, "rollout/response_tokens": 100.0 * number,
-        "rollout/response_length": 50.0, "rollout/response_length_max": 60.0 + number, "train/lag_mean": 1.0,
-        "time/learner/starved": 0.3 * number, "time/engine/blocked": 0.4 * number,
+        "step": number,
+        "time": at,
+        "time/train": 1.0,
+        "time/wait": 0.5,
+        "rollout/response_tokens": 100.0 * number,
+        "rollout/response_length": 50.0,
+        "rollout/response_length_max": 60.0 + number,
+        "train/lag_mean": 1.0,
+        "time/learner/starved": 0.3 * number,
+        "time/engine/blocked": 0.4 * number,
     }
 
 
 def test_a_run_is_summed_up_between_two_steps() -> None:
     found = summed({number: step(number, 2.0 * number) for number in range(1, 6)}, skip=2, last=4)
-    assert (found["seconds"], found["steps"], found["tokens"], found["samples"]) == (4.0, 2, 700.0, 14.0)
+    assert (found["seconds"], found["steps"], found["tokens"], found["samples"]) == (
+        4.0,
+        2,
+        700.0,
+        14.0,
+    )
     assert found["longest"] == 64.0 and found["train_s"] == 1.0
-    assert found["shares"] == pytest.approx({
-        "train": 0.5, "wait": 0.25, "learner/starved": 0.15, "engine/blocked": 0.2,
-    })
+    assert found["shares"] == pytest.approx(
+        {"train": 0.5, "wait": 0.25, "learner/starved": 0.15, "engine/blocked": 0.2}
+    )
 
 
 def test_overlap_is_measured_against_the_slower_bare_part_of_its_round() -> None:
     shares = {"wait": 0.0}
     rows = [
-        {"part": part, "round": number, "tokens": tokens, "samples": 1, "seconds": 10.0, "steps": 5, "train_s": 2.0, "lag_mean": 1.0,
-         "shares": shares, "cpu": {"learner": 0.9, "engine": 0.8, "ray": 0.1, "driver": 0.1}, "foreign": 0.0, "until_live_s": 0.1,
-         "lengths": [[10] * 7 + [20], [30] * 8]}
+        {
+            "part": part,
+            "round": number,
+            "tokens": tokens,
+            "samples": 1,
+            "seconds": 10.0,
+            "steps": 5,
+            "train_s": 2.0,
+            "lag_mean": 1.0,
+            "shares": shares,
+            "cpu": {"learner": 0.9, "engine": 0.8, "ray": 0.1, "driver": 0.1},
+            "foreign": 0.0,
+            "until_live_s": 0.1,
+            "lengths": [[10] * 7 + [20], [30] * 8],
+        }
         for number, scale in ((0, 1), (1, 2))
-        for part, tokens in (("generation", 2_000 * scale), ("learner", 1_000 * scale), ("system 0", 500 * scale), ("system 1", 900 * scale))
+        for part, tokens in (
+            ("generation", 2_000 * scale),
+            ("learner", 1_000 * scale),
+            ("system 0", 500 * scale),
+            ("system 1", 900 * scale),
+        )
     ]
     table = Table(rows, load_config(CONFIG, []), 2)
     assert table._efficiency("system 1", net=False) == pytest.approx([0.9, 0.9])
-    assert table._efficiency("system 1", net=True) == pytest.approx([1.0, 1.0]), "the others took 0.2 CPUs, 0.1 of each core"
+    assert table._efficiency("system 1", net=True) == pytest.approx([1.0, 1.0]), (
+        "the others took 0.2 CPUs, 0.1 of each core"
+    )
     assert net_tokens_per_s(rows[0], 2) == pytest.approx(200 / 0.9)
-    [line] = [line for line in table.lines() if line.startswith("| max_staleness 1 |") and "1.80" in line]
+    [line] = [
+        line for line in table.lines() if line.startswith("| max_staleness 1 |") and "1.80" in line
+    ]
     assert "0.900 (0.900 to 0.900)" in line
     assert [line.endswith("| met |") for line in table.aims()[-2:]] == [True, True]
 
@@ -123,24 +172,39 @@ def test_the_simulated_learner_waits_for_long_answers_unless_it_may_lag() -> Non
     config, lengths = load_config(CONFIG, []), [[10] * 7 + [250], [60] * 8, [20] * 8] * 20
 
     def idle(staleness: int, learner_s: float) -> float:
-        return simulated_idle(config, lengths, tokens_per_s=2_000.0, learner_s=learner_s, publish_s=0.1, staleness=staleness)
+        return simulated_idle(
+            config,
+            lengths,
+            tokens_per_s=2_000.0,
+            learner_s=learner_s,
+            publish_s=0.1,
+            staleness=staleness,
+        )
 
     assert idle(0, 4.0) > 0.4 > idle(2, 4.0) and idle(4, 40.0) < 0.02
 
 
 def test_the_padding_that_is_reported_is_that_of_the_packs() -> None:
     batch = Batch(Work(groups=2, group_size=3, mean=8.0, longest=32, budget=64, vocabulary=50))
-    assert batch.tokens == sum(len(group.prompt_ids) + len(row.response_ids) for group in batch.groups.values() for row in group.rollouts)
+    assert batch.tokens == sum(
+        len(group.prompt_ids) + len(row.response_ids)
+        for group in batch.groups.values()
+        for row in group.rollouts
+    )
     packed, attention = padding_of(batch.plan, batch)
     assert packed == 0 and 0 <= attention < 0.5
-    lengths = sorted((row.prompt_length + row.length - 1 for row in batch.plan.rows.values()), reverse=True)
+    lengths = sorted(
+        (row.prompt_length + row.length - 1 for row in batch.plan.rows.values()), reverse=True
+    )
     padding = sum(sum(max(part) - length for length in part) for part in in_buckets(lengths))
     whole = Batch(Work(groups=2, group_size=3, mean=8.0, longest=32, budget=10_000, vocabulary=50))
     assert padding_of(whole.plan, whole)[1] == pytest.approx(padding / (padding + sum(lengths)))
 
 
 def in_buckets(lengths: list[int]) -> list[list[int]]:
-    """Descending lengths, cut as soon as a row is half as long as the longest or the padding exceeds 64."""
+    """Descending lengths, cut as soon as a row is half as long as the longest or the padding
+    exceeds 64.
+    """
     parts = [[lengths[0]]]
     for length in lengths[1:]:
         part = parts[-1]
@@ -157,7 +221,9 @@ def in_buckets(lengths: list[int]) -> list[list[int]]:
 def test_a_model_has_the_size_in_its_name(name: str) -> None:
     with torch.device("meta"):
         model = MODELS[name].build()
-    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(float(name.removesuffix("M")), rel=0.2)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(
+        float(name.removesuffix("M")), rel=0.2
+    )
 
 
 def test_every_token_ends_a_response_with_about_the_same_probability() -> None:
@@ -165,6 +231,8 @@ def test_every_token_ends_a_response_with_about_the_same_probability() -> None:
     shape = TailModel("small", 128, 2, 512)
     model = shape.build()
     with torch.no_grad():
-        chances = model(torch.randint(3, 512, (8, 64))).logits.softmax(-1)[..., shape.end_tokens].sum(-1)
+        chances = (
+            model(torch.randint(3, 512, (8, 64))).logits.softmax(-1)[..., shape.end_tokens].sum(-1)
+        )
     assert len(shape.end_tokens) == 7 and float(chances.mean()) == pytest.approx(1 / 70, rel=0.15)
     assert float(chances.std()) < 0.25 * float(chances.mean())

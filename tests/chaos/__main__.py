@@ -1,11 +1,16 @@
 """Many faults, one after the other, in parts that can be resumed.
 
-    python -m tests.chaos --count N [--seed SEED] [--start START] [--out FILE]      inject faults START to N - 1 of this seed
-    python -m tests.chaos --table FILE                                              the table of what the file holds
+    python -m tests.chaos --count N [--seed SEED] [--start START] [--out FILE]      inject faults
+                                                                                    START to N - 1
+                                                                                    of this seed
+    python -m tests.chaos --table FILE                                              the table of
+                                                                                    what the file
+                                                                                    holds
 
-`make chaos N=200 SEED=1 START=0` is the first. Every part is a run of its own and suffers each kind once, in an order that the seed decides;
-then it is ended, and its account is checked. A line of JSON per fault is appended to the file as it happens. A fault that the run does not
-survive ends its part: it is written down with the reason, what the run has left is kept, and the next part begins.
+`make chaos N=200 SEED=1 START=0` is the first. Every part is a run of its own and suffers each kind
+once, in an order that the seed decides; then it is ended, and its account is checked. A line of
+JSON per fault is appended to the file as it happens. A fault that the run does not survive ends its
+part: it is written down with the reason, what the run has left is kept, and the next part begins.
 """
 
 from __future__ import annotations
@@ -36,7 +41,9 @@ def kinds_of(part: int, seed: int) -> list[str]:
 
 
 def one_part(kinds: list[str], *, first: int, seed: int, out: Path) -> bool:
-    """Start a run, strike it with these kinds, end it and check it. Whether it survived all of them."""
+    """Start a run, strike it with these kinds, end it and check it. Whether it survived all of
+    them.
+    """
     home = Path(tempfile.mkdtemp(prefix="async_grpo-chaos-"))
     server = Server(home)
     server.start()
@@ -45,13 +52,28 @@ def one_part(kinds: list[str], *, first: int, seed: int, out: Path) -> bool:
     number = first
     try:
         with case.small_disk(run) as mounted:
-            chaos = Chaos(run, batch=case.R, actors=case.ACTORS, seed=seed * 1_000_003 + first, server=server)
+            chaos = Chaos(
+                run, batch=case.R, actors=case.ACTORS, seed=seed * 1_000_003 + first, server=server
+            )
             chaos.start()
             for number, kind in enumerate(kinds, first):
                 run.note_belongings()
                 chaos.recover(blow := chaos.strike(kind))
-                note = {} if mounted or kind != "fill disk" else {"note": "a disk that only says that it is full"}
-                _write(out, index=number, seed=seed, kind=kind, survived=True, seconds=round(blow.seconds, 2), ready=len(blow.moment.ready), **note)
+                note = (
+                    {}
+                    if mounted or kind != "fill disk"
+                    else {"note": "a disk that only says that it is full"}
+                )
+                _write(
+                    out,
+                    index=number,
+                    seed=seed,
+                    kind=kind,
+                    survived=True,
+                    seconds=round(blow.seconds, 2),
+                    ready=len(blow.moment.ready),
+                    **note,
+                )
             run.note_belongings()
             end(run)
             counts = account.check(run, batch=case.R)
@@ -61,7 +83,15 @@ def one_part(kinds: list[str], *, first: int, seed: int, out: Path) -> bool:
         shutil.rmtree(home)
         return True
     except Exception as error:  # noqa: BLE001 - written down with the fault after which it came; the next part goes on
-        _write(out, index=number, seed=seed, kind=kinds[number - first], survived=False, reason=f"{type(error).__name__}: {error}"[-6000:], kept=str(home))
+        _write(
+            out,
+            index=number,
+            seed=seed,
+            kind=kinds[number - first],
+            survived=False,
+            reason=f"{type(error).__name__}: {error}"[-6000:],
+            kept=str(home),
+        )
         return False
     finally:
         run.close()
@@ -89,8 +119,13 @@ def table(out: Path) -> str:
         if "part" in line:
             parts[line["seed"], line["part"]] = line
         else:
-            by_kind[line["kind"]][line["seed"], line["index"]] = line  # the latest word on a fault counts
-    rows = ["| fault | injected | survived | seconds to recover: median | longest |", "|---|---|---|---|---|"]
+            by_kind[line["kind"]][line["seed"], line["index"]] = (
+                line  # the latest word on a fault counts
+            )
+    rows = [
+        "| fault | injected | survived | seconds to recover: median | longest |",
+        "|---|---|---|---|---|",
+    ]
     for kind in (kind for kind in KINDS if kind in by_kind):
         lines = by_kind[kind].values()
         seconds = [line["seconds"] for line in lines if line["survived"]]
@@ -98,8 +133,14 @@ def table(out: Path) -> str:
         rows.append(f"| {kind} | {len(lines)} | {len(seconds)} | {times} |")
     every = [line for lines in by_kind.values() for line in lines.values()]
     rows.append(f"| all | {len(every)} | {sum(line['survived'] for line in every)} | | |")
-    sums = {name: sum(part[name] for part in parts.values()) for name in ("steps", "trained", "starts")}
-    rows += ["", f"{len(parts)} runs came to their end and were checked: {sums['starts']} starts, {sums['steps']} learner steps, {sums['trained']} groups."]
+    sums = {
+        name: sum(part[name] for part in parts.values()) for name in ("steps", "trained", "starts")
+    }
+    rows += [
+        "",
+        f"{len(parts)} runs came to their end and were checked: {sums['starts']} starts, "
+        f"{sums['steps']} learner steps, {sums['trained']} groups.",
+    ]
     return "\n".join(rows)
 
 

@@ -1,4 +1,6 @@
-"""Was anything lost? The journal of the run against what its processes wrote down outside the queue."""
+"""Was anything lost? The journal of the run against what its processes wrote down outside the
+queue.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ NOT_LOST = ("ready", "training", "trained", "unused")
 
 
 def check(run: Run, *, batch: int) -> dict[str, int]:
-    """Everything that must hold when a run has ended. Raises AssertionError; counts of what was compared."""
+    """Everything that must hold when a run has ended. Raises AssertionError; counts of what was
+    compared.
+    """
     run.side.poll()
     history, text = read_history(run.dir / "journal"), run.log.read_text()
     assert "discarded and trained anew" not in text, "no step died twice, so none may be discarded"
@@ -32,15 +36,20 @@ def check(run: Run, *, batch: int) -> dict[str, int]:
             trained.update(dict.fromkeys(entry.values[1], entry.values[0]))
     assert not [note for note in history.notes if "cut off" not in note], history.notes
 
-    # Steps: complete, and the same groups whenever a step was trained. Of those before the first checkpoint the journal keeps the sums only.
+    # Steps: complete, and the same groups whenever a step was trained. Of those before the first
+    # checkpoint the journal keeps the sums only.
     first, last = min(history.steps), max(history.steps)
     in_steps = [group_id for ids in history.steps.values() for group_id in ids]
-    assert sorted(history.steps) == list(range(first, last + 1)), "a learner step is missing in the journal"
+    assert sorted(history.steps) == list(range(first, last + 1)), (
+        "a learner step is missing in the journal"
+    )
     for step in range(1, last + 1):
         [*known] = steps.get(step, set())
         ids = frozenset(history.steps.get(step, known[0] if known else ()))
         assert len(ids) == batch, f"step {step} has {len(ids)} groups"
-        assert known == [ids] or (step == last and not known), f"step {step} was trained with {known}, the journal says {ids}"
+        assert known == [ids] or (step == last and not known), (
+            f"step {step} was trained with {known}, the journal says {ids}"
+        )
         if step < first:
             in_steps += ids
     unlisted = set(in_steps) - set(history.groups)
@@ -52,16 +61,24 @@ def check(run: Run, *, batch: int) -> dict[str, int]:
 
     # No completed group lost.
     listed = acknowledged - unlisted
-    lost = {group_id: history.groups[group_id].state for group_id in listed if history.groups[group_id].state not in NOT_LOST}
+    lost = {
+        group_id: history.groups[group_id].state
+        for group_id in listed
+        if history.groups[group_id].state not in NOT_LOST
+    }
     assert not lost, f"completed groups were lost: {lost}"
-    assert all(history.groups[group_id].state != "failed" for group_id in history.groups), "a group failed for good"
+    assert all(history.groups[group_id].state != "failed" for group_id in history.groups), (
+        "a group failed for good"
+    )
 
     assert _weights_are_finite(run), "weights or losses are not finite"
     return {"acknowledged": len(acknowledged), "trained": len(in_steps), "steps": last}
 
 
 def _steps(run: Run) -> dict[int, set[frozenset[int]]]:
-    """Learner step -> the sets of groups with which it was trained, all ranks of one gang together."""
+    """Learner step -> the sets of groups with which it was trained, all ranks of one gang
+    together.
+    """
     gangs: dict[tuple[int, str], set[int]] = defaultdict(set)
     finished: dict[tuple[int, str], int] = defaultdict(int)
     gang_of: dict[int, str] = {}
@@ -77,7 +94,9 @@ def _steps(run: Run) -> dict[int, set[frozenset[int]]]:
         finished[step, gang_of[entry.pid]] += 1
     steps: dict[int, set[frozenset[int]]] = defaultdict(set)
     for (step, gang), ids in gangs.items():
-        if finished[step, gang] == ranks:  # a rank that was killed at the end of a step has not written it down
+        if (
+            finished[step, gang] == ranks
+        ):  # a rank that was killed at the end of a step has not written it down
             steps[step].add(frozenset(ids))
     return steps
 
@@ -85,10 +104,16 @@ def _steps(run: Run) -> dict[int, set[frozenset[int]]]:
 def _weights_are_finite(run: Run) -> bool:
     newest = checkpoint.latest(run.dir)
     checkpoint.verify(newest)
-    weights = {name: tensor for path in (newest / "hf").glob("*.safetensors") for name, tensor in load_file(path).items()}
+    weights = {
+        name: tensor
+        for path in (newest / "hf").glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
     rows = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
-    return len(weights) > 10 and all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()) and all(
-        math.isfinite(row["train/loss"]) for row in rows if "train/loss" in row
+    return (
+        len(weights) > 10
+        and all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+        and all(math.isfinite(row["train/loss"]) for row in rows if "train/loss" in row)
     )
 
 
@@ -100,4 +125,6 @@ def mlflow_has_all(uri: str, run: Run, steps: int) -> None:
     experiment = client.get_experiment_by_name("async_grpo")
     [tracked] = client.search_runs([experiment.experiment_id])
     found = {point.step for point in client.get_metric_history(tracked.info.run_id, "train/loss")}
-    assert found == set(range(1, steps + 1)), f"MLflow lacks {sorted(set(range(1, steps + 1)) - found)} or has more: {run.text()[-1000:]}"
+    assert found == set(range(1, steps + 1)), (
+        f"MLflow lacks {sorted(set(range(1, steps + 1)) - found)} or has more: {run.text()[-1000:]}"
+    )

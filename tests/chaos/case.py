@@ -13,35 +13,62 @@ from tests.chaos.harness import Run
 from tests.support.models import write_model
 
 R, K, ACTORS = 4, 3, 2
-"""B = (K + 1) R = 16 groups may be out or waiting: those of the step in training, as many that are ready, and some for every actor."""
+"""B = (K + 1) R = 16 groups may be out or waiting: those of the step in training, as many that are
+ready, and some for every actor.
+"""
 DISK_MIB = 256
 
 
 def settings(home: Path, *, ranks: int, uri: str | None = None) -> dict[str, Any]:
-    """An engine generates one group at a time, so of two groups that an actor holds one is always being generated."""
+    """An engine generates one group at a time, so of two groups that an actor holds one is always
+    being generated.
+    """
     model = home / "model"
     return {
-        "seed": 5, "run": {"name": "chaos", "total_steps": 100_000},
+        "seed": 5,
+        "run": {"name": "chaos", "total_steps": 100_000},
         "model": {"path": str(model) if model.exists() else write_model(model, positions=64)},
         "task": {"verifier": {"timeout_s": 3.0}},
-        "rollout": {"rollout_batch_size": R, "group_size": 4, "prompt_length": 16, "response_length": 48, "group_timeout_s": 25.0},
-        "replay": {"max_staleness": K, "max_attempts": 20}, "algorithm": {"use_kl_loss": False},
-        "learner": {"lr": 1e-4, "ranks": ranks, "zero_stage": 2 if ranks > 1 else 1, "tokens_per_micro_batch": 4096},
-        "checkpoint": {"every_steps": 8, "keep": 1000, "max_failures": 50}, "evaluation": {"before": False, "max_samples": 2},
+        "rollout": {
+            "rollout_batch_size": R,
+            "group_size": 4,
+            "prompt_length": 16,
+            "response_length": 48,
+            "group_timeout_s": 25.0,
+        },
+        "replay": {"max_staleness": K, "max_attempts": 20},
+        "algorithm": {"use_kl_loss": False},
+        "learner": {
+            "lr": 1e-4,
+            "ranks": ranks,
+            "zero_stage": 2 if ranks > 1 else 1,
+            "tokens_per_micro_batch": 4096,
+        },
+        "checkpoint": {"every_steps": 8, "keep": 1000, "max_failures": 50},
+        "evaluation": {"before": False, "max_samples": 2},
         "tracking": {"mlflow": uri is not None, "uri": uri},
         "weight_sync": {"self_check": False, "deadlines": {"pause_s": 8.0, "resume_s": 8.0}},
         "watchdog": {"step_timeout_s": 30.0, "probe_timeout_s": 15.0},
-        "cluster": {"rollout_actors": {"min": ACTORS, "max": ACTORS}, "engine": {"max_num_seqs": 4}, "restart_budget": 1000},
+        "cluster": {
+            "rollout_actors": {"min": ACTORS, "max": ACTORS},
+            "engine": {"max_num_seqs": 4},
+            "restart_budget": 1000,
+        },
     }
 
 
 @contextmanager
 def small_disk(run: Run) -> Iterator[bool]:
-    """A disk of its own for the checkpoints; where none can be mounted, one that says that it is full when it is asked to."""
+    """A disk of its own for the checkpoints; where none can be mounted, one that says that it is
+    full when it is asked to.
+    """
     folder = run.dir / "checkpoints"
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
-    mounted = os.geteuid() == 0 and subprocess.run(mount, check=False, capture_output=True, timeout=10).returncode == 0
+    mounted = (
+        os.geteuid() == 0
+        and subprocess.run(mount, check=False, capture_output=True, timeout=10).returncode == 0
+    )
     if not mounted:
         (run.side.folder / "pretend").touch()
     try:

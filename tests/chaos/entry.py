@@ -1,4 +1,6 @@
-"""`python -m tests.chaos.entry cfg.yaml [section.key=value ...]`: the command line of a run whose processes keep a record (`watched`)."""
+"""`python -m tests.chaos.entry cfg.yaml [section.key=value ...]`: the command line of a run whose
+processes keep a record (`watched`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What is done to a run, and when it has recovered from it.
 
-A fault strikes at a moment at which at least `rollout_batch_size` groups are ready and every rollout actor is generating: the learner is
-held at its gate in a step (which is when the queue fills), and the record is read again afterwards for the moment of the blow.
+A fault strikes at a moment at which at least `rollout_batch_size` groups are ready and every
+rollout actor is generating: the learner is held at its gate in a step (which is when the queue
+fills), and the record is read again afterwards for the moment of the blow.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from pathlib import Path
 from tests.chaos.harness import Moment, Run, alive, children, command, kill
 
 KINDS = (
-    "kill rollout actor", "kill EngineCore", "kill queue", "kill learner rank", "kill verifier", "kill driver", "stop engine",
-    "stop learner rank", "hang verifier", "fill disk", "kill MLflow",
+    "kill rollout actor",
+    "kill EngineCore",
+    "kill queue",
+    "kill learner rank",
+    "kill verifier",
+    "kill driver",
+    "stop engine",
+    "stop learner rank",
+    "hang verifier",
+    "fill disk",
+    "kill MLflow",
 )
 SHORT = KINDS[:9]
 READY_S, RECOVERY_S, START_S = 300.0, 600.0, 900.0
@@ -43,26 +53,50 @@ class Blow:
 class Chaos:
     """Strikes one run, with a seed."""
 
-    def __init__(self, run: Run, *, batch: int, actors: int, seed: int, server: object | None = None) -> None:
-        """batch: groups of a learner step. actors: rollout actors of the whole run. server: its MLflow server, if there is one."""
-        self.run, self.batch, self.actors, self.random, self.server = run, batch, actors, random.Random(seed), server
+    def __init__(
+        self, run: Run, *, batch: int, actors: int, seed: int, server: object | None = None
+    ) -> None:
+        """batch: groups of a learner step. actors: rollout actors of the whole run. server: its
+        MLflow server, if there is one.
+        """
+        self.run, self.batch, self.actors, self.random, self.server = (
+            run,
+            batch,
+            actors,
+            random.Random(seed),
+            server,
+        )
         self.gate = run.side.folder / "gate"
         self._spoiled: set[int] = set()
         self.blows: list[Blow] = []
 
     def start(self) -> None:
-        """Start the run, and wait until every rollout actor has produced and a learner step is done."""
+        """Start the run, and wait until every rollout actor has produced and a learner step is
+        done.
+        """
         self.run.start()
         self.whole(since=time.monotonic(), seconds=START_S)
 
     def whole(self, *, since: float, seconds: float) -> None:
-        """Wait until the run works as at the beginning: all actors, and a learner step that was begun after `since`."""
-        self.run.wait(lambda: len(self._serving()) >= self.actors and self._stepped(since), seconds, f"{self.actors} actors and a learner step")
+        """Wait until the run works as at the beginning: all actors, and a learner step that was
+        begun after `since`.
+        """
+        self.run.wait(
+            lambda: len(self._serving()) >= self.actors and self._stepped(since),
+            seconds,
+            f"{self.actors} actors and a learner step",
+        )
 
     def strike(self, kind: str) -> Blow:
         """Wait for the moment, do it, and see by the record that it was the moment."""
-        if kind == "kill driver":  # else it may die right after a checkpoint, and the next start has nothing to repeat
-            self.run.wait(lambda: 2 <= self.run.side.steps() - self._saved() <= 4, READY_S, "two learner steps after a checkpoint")
+        if (
+            kind == "kill driver"
+        ):  # else it may die right after a checkpoint, and the next start has nothing to repeat
+            self.run.wait(
+                lambda: 2 <= self.run.side.steps() - self._saved() <= 4,
+                READY_S,
+                "two learner steps after a checkpoint",
+            )
         serving = self._serving()
         actor = self.random.choice(serving)
         blow, recovered, spoilt = self._prepare(kind, actor)
@@ -88,7 +122,9 @@ class Chaos:
     # ---- the moment ----
 
     def _at_the_moment(self, serving: list[int]) -> set[int]:
-        """Hold the learner in a step until the queue is full enough and all these actors work; the ranks that are held."""
+        """Hold the learner in a step until the queue is full enough and all these actors work; the
+        ranks that are held.
+        """
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             before = self.run.side.steps()
@@ -96,7 +132,9 @@ class Chaos:
             held = time.monotonic()
             while time.monotonic() < held + HOLD_S:
                 self.run.side.poll()
-                assert self.run.process.poll() is None, f"the run ended with {self.run.process.returncode}:\n{self.run.text()[-4000:]}"
+                assert self.run.process.poll() is None, (
+                    f"the run ended with {self.run.process.returncode}:\n{self.run.text()[-4000:]}"
+                )
                 moment = self.run.side.moment(time.monotonic())
                 if self._fits(moment, serving):
                     return set(self.run.ranks()) - self._spoiled
@@ -104,66 +142,124 @@ class Chaos:
                     break  # all slots are taken and nobody works: one step has to go on
                 time.sleep(0.003)
             self.gate.unlink()
-            self.run.wait(lambda before=before: self.run.side.steps() > before, READY_S, "a learner step")
-        raise AssertionError(f"no moment with {self.batch} ready groups and all actors at work within {READY_S:.0f} s")
+            self.run.wait(
+                lambda before=before: self.run.side.steps() > before, READY_S, "a learner step"
+            )
+        raise AssertionError(
+            f"no moment with {self.batch} ready groups and all actors at work within "
+            f"{READY_S:.0f} s"
+        )
 
     def _fits(self, moment: Moment, serving: list[int]) -> bool:
-        """Two groups per actor, which its engine generates one after the other: both cannot be done before the blow."""
+        """Two groups per actor, which its engine generates one after the other: both cannot be done
+        before the blow.
+        """
         ranks = set(self.run.ranks()) - self._spoiled
-        return len(moment.ready) >= self.batch and all(moment.generating.get(pid, 0) > 1 for pid in serving) and bool(ranks) and ranks <= moment.at_gate
+        return (
+            len(moment.ready) >= self.batch
+            and all(moment.generating.get(pid, 0) > 1 for pid in serving)
+            and bool(ranks)
+            and ranks <= moment.at_gate
+        )
 
     def _serving(self) -> list[int]:
         return [pid for pid in self.run.actors() if pid not in self._spoiled]
 
     def _saved(self) -> int:
         """The step of the newest checkpoint that was begun."""
-        return max((entry.values[1] for entry in self.run.side.having("state") if entry.values[0] == "saved"), default=0)
+        return max(
+            (
+                entry.values[1]
+                for entry in self.run.side.having("state")
+                if entry.values[0] == "saved"
+            ),
+            default=0,
+        )
 
     def _stepped(self, since: float) -> bool:
         begun = {entry.values[0] for entry in self.run.side.having("fetch") if entry.at > since}
-        return any(entry.at > since and entry.values[0] in begun for entry in self.run.side.having("trained"))
+        return any(
+            entry.at > since and entry.values[0] in begun
+            for entry in self.run.side.having("trained")
+        )
 
     def _advanced(self, since: float) -> bool:
         """Whether the learner is further than it was."""
-        before = max((entry.values[0] for entry in self.run.side.having("trained") if entry.at <= since), default=0)
+        before = max(
+            (entry.values[0] for entry in self.run.side.having("trained") if entry.at <= since),
+            default=0,
+        )
         return self.run.side.steps() > before + 1
 
     def _produced(self, since: float, pid: int | None = None) -> bool:
         """Whether a put was acknowledged since; of this actor, if one is named."""
-        return any(entry.at > since and pid in (None, entry.pid) for entry in self.run.side.having("ack"))
+        return any(
+            entry.at > since and pid in (None, entry.pid) for entry in self.run.side.having("ack")
+        )
 
     # ---- the blows ----
 
     def _prepare(self, kind: str, actor: int) -> Prepared:
-        """What to do at the moment (it may return the time at which it happened), how its recovery is seen, and which processes are spoilt by it."""
+        """What to do at the moment (it may return the time at which it happened), how its recovery
+        is seen, and which processes are spoilt by it.
+        """
         run = self.run
         if kind in ("kill rollout actor", "kill EngineCore", "stop engine"):
             target = actor if kind == "kill rollout actor" else run.engine_of(actor)
-            return signal_to(target, kind), lambda at: (
-                not alive(target) and not alive(actor) and len(self._serving()) >= self.actors and any(
-                    self._produced(at, entry.pid) for entry in run.side.having("actor") if entry.at > at
-                )
-            ), {actor}
+            return (
+                signal_to(target, kind),
+                lambda at: (
+                    not alive(target)
+                    and not alive(actor)
+                    and len(self._serving()) >= self.actors
+                    and any(
+                        self._produced(at, entry.pid)
+                        for entry in run.side.having("actor")
+                        if entry.at > at
+                    )
+                ),
+                {actor},
+            )
         if kind in ("kill learner rank", "stop learner rank"):
             target = self.random.choice(run.ranks())
-            return signal_to(target, kind), lambda at: not alive(target) and self._advanced(at), set(run.ranks())
+            return (
+                signal_to(target, kind),
+                lambda at: not alive(target) and self._advanced(at),
+                set(run.ranks()),
+            )
         if kind == "kill queue":
             target = run.queue()
-            return signal_to(target, kind), lambda at: not alive(target) and self._produced(at) and self._advanced(at), set()
+            return (
+                signal_to(target, kind),
+                lambda at: not alive(target) and self._produced(at) and self._advanced(at),
+                set(),
+            )
         if kind == "kill verifier":
             target = run.verifier_of(actor)
-            return signal_to(target, kind), lambda at: not alive(target) and self._all_verify(at), set()
-        return {"kill driver": self._driver, "hang verifier": self._hang, "fill disk": self._disk, "kill MLflow": self._mlflow}[kind]()
+            return (
+                signal_to(target, kind),
+                lambda at: not alive(target) and self._all_verify(at),
+                set(),
+            )
+        return {
+            "kill driver": self._driver,
+            "hang verifier": self._hang,
+            "fill disk": self._disk,
+            "kill MLflow": self._mlflow,
+        }[kind]()
 
     def _all_verify(self, since: float) -> bool:
         """Whether all actors have a verifier child, and have put groups since."""
         serving = self._serving()
         return len(serving) >= self.actors and all(
-            self._produced(since, actor) and any("verifier_child" in command(pid) for pid in children(actor)) for actor in serving
+            self._produced(since, actor)
+            and any("verifier_child" in command(pid) for pid in children(actor))
+            for actor in serving
         )
 
     def _driver(self) -> Prepared:
         """The run is given up by its processes, and the same command is given again."""
+
         def again(at: float) -> bool:
             return len(self._serving()) >= self.actors and self._advanced(at)
 
@@ -182,7 +278,9 @@ class Chaos:
 
         def blow() -> float:
             (side / "hang").touch()
-            [sign] = self.run.wait(lambda: set(side.glob("hangs-*")) - before, READY_S, "a verifier that hangs")
+            [sign] = self.run.wait(
+                lambda: set(side.glob("hangs-*")) - before, READY_S, "a verifier that hangs"
+            )
             hanging.append(int(sign.name.partition("-")[2]))
             return time.monotonic()
 
@@ -190,11 +288,20 @@ class Chaos:
 
     def _disk(self) -> Prepared:
         """The checkpoints' disk is full until the run has said so."""
-        run, filler, sign = self.run, self.run.dir / "checkpoints" / "filler", self.run.side.folder / "full"
+        run, filler, sign = (
+            self.run,
+            self.run.dir / "checkpoints" / "filler",
+            self.run.side.folder / "full",
+        )
 
         def blow() -> None:
             if is_mount(filler.parent):
-                subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=1M"], check=False, capture_output=True, timeout=60)
+                subprocess.run(
+                    ["dd", "if=/dev/zero", f"of={filler}", "bs=1M"],
+                    check=False,
+                    capture_output=True,
+                    timeout=60,
+                )
             sign.touch()
 
         said = run.text().count(FULL)
@@ -205,7 +312,7 @@ class Chaos:
                     filler.unlink(missing_ok=True)
                     sign.unlink()
                 return False
-            return "training waited" in run.text()[run.text().rfind(FULL):]
+            return "training waited" in run.text()[run.text().rfind(FULL) :]
 
         return blow, recovered, set()
 

@@ -1,4 +1,6 @@
-"""A run as its users start it, seen from outside: its processes, ports and files, and the record that `watched` keeps."""
+"""A run as its users start it, seen from outside: its processes, ports and files, and the record
+that `watched` keeps.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Moment:
     ready: set[int]
     """Groups whose put was acknowledged, and that no learner rank had taken into training."""
     generating: dict[int, int]
-    """Groups that each rollout actor was generating; those that have produced nothing yet are left out."""
+    """Groups that each rollout actor was generating; those that have produced nothing yet are left
+    out.
+    """
     at_gate: set[int]
     """Learner ranks that wait in a step."""
 
@@ -67,7 +71,10 @@ class Side:
             data = data[: data.rfind(b"\n") + 1]
             self._read[path] = self._read.get(path, 0) + len(data)
             pid = int(path.stem.rpartition("-")[2])
-            fresh += [Entry(at, pid, what, tuple(values)) for at, what, *values in map(json.loads, data.splitlines())]
+            fresh += [
+                Entry(at, pid, what, tuple(values))
+                for at, what, *values in map(json.loads, data.splitlines())
+            ]
         if fresh:
             self.entries = sorted(self.entries + fresh, key=lambda entry: entry.at)
         return self.entries
@@ -89,7 +96,9 @@ class Side:
             elif entry.what == "fetch":
                 taken.update(entry.values[1])
             elif entry.what in ("begin", "end"):
-                generating[entry.pid] = generating.get(entry.pid, 0) + (1 if entry.what == "begin" else -1)
+                generating[entry.pid] = generating.get(entry.pid, 0) + (
+                    1 if entry.what == "begin" else -1
+                )
             elif entry.what == "gate":
                 at_gate.add(entry.pid)
             elif entry.what == "open":
@@ -110,9 +119,18 @@ class Run:
         self.side = Side(watched.side_folder(self.dir))
         self.side.folder.mkdir()
         self.config = home / f"{name}.yaml"
-        task = {"name": "tests.chaos.task:Chaotic", "options": {"side": str(self.side.folder)}} | settings.pop("task", {})
-        self.config.write_text(yaml.safe_dump(settings | {"run": settings["run"] | {"dir": str(self.dir)}, "task": task}))
-        self.temporary = Path(tempfile.mkdtemp(prefix="agc-"))  # short: names of sockets begin with it
+        task = {
+            "name": "tests.chaos.task:Chaotic",
+            "options": {"side": str(self.side.folder)},
+        } | settings.pop("task", {})
+        self.config.write_text(
+            yaml.safe_dump(
+                settings | {"run": settings["run"] | {"dir": str(self.dir)}, "task": task}
+            )
+        )
+        self.temporary = Path(
+            tempfile.mkdtemp(prefix="agc-")
+        )  # short: names of sockets begin with it
         self.mark = uuid.uuid4().hex
         self.process: subprocess.Popen | None = None
         self.starts = 0
@@ -141,23 +159,37 @@ class Run:
         """The same command each time, in a process of its own."""
         self.starts += 1
         self._log_from = self.log.stat().st_size if self.log.exists() else 0
-        own = {MARK: self.mark, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)} | environment
+        own = {
+            MARK: self.mark,
+            "TMPDIR": str(self.temporary),
+            "PYTHONPATH": str(ROOT),
+        } | environment
         with open(self.log, "a") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.entry", str(self.config)], stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
+                [sys.executable, "-m", "tests.chaos.entry", str(self.config)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
                 env=os.environ | own,
             )
 
     def wait(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
-        """The condition's value as soon as it holds. Fails at the deadline, and when the run ends meanwhile."""
+        """The condition's value as soon as it holds. Fails at the deadline, and when the run ends
+        meanwhile.
+        """
         deadline = time.monotonic() + seconds
         while True:
             ended = self.process.poll() is not None
             self.side.poll()
             if value := condition():
                 return value
-            assert not ended, f"the run ended with {self.process.returncode} while waiting for {what}:\n{self.text()[-4000:]}"
-            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{self.text()[-4000:]}"
+            assert not ended, (
+                f"the run ended with {self.process.returncode} while waiting for "
+                f"{what}:\n{self.text()[-4000:]}"
+            )
+            assert time.monotonic() < deadline, (
+                f"not within {seconds:.0f} s: {what}\n{self.text()[-4000:]}"
+            )
             time.sleep(POLL_S)
 
     def ends(self, seconds: float) -> int:
@@ -165,7 +197,9 @@ class Run:
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run did not end within {seconds:.0f} s:\n{self.text()[-4000:]}") from None
+            raise AssertionError(
+                f"the run did not end within {seconds:.0f} s:\n{self.text()[-4000:]}"
+            ) from None
 
     def kill_driver(self) -> None:
         """SIGKILL, and wait until all processes of the run are gone by themselves."""
@@ -173,11 +207,19 @@ class Run:
         self.wait_until_gone()
 
     def wait_until_gone(self) -> None:
-        """Wait until no process of the run is left. Ray's own agents outlive a killed raylet by up to two minutes; they are ended here."""
+        """Wait until no process of the run is left. Ray's own agents outlive a killed raylet by up
+        to two minutes; they are ended here.
+        """
         self.process.wait(timeout=GONE_S)
         deadline = time.monotonic() + GONE_S
-        while left := [pid for pid in self.processes() if "Agent" not in command(pid) and "agent" not in command(pid)]:
-            assert time.monotonic() < deadline, f"still running: { {pid: command(pid)[:200] for pid in left} }"
+        while left := [
+            pid
+            for pid in self.processes()
+            if "Agent" not in command(pid) and "agent" not in command(pid)
+        ]:
+            assert time.monotonic() < deadline, (
+                f"still running: { {pid: command(pid)[:200] for pid in left} }"
+            )
             time.sleep(0.05)
         for pid in self.processes():
             kill(pid, signal.SIGKILL)
@@ -195,8 +237,14 @@ class Run:
     # ---- processes ----
 
     def processes(self) -> list[int]:
-        """Living processes of the run: those that carry its mark or keep a record, and all that they started (verifiers have a clean environment)."""
-        found = {entry.pid for entry in self.side.entries if entry.what in ("driver", "actor", "rank") and self._is_ours(entry)}
+        """Living processes of the run: those that carry its mark or keep a record, and all that
+        they started (verifiers have a clean environment).
+        """
+        found = {
+            entry.pid
+            for entry in self.side.entries
+            if entry.what in ("driver", "actor", "rank") and self._is_ours(entry)
+        }
         own = f"{MARK}={self.mark}".encode()
         for entry in Path("/proc").iterdir():
             try:
@@ -207,7 +255,9 @@ class Run:
         for pid in list(found):
             found.update(children(pid))
         self._seen.update({pid: born(pid) for pid in found if pid not in self._seen})
-        return sorted(pid for pid, birth in self._seen.items() if birth and born(pid) == birth and alive(pid))
+        return sorted(
+            pid for pid, birth in self._seen.items() if birth and born(pid) == birth and alive(pid)
+        )
 
     @staticmethod
     def _is_ours(entry: Entry) -> bool:
@@ -216,7 +266,11 @@ class Run:
 
     def actors(self) -> list[int]:
         """Rollout actors that live and have begun to produce."""
-        return [entry.pid for entry in self.side.having("actor") if alive(entry.pid) and not stopped(entry.pid) and self._produces(entry.pid)]
+        return [
+            entry.pid
+            for entry in self.side.having("actor")
+            if alive(entry.pid) and not stopped(entry.pid) and self._produces(entry.pid)
+        ]
 
     def _produces(self, pid: int) -> bool:
         return any(entry.pid == pid for entry in self.side.having("ack"))
@@ -230,7 +284,9 @@ class Run:
 
     def ranks(self) -> list[int]:
         """Living learner ranks, in order."""
-        found = {entry.values[0]: entry.pid for entry in self.side.having("rank") if alive(entry.pid)}
+        found = {
+            entry.values[0]: entry.pid for entry in self.side.having("rank") if alive(entry.pid)
+        }
         return [found[rank] for rank in sorted(found)]
 
     def queue(self) -> int:
@@ -247,15 +303,27 @@ class Run:
                 targets = [os.readlink(handle) for handle in Path(f"/proc/{pid}/fd").iterdir()]
             except OSError:
                 continue  # it ended while we looked
-            self._sockets.update(inode for target in targets if (inode := target.removeprefix("socket:[").rstrip("]")) in listening)
+            self._sockets.update(
+                inode
+                for target in targets
+                if (inode := target.removeprefix("socket:[").rstrip("]")) in listening
+            )
 
     def leftovers(self) -> list[str]:
-        """Processes, listening sockets, memory segments and temporary files of the run that are still there."""
+        """Processes, listening sockets, memory segments and temporary files of the run that are
+        still there.
+        """
         keys = {entry.values[1] for entry in self.side.having("rank")}
         left = [f"process {pid}: {command(pid)[:200]}" for pid in self.processes()]
         left += [f"port {listeners()[inode]}" for inode in self._sockets & set(listeners())]
-        left += [str(path) for path in Path("/dev/shm").iterdir() if any(path.name.startswith(f"async_grpo-{key}-") for key in keys)]
-        left += [str(path) for path in self.temporary.iterdir() if path.name != "ray"]  # its logs stay, as everywhere
+        left += [
+            str(path)
+            for path in Path("/dev/shm").iterdir()
+            if any(path.name.startswith(f"async_grpo-{key}-") for key in keys)
+        ]
+        left += [
+            str(path) for path in self.temporary.iterdir() if path.name != "ray"
+        ]  # its logs stay, as everywhere
         left += [str(path) for path in (self.dir / "checkpoints").glob("*.tmp")]
         return left
 
@@ -289,7 +357,9 @@ def born(pid: int) -> float:
 def command(pid: int) -> str:
     """Its command line, "" once it is gone."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     except OSError:
         return ""
 

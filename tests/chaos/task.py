@@ -1,4 +1,6 @@
-"""The task of the chaos runs: a random model is right half of the time, and a verifier hangs when it is asked to."""
+"""The task of the chaos runs: a random model is right half of the time, and a verifier hangs when
+it is asked to.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.support.mixed_task import Mixed
 
 
 class Chaotic(Mixed):
-    """Option `side`: a directory. The first verifier child that takes the file `hang` there waits for ever, and leaves `hangs-<pid>`."""
+    """Option `side`: a directory. The first verifier child that takes the file `hang` there waits
+    for ever, and leaves `hangs-<pid>`.
+    """
 
     def __init__(self, settings: schema.Task, seed: int) -> None:
         options = dict(settings.options)

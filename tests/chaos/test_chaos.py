@@ -1,4 +1,6 @@
-"""Each fault once, in a run as its users start it: nothing that was completed is lost, nothing is trained twice, nothing is left behind."""
+"""Each fault once, in a run as its users start it: nothing that was completed is lost, nothing is
+trained twice, nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,13 @@ from tests.chaos.faults import KINDS, SHORT, Chaos, end
 from tests.chaos.harness import Run
 
 VOLLEYS = (
-    ("kill rollout actor", "kill verifier", "hang verifier", "kill queue"), ("stop engine", "kill learner rank"),
-    ("kill EngineCore", "stop learner rank"), ("kill driver",),
+    ("kill rollout actor", "kill verifier", "hang verifier", "kill queue"),
+    ("stop engine", "kill learner rank"),
+    ("kill EngineCore", "stop learner rank"),
+    ("kill driver",),
 )
-"""Faults of one volley strike one after the other, while the run still recovers from those before."""
+"""Faults of one volley strike one after the other, while the run still recovers from those before.
+"""
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -43,7 +48,13 @@ def story(home: Path) -> dict[str, Any]:
         end(run)
         print(*(f"{blow.kind}: {blow.seconds:.1f} s" for blow in chaos.blows), sep="\n")
         left, counts = run.leftovers(), account.check(run, batch=case.R)
-        return {"seed": seed, "text": run.text(), "left": left, "counts": counts, "blows": [replace(blow, recovered=None) for blow in chaos.blows]}
+        return {
+            "seed": seed,
+            "text": run.text(),
+            "left": left,
+            "counts": counts,
+            "blows": [replace(blow, recovered=None) for blow in chaos.blows],
+        }
     finally:
         run.close()
 
@@ -57,12 +68,17 @@ def told(told_beside: dict[str, Any]) -> dict[str, Any]:
 def test_every_fault_struck_a_run_at_work_and_it_recovered(told):
     assert sorted(blow.kind for blow in told["blows"]) == sorted(SHORT)
     for blow in told["blows"]:
-        assert len(blow.moment.ready) >= case.R and blow.moment.at_gate and blow.seconds is not None, blow
+        assert (
+            len(blow.moment.ready) >= case.R and blow.moment.at_gate and blow.seconds is not None
+        ), blow
 
 
 def test_nothing_completed_was_lost_and_nothing_trained_twice(told):
     counts = told["counts"]
-    assert counts["trained"] == case.R * counts["steps"] and counts["acknowledged"] >= counts["trained"] - case.R, counts
+    assert (
+        counts["trained"] == case.R * counts["steps"]
+        and counts["acknowledged"] >= counts["trained"] - case.R
+    ), counts
 
 
 def test_a_killed_driver_continues_in_its_recorded_steps(told):
@@ -78,8 +94,12 @@ def test_nothing_is_left(told):
 
 @pytest.mark.slow
 def test_a_part_of_the_long_version(tmp_path):
-    """All kinds, the full disk and MLflow too, one after the other, with two learner ranks; `make chaos` goes through many such parts."""
+    """All kinds, the full disk and MLflow too, one after the other, with two learner ranks; `make
+    chaos` goes through many such parts.
+    """
     out, seed = tmp_path / "chaos.jsonl", random.SystemRandom().randrange(10**6)
     assert one_part(kinds_of(1, seed), first=len(KINDS), seed=seed, out=out), out.read_text()
     rows = table(out).splitlines()
-    assert f"| all | {len(KINDS)} | {len(KINDS)} | | |" in rows and len(rows) == len(KINDS) + 5, rows
+    assert f"| all | {len(KINDS)} | {len(KINDS)} | | |" in rows and len(rows) == len(KINDS) + 5, (
+        rows
+    )

@@ -1,4 +1,6 @@
-"""A driver that is killed while it saves, again and again: the same command goes on, and the run is the one that was never interrupted."""
+"""A driver that is killed while it saves, again and again: the same command goes on, and the run is
+the one that was never interrupted.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +22,59 @@ EVERY, R, KILLS = 2, 3, 3
 STEPS_PER_START = 2 * EVERY
 """A start completes one checkpoint and dies in the next one."""
 START_S, RUN_S = 500.0, 300.0
-REPEATED = re.compile(r"learner steps (\d+) to (\d+) are trained again from their recorded batches; the weights are the same bits at (\d+) of (\d+)")
+REPEATED = re.compile(
+    r"learner steps (\d+) to (\d+) are trained again from their recorded batches; the "
+    r"weights are the same bits at (\d+) of (\d+)"
+)
 RESUMED = re.compile(r"resumed (\S+)(?: \S+)? at step (\d+) of")
 
 
 def settings(model: str, steps: int) -> dict[str, Any]:
-    """Synchronous and seeded; one response at a time, since the last bits of an engine's log-probs depend on what else is in its batch."""
+    """Synchronous and seeded; one response at a time, since the last bits of an engine's log-probs
+    depend on what else is in its batch.
+    """
     return {
-        "seed": 11, "run": {"name": "resume", "total_steps": steps}, "model": {"path": model},
-        "rollout": {"rollout_batch_size": R, "group_size": 4, "prompt_length": 16, "response_length": 10},
-        "replay": {"max_staleness": 0}, "learner": {"lr": 1e-3, "schedule": "linear", "tokens_per_micro_batch": 4096},
-        "checkpoint": {"every_steps": EVERY, "keep": 1}, "evaluation": {"before": False, "max_samples": 2},
-        "tracking": {"mlflow": False}, "weight_sync": {"self_check": False},
+        "seed": 11,
+        "run": {"name": "resume", "total_steps": steps},
+        "model": {"path": model},
+        "rollout": {
+            "rollout_batch_size": R,
+            "group_size": 4,
+            "prompt_length": 16,
+            "response_length": 10,
+        },
+        "replay": {"max_staleness": 0},
+        "learner": {"lr": 1e-3, "schedule": "linear", "tokens_per_micro_batch": 4096},
+        "checkpoint": {"every_steps": EVERY, "keep": 1},
+        "evaluation": {"before": False, "max_samples": 2},
+        "tracking": {"mlflow": False},
+        "weight_sync": {"self_check": False},
         "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 1}},
     }
 
 
 def interrupted(run: Run, points: list[tuple[str, int]]) -> list[dict[str, Any]]:
-    """Kill the driver at one point of each checkpoint in turn; what each start began with and said. The last one comes to the end."""
+    """Kill the driver at one point of each checkpoint in turn; what each start began with and said.
+    The last one comes to the end.
+    """
     starts = []
     for number, point in enumerate([*points, None]):
         found = checkpoint.latest(run.dir)
-        told: dict[str, Any] = {"found": None if found is None else checkpoint.verify(found)["step"], "point": point}
-        run.start(**({} if point is None else {ACCESS: f"{point[0]} {STEPS_PER_START * (number + 1)} {point[1]}"}))
+        told: dict[str, Any] = {
+            "found": None if found is None else checkpoint.verify(found)["step"],
+            "point": point,
+        }
+        run.start(
+            **(
+                {}
+                if point is None
+                else {ACCESS: f"{point[0]} {STEPS_PER_START * (number + 1)} {point[1]}"}
+            )
+        )
         code = run.ends(START_S + RUN_S)
-        assert code == (0 if point is None else -9), f"start {number + 1}, {point}: exit code {code}\n{run.text()[-4000:]}"
+        assert code == (0 if point is None else -9), (
+            f"start {number + 1}, {point}: exit code {code}\n{run.text()[-4000:]}"
+        )
         run.wait_until_gone()
         told |= {"text": run.text(), "digests": dict(read_history(run.dir / "journal").live)}
         starts.append(told)
@@ -52,7 +82,9 @@ def interrupted(run: Run, points: list[tuple[str, int]]) -> list[dict[str, Any]]
 
 
 def accesses(run: Run, step: int) -> list[tuple[str, int, Entry]]:
-    """Every access to the files of this checkpoint in the order of time, as (role, number in that role, entry)."""
+    """Every access to the files of this checkpoint in the order of time, as (role, number in that
+    role, entry).
+    """
     counted: dict[str, int] = {}
     found = []
     driver = next(run.side.having("driver")).pid
@@ -64,13 +96,25 @@ def accesses(run: Run, step: int) -> list[tuple[str, int, Entry]]:
 
 
 def three_points(run: Run) -> list[tuple[str, int]]:
-    """While the learner writes, while its files are copied, and when everything is there but the name."""
+    """While the learner writes, while its files are copied, and when everything is there but the
+    name.
+    """
     seen = accesses(run, STEPS_PER_START)
-    copied = [index for index, (role, _, entry) in enumerate(seen) if role == "rank" and entry.values[2].startswith(str(run.dir))]
-    [renamed] = [index for index, (_, _, entry) in enumerate(seen) if entry.values[1] == "os.rename"]
-    drafted = [index for index, (role, _, entry) in enumerate(seen) if role == "rank" and index < copied[0]]
+    copied = [
+        index
+        for index, (role, _, entry) in enumerate(seen)
+        if role == "rank" and entry.values[2].startswith(str(run.dir))
+    ]
+    [renamed] = [
+        index for index, (_, _, entry) in enumerate(seen) if entry.values[1] == "os.rename"
+    ]
+    drafted = [
+        index for index, (role, _, entry) in enumerate(seen) if role == "rank" and index < copied[0]
+    ]
     assert len(drafted) > 4 and len(copied) > 4, seen
-    return [seen[index][:2] for index in (drafted[len(drafted) // 2], copied[len(copied) // 2], renamed)]
+    return [
+        seen[index][:2] for index in (drafted[len(drafted) // 2], copied[len(copied) // 2], renamed)
+    ]
 
 
 def spread_points(run: Run, count: int) -> list[tuple[str, int]]:
@@ -94,11 +138,18 @@ def losses(run: Run) -> dict[int, float]:
 
 def tell(home: Path, kills: int) -> dict[str, Any]:
     """The run without interruption, and the one whose driver is killed in so many checkpoints."""
-    model, steps = write_model(home / "model", positions=64, ends=False), STEPS_PER_START * kills + EVERY
+    model, steps = (
+        write_model(home / "model", positions=64, ends=False),
+        STEPS_PER_START * kills + EVERY,
+    )
     whole, cut = (Run(home, settings(model, steps), name=name) for name in ("whole", "cut"))
     try:
         whole.start(**{ACCESS: "note"})
-        whole.wait(lambda: any(entry.values[0] > STEPS_PER_START for entry in whole.side.having("access")), START_S, "two checkpoints and a third one")
+        whole.wait(
+            lambda: any(entry.values[0] > STEPS_PER_START for entry in whole.side.having("access")),
+            START_S,
+            "two checkpoints and a third one",
+        )
         points = three_points(whole) if kills == KILLS else spread_points(whole, kills)
         starts = interrupted(cut, points)  # beside the rest of the other one
         cut.side.poll()
@@ -117,8 +168,16 @@ def story(home: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[KILLS, pytest.param(20, marks=pytest.mark.slow)])
-def both(request: pytest.FixtureRequest, told_beside: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return told_beside if request.param == KILLS else tell(tmp_path_factory.mktemp("resume"), request.param)
+def both(
+    request: pytest.FixtureRequest,
+    told_beside: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    return (
+        told_beside
+        if request.param == KILLS
+        else tell(tmp_path_factory.mktemp("resume"), request.param)
+    )
 
 
 pytestmark = pytest.mark.timeout(3600)
@@ -130,7 +189,10 @@ def test_every_start_goes_on_from_the_newest_complete_checkpoint(both):
         if told["found"] is None:
             assert resumed is None or "the journal" in resumed[0], told["text"]
         else:
-            assert f"resumed {checkpoint.path_for(both['cut'].dir, told['found'])} at step" in told["text"], f"start {number + 1}: {told['text']}"
+            assert (
+                f"resumed {checkpoint.path_for(both['cut'].dir, told['found'])} at step"
+                in told["text"]
+            ), f"start {number + 1}: {told['text']}"
     found = [told["found"] or 0 for told in both["starts"]]
     assert found == sorted(found) and found[-1] > 0, found
     assert checkpoint.latest(both["cut"].dir) == checkpoint.path_for(both["cut"].dir, both["steps"])
@@ -145,10 +207,14 @@ def test_lost_steps_come_out_bit_for_bit(both):
         assert all(same == compared for _, _, same, compared in repeated), after["text"]
         if newest > begun:
             [(first, last, _, compared)] = repeated
-            assert first == begun + 1 and last >= newest and compared >= newest - begun, after["text"]
+            assert first == begun + 1 and last >= newest and compared >= newest - begun, after[
+                "text"
+            ]
             rolled += compared
         staged = staged_weights(both["cut"])
-        assert before["digests"] and all(staged[version] == {digest} for version, digest in before["digests"].items()), "also those repeated later"
+        assert before["digests"] and all(
+            staged[version] == {digest} for version, digest in before["digests"].items()
+        ), "also those repeated later"
     assert rolled >= EVERY * (len(both["starts"]) - 1) // 2, rolled
 
 
@@ -161,12 +227,25 @@ def test_the_state_is_what_was_saved(both):
     loaded = [(step, tuple(digests)) for what, step, *digests in entries if what == "loaded"]
     assert len(loaded) == sum(told["found"] is not None for told in both["starts"])
     assert all(digests in saved[step] for step, digests in loaded), (loaded, saved)
-    assert {step: len(digests) for step, digests in saved.items()} == dict.fromkeys(saved, 1), "a step that is trained again is saved as it was"
+    assert {step: len(digests) for step, digests in saved.items()} == dict.fromkeys(saved, 1), (
+        "a step that is trained again is saved as it was"
+    )
 
 
 def test_the_trajectory_is_that_of_the_run_without_interruption(both):
     staged = staged_weights(both["whole"])
     assert set(staged) == set(range(both["steps"] + 1)) and staged_weights(both["cut"]) == staged
-    assert losses(both["cut"]) == losses(both["whole"]) and len(losses(both["cut"])) == both["steps"]
-    whole, cut = ({values[1]: values[2] for entry in both[name].side.having("state") if (values := entry.values)[0] == "saved"} for name in ("whole", "cut"))
-    assert cut == whole and max(whole) == both["steps"], "weights, optimizer and schedule after every step at which both saved"
+    assert (
+        losses(both["cut"]) == losses(both["whole"]) and len(losses(both["cut"])) == both["steps"]
+    )
+    whole, cut = (
+        {
+            values[1]: values[2]
+            for entry in both[name].side.having("state")
+            if (values := entry.values)[0] == "saved"
+        }
+        for name in ("whole", "cut")
+    )
+    assert cut == whole and max(whole) == both["steps"], (
+        "weights, optimizer and schedule after every step at which both saved"
+    )

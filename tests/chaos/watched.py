@@ -1,14 +1,22 @@
-"""The processes of a run, as the product has them, that also write down what they do: a record outside the queue, for what kills them.
+"""The processes of a run, as the product has them, that also write down what they do: a record
+outside the queue, for what kills them.
 
-Runs in: rollout actors, learner ranks and the driver of a run that `tests.chaos.entry` started. Every process has a file of its own in
-`<run.dir>-side`; a line is [seconds on the machine's monotonic clock, what, values...] and is written before the call returns.
+Runs in: rollout actors, learner ranks and the driver of a run that `tests.chaos.entry` started.
+Every process has a file of its own in `<run.dir>-side`; a line is [seconds on the machine's
+monotonic clock, what, values...] and is written before the call returns.
 
-    actor, id        a rollout actor begins                    offer / ack, group, attempt   a put before and after its acknowledgement
-    begin / end      one group is being generated              rank, number, key             a learner rank begins, in the start with this key
-    fetch, step, ids a rank takes its groups into training     trained, step, ids            ... and has trained them
-    gate / open      a rank waits before an update, and goes on   state, what, step, digest, random  what a checkpoint must hold, bit for bit
-    staged, label, digest                                      weights that are published, or come out of a step that is repeated
-    access, step, event, path                                  a file of the checkpoint of this step is touched (where CHAOS_ACCESS is set)
+    actor, id        a rollout actor begins                    offer / ack, group, attempt   a put
+        before and after its acknowledgement
+    begin / end      one group is being generated              rank, number, key             a
+        learner rank begins, in the start with this key
+    fetch, step, ids a rank takes its groups into training     trained, step, ids            ... and
+        has trained them
+    gate / open      a rank waits before an update, and goes on   state, what, step, digest, random
+        what a checkpoint must hold, bit for bit
+    staged, label, digest                                      weights that are published, or come
+        out of a step that is repeated
+    access, step, event, path                                  a file of the checkpoint of this step
+        is touched (where CHAOS_ACCESS is set)
 """
 
 from __future__ import annotations
@@ -37,7 +45,9 @@ GATE_S = 40.0
 
 
 def side_folder(run_dir: str | Path) -> Path:
-    """Where the record of a run is, and the files with which a test asks for something: `gate`, `hang`, `full`."""
+    """Where the record of a run is, and the files with which a test asks for something: `gate`,
+    `hang`, `full`.
+    """
     return Path(f"{run_dir}-side")
 
 
@@ -64,7 +74,10 @@ class WatchedQueue:
             self._record.write("offer", *peek_ticket(frame))
         verdicts = await self._queue.put(actor_id, frames)
         for verdict in verdicts:
-            if verdict.status in ("accepted", "duplicate"):  # a duplicate is an acknowledgement that was lost
+            if verdict.status in (
+                "accepted",
+                "duplicate",
+            ):  # a duplicate is an acknowledgement that was lost
                 self._record.write("ack", verdict.group_id, verdict.attempt)
         return verdicts
 
@@ -140,9 +153,11 @@ class WatchedLearner(processes.LearnerProcess):
 
 
 class Accesses:
-    """Accesses to the files of one checkpoint, in this process: written down, or the one at which the driver is killed.
+    """Accesses to the files of one checkpoint, in this process: written down, or the one at which
+    the driver is killed.
 
-    CHAOS_ACCESS is `note`, or `<role> <step> <number>`: the driver dies at access <number>, from 0, to the checkpoint of that step in that role.
+    CHAOS_ACCESS is `note`, or `<role> <step> <number>`: the driver dies at access <number>, from 0,
+    to the checkpoint of that step in that role.
     """
 
     _WATCHED = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir"})
@@ -158,10 +173,17 @@ class Accesses:
             sys.addaudithook(self._see)
 
     def _see(self, event: str, arguments: tuple) -> None:
-        if event not in self._WATCHED or self._inside or not arguments or not isinstance(arguments[0], str | os.PathLike):
+        if (
+            event not in self._WATCHED
+            or self._inside
+            or not arguments
+            or not isinstance(arguments[0], str | os.PathLike)
+        ):
             return
         path = os.fspath(arguments[0])
-        if not isinstance(path, str) or not (path.startswith(self._root) or path.endswith("-checkpoint") or "-checkpoint/" in path):
+        if not isinstance(path, str) or not (
+            path.startswith(self._root) or path.endswith("-checkpoint") or "-checkpoint/" in path
+        ):
             return
         if self._role == "driver" and event == "os.mkdir" and ".tmp" in path:
             self.step = int(path.partition("step_")[2].partition(".")[0])
@@ -177,7 +199,9 @@ class Accesses:
 
 
 def pretend_full(sign: Path) -> None:
-    """Let the disk be full for checkpoints while this file is there, on machines that cannot mount a small one."""
+    """Let the disk be full for checkpoints while this file is there, on machines that cannot mount
+    a small one.
+    """
     move = storage.move
 
     def full(source: Path, target: Path) -> storage.FileSum:
@@ -189,14 +213,19 @@ def pretend_full(sign: Path) -> None:
 
 
 def state_digests(learner: Any) -> tuple[str, str]:
-    """Of all that decides how a learner goes on: of weights, optimizer and position in the schedule; and of the random state."""
+    """Of all that decides how a learner goes on: of weights, optimizer and position in the
+    schedule; and of the random state.
+    """
     import torch
 
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            digest.update(f"{value.dtype}{tuple(value.shape)}".encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(
+                f"{value.dtype}{tuple(value.shape)}".encode()
+                + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
                 digest.update(str(key).encode())

@@ -25,8 +25,9 @@ def test_commit_writes_a_manifest_of_every_file(tmp_path: Path) -> None:
     assert manifest["step"] == 123
     assert set(manifest["files"]) == {"learner/rank0.pt", "hf/config.json", "queue.json"}
     assert manifest["files"]["hf/config.json"] == {
-        "size": 2, "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
-    }  # fmt: skip
+        "size": 2,
+        "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
+    }
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
@@ -49,7 +50,7 @@ def test_changed_contents_of_equal_size_are_found_by_verify(tmp_path: Path) -> N
     path = _write(tmp_path, 1)
     (path / "learner" / "rank0.pt").write_text("wEights")
     checkpoint.read(path)
-    with pytest.raises(checkpoint.CheckpointError, match="contents of learner/rank0.pt"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"contents of learner/rank0.pt"):
         checkpoint.verify(path)
 
 
@@ -81,7 +82,12 @@ def test_prune_keeps_complete_checkpoints_and_what_is_being_written(tmp_path: Pa
     (steps[5] / "queue.json").unlink()
     old_draft, new_draft = checkpoint.begin(tmp_path, 2), checkpoint.begin(tmp_path, 6)
     assert set(checkpoint.prune(tmp_path, 2)) == {steps[1], steps[2], old_draft}
-    assert {entry.name for entry in steps[1].parent.iterdir()} == {steps[3].name, steps[4].name, steps[5].name, new_draft.name}
+    assert {entry.name for entry in steps[1].parent.iterdir()} == {
+        steps[3].name,
+        steps[4].name,
+        steps[5].name,
+        new_draft.name,
+    }
     assert checkpoint.prune(tmp_path / "nothing", 1) == []
     with pytest.raises(ValueError, match="at least 1"):
         checkpoint.prune(tmp_path, 0)
@@ -91,8 +97,13 @@ def test_later_checkpoints_are_set_aside_and_neither_found_nor_pruned(tmp_path: 
     for step in (10, 20, 30):
         _write(tmp_path, step)
     renamed = checkpoint.set_aside(tmp_path, 10)
-    assert [path.name for path in renamed] == ["step_000020.superseded-1", "step_000030.superseded-1"]
-    assert checkpoint.steps(tmp_path) == [10] and checkpoint.latest(tmp_path) == checkpoint.path_for(tmp_path, 10)
+    assert [path.name for path in renamed] == [
+        "step_000020.superseded-1",
+        "step_000030.superseded-1",
+    ]
+    assert checkpoint.steps(tmp_path) == [10] and checkpoint.latest(
+        tmp_path
+    ) == checkpoint.path_for(tmp_path, 10)
     assert checkpoint.read(renamed[0])
     _write(tmp_path, 20)
     assert checkpoint.set_aside(tmp_path, 0)[1].name == "step_000020.superseded-2"

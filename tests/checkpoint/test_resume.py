@@ -20,9 +20,15 @@ from tests.support.frames import frame_of
 
 
 def record(run_dir: Path, *, steps: int, saved: tuple[int, ...]) -> None:
-    """A run of this many steps with checkpoints after some of them, each of which begins a segment."""
+    """A run of this many steps with checkpoints after some of them, each of which begins a
+    segment.
+    """
+
     async def live() -> None:
-        queue = open_queue(replace(queue_settings(), total_steps=99), JournalSettings(str(run_dir / "journal"), "start", fsync="never"))
+        queue = open_queue(
+            replace(queue_settings(), total_steps=99),
+            JournalSettings(str(run_dir / "journal"), "start", fsync="never"),
+        )
         for step in range(1, steps + 1):
             tickets = await queue.acquire("a", step - 1, [], 2)
             await queue.put("a", [frame_of(ticket) for ticket in tickets])
@@ -31,7 +37,9 @@ def record(run_dir: Path, *, steps: int, saved: tuple[int, ...]) -> None:
             if step in saved:
                 await queue.snapshot()
                 (checkpoint.begin(run_dir, step) / "queue.json").write_text("{}")
-                checkpoint.commit(checkpoint.path_for(run_dir, step).with_suffix(".tmp"), {"step": step})
+                checkpoint.commit(
+                    checkpoint.path_for(run_dir, step).with_suffix(".tmp"), {"step": step}
+                )
 
     asyncio.run(live())
 
@@ -43,7 +51,9 @@ def test_it_begins_as_early_as_it_can(tmp_path: Path) -> None:
     assert (whole.first, whole.last, whole.checkpoint) == (1, 9, None)
     later = plan_rerun(tmp_path, after=6, until=8)
     assert (later.first, later.last, later.checkpoint) == (7, 8, checkpoint.path_for(tmp_path, 6))
-    segment_path(tmp_path / "journal", segments(tmp_path / "journal")[0]).unlink()  # as when the oldest checkpoint is of step 3
+    segment_path(
+        tmp_path / "journal", segments(tmp_path / "journal")[0]
+    ).unlink()  # as when the oldest checkpoint is of step 3
     kept = plan_rerun(tmp_path, after=None, until=99)
     assert (kept.first, kept.last, kept.checkpoint) == (4, 9, checkpoint.path_for(tmp_path, 3))
 
@@ -52,7 +62,10 @@ def test_it_begins_as_early_as_it_can(tmp_path: Path) -> None:
 def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, after: int) -> None:
     record(tmp_path, steps=9, saved=(3, 6, 9))
     segment_path(tmp_path / "journal", segments(tmp_path / "journal")[0]).unlink()
-    with pytest.raises(SetupError, match=f"after step {after}: the journal has steps 4 to 9, .* --after 3, --after 6$"):
+    with pytest.raises(
+        SetupError,
+        match=f"after step {after}: the journal has steps 4 to 9, .* --after 3, --after 6$",
+    ):
         plan_rerun(tmp_path, after=after, until=99)
 
 
@@ -65,6 +78,13 @@ def test_settings_that_matter_to_the_learner_are_told_apart(tmp_path: Path) -> N
     config = Config.model_validate({"run": {"total_steps": 9}, "model": {"path": "m"}})
     (tmp_path / "config.yaml").write_text(dump(config))
     assert list(differences(config, tmp_path / "config.yaml")) == []
-    other = Config.model_validate({"run": {"total_steps": 8}, "model": {"path": "m"}, "learner": {"lr": 3e-5}, "evaluation": {"max_samples": 3}})
+    other = Config.model_validate(
+        {
+            "run": {"total_steps": 8},
+            "model": {"path": "m"},
+            "learner": {"lr": 3e-5},
+            "evaluation": {"max_samples": 3},
+        }
+    )
     assert list(differences(other, tmp_path / "config.yaml")) == ["learner.lr: 1e-06 -> 3e-05"]
     assert list(differences(other, tmp_path / "nothing.yaml")) == []

@@ -1,4 +1,6 @@
-"""Checkpoints beside training: order, a full disk, processes killed at any point; and ranks that cannot write, or are other ones than before."""
+"""Checkpoints beside training: order, a full disk, processes killed at any point; and ranks that
+cannot write, or are other ones than before.
+"""
 
 from __future__ import annotations
 
@@ -56,18 +58,23 @@ async def save(saver, parts: OneRank, step: int, *, wait: bool = True) -> Path:
     return await saver.save(parts, step=step, facts={"run_epoch": 0}, forget=True, wait=wait)
 
 
-# -- beside training --------------------------------------------------------------------------------------------------
+# -- beside training
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_training_goes_on_while_a_checkpoint_is_brought_to_the_disk(tmp_path: Path) -> None:
     said, parts, logged = Said(), OneRank(BytesLearner()), []
-    saver = make_saver(tmp_path, said, keep=1, log=lambda step, metrics: logged.append((step, metrics)))
+    saver = make_saver(
+        tmp_path, said, keep=1, log=lambda step, metrics: logged.append((step, metrics))
+    )
     await save(saver, parts, 1)
     go = asyncio.Event()
     parts.before_finish = go.wait
     path = await asyncio.wait_for(save(saver, parts, 2, wait=False), 10)
     assert len(in_memory()) == 1, "it lies in memory meanwhile"
-    assert not path.exists() and checkpoint.steps(tmp_path) == [1], "nothing is pruned before the new one is complete"
+    assert not path.exists() and checkpoint.steps(tmp_path) == [1], (
+        "nothing is pruned before the new one is complete"
+    )
     assert parts.forgotten == [(1, 1)] and saver.saved_at == 1
     third = asyncio.create_task(save(saver, parts, 3, wait=False))
     await asyncio.sleep(0)
@@ -75,31 +82,49 @@ async def test_training_goes_on_while_a_checkpoint_is_brought_to_the_disk(tmp_pa
     go.set()
     await asyncio.wait_for(third, 10)
     await saver.wait()
-    assert checkpoint.steps(tmp_path) == [3] and parts.forgotten == [(1, 1), (2, 2), (3, 3)] and saver.saved_at == 3
+    assert (
+        checkpoint.steps(tmp_path) == [3]
+        and parts.forgotten == [(1, 1), (2, 2), (3, 3)]
+        and saver.saved_at == 3
+    )
     assert not in_memory()
     assert [step for step, _ in logged] == [1, 2, 3]
-    assert all(metrics["checkpoint/failures"] == 0 and metrics["time/checkpoint_stall_s"] <= metrics["checkpoint/seconds"] for _, metrics in logged)
+    assert all(
+        metrics["checkpoint/failures"] == 0
+        and metrics["time/checkpoint_stall_s"] <= metrics["checkpoint/seconds"]
+        for _, metrics in logged
+    )
     assert said.text.count("training waited") == 3 and "room" not in said.text
 
 
 async def test_the_manifest_says_where_a_checkpoint_comes_from(tmp_path: Path) -> None:
     path = await save(make_saver(tmp_path, Said()), OneRank(BytesLearner()), 7)
     manifest = checkpoint.verify(path)
-    assert {key: manifest[key] for key in ("step", "policy_version", "updates", "run_epoch", "code")} == {
-        "step": 7, "policy_version": 7, "updates": 12, "run_epoch": 0, "code": {}
-    }  # fmt: skip
-    assert set(manifest["files"]) == {"learner/state_0.pt", "learner/state_1.pt", "hf/model.safetensors", "hf/tokenizer.json", "queue.json"}
+    assert {
+        key: manifest[key] for key in ("step", "policy_version", "updates", "run_epoch", "code")
+    } == {"step": 7, "policy_version": 7, "updates": 12, "run_epoch": 0, "code": {}}
+    assert set(manifest["files"]) == {
+        "learner/state_0.pt",
+        "learner/state_1.pt",
+        "hf/model.safetensors",
+        "hf/tokenizer.json",
+        "queue.json",
+    }
     (path / "learner" / "state_9.pt").write_text("a pickle from elsewhere")
     with pytest.raises(checkpoint.CheckpointError, match=r"state_9\.pt has been added"):
         checkpoint.verify(path)
 
 
-async def test_without_room_in_memory_the_ranks_write_to_the_disk_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_room_in_memory_the_ranks_write_to_the_disk_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(drafts, "room", lambda: ("here", 100))
     said, parts = Said(), OneRank(BytesLearner())
     path = await save(make_saver(tmp_path, said), parts, 1)
     assert "have room for 0 MiB" in said.text
-    assert set(path.iterdir()) == {path / name for name in ("learner", "hf", "queue.json", checkpoint.MANIFEST)}
+    assert set(path.iterdir()) == {
+        path / name for name in ("learner", "hf", "queue.json", checkpoint.MANIFEST)
+    }
     checkpoint.verify(path)
 
 
@@ -107,7 +132,9 @@ def test_all_ranks_have_room_or_none_writes_into_memory() -> None:
     assert drafts.fits([("a", 100, 60), ("b", 100, 60)])
     assert not drafts.fits([("a", 100, 60), ("a", 100, 60)])
     assert not drafts.fits([("a", 100, 1), ("b", 0, 1)])
-    assert drafts.fits([("a", 100, 40), ("a", 90, 50)]) and not drafts.fits([("a", 100, 40), ("a", 80, 50)])
+    assert drafts.fits([("a", 100, 40), ("a", 90, 50)]) and not drafts.fits(
+        [("a", 100, 40), ("a", 80, 50)]
+    )
 
 
 async def test_a_checkpoint_of_the_same_step_is_not_written_twice(tmp_path: Path) -> None:
@@ -116,7 +143,9 @@ async def test_a_checkpoint_of_the_same_step_is_not_written_twice(tmp_path: Path
     assert parts.segment == 1 and checkpoint.steps(tmp_path) == [4]
 
 
-async def test_an_old_checkpoint_that_cannot_be_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_old_checkpoint_that_cannot_be_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stuck(run_dir: Path, keep: int) -> list[Path]:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), "step_000001")
 
@@ -125,7 +154,10 @@ async def test_an_old_checkpoint_that_cannot_be_removed_is_said(tmp_path: Path, 
     monkeypatch.setattr(checkpoint, "prune", stuck)
     await save(saver, parts, 1)
     assert checkpoint.steps(tmp_path) == [1] and parts.forgotten == []
-    assert "old checkpoints could not be removed: Device or resource busy (step_000001)" in said.text and "could not be written" not in said.text
+    assert (
+        "old checkpoints could not be removed: Device or resource busy (step_000001)" in said.text
+        and "could not be written" not in said.text
+    )
 
 
 async def test_ranks_that_die_cost_a_checkpoint_and_not_the_run(tmp_path: Path) -> None:
@@ -144,7 +176,8 @@ async def test_ranks_that_die_cost_a_checkpoint_and_not_the_run(tmp_path: Path) 
     assert checkpoint.steps(tmp_path) == [2]
 
 
-# -- a full disk ------------------------------------------------------------------------------------------------------
+# -- a full disk
+# --------------------------------------------------------------------------------------------------
 
 
 class SmallDisk:
@@ -154,13 +187,17 @@ class SmallDisk:
         self.path, self._monkeypatch = path, monkeypatch
         path.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-        self.mounted = os.geteuid() == 0 and subprocess.run(mount, check=False, capture_output=True, timeout=10).returncode == 0
+        self.mounted = (
+            os.geteuid() == 0
+            and subprocess.run(mount, check=False, capture_output=True, timeout=10).returncode == 0
+        )
 
     def fill(self) -> None:
         if self.mounted:
             with pytest.raises(OSError, match="No space left"):
                 (self.path / "filler").write_bytes(bytes(2**21))
         else:
+
             def full(source: Path, target: Path) -> storage.FileSum:
                 target.write_bytes(b"half")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
@@ -186,9 +223,16 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Smal
 
 
 @pytest.mark.parametrize("room", [True, False])
-async def test_a_full_disk_costs_checkpoints_until_there_were_too_many(small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
+async def test_a_full_disk_costs_checkpoints_until_there_were_too_many(
+    small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
     said, parts, logged, run_dir = Said(), OneRank(BytesLearner(size=100_000)), [], small_disk.path
-    saver = make_saver(run_dir, said, max_failures=2, log=lambda step, metrics: logged.append(metrics["checkpoint/failures"]))
+    saver = make_saver(
+        run_dir,
+        said,
+        max_failures=2,
+        log=lambda step, metrics: logged.append(metrics["checkpoint/failures"]),
+    )
 
     async def attempt(step: int) -> None:
         with monkeypatch.context() as patch:
@@ -201,9 +245,17 @@ async def test_a_full_disk_costs_checkpoints_until_there_were_too_many(small_dis
     small_disk.fill()
     await attempt(2)
     saver.check()
-    assert checkpoint.latest(run_dir) == checkpoint.path_for(run_dir, 1) and [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000001"]
-    assert "checkpoint of step 2 could not be written: " in said.text and "No space left on device" in said.text
-    assert "the last good checkpoint is of step 1 (failure 1 in a row, checkpoint.max_failures is 2)" in said.text
+    assert checkpoint.latest(run_dir) == checkpoint.path_for(run_dir, 1) and [
+        path.name for path in (run_dir / "checkpoints").iterdir()
+    ] == ["step_000001"]
+    assert (
+        "checkpoint of step 2 could not be written: " in said.text
+        and "No space left on device" in said.text
+    )
+    assert (
+        "the last good checkpoint is of step 1 (failure 1 in a row, checkpoint.max_failures is 2)"
+        in said.text
+    )
     assert not in_memory()
     small_disk.free()
     await attempt(3)
@@ -212,27 +264,43 @@ async def test_a_full_disk_costs_checkpoints_until_there_were_too_many(small_dis
     await attempt(4)
     saver.check()
     await attempt(5)
-    with pytest.raises(FaultBudgetSpent, match=r"2 checkpoints in a row.*No space left on device.*the last good checkpoint is of step 3"):
+    with pytest.raises(
+        FaultBudgetSpent,
+        match=r"2 checkpoints in a row.*No space left on device.*the last good checkpoint is of "
+        r"step 3",
+    ):
         saver.check()
     assert logged == [0, 1, 1, 2, 3]
     checkpoint.verify(checkpoint.latest(run_dir))
 
 
-async def test_a_complete_checkpoint_of_the_same_step_survives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_complete_checkpoint_of_the_same_step_survives_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = await save(make_saver(tmp_path, Said()), OneRank(BytesLearner()), 4)
 
     def full(run_dir: Path, step: int) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoint, "begin", full)
-    with pytest.raises(FaultBudgetSpent, match="step 4 could not be written: No space left on device; the last good checkpoint is of step 4"):
+    with pytest.raises(
+        FaultBudgetSpent,
+        match="step 4 could not be written: No space left on device; the last good checkpoint "
+        "is of step 4",
+    ):
         await save(make_saver(tmp_path, Said()), OneRank(BytesLearner()), 4)
     checkpoint.verify(path)
 
 
-async def test_who_waits_for_a_checkpoint_learns_that_it_is_not_there(small_disk: SmallDisk) -> None:
+async def test_who_waits_for_a_checkpoint_learns_that_it_is_not_there(
+    small_disk: SmallDisk,
+) -> None:
     small_disk.fill()
-    with pytest.raises(FaultBudgetSpent, match="the checkpoint of step 1 could not be written: .*No space left.*there is no checkpoint yet"):
+    with pytest.raises(
+        FaultBudgetSpent,
+        match=r"the checkpoint of step 1 could not be written: .*No space left.*there is no "
+        r"checkpoint yet",
+    ):
         await save(make_saver(small_disk.path, Said()), OneRank(BytesLearner(size=100_000)), 1)
 
 
@@ -242,33 +310,42 @@ def test_errors_of_libraries_that_mean_a_full_disk() -> None:
         try:
             raise OSError(errno.EDQUOT, "over quota")
         except OSError:
-            raise RuntimeError("unexpected pos 768 vs 662")
+            raise RuntimeError("unexpected pos 768 vs 662")  # noqa: B904 - as torch does it
     except RuntimeError as error:
         assert storage.storage_error(error).errno == errno.EDQUOT
     assert storage.storage_error(RuntimeError("shapes do not fit")) is None
 
 
-# -- killed at any point ----------------------------------------------------------------------------------------------
+# -- killed at any point
+# ----------------------------------------------------------------------------------------------
 
 
 def killed(home: Path, points: int, seconds: float) -> dict[str, dict]:
     """What tests.support.checkpoint_kills saw."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.checkpoint_kills", str(home), str(points)], cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False
+        [sys.executable, "-m", "tests.support.checkpoint_kills", str(home), str(points)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("points", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_process_killed_while_it_saves_leaves_the_newest_complete_checkpoint(tmp_path: Path, points: int) -> None:
+def test_a_process_killed_while_it_saves_leaves_the_newest_complete_checkpoint(
+    tmp_path: Path, points: int
+) -> None:
     for case, seen in killed(tmp_path, points, 250).items():
         found = list(seen["found"].values())
         assert len(found) == points and seen["accesses"] > 2 * points
         assert found == sorted(found) and {found[0], found[-1]} == {1, 2}, f"{case}: {found}"
 
 
-# -- where a checkpoint comes from ------------------------------------------------------------------------------------
+# -- where a checkpoint comes from
+# ------------------------------------------------------------------------------------
 
 
 def test_another_tokenizer_is_refused_and_other_data_are_said(tmp_path: Path) -> None:
@@ -282,7 +359,7 @@ def test_another_tokenizer_is_refused_and_other_data_are_said(tmp_path: Path) ->
     manifest = {"step": 3, "tokenizer_fingerprint": prints[0], "data_fingerprint": "d"}
     assert check_origin(manifest, data="d", tokenizer=prints[0]) is None
     assert "other problems" in check_origin(manifest, data="e", tokenizer=prints[0])
-    with pytest.raises(SetupError, match="checkpoint of step 3 .* token ids mean other text"):
+    with pytest.raises(SetupError, match=r"checkpoint of step 3 .* token ids mean other text"):
         check_origin(manifest, data="d", tokenizer=prints[2])
 
 

@@ -1,4 +1,6 @@
-"""Evaluations beside training, with stand-ins for engines and learner and the real coordinator; and samples of trained groups."""
+"""Evaluations beside training, with stand-ins for engines and learner and the real coordinator; and
+samples of trained groups.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.observe.console.console import Console
 from async_grpo.weights.checks import SelfCheckFailed
-from async_grpo.wire import Batch, Group, Rollout, VersionSpan, decode_meta, encode_group, pack_frames
+from async_grpo.wire import (
+    Batch,
+    Group,
+    Rollout,
+    VersionSpan,
+    decode_meta,
+    encode_group,
+    pack_frames,
+)
 from tests.support.models import write_model
 from tests.weights.test_coordinator import FakeEngine, until
 from tests.weights.test_pinning import Run, publish
@@ -38,13 +48,20 @@ class Method:
 
 
 class Answerer(FakeEngine):
-    """Answers when its gate `answering` is open, under the weights that it serves; `fault` is raised instead."""
+    """Answers when its gate `answering` is open, under the weights that it serves; `fault` is
+    raised instead.
+    """
 
     def __init__(self, actor_id: str, events: list[str]) -> None:
         super().__init__(actor_id, events)
         self.answering, self.told, self.fault, self.well = asyncio.Event(), [], None, True
         self.asked: list[tuple[list[int], str]] = []
-        self.handle = SimpleNamespace(**{name: Method(getattr(self, name)) for name in ("rest", "go_on", "evaluate", "health")})
+        self.handle = SimpleNamespace(
+            **{
+                name: Method(getattr(self, name))
+                for name in ("rest", "go_on", "evaluate", "health")
+            }
+        )
 
     @property
     def acknowledged(self) -> str:
@@ -61,7 +78,9 @@ class Answerer(FakeEngine):
             raise ray.exceptions.RayActorError
         return {}
 
-    async def evaluate(self, *, indices: list[int], total: int, label: str, samples: int) -> tuple[list[Outcome], list[dict[str, Any]]]:
+    async def evaluate(
+        self, *, indices: list[int], total: int, label: str, samples: int
+    ) -> tuple[list[Outcome], list[dict[str, Any]]]:
         self.asked.append((list(indices), label))
         await self.answering.wait()
         if self.fault is not None:
@@ -79,12 +98,22 @@ class Beside(Run):
         self.results: list[tuple[int, dict[str, float]]] = []
         self.failures: list[BaseException] = []
         self.epoch = 0
-        settings = Config.model_validate({
-            "run": {"total_steps": 9}, "model": {"path": "m"}, "evaluation": {"timeout_s": timeout_s}, "tracking": {"sample_rows": 3},
-        })
+        settings = Config.model_validate(
+            {
+                "run": {"total_steps": 9},
+                "model": {"path": "m"},
+                "evaluation": {"timeout_s": timeout_s},
+                "tracking": {"sample_rows": 3},
+            }
+        )
         self.evaluations = Evaluations(
-            settings, coordinator=self.coordinator, died=lambda engine, error: self.drop(engine.actor_id, error), run_epoch=lambda: self.epoch,
-            note=self.notes.append, fail=self.failures.append, total_steps=9,
+            settings,
+            coordinator=self.coordinator,
+            died=lambda engine, error: self.drop(engine.actor_id, error),
+            run_epoch=lambda: self.epoch,
+            note=self.notes.append,
+            fail=self.failures.append,
+            total_steps=9,
         )
 
     def done(self, step: int, result: dict[str, float], rows: list[dict[str, Any]]) -> None:
@@ -110,16 +139,34 @@ def test_one_engine_answers_while_publications_go_on() -> None:
         await run.begin()
         one, other = run.members
         await until(lambda: other.asked)
-        assert other.asked == [(list(range(6)), "v0.1")] and other.told == ["rest"] and not one.asked
+        assert (
+            other.asked == [(list(range(6)), "v0.1")] and other.told == ["rest"] and not one.asked
+        )
         await publish(run, 2)
         await publish(run, 3)
-        assert (one.label, other.label, run.events[-1]) == ("v0.3", "v0.1", "live 3") and not run.results
+        assert (one.label, other.label, run.events[-1]) == (
+            "v0.3",
+            "v0.1",
+            "live 3",
+        ) and not run.results
         other.answering.set()
         await run.evaluations.finish()
         [(step, result)] = run.results
-        assert (step, result["eval/problems"], result["eval/pass_at_1"], result["eval/learner_waited_s"]) == (1, 6, 1, 0)
-        assert other.told == ["rest", "go on"] and other.label == "v0.3" and len(run.coordinator.serving()) == 2
-        assert run.notes[0].startswith("evaluated step 1 on a1: greedy 100.0%, pass@1 100.0% (") and not run.failures
+        assert (
+            step,
+            result["eval/problems"],
+            result["eval/pass_at_1"],
+            result["eval/learner_waited_s"],
+        ) == (1, 6, 1, 0)
+        assert (
+            other.told == ["rest", "go on"]
+            and other.label == "v0.3"
+            and len(run.coordinator.serving()) == 2
+        )
+        assert (
+            run.notes[0].startswith("evaluated step 1 on a1: greedy 100.0%, pass@1 100.0% (")
+            and not run.failures
+        )
 
     ran(scenario)
 
@@ -160,7 +207,9 @@ def test_one_that_is_due_too_early_is_left_out_and_counted() -> None:
 
 
 @pytest.mark.parametrize("how", ["actor", "engine"])
-def test_an_engine_that_dies_costs_a_beginning_and_the_answer_is_of_the_weights_of_then(how: str) -> None:
+def test_an_engine_that_dies_costs_a_beginning_and_the_answer_is_of_the_weights_of_then(
+    how: str,
+) -> None:
     async def scenario() -> None:
         run = Beside()
         await run.coordinator.start(0)
@@ -168,13 +217,20 @@ def test_an_engine_that_dies_costs_a_beginning_and_the_answer_is_of_the_weights_
         one, other = run.members
         await until(lambda: other.asked)
         await publish(run, 1)
-        other.fault = ray.exceptions.RayActorError() if how == "actor" else ray.exceptions.RayTaskError("evaluate", "", ValueError("dead"))
+        other.fault = (
+            ray.exceptions.RayActorError()
+            if how == "actor"
+            else ray.exceptions.RayTaskError("evaluate", "", ValueError("dead"))
+        )
         other.well = False
         one.answering.set()
         other.answering.set()
         await run.evaluations.finish()
         assert list(run.dropped) == ["a1"] and [step for step, _ in run.results] == [1]
-        assert run.notes[0] == "the evaluation of step 0 begins again with the weights of now: its engine died"
+        assert (
+            run.notes[0]
+            == "the evaluation of step 0 begins again with the weights of now: its engine died"
+        )
         assert not run.failures and run.coordinator.serving() == [one]
         await publish(run, 2)
         assert run.events[-1] == "live 2"
@@ -194,7 +250,9 @@ def test_when_the_last_engine_dies_its_replacement_answers() -> None:
         newcomer.answering.set()
         await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
         await run.evaluations.finish()
-        assert [step for step, _ in run.results] == [0] and newcomer.asked == [(list(range(6)), "v0.0")]
+        assert [step for step, _ in run.results] == [0] and newcomer.asked == [
+            (list(range(6)), "v0.0")
+        ]
 
     ran(scenario)
 
@@ -213,7 +271,9 @@ def test_an_error_of_a_healthy_engine_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_one_that_takes_too_long_is_given_up_and_training_goes_on(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_takes_too_long_is_given_up_and_training_goes_on(
+    engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cancelled = []
     monkeypatch.setattr(ray, "cancel", cancelled.append)
 
@@ -222,8 +282,13 @@ def test_one_that_takes_too_long_is_given_up_and_training_goes_on(engines: int, 
         await run.coordinator.start(0)
         await run.begin()
         await run.evaluations.finish()
-        assert run.notes == ["the evaluation of step 0 took longer than evaluation.timeout_s = 0.05 s and is given up"]
-        assert not run.results and not run.failures and len(cancelled) == 1, "the engine is told to stop answering"
+        assert run.notes == [
+            "the evaluation of step 0 took longer than evaluation.timeout_s = 0.05 s and "
+            "is given up"
+        ]
+        assert not run.results and not run.failures and len(cancelled) == 1, (
+            "the engine is told to stop answering"
+        )
         assert len(run.coordinator.serving()) == engines
         await publish(run, 1)
         assert run.events[-1] == "live 1"
@@ -262,7 +327,9 @@ def test_steps_that_are_taken_back_take_their_evaluation_with_them() -> None:
         one.answering.set()
         other.answering.set()
         await run.evaluations.finish()
-        assert [step for step, _ in run.results] == [0] and {label for _, label in other.asked + one.asked} == {"v0.1", "v1.0"}
+        assert [step for step, _ in run.results] == [0] and {
+            label for _, label in other.asked + one.asked
+        } == {"v0.1", "v1.0"}
         assert "the learner went back before step 1" in run.notes[0]
 
     ran(scenario)
@@ -283,7 +350,9 @@ def test_an_engine_that_comes_back_to_a_dead_learner_waits_for_it_and_says_so() 
         run.members[1].answering.set()
         await run.begin()
         assert not await run.evaluations.finish(0.05)
-        with pytest.raises(LearnerLost):  # whoever waits for the evaluation hears of it, and brings the learner back
+        with pytest.raises(
+            LearnerLost
+        ):  # whoever waits for the evaluation hears of it, and brings the learner back
             await run.coordinator.refresh(0)
         async with run.coordinator.without_learner():
             brought_back.set()
@@ -303,26 +372,34 @@ def test_before_and_after_training_all_engines_share_the_problems() -> None:
         run.members[1].fault = ray.exceptions.RayActorError()
         result, rows = await run.evaluations.everywhere(9, step=0, alone=nobody_waits)
         assert (result["eval/problems"], len(rows)) == (9, 3)
-        assert sorted(index for engine in run.members for indices, _ in engine.asked for index in indices) == list(range(9))
-        assert result["eval/learner_waited_s"] == result["eval/seconds"] and list(run.dropped) == ["a1"]
+        assert sorted(
+            index for engine in run.members for indices, _ in engine.asked for index in indices
+        ) == list(range(9))
+        assert result["eval/learner_waited_s"] == result["eval/seconds"] and list(run.dropped) == [
+            "a1"
+        ]
 
     ran(scenario)
 
 
-def test_before_and_after_training_the_deadline_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_and_after_training_the_deadline_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ray, "cancel", lambda call: None)
 
     async def scenario() -> None:
         run = Beside(timeout_s=0.05)
         await run.coordinator.start(0)
-        with pytest.raises(Stalled, match="longer than evaluation.timeout_s = 0.05 s"):
+        with pytest.raises(Stalled, match=r"longer than evaluation.timeout_s = 0.05 s"):
             await run.evaluations.everywhere(4, step=0, alone=nobody_waits)
 
     ran(scenario)
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_before_and_after_training_the_last_engine_is_waited_for_until_nobody_can_come(replaced: bool) -> None:
+def test_before_and_after_training_the_last_engine_is_waited_for_until_nobody_can_come(
+    replaced: bool,
+) -> None:
     async def scenario() -> None:
         run = Beside()
         await run.coordinator.start(0)
@@ -343,22 +420,37 @@ def test_before_and_after_training_the_last_engine_is_waited_for_until_nobody_ca
                 await run.evaluations.everywhere(4, step=0, alone=alone)
             return
         result, _ = await run.evaluations.everywhere(4, step=0, alone=alone)
-        assert result["eval/problems"] == 4 and [sorted(indices) for indices, _ in newcomer.asked] == [[0, 1, 2, 3]]
+        assert result["eval/problems"] == 4 and [
+            sorted(indices) for indices, _ in newcomer.asked
+        ] == [[0, 1, 2, 3]]
 
     ran(scenario)
 
 
-@pytest.mark.parametrize(("error", "ends"), [
-    (FaultBudgetSpent("actor-0.1 died"), False), (Stalled("too long"), False), (SelfCheckFailed("other weights"), True), (ValueError("a bug"), True),
-])
-def test_after_training_what_dies_costs_the_evaluation_and_not_the_run(error: Exception, ends: bool) -> None:
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (FaultBudgetSpent("actor-0.1 died"), False),
+        (Stalled("too long"), False),
+        (SelfCheckFailed("other weights"), True),
+        (ValueError("a bug"), True),
+    ],
+)
+def test_after_training_what_dies_costs_the_evaluation_and_not_the_run(
+    error: Exception, ends: bool
+) -> None:
     def evaluate() -> None:
         raise error
 
     said = io.StringIO()
     with pytest.raises(type(error)) if ends else nullcontext():
         command._evaluate_last(SimpleNamespace(evaluate=evaluate), Console(said))
-    assert said.getvalue() == ("" if ends else f"error: the final evaluation is missing, but training is complete and saved: {error}\n")
+    assert said.getvalue() == (
+        ""
+        if ends
+        else "error: the final evaluation is missing, but training is complete and saved: "
+        f"{error}\n"
+    )
 
 
 # ---- samples of trained groups ----
@@ -368,13 +460,27 @@ def group(group_id: int, version: int) -> Group:
     """Three responses, and a greedy one that is not trained."""
     rollouts = [
         Rollout(
-            response_ids=np.array([10 + index, 11], np.int32), behavior_logprobs=np.full(2, -1.0, np.float32), loss_mask=np.ones(2, np.uint8),
-            versions=[VersionSpan(version, 0, 1), VersionSpan(version + 1, 1, 2)], rewards={"correct": reward, "format": -reward}, verdict=reward,
-            finish_reason="stop", role=role,
+            response_ids=np.array([10 + index, 11], np.int32),
+            behavior_logprobs=np.full(2, -1.0, np.float32),
+            loss_mask=np.ones(2, np.uint8),
+            versions=[VersionSpan(version, 0, 1), VersionSpan(version + 1, 1, 2)],
+            rewards={"correct": reward, "format": -reward},
+            verdict=reward,
+            finish_reason="stop",
+            role=role,
         )
-        for index, (reward, role) in enumerate(((0.5, "train"), (1.0, "train"), (0.0, "train"), (9.0, "baseline")))
+        for index, (reward, role) in enumerate(
+            ((0.5, "train"), (1.0, "train"), (0.0, "train"), (9.0, "baseline"))
+        )
     ]
-    return Group(group_id=group_id, attempt=1, policy_version=version, actor_id="a", prompt_ids=np.array([3, 4], np.int32), rollouts=rollouts)
+    return Group(
+        group_id=group_id,
+        attempt=1,
+        policy_version=version,
+        actor_id="a",
+        prompt_ids=np.array([3, 4], np.int32),
+        rollouts=rollouts,
+    )
 
 
 class Frames:
@@ -396,23 +502,41 @@ class Frames:
 
 def test_a_few_groups_are_shown_with_rewards_and_lag(tmp_path) -> None:
     shown, notes, queue = [], [], Frames([group(group_id, 30) for group_id in range(4)])
-    config = Config.model_validate({"run": {"total_steps": 40}, "model": {"path": "m"}, "tracking": {"sample_rows": 20}})
+    config = Config.model_validate(
+        {"run": {"total_steps": 40}, "model": {"path": "m"}, "tracking": {"sample_rows": 20}}
+    )
 
     async def scenario() -> None:
         table = TrainingSamples(
-            config, queue=queue, model_dir=write_model(tmp_path), total_steps=40, weights={"correct": 2.0, "format": 1.0}, show=shown.extend, note=notes.append,
+            config,
+            queue=queue,
+            model_dir=write_model(tmp_path),
+            total_steps=40,
+            weights={"correct": 2.0, "format": 1.0},
+            show=shown.extend,
+            note=notes.append,
         )
         for step in range(32, 41):
             table.take(queue.batch(step))
             await table.finish()
 
     asyncio.run(scenario())
-    assert queue.asked == [(40, [0, 2])] and notes == ["no samples of the groups 0, 2 of step 40: is gone"] and shown == []
+    assert (
+        queue.asked == [(40, [0, 2])]
+        and notes == ["no samples of the groups 0, 2 of step 40: is gone"]
+        and shown == []
+    )
     queue.asked.clear()
 
     async def first() -> None:
         table = TrainingSamples(
-            config, queue=queue, model_dir=str(tmp_path), total_steps=400, weights={"correct": 2.0, "format": 1.0}, show=shown.extend, note=notes.append,
+            config,
+            queue=queue,
+            model_dir=str(tmp_path),
+            total_steps=400,
+            weights={"correct": 2.0, "format": 1.0},
+            show=shown.extend,
+            note=notes.append,
         )
         table._every = 33
         table.take(queue.batch(33))
@@ -421,10 +545,21 @@ def test_a_few_groups_are_shown_with_rewards_and_lag(tmp_path) -> None:
     asyncio.run(first())
     assert queue.asked == [(33, [1, 3])] and len(shown) == ROWS
     best, worst = shown[:2]
-    assert (best["step"], best["source"], best["group_id"], best["lag"], best["tokens"]) == (33, "training", 1, 2, 2)
-    assert (best["rewards"], worst["rewards"]) == ({"correct": 1.0, "format": -1.0}, {"correct": 0.0, "format": 0.0}), "the greedy one is not trained"
+    assert (best["step"], best["source"], best["group_id"], best["lag"], best["tokens"]) == (
+        33,
+        "training",
+        1,
+        2,
+        2,
+    )
+    assert (best["rewards"], worst["rewards"]) == (
+        {"correct": 1.0, "format": -1.0},
+        {"correct": 0.0, "format": 0.0},
+    ), "the greedy one is not trained"
     light = samples._decoder(str(tmp_path), trust_remote_code=False)
-    assert (best["prompt"], best["response"]) == (light([3, 4]), light([11, 11])) and best["prompt"] != ""
+    assert (best["prompt"], best["response"]) == (light([3, 4]), light([11, 11])) and best[
+        "prompt"
+    ] != ""
 
 
 def test_a_run_shows_about_as_many_rows_as_it_may() -> None:
@@ -435,8 +570,13 @@ def test_a_run_shows_about_as_many_rows_as_it_may() -> None:
         assert 1 <= moments * ROWS <= max(rows, 2 * ROWS), (total, rows)
 
 
-@pytest.mark.parametrize(("total", "every", "rows"), [(10_000, 1, 100), (100, 10, 100), (7, 3, 4), (1000, 7, 8), (50, 10, 0), (100, 100, 1000)])
-def test_however_many_evaluations_a_run_has_its_sample_table_is_bounded(total: int, every: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("total", "every", "rows"),
+    [(10_000, 1, 100), (100, 10, 100), (7, 3, 4), (1000, 7, 8), (50, 10, 0), (100, 100, 1000)],
+)
+def test_however_many_evaluations_a_run_has_its_sample_table_is_bounded(
+    total: int, every: int, rows: int
+) -> None:
     table = EvaluationSamples(total_steps=total, rows=rows)
     answers = [{"response": str(index)} for index in range(40)]
     steps = [*range(0, total, every), total]
@@ -444,5 +584,7 @@ def test_however_many_evaluations_a_run_has_its_sample_table_is_bounded(total: i
     assert sum(map(len, shown.values())) <= max(rows, 3 * min(rows, EVALUATED))
     assert all(found == answers[: min(rows, EVALUATED)] for found in shown.values())
     if rows:
-        assert {0, total} <= shown.keys() and (len(steps) == 2 or rows < 3 * EVALUATED or len(shown) > 2)
+        assert {0, total} <= shown.keys() and (
+            len(steps) == 2 or rows < 3 * EVALUATED or len(shown) > 2
+        )
         assert table.shown(0, answers), "steps that were taken back are evaluated anew"

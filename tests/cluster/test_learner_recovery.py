@@ -1,4 +1,6 @@
-"""A learner rank is killed in a real run: the gang comes back bit for bit while the rollout actors keep their engines; and so does a new start."""
+"""A learner rank is killed in a real run: the gang comes back bit for bit while the rollout actors
+keep their engines; and so does a new start.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,47 @@ from tests.support import ack_log
 from tests.support.models import write_model
 
 STEPS, R, K = 6, 4, 1
-REPEATED = re.compile(r"learner steps (\d+) to (\d+) are trained again from their recorded batches; the weights are the same bits at (\d+) of (\d+)")
+REPEATED = re.compile(
+    r"learner steps (\d+) to (\d+) are trained again from their recorded batches; the "
+    r"weights are the same bits at (\d+) of (\d+)"
+)
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 
 def settings(home: Path, model: str) -> Config:
-    return Config.model_validate({
-        "seed": 5, "run": {"name": "death", "dir": str(home / "run"), "total_steps": STEPS + 3}, "model": {"path": model},
-        "task": {"name": "tests.support.mixed_task:Mixed"},
-        "rollout": {"rollout_batch_size": R, "group_size": 4, "prompt_length": 32, "response_length": 24},
-        "replay": {"max_staleness": K}, "algorithm": {"use_kl_loss": False},
-        "learner": {"lr": 1e-3, "ranks": 2, "zero_stage": 2, "tokens_per_micro_batch": 4096, "schedule": "linear"},
-        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False, "report": False}, "weight_sync": {"self_check": False},
-        "checkpoint": {"every_steps": 3}, "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}, "restart_budget": 4},
-    })
+    return Config.model_validate(
+        {
+            "seed": 5,
+            "run": {"name": "death", "dir": str(home / "run"), "total_steps": STEPS + 3},
+            "model": {"path": model},
+            "task": {"name": "tests.support.mixed_task:Mixed"},
+            "rollout": {
+                "rollout_batch_size": R,
+                "group_size": 4,
+                "prompt_length": 32,
+                "response_length": 24,
+            },
+            "replay": {"max_staleness": K},
+            "algorithm": {"use_kl_loss": False},
+            "learner": {
+                "lr": 1e-3,
+                "ranks": 2,
+                "zero_stage": 2,
+                "tokens_per_micro_batch": 4096,
+                "schedule": "linear",
+            },
+            "evaluation": {"before": False, "max_samples": 4},
+            "tracking": {"mlflow": False, "report": False},
+            "weight_sync": {"self_check": False},
+            "checkpoint": {"every_steps": 3},
+            "cluster": {
+                "rollout_actors": {"min": 1, "max": 1},
+                "engine": {"max_num_seqs": 32},
+                "restart_budget": 4,
+            },
+        }
+    )
 
 
 def ask(trainer: Trainer, work: Any) -> Any:
@@ -60,12 +88,20 @@ def kill_at(trainer: Trainer, deaths: list[tuple[int, str, int]]) -> None:
 
     for name in ("begin", "update", "stage", "save"):
         original = getattr(learner, name)
-        setattr(learner, name, lambda *args, name=name, original=original, **kwargs: deadly(name, original, *args, **kwargs))
+        setattr(
+            learner,
+            name,
+            lambda *args, name=name, original=original, **kwargs: deadly(
+                name, original, *args, **kwargs
+            ),
+        )
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory) -> Iterator[dict]:
-    """Two ranks with a checkpoint every third step. One is killed in step 3, and one at step 5, twice; then all of it ends."""
+    """Two ranks with a checkpoint every third step. One is killed in step 3, and one at step 5,
+    twice; then all of it ends.
+    """
     home = tmp_path_factory.mktemp("death")
     told: dict = {"side": home / "run-side", "run": home / "run"}
     config = settings(home, write_model(home / "model", positions=64))
@@ -80,15 +116,21 @@ def story(tmp_path_factory) -> Iterator[dict]:
             told["metrics"] = trainer.train(steps=2)
             told["first"] = (home / "first.txt").read_text()
             trainer.train(steps=STEPS - trainer.steps_done)
-            told["still"] = (engine.actor_id, ask(trainer, pid_of(trainer.system.actors.alive()[0])))
+            told["still"] = (
+                engine.actor_id,
+                ask(trainer, pid_of(trainer.system.actors.alive()[0])),
+            )
             told["restarts"] = (trainer.system.gang.restarts, trainer.system.actors.restarts)
             told["epoch"] = trainer.system.gang.run_epoch
             trainer.train(steps=1)
             told["digests"] = ask(trainer, trainer.system.queue.digests())
             told["steps"] = trainer.steps_done
-        told["discarded"] = (home / "first.txt").read_text()[len(told["first"]):]
+        told["discarded"] = (home / "first.txt").read_text()[len(told["first"]) :]
         told["checkpoints"] = checkpoint.steps(home / "run")
-        with open(home / "second.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
+        with (
+            open(home / "second.txt", "w") as log,
+            Trainer(config, console=Console(log)) as trainer,
+        ):
             trainer.start()
             told["resumed_at"] = trainer.steps_done
             told["resumed_digests"] = ask(trainer, trainer.system.queue.digests())
@@ -104,7 +146,9 @@ async def pid_of(engine: Any) -> int:
 
 
 def test_the_gang_comes_back_bit_for_bit_and_the_actors_stay(story):
-    assert story["restarts"] == (3, 0) and story["still"] == story["engine"], "the rollout actor and its engine are the same processes"
+    assert story["restarts"] == (3, 0) and story["still"] == story["engine"], (
+        "the rollout actor and its engine are the same processes"
+    )
     assert story["metrics"]["cluster/learner_restarts"] == 1
     repeated = [tuple(map(int, match)) for match in REPEATED.findall(story["first"])]
     assert repeated == [(1, 2, 2, 2)], "from the initial model: there was no checkpoint yet"
@@ -112,25 +156,39 @@ def test_the_gang_comes_back_bit_for_bit_and_the_actors_stay(story):
 
 def test_two_deaths_at_one_step_discard_what_came_after_the_checkpoint(story):
     assert story["epoch"] == 1
-    assert "1 learner step after the checkpoint (step 3) discarded" in story["discarded"], story["discarded"]
+    assert "1 learner step after the checkpoint (step 3) discarded" in story["discarded"], story[
+        "discarded"
+    ]
     assert "the learner died twice in step 5" in story["discarded"], story["discarded"]
 
 
 def test_a_new_start_repeats_what_the_checkpoint_does_not_have(story):
     assert story["steps"] == story["resumed_at"] == STEPS + 1 and story["checkpoints"][-1] == STEPS
-    assert f"resumed {story['run']}/checkpoints/step_00000{STEPS} at step {STEPS + 1} of {STEPS + 3}" in story["second"], story["second"]
-    assert [tuple(map(int, match)) for match in REPEATED.findall(story["second"])] == [(STEPS + 1, STEPS + 1, 1, 1)], story["second"]
+    assert (
+        f"resumed {story['run']}/checkpoints/step_00000{STEPS} at step {STEPS + 1} of {STEPS + 3}"
+        in story["second"]
+    ), story["second"]
+    assert [tuple(map(int, match)) for match in REPEATED.findall(story["second"])] == [
+        (STEPS + 1, STEPS + 1, 1, 1)
+    ], story["second"]
     recorded = {version: digest for version, digest in story["digests"].items() if version >= STEPS}
     assert recorded and recorded.items() <= story["resumed_digests"].items()
 
 
 def test_no_completed_group_is_lost_and_none_is_trained_twice_in_the_history(story):
     steps = story["history"].steps
-    assert sorted(steps) == list(range(1, STEPS + 4)) and {len(ids) for ids in steps.values()} == {R}
+    assert sorted(steps) == list(range(1, STEPS + 4)) and {len(ids) for ids in steps.values()} == {
+        R
+    }
     trained = [group_id for ids in steps.values() for group_id in ids]
     assert len(trained) == len(set(trained)), "a group is in two steps"
-    assert story["counts"]["trained"] == len(trained) and story["counts"]["failed"] == story["counts"]["invalid"] == 0
+    assert (
+        story["counts"]["trained"] == len(trained)
+        and story["counts"]["failed"] == story["counts"]["invalid"] == 0
+    )
     fetched = {tuple(pair) for pair in ack_log.read(story["side"], "trained")}
-    assert {(step, group_id) for step, ids in steps.items() for group_id in ids} <= fetched, "a step of the history was never trained"
+    assert {(step, group_id) for step, ids in steps.items() for group_id in ids} <= fetched, (
+        "a step of the history was never trained"
+    )
     acknowledged = Counter(group_id for group_id, _ in ack_log.read(story["side"], "put"))
     assert set(trained) <= set(acknowledged), "a group was trained that nobody saw acknowledged"

@@ -14,10 +14,15 @@ from async_grpo.config.schema import Config
 
 
 def config(*, ranks: int = 1, size: int = 1, backend: str = "auto", **cluster: Any) -> Config:
-    return Config.model_validate({
-        "run": {"total_steps": 1}, "model": {"path": "m"}, "learner": {"ranks": ranks}, "weight_sync": {"backend": backend},
-        "cluster": {"engine": {"tensor_parallel_size": size}, **cluster},
-    })
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": "m"},
+            "learner": {"ranks": ranks},
+            "weight_sync": {"backend": backend},
+            "cluster": {"engine": {"tensor_parallel_size": size}, **cluster},
+        }
+    )
 
 
 def cpu(cores: int) -> list[Node]:
@@ -25,11 +30,16 @@ def cpu(cores: int) -> list[Node]:
 
 
 def gpu(*gpus: int) -> list[Node]:
-    return [Node(f"n{index}", f"10.0.0.{index + 1}", 64.0, float(count)) for index, count in enumerate(gpus)]
+    return [
+        Node(f"n{index}", f"10.0.0.{index + 1}", 64.0, float(count))
+        for index, count in enumerate(gpus)
+    ]
 
 
 def nodes_of(placement: Placement) -> tuple[list[str], list[str]]:
-    return [slot.node_id for slot in placement.learners], [slot.node_id for slot in placement.engines]
+    return [slot.node_id for slot in placement.learners], [
+        slot.node_id for slot in placement.engines
+    ]
 
 
 @pytest.mark.parametrize(("cores", "engines"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 2), (64, 2)])
@@ -66,13 +76,18 @@ def test_cpu_affinity_with_gaps_is_respected() -> None:
     placement = place(config(), [Node("n0", "10.0.0.1", 64.0, 0.0, (3, 9, 17))])
     pinned = {core for slot in [*placement.learners, *placement.engines] for core in slot.cores}
     assert pinned <= {3, 9, 17}
-    assert len(placement.engines) == 1, "three cores are too few for two engines, however many CPUs Ray was told of"
+    assert len(placement.engines) == 1, (
+        "three cores are too few for two engines, however many CPUs Ray was told of"
+    )
 
 
 def test_cpu_learners_stay_on_the_first_node() -> None:
     nodes = [*cpu(4), Node("n1", "10.0.0.2", 128.0, 0.0)]
     assert nodes_of(place(config(ranks=2), nodes)) == (["n0"] * 2, ["n0", "n1", "n1"])
-    assert nodes_of(place(config(ranks=2, rollout_actors={"max": 1}), nodes)) == (["n0"] * 2, ["n0"])
+    assert nodes_of(place(config(ranks=2, rollout_actors={"max": 1}), nodes)) == (
+        ["n0"] * 2,
+        ["n0"],
+    )
 
 
 def test_cpu_min_and_max_actors() -> None:
@@ -80,11 +95,15 @@ def test_cpu_min_and_max_actors() -> None:
     assert len(place(config(rollout_actors={"max": 1}), cpu(8)).engines) == 1
     assert len(place(config(rollout_actors={"max": 4}), cpu(2)).engines) == 1
     assert len(place(config(rollout_actors={"max": 4}), cpu(8)).engines) == 4
-    assert len(place(config(rollout_actors={"min": 2, "max": 4}), cpu(2)).engines) == 2, "those that must be share cores"
+    assert len(place(config(rollout_actors={"min": 2, "max": 4}), cpu(2)).engines) == 2, (
+        "those that must be share cores"
+    )
 
 
 def test_one_gpu_colocated() -> None:
-    assert place(config(), gpu(1)) == place(config(layout="colocated"), gpu(1)), "one GPU is shared unless somebody says otherwise"
+    assert place(config(), gpu(1)) == place(config(layout="colocated"), gpu(1)), (
+        "one GPU is shared unless somebody says otherwise"
+    )
     assert not place(config(), gpu(2)).colocated
     placement = place(config(layout="colocated"), gpu(1))
     assert placement.colocated
@@ -107,46 +126,103 @@ def test_eight_gpus_split(size: int, engines: int) -> None:
     assert placement.rank_offsets == tuple(1 + size * index for index in range(engines))
 
 
-@pytest.mark.parametrize(("gpus", "ranks", "size", "learners", "engines"), [
-    ((8, 8), 4, 1, ["n0"] * 4, 12),
-    ((8, 8), 8, 4, ["n0"] * 8, 2),
-    ((8, 8), 4, 4, ["n0"] * 4, 3),
-    ((8, 8), 12, 2, ["n0"] * 8 + ["n1"] * 4, 2),
-    ((8, 4), 4, 8, ["n1"] * 4, 1),  # on n0 the learner would break up the only node that holds an engine
-    ((4, 8), 2, 4, ["n0"] * 2, 2),
-    ((0, 8), 4, 4, ["n1"] * 4, 1),
-    ((3, 3, 3), 1, 2, ["n0"], 3),  # one GPU of each node is of no use to an engine: the learner takes such a one
-])
-def test_several_nodes(gpus: tuple[int, ...], ranks: int, size: int, learners: list[str], engines: int) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "size", "learners", "engines"),
+    [
+        ((8, 8), 4, 1, ["n0"] * 4, 12),
+        ((8, 8), 8, 4, ["n0"] * 8, 2),
+        ((8, 8), 4, 4, ["n0"] * 4, 3),
+        ((8, 8), 12, 2, ["n0"] * 8 + ["n1"] * 4, 2),
+        (
+            (8, 4),
+            4,
+            8,
+            ["n1"] * 4,
+            1,
+        ),  # on n0 the learner would break up the only node that holds an engine
+        ((4, 8), 2, 4, ["n0"] * 2, 2),
+        ((0, 8), 4, 4, ["n1"] * 4, 1),
+        (
+            (3, 3, 3),
+            1,
+            2,
+            ["n0"],
+            3,
+        ),  # one GPU of each node is of no use to an engine: the learner takes such a one
+    ],
+)
+def test_several_nodes(
+    gpus: tuple[int, ...], ranks: int, size: int, learners: list[str], engines: int
+) -> None:
     placement = place(config(ranks=ranks, size=size), gpu(*gpus))
     placed, served = nodes_of(placement)
     assert placed == learners, "a node's ranks are neighbours"
     assert len(served) == engines
-    used = Counter(placed) + Counter({node: count * size for node, count in Counter(served).items()})
-    assert all(used[node.node_id] <= node.gpus for node in gpu(*gpus)), "an engine spans nodes, or a GPU is used twice"
+    used = Counter(placed) + Counter(
+        {node: count * size for node, count in Counter(served).items()}
+    )
+    assert all(used[node.node_id] <= node.gpus for node in gpu(*gpus)), (
+        "an engine spans nodes, or a GPU is used twice"
+    )
 
 
 def test_max_below_room_and_too_many() -> None:
     assert len(place(config(ranks=4, rollout_actors={"max": 2}), gpu(8)).engines) == 2
-    assert len(place(config(ranks=4, rollout_actors={"max": 5}), gpu(8)).engines) == 4, "the others come when there is room"
-    with pytest.raises(PlacementError, match=r"5 rollout actors, the cluster has room for 4: 10\.0\.0\.1: 64 CPUs, 8 GPUs"):
+    assert len(place(config(ranks=4, rollout_actors={"max": 5}), gpu(8)).engines) == 4, (
+        "the others come when there is room"
+    )
+    with pytest.raises(
+        PlacementError,
+        match=r"5 rollout actors, the cluster has room for 4: 10\.0\.0\.1: 64 CPUs, 8 GPUs",
+    ):
         place(config(ranks=4, rollout_actors={"min": 5}), gpu(8))
 
 
-@pytest.mark.parametrize(("settings", "nodes", "message"), [
-    ({"ranks": 9}, gpu(4, 4), r"9 learner ranks with a GPU each: 10\.0\.0\.1: 64 CPUs, 4 GPUs; 10\.0\.0\.2: 64 CPUs, 4 GPUs"),
-    ({"ranks": 4, "layout": "split"}, gpu(4), "4 learner ranks with a GPU each, 1 GPUs per engine and 1 rollout actors, the cluster has room for 0"),
-    ({"ranks": 2, "size": 4}, gpu(4, 2, 2), None),
-    ({"ranks": 4, "size": 8}, gpu(4, 4, 4), "8 GPUs per engine and 1 rollout actors, the cluster has room for 0"),
-    ({"ranks": 2, "layout": "colocated"}, gpu(1), "2 GPUs that a learner rank and an engine share"),
-    ({"device": "cuda"}, cpu(4), "1 learner ranks with a GPU each: 10.0.0.1: 4 CPUs, 0 GPUs"),
-    ({}, [], "the cluster has no nodes"),
-    ({}, [Node("n0", "10.0.0.1", 0.0, 0.0)], "1 learner ranks and 1 rollout actors on CPU: 10.0.0.1: 0 CPUs"),
-    ({"layout": "colocated"}, cpu(4), "cluster.layout: colocated needs GPUs and the run would be on CPU: 10.0.0.1: 4 CPUs"),
-    ({"backend": "nccl"}, cpu(4), "weight_sync.backend: nccl needs GPUs"),
-    ({"size": 2}, cpu(4), "cluster.engine.tensor_parallel_size: 2 needs GPUs"),
-])
-def test_too_small_or_contradictory(settings: dict[str, Any], nodes: list[Node], message: str | None) -> None:
+@pytest.mark.parametrize(
+    ("settings", "nodes", "message"),
+    [
+        (
+            {"ranks": 9},
+            gpu(4, 4),
+            r"9 learner ranks with a GPU each: 10\.0\.0\.1: 64 CPUs, 4 GPUs; 10\.0\.0\.2: "
+            r"64 CPUs, 4 GPUs",
+        ),
+        (
+            {"ranks": 4, "layout": "split"},
+            gpu(4),
+            "4 learner ranks with a GPU each, 1 GPUs per engine and 1 rollout actors, the "
+            "cluster has room for 0",
+        ),
+        ({"ranks": 2, "size": 4}, gpu(4, 2, 2), None),
+        (
+            {"ranks": 4, "size": 8},
+            gpu(4, 4, 4),
+            "8 GPUs per engine and 1 rollout actors, the cluster has room for 0",
+        ),
+        (
+            {"ranks": 2, "layout": "colocated"},
+            gpu(1),
+            "2 GPUs that a learner rank and an engine share",
+        ),
+        ({"device": "cuda"}, cpu(4), "1 learner ranks with a GPU each: 10.0.0.1: 4 CPUs, 0 GPUs"),
+        ({}, [], "the cluster has no nodes"),
+        (
+            {},
+            [Node("n0", "10.0.0.1", 0.0, 0.0)],
+            "1 learner ranks and 1 rollout actors on CPU: 10.0.0.1: 0 CPUs",
+        ),
+        (
+            {"layout": "colocated"},
+            cpu(4),
+            "cluster.layout: colocated needs GPUs and the run would be on CPU: 10.0.0.1: 4 CPUs",
+        ),
+        ({"backend": "nccl"}, cpu(4), "weight_sync.backend: nccl needs GPUs"),
+        ({"size": 2}, cpu(4), "cluster.engine.tensor_parallel_size: 2 needs GPUs"),
+    ],
+)
+def test_too_small_or_contradictory(
+    settings: dict[str, Any], nodes: list[Node], message: str | None
+) -> None:
     if message is None:
         assert nodes_of(place(config(**settings), nodes)) == (["n1"] * 2, ["n0"])
         return
@@ -154,7 +230,9 @@ def test_too_small_or_contradictory(settings: dict[str, Any], nodes: list[Node],
         place(config(**settings), nodes)
 
 
-def grown(settings: Config, start: Placement, nodes: Sequence[Node], engines: Sequence[Slot]) -> list[Slot]:
+def grown(
+    settings: Config, start: Placement, nodes: Sequence[Node], engines: Sequence[Slot]
+) -> list[Slot]:
     """`engines` and all that find room beside them."""
     everyone = list(engines)
     while (slot := another(settings, start, nodes, everyone)) is not None:
@@ -166,21 +244,36 @@ def grown(settings: Config, start: Placement, nodes: Sequence[Node], engines: Se
 def test_cpu_engines_go_to_other_nodes_when_the_first_has_no_core() -> None:
     nodes = [*cpu(2), Node("n1", "10.0.0.2", 4.0, 0.0), Node("n2", "10.0.0.3", 1.0, 0.0)]
     learners, engines = nodes_of(place(config(), nodes))
-    assert (learners, engines) == (["n0"], ["n0", "n1", "n1", "n2"]), "two on a node, unless more are asked for"
-    assert nodes_of(place(config(rollout_actors={"max": 5}), nodes))[1] == ["n0", "n1", "n1", "n1", "n1"]
+    assert (learners, engines) == (["n0"], ["n0", "n1", "n1", "n2"]), (
+        "two on a node, unless more are asked for"
+    )
+    assert nodes_of(place(config(rollout_actors={"max": 5}), nodes))[1] == [
+        "n0",
+        "n1",
+        "n1",
+        "n1",
+        "n1",
+    ]
     assert nodes_of(place(config(rollout_actors={"max": 2}), nodes))[1] == ["n0", "n1"]
     busy = [nodes[0], replace(nodes[1], used_cpus=3.5), nodes[2]]
-    assert nodes_of(place(config(rollout_actors={"max": 3}), busy))[1] == ["n0", "n2"], "half a core is no room"
+    assert nodes_of(place(config(rollout_actors={"max": 3}), busy))[1] == ["n0", "n2"], (
+        "half a core is no room"
+    )
 
 
-@pytest.mark.parametrize(("before", "after", "size", "engines"), [
-    ((4,), (4, 8), 2, ["n0"] + ["n1"] * 4),
-    ((8,), (8,), 4, ["n0"]),
-    ((8, 8), (8, 8, 8), 4, ["n0", "n1", "n1", "n2", "n2"]),
-    ((2,), (2, 1), 1, ["n0", "n1"]),
-    ((3,), (3, 1), 2, ["n0"]),  # the newcomer is too small
-])
-def test_a_gpu_node_that_comes_is_filled(before: tuple[int, ...], after: tuple[int, ...], size: int, engines: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "size", "engines"),
+    [
+        ((4,), (4, 8), 2, ["n0"] + ["n1"] * 4),
+        ((8,), (8,), 4, ["n0"]),
+        ((8, 8), (8, 8, 8), 4, ["n0", "n1", "n1", "n2", "n2"]),
+        ((2,), (2, 1), 1, ["n0", "n1"]),
+        ((3,), (3, 1), 2, ["n0"]),  # the newcomer is too small
+    ],
+)
+def test_a_gpu_node_that_comes_is_filled(
+    before: tuple[int, ...], after: tuple[int, ...], size: int, engines: list[str]
+) -> None:
     settings = config(ranks=2 if before[0] > 3 else 1, size=size, layout="split")
     start = place(settings, gpu(*before))
     assert [slot.node_id for slot in grown(settings, start, gpu(*after), start.engines)] == engines
@@ -203,7 +296,10 @@ def test_room_that_others_have_reserved_is_none() -> None:
     busy = replace(gpu(8)[0], used_gpus=7.0)  # one rank, two engines, two GPUs of somebody else
     assert another(settings, start, [busy], start.engines) is None
     assert another(settings, start, [replace(busy, used_gpus=6.0)], start.engines) is not None
-    assert another(settings, start, [replace(busy, used_gpus=0.0)], [*start.engines, start.engines[0]]) is None, "not yet reported, but taken"
+    assert (
+        another(settings, start, [replace(busy, used_gpus=0.0)], [*start.engines, start.engines[0]])
+        is None
+    ), "not yet reported, but taken"
 
 
 def test_colocated_does_not_grow_elsewhere() -> None:
@@ -226,4 +322,6 @@ def test_on_cpu_an_engine_that_is_asked_for_may_share_cores() -> None:
     start = place(config(), nodes)
     assert another(config(), start, nodes, start.engines) is None
     assert another(config(), start, nodes, start.engines, crowd=True) == Slot("n0", 1.0, 0.0)
-    assert another(config(), start, cpu(2), start.engines, crowd=True) is None, "Ray has no CPU left"
+    assert another(config(), start, cpu(2), start.engines, crowd=True) is None, (
+        "Ray has no CPU left"
+    )

@@ -1,4 +1,6 @@
-"""The queue as a Ray actor: the driver never maps a token array, and a crowd of calls does not lock out `put`."""
+"""The queue as a Ray actor: the driver never maps a token array, and a crowd of calls does not lock
+out `put`.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,25 @@ from tests.replay.test_queue import ids, queue_settings
 
 @pytest.fixture(scope="module")
 def measured() -> dict:
-    """Measured by a driver process of its own, whose peak memory is not that of the test process."""
-    done = subprocess.run([sys.executable, "-m", "tests.support.queue_driver"], check=False, capture_output=True, text=True, timeout=180)
+    """Measured by a driver process of its own, whose peak memory is not that of the test
+    process.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.queue_driver"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def test_the_drivers_peak_memory_is_flat_in_the_size_of_groups(measured):
     small, large = measured["small"], measured["large"]
-    assert small["passed_mb"] < 0.3 and large["passed_mb"] > 90, "groups of about 1 KB, then of about 1 MB"
+    assert small["passed_mb"] < 0.3 and large["passed_mb"] > 90, (
+        "groups of about 1 KB, then of about 1 MB"
+    )
     assert large["fetched_mb"] > 90
     assert large["peak_mb"] - small["peak_mb"] < 10, measured
 
@@ -53,7 +65,9 @@ async def test_an_actor_without_a_ticket_waits_at_the_queue_until_there_is_one(q
     assert (again.group_id, again.attempt) == (tickets[0].group_id, tickets[0].attempt + 1)
 
 
-async def test_nobody_waits_who_missed_a_publication_or_wants_nothing_or_when_the_run_is_over(queue):
+async def test_nobody_waits_who_missed_a_publication_or_wants_nothing_or_when_the_run_is_over(
+    queue,
+):
     tickets = await queue.acquire("a", 0, [], 2)
     assert await asyncio.wait_for(queue.acquire("a", -1, ids(tickets), 1), 10) == []
     assert await asyncio.wait_for(queue.acquire("a", 0, ids(tickets), 0), 10) == []

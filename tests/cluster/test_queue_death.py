@@ -1,4 +1,6 @@
-"""The queue's process is killed at random moments of a real run: no completed group is lost, none is trained twice."""
+"""The queue's process is killed at random moments of a real run: no completed group is lost, none
+is trained twice.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,31 @@ pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]
 
 
 def settings(home: Path, model: str) -> Config:
-    return Config.model_validate({
-        "seed": 5, "run": {"name": "death", "dir": str(home / "run"), "total_steps": STEPS + 4}, "model": {"path": model},
-        "task": {"name": "tests.support.mixed_task:Mixed"},
-        "rollout": {"rollout_batch_size": R, "group_size": 4, "prompt_length": 32, "response_length": 24},
-        "replay": {"max_staleness": K}, "algorithm": {"use_kl_loss": False}, "learner": {"lr": 1e-4, "tokens_per_micro_batch": 4096},
-        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False, "report": False}, "weight_sync": {"self_check": False},
-        "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}, "restart_budget": KILLS},
-    })
+    return Config.model_validate(
+        {
+            "seed": 5,
+            "run": {"name": "death", "dir": str(home / "run"), "total_steps": STEPS + 4},
+            "model": {"path": model},
+            "task": {"name": "tests.support.mixed_task:Mixed"},
+            "rollout": {
+                "rollout_batch_size": R,
+                "group_size": 4,
+                "prompt_length": 32,
+                "response_length": 24,
+            },
+            "replay": {"max_staleness": K},
+            "algorithm": {"use_kl_loss": False},
+            "learner": {"lr": 1e-4, "tokens_per_micro_batch": 4096},
+            "evaluation": {"before": False, "max_samples": 4},
+            "tracking": {"mlflow": False, "report": False},
+            "weight_sync": {"self_check": False},
+            "cluster": {
+                "rollout_actors": {"min": 1, "max": 1},
+                "engine": {"max_num_seqs": 32},
+                "restart_budget": KILLS,
+            },
+        }
+    )
 
 
 def ask(trainer: Trainer, work: Any) -> Any:
@@ -70,7 +89,9 @@ def story(tmp_path_factory) -> Iterator[dict]:
                 os.kill(pid, signal.SIGKILL)
                 told["kills"].append((pid, trainer.steps_done))
                 training.result(timeout=120)
-                assert ask(trainer, result(handle.pid.remote())) != pid, f"kill {kill}: the queue's process is still the old one"
+                assert ask(trainer, result(handle.pid.remote())) != pid, (
+                    f"kill {kill}: the queue's process is still the old one"
+                )
             trainer.train(steps=STEPS - trainer.steps_done)
             told["counts"] = ask(trainer, trainer.system.queue.counts())
             told["metrics"] = ask(trainer, trainer.system.queue.metrics())
@@ -87,19 +108,28 @@ def story(tmp_path_factory) -> Iterator[dict]:
 def test_no_completed_group_is_lost_and_none_is_trained_twice(story):
     trained = ack_log.read(story["side"], "trained")
     per_step = Counter(step for step, _ in trained)
-    assert {step: per_step[step] for step in range(1, STEPS + 1)} == dict.fromkeys(range(1, STEPS + 1), R)
+    assert {step: per_step[step] for step in range(1, STEPS + 1)} == dict.fromkeys(
+        range(1, STEPS + 1), R
+    )
     group_ids = [group_id for _, group_id in trained]
     assert len(group_ids) == len(set(group_ids)), "a group was trained twice"
     acknowledged = Counter(group_id for group_id, _ in ack_log.read(story["side"], "put"))
     assert set(acknowledged) >= set(group_ids), "a group was trained that nobody saw acknowledged"
     assert set(acknowledged.values()) == {1}, "two attempts of one group were taken"
     for group_id in set(acknowledged) - set(group_ids):
-        assert story["history"].groups[group_id].state in ("ready", "training"), f"the completed group {group_id} was lost"
+        assert story["history"].groups[group_id].state in ("ready", "training"), (
+            f"the completed group {group_id} was lost"
+        )
 
 
 def test_a_queue_that_dies_too_often_ends_the_run_and_says_so(story):
     code, message = story["end"]
-    assert code == 4 and "replay queue" in message and "restart_budget" in message and "learner rank" not in message, story["end"]
+    assert (
+        code == 4
+        and "replay queue" in message
+        and "restart_budget" in message
+        and "learner rank" not in message
+    ), story["end"]
 
 
 def test_the_ledger_went_on_where_it_was(story):
@@ -112,13 +142,30 @@ def test_the_ledger_went_on_where_it_was(story):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [("learner.weight_decay=0.0", "bit-equal at all"),
-     pytest.param("learner.lr=2e-4", "different from version 1 on (0 of", marks=pytest.mark.slow)],
+    [
+        ("learner.weight_decay=0.0", "bit-equal at all"),
+        pytest.param(
+            "learner.lr=2e-4", "different from version 1 on (0 of", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_learner_alone_repeats_the_recorded_run(story, capfd, change: str, says: str):
-    """Whatever happened to the queue meanwhile, its record gives the same weights, bit for bit; and another learner other ones."""
+    """Whatever happened to the queue meanwhile, its record gives the same weights, bit for bit; and
+    another learner other ones.
+    """
     home = story["run"].parent
-    assert main([str(home / "cfg.yaml"), "--replay", str(story["run"]), f"run.dir={home / change}", change]) == 0
+    assert (
+        main(
+            [
+                str(home / "cfg.yaml"),
+                "--replay",
+                str(story["run"]),
+                f"run.dir={home / change}",
+                change,
+            ]
+        )
+        == 0
+    )
     assert says in capfd.readouterr().out
 
 
@@ -127,7 +174,10 @@ def test_a_replay_that_cannot_be_is_refused_in_a_sentence(story, capfd):
     for arguments, says in (
         (["--replay", str(story["run"])], "set run.dir to another directory"),
         (["--replay", str(home), f"run.dir={home / 'x'}"], "has no journal"),
-        (["--replay", str(story["run"]), "--after", "3", f"run.dir={home / 'x'}"], "the checkpoints to begin with are: none"),
+        (
+            ["--replay", str(story["run"]), "--after", "3", f"run.dir={home / 'x'}"],
+            "the checkpoints to begin with are: none",
+        ),
         (["--after", "3"], "--after needs --replay RUN_DIR"),
     ):
         assert main([str(home / "cfg.yaml"), *arguments]) == 2

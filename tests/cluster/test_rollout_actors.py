@@ -1,4 +1,6 @@
-"""Rollout actors that come and go with the nodes of a Ray cluster. The actors are stand-ins: no engine, everything else is real."""
+"""Rollout actors that come and go with the nodes of a Ray cluster. The actors are stand-ins: no
+engine, everything else is real.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Client:
 class Fleet:
     """A manager on the test's cluster, with what it said and whether it gave up."""
 
-    def __init__(self, cluster: Cluster, session: Session, manager: ActorManager, client: Client) -> None:
+    def __init__(
+        self, cluster: Cluster, session: Session, manager: ActorManager, client: Client
+    ) -> None:
         self.cluster, self.session, self.manager, self.client = cluster, session, manager, client
         self.notes: list[str] = []
         self.fatal: list[BaseException] = []
@@ -63,16 +67,29 @@ class Fleet:
     async def until(self, condition: Callable[[], object], what: str, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"{what} did not happen: {self.notes}, {self.fatal}, {self.ids}"
+            assert time.monotonic() < deadline, (
+                f"{what} did not happen: {self.notes}, {self.fatal}, {self.ids}"
+            )
             await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    temp = Path(tempfile.mkdtemp(prefix="ag", dir="/tmp"))  # short: a Unix socket's path has about a hundred characters at most
-    arguments = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 2**27, "temp_dir": str(temp)}
+    temp = Path(
+        tempfile.mkdtemp(prefix="ag", dir="/tmp")
+    )  # short: a Unix socket's path has about a hundred characters at most
+    arguments = {
+        "num_cpus": 3,
+        "include_dashboard": False,
+        "object_store_memory": 2**27,
+        "temp_dir": str(temp),
+    }
     # Ray takes some 15 s to notice that a node is gone; here 5 refused probes have to do.
-    arguments["_system_config"] = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_timeout_ms": 10_000}
+    arguments["_system_config"] = {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 300,
+        "health_check_timeout_ms": 10_000,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=arguments)
     try:
         ray.init(address=cluster.address, log_to_driver=False)
@@ -104,7 +121,9 @@ def extra(cluster) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch) -> None:
-    """Stand-ins for the actors, short intervals, and two cores for the driver's node, of three CPUs, whatever the machine has."""
+    """Stand-ins for the actors, short intervals, and two cores for the driver's node, of three
+    CPUs, whatever the machine has.
+    """
     monkeypatch.setattr(rollout_actors, "RolloutProcess", StandIn)
     monkeypatch.setattr(rollout_actors, "SURVEY_INTERVAL_S", 0.2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
@@ -113,17 +132,35 @@ def quick(monkeypatch) -> None:
 @asynccontextmanager
 async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIterator[Fleet]:
     """A running manager; its reservations are gone afterwards."""
-    config = Config.model_validate({
-        "run": {"total_steps": 1, "dir": str(directory)}, "model": {"path": "m"}, "cluster": {"resources_timeout_s": 20} | settings,
-    })
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 1, "dir": str(directory)},
+            "model": {"path": "m"},
+            "cluster": {"resources_timeout_s": 20} | settings,
+        }
+    )
     session, client = Session(local=False), Client()
     where = await session.wait_for_room(config)
     options = [(await session.reserve([slot], timeout_s=20))[0] for slot in where.engines]
     here = Fleet(cluster, session, None, client)
     here.manager = ActorManager(
-        config, session=session, placement=where, options=options, queue=None, client=client, model_dir="", backend="shared_memory",
-        relays=Relays(home=where.learners[0].node_id, key="", fallback=directory, where=session.on_node, note=here.notes.append),
-        on_fatal=here.fatal.append, note=here.notes.append,
+        config,
+        session=session,
+        placement=where,
+        options=options,
+        queue=None,
+        client=client,
+        model_dir="",
+        backend="shared_memory",
+        relays=Relays(
+            home=where.learners[0].node_id,
+            key="",
+            fallback=directory,
+            where=session.on_node,
+            note=here.notes.append,
+        ),
+        on_fatal=here.fatal.append,
+        note=here.notes.append,
     )
     await here.manager.start()
 
@@ -141,7 +178,9 @@ async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIter
 
 def reservations() -> list[str]:
     """States of all placement groups that were not removed."""
-    return [group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return [
+        group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"
+    ]
 
 
 def alive(here: Fleet) -> float:
@@ -149,15 +188,24 @@ def alive(here: Fleet) -> float:
 
 
 async def test_a_run_follows_the_nodes_of_its_cluster(cluster, extra, tmp_path) -> None:
-    async with fleet(cluster, tmp_path, rollout_actors={"min": 1, "max": 3}, restart_budget=1) as here:
+    async with fleet(
+        cluster, tmp_path, rollout_actors={"min": 1, "max": 3}, restart_budget=1
+    ) as here:
         assert here.ids == ["actor-0.0"], "it starts with what there is room for"
         first = extra(2)
         await here.until(lambda: alive(here) == 3, "growing into a new node")
         cluster.remove_node(first, allow_graceful=False)
         await here.until(lambda: alive(here) == 1, "noticing that the node is gone")
-        await here.until(lambda: sorted(here.client.forfeited) == ["actor-1.0", "actor-2.0"], "giving back the tickets")
+        await here.until(
+            lambda: sorted(here.client.forfeited) == ["actor-1.0", "actor-2.0"],
+            "giving back the tickets",
+        )
         await here.until(lambda: reservations() == ["CREATED"], "giving back the reservations")
-        assert (here.manager.faults, here.manager.restarts, len(here.manager.deaths)) == (1, 0, 1), "a node is one fault"
+        assert (here.manager.faults, here.manager.restarts, len(here.manager.deaths)) == (
+            1,
+            0,
+            1,
+        ), "a node is one fault"
         [said] = [note for note in here.notes if "is gone" in note]
         assert "actor-1.0, actor-2.0" in said and "1 rollout actors go on" in said
         extra(1)
@@ -174,31 +222,49 @@ async def test_below_the_minimum_the_run_ends(cluster, extra, tmp_path) -> None:
         await here.until(lambda: here.fatal, "the end of the run")
         [error] = here.fatal
         assert isinstance(error, FaultBudgetSpent) and error.exit_code == 4
-        assert "is gone, and with it actor-1.0" in str(error) and "rollout_actors.min is 2" in str(error)
+        assert "is gone, and with it actor-1.0" in str(error) and "rollout_actors.min is 2" in str(
+            error
+        )
 
 
-async def test_a_dead_process_is_replaced_until_the_budget_is_spent(cluster, extra, tmp_path) -> None:
+async def test_a_dead_process_is_replaced_until_the_budget_is_spent(
+    cluster, extra, tmp_path
+) -> None:
     extra(1)
-    async with fleet(cluster, tmp_path, rollout_actors={"min": 1, "max": 2}, restart_budget=1) as here:
+    async with fleet(
+        cluster, tmp_path, rollout_actors={"min": 1, "max": 2}, restart_budget=1
+    ) as here:
         victim = here.manager.alive()[1]
         victim.handle.die.remote()
         await here.until(lambda: "actor-1.1" in here.ids, "a replacement")
-        assert here.client.forfeited == ["actor-1.0"] and (here.manager.faults, here.manager.restarts) == (1, 1)
+        assert here.client.forfeited == ["actor-1.0"] and (
+            here.manager.faults,
+            here.manager.restarts,
+        ) == (1, 1)
         here.manager.alive()[1].handle.die.remote()
-        await here.until(lambda: any("budget is spent" in note for note in here.notes), "going on with what is left")
+        await here.until(
+            lambda: any("budget is spent" in note for note in here.notes),
+            "going on with what is left",
+        )
         await asyncio.sleep(1)  # several surveys
-        assert here.ids == ["actor-0.0"] and not here.fatal, "the room of what died too often is not used again"
+        assert here.ids == ["actor-0.0"] and not here.fatal, (
+            "the room of what died too often is not used again"
+        )
         assert reservations() == ["CREATED"]
 
 
 async def test_actors_are_added_and_removed_by_hand(cluster, extra, tmp_path) -> None:
-    async with fleet(cluster, tmp_path, rollout_actors={"min": 1, "max": 3}, restart_budget=0) as here:
-        with pytest.raises(RunError, match="rollout_actors.min forbids it"):
+    async with fleet(
+        cluster, tmp_path, rollout_actors={"min": 1, "max": 3}, restart_budget=0
+    ) as here:
+        with pytest.raises(RunError, match=r"rollout_actors.min forbids it"):
             await here.manager.remove("actor-0.0")
         with pytest.raises(ValueError, match=r"actor-7\.0 is not alive; these are: actor-0\.0"):
             await here.manager.remove("actor-7.0")
         added = await here.manager.add()
-        assert here.ids == ["actor-0.0", added] == ["actor-0.0", "actor-1.0"], "on CPU an engine that is asked for shares cores"
+        assert here.ids == ["actor-0.0", added] == ["actor-0.0", "actor-1.0"], (
+            "on CPU an engine that is asked for shares cores"
+        )
         with pytest.raises(PlacementError, match="no room for another rollout actor"):
             await here.manager.add()
         await here.manager.remove("actor-0.0")
@@ -211,7 +277,9 @@ async def test_actors_are_added_and_removed_by_hand(cluster, extra, tmp_path) ->
         assert here.ids == [added, again]
 
 
-async def test_an_actor_that_does_not_drain_ends_at_the_deadline(cluster, extra, tmp_path, monkeypatch) -> None:
+async def test_an_actor_that_does_not_drain_ends_at_the_deadline(
+    cluster, extra, tmp_path, monkeypatch
+) -> None:
     async def never(self) -> None:
         await asyncio.Event().wait()
 
@@ -220,7 +288,9 @@ async def test_an_actor_that_does_not_drain_ends_at_the_deadline(cluster, extra,
     async with fleet(cluster, tmp_path, rollout_actors={"min": 1, "max": 2}) as here:
         await here.manager.remove("actor-1.0", timeout_s=0.5)
         assert here.ids == ["actor-0.0"] and here.client.forfeited == ["actor-1.0"]
-        assert any("before it had finished" in note for note in here.notes) and not here.manager.deaths
+        assert (
+            any("before it had finished" in note for note in here.notes) and not here.manager.deaths
+        )
 
 
 # ---- weights on a node without a learner ----
@@ -235,8 +305,12 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> 
     reader = SegmentReader(payload["metadata"])
 
     async def check(relays: Relays, announcement: Announcement) -> Announcement:
-        """Two engines of the node ask at once; the segment that they are shown has the learner's bits."""
-        one, two = await asyncio.gather(*[relays.local(announcement, added.node_id) for _ in range(2)])
+        """Two engines of the node ask at once; the segment that they are shown has the learner's
+        bits.
+        """
+        one, two = await asyncio.gather(
+            *[relays.local(announcement, added.node_id) for _ in range(2)]
+        )
         assert one == two and one.payload["path"] != announcement.payload["path"]
         got = {name: tensor.clone() for name, tensor in reader.tensors(**one.payload)}
         assert all(torch.equal(got[name], weight) for name, weight in owner.named_weights())
@@ -245,14 +319,18 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> 
     async def scenario() -> None:
         session = Session(local=False)
         home = session.nodes()[0].node_id
-        relays = Relays(home=home, key=key, fallback=tmp_path, where=session.on_node, note=notes.append)
+        relays = Relays(
+            home=home, key=key, fallback=tmp_path, where=session.on_node, note=notes.append
+        )
         first = sender.stage("v0.1", verify=True)
         assert await relays.local(first, home) is first, "the learner's own node needs no copy"
         local = await check(relays, first)
         with torch.no_grad():
             owner.model.weight.add_(1)
         await check(relays, sender.stage("v0.2", verify=True))
-        reader.check(local.payload["path"], local.payload["sequence"])  # the copy before is still whole: the segments take turns
+        reader.check(
+            local.payload["path"], local.payload["sequence"]
+        )  # the copy before is still whole: the segments take turns
         os.kill(await relays._relays[added.node_id].pid.remote(), signal.SIGKILL)
         with torch.no_grad():
             owner.model.weight.add_(1)

@@ -1,4 +1,6 @@
-"""A cluster that a run starts for itself has no process that nobody needs; in a process of its own, as Ray is one per process."""
+"""A cluster that a run starts for itself has no process that nobody needs; in a process of its own,
+as Ray is one per process.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ print(json.dumps({"lines": lines, "answer": answer, "restored": parameter.RayPar
 @pytest.mark.timeout(120)
 def test_a_local_cluster_works_without_autoscaler_and_log_monitor() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100, check=True,
+        [sys.executable, "-c", SCRIPT],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
     )
     told = json.loads(ended.stdout.splitlines()[-1])
     assert told["answer"] == 42 and told["restored"]

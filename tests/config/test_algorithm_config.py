@@ -1,4 +1,6 @@
-"""Which estimator, loss, anchor, weights, KL and filter belong together: every rule refuses what it should, and admits the rest."""
+"""Which estimator, loss, anchor, weights, KL and filter belong together: every rule refuses what it
+should, and admits the rest.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,18 @@ from async_grpo.config import checks
 from async_grpo.config.docs import settings
 from async_grpo.config.load import ConfigError, load_config
 
-M2PO = ["algorithm.policy_loss=m2po", "algorithm.clip_ratio_low=0.3", "algorithm.clip_ratio_high=0.5"]
+M2PO = [
+    "algorithm.policy_loss=m2po",
+    "algorithm.clip_ratio_low=0.3",
+    "algorithm.clip_ratio_high=0.5",
+]
 SEQ = "algorithm.loss_agg_mode=seq-mean-token-mean"
-GSPO = ["algorithm.policy_loss=gspo", "algorithm.clip_ratio_low=3e-4", "algorithm.clip_ratio_high=4e-4", SEQ]
+GSPO = [
+    "algorithm.policy_loss=gspo",
+    "algorithm.clip_ratio_low=3e-4",
+    "algorithm.clip_ratio_high=4e-4",
+    SEQ,
+]
 FILTER = "replay.filter_groups.enable=true"
 KL_REWARD = "algorithm.add_token_level_kl=true"
 
@@ -29,85 +40,258 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("overrides", "fragments"), [
-    (["algorithm.adv_estimator=rloo", "rollout.group_size=1"], ["group_size` is 1", "rloo", "at least 2"]),
-    (["algorithm.adv_estimator=dr_grpo"], ["loss_agg_mode` is token-mean", "seq-mean-token-sum-norm"]),
-    (["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"], ["norm_adv_by_std_in_grpo` is false", "rloo"]),
-    (["algorithm.adv_estimator=opo", "algorithm.adv_std_level=batch"], ["adv_std_level: batch", "adv_estimator: grpo"]),
-    (["algorithm.adv_std_level=batch", "algorithm.norm_adv_by_std_in_grpo=false"], ["adv_std_level: batch"]),
-    (["algorithm.gamma=0.9"], ["gamma` is 0.9", "reinforce_plus_plus, remax"]),
-    (["algorithm.adv_estimator=maxrl", "algorithm.reward_norm=group"], ["maxrl", "reward_norm"]),
-    (["algorithm.adv_estimator=maxrl", "algorithm.overlong_buffer.enable=true"], ["maxrl", "overlong_buffer", "negative"]),
-    (["algorithm.policy_loss=sapo", "algorithm.clip_ratio_high=0.3"], ["clip_ratio_high", "sapo", "no clip interval"]),
-    (["algorithm.policy_loss=m2po"], ["m2po", "0.3 and 0.5"]),
-    (["algorithm.reward_norm=group", "algorithm.adv_estimator=raw", "rollout.group_size=1"], ["reward_norm: group", "group_size"]),
-    (["algorithm.policy_loss=asymre"], ["policy_loss: asymre", "adv_estimator` asymre, not grpo"]),
-    (["algorithm.adv_estimator=asymre"], ["adv_estimator: asymre", "policy_loss: asymre", "ppo_clip"]),
-    (["algorithm.adv_estimator=gpg"], ["adv_estimator: gpg", "gpg or reinforce"]),
-    (["algorithm.policy_loss=topr", "algorithm.adv_estimator=remax"], ["policy_loss: topr", "raw or grpo"]),
-    (["algorithm.policy_loss=opmd"], ["opmd", "norm_adv_by_std_in_grpo: false"]),
-    (["algorithm.policy_loss=opmd", "algorithm.adv_estimator=rloo", "algorithm.whiten_advantages=true"], ["opmd", "whiten_advantages"]),
-    (["algorithm.policy_loss=sapo", "algorithm.clip_schedule.kind=harmonic"], ["clip_schedule.kind` is harmonic", "sapo", "ppo_clip"]),
-    (["algorithm.policy_loss=cispo", "algorithm.clip_ratio_low=1", "algorithm.clip_ratio_high=4", "algorithm.dual_clip_loss=true"],
-     ["dual_clip_loss", "cispo"]),
-    (["algorithm.policy_loss=gspo", SEQ], ["gspo", "clip_ratio_low", "clip_ratio_high", "3e-4 and 4e-4"]),
-    (["algorithm.policy_loss=cispo"], ["cispo", "1.0 (open at lag 0) and 4.0"]),
-    (["algorithm.policy_loss=gmpo", SEQ, "algorithm.clip_ratio_low=0.4"], ["gmpo", "0.4 and 0.4"]),
-    ([*GSPO, "algorithm.loss_agg_mode=token-mean"], ["loss_agg_mode` is token-mean", "gspo", "seq-mean-token-mean"]),
-    ([*GSPO, "algorithm.anchor=recomputed", "algorithm.importance.level=token"], ["importance.level` is token", "gspo", "geometric"]),
-    ([*GSPO, "algorithm.anchor=recomputed", "algorithm.rejection.level=token"], ["rejection.level` is token", "gspo", "geometric"]),
-    ([*GSPO, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"], ["gspo", "one per token", "gspo_token"]),
-    (["algorithm.policy_loss=opmd", "algorithm.opmd.level=sequence", "algorithm.adv_estimator=rloo"], ["opmd.level", "seq-mean-token-sum"]),
-    ([*M2PO, "algorithm.anchor=recomputed"], ["anchor` is recomputed", "m2po", "behavior"]),
-    (["algorithm.policy_loss=reinforce", "algorithm.anchor=recomputed"], ["anchor` is recomputed", "reinforce"]),
-    (["algorithm.policy_loss=gpg", "algorithm.anchor=interpolated"], ["anchor` is interpolated", "gpg"]),
-    (["algorithm.policy_loss=gpg", "algorithm.importance.level=token"], ["importance.level` is token", "policy_loss: reinforce"]),
-    (["algorithm.rejection.level=geometric"], ["rejection.level: geometric", "`algorithm.anchor: recomputed`"]),
-    (["algorithm.rejection.lower=3"], ["rejection.lower` is 3", "below"]),
-    (["algorithm.clip_cov={lower: 2, upper: 1}"], ["clip_cov.lower` is 2", "below"]),
-    (["algorithm.use_kl_loss=true", KL_REWARD], ["use_kl_loss", "add_token_level_kl", "twice"]),
-    (["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=kl"], ["kl_loss_type: kl", "gradient of 0", "kl+"]),
-    (["algorithm.use_kl_loss=true", "algorithm.kl_loss_unbiased=true", "algorithm.kl_loss_type=kl+"], ["kl+", "kl_loss_unbiased", "low_var_kl"]),
-    (["algorithm.kl_loss_unbiased=true"], ["kl_loss_unbiased", "use_kl_loss` is false"]),
-    (["algorithm.kl_ctrl.type=adaptive"], ["adaptive", "add_token_level_kl"]),
-    (["model.reference_refresh_steps=5"], ["reference_refresh_steps", "use_kl_loss"]),
-    (["replay.filter_groups.metric=seq_final_reward"], ["seq_final_reward", "forward pass", "seq_reward"]),
-    (["replay.filter_groups.retire_at=0.9"], ["filter_groups", "enable"]),
-    (["replay.filter_groups.accuracy_low=0.1"], ["filter_groups", "enable"]),
-    *(([FILTER, f"algorithm.adv_estimator={name}"], ["zero_variance", name, "carries signal"]) for name in ("reinforce_plus_plus", "remax", "raw")),
-    ([FILTER, "algorithm.adv_estimator=asymre", "algorithm.policy_loss=asymre"], ["zero_variance", "asymre", "carries signal"]),
-    ([FILTER, "replay.filter_groups.zero_variance=false"], ["no condition"]),
-    ([FILTER, "replay.filter_groups.accuracy_low=0.5", "replay.filter_groups.accuracy_high=0.5"], ["accuracy_low` is 0.5", "below"]),
-], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (
+            ["algorithm.adv_estimator=rloo", "rollout.group_size=1"],
+            ["group_size` is 1", "rloo", "at least 2"],
+        ),
+        (
+            ["algorithm.adv_estimator=dr_grpo"],
+            ["loss_agg_mode` is token-mean", "seq-mean-token-sum-norm"],
+        ),
+        (
+            ["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"],
+            ["norm_adv_by_std_in_grpo` is false", "rloo"],
+        ),
+        (
+            ["algorithm.adv_estimator=opo", "algorithm.adv_std_level=batch"],
+            ["adv_std_level: batch", "adv_estimator: grpo"],
+        ),
+        (
+            ["algorithm.adv_std_level=batch", "algorithm.norm_adv_by_std_in_grpo=false"],
+            ["adv_std_level: batch"],
+        ),
+        (["algorithm.gamma=0.9"], ["gamma` is 0.9", "reinforce_plus_plus, remax"]),
+        (
+            ["algorithm.adv_estimator=maxrl", "algorithm.reward_norm=group"],
+            ["maxrl", "reward_norm"],
+        ),
+        (
+            ["algorithm.adv_estimator=maxrl", "algorithm.overlong_buffer.enable=true"],
+            ["maxrl", "overlong_buffer", "negative"],
+        ),
+        (
+            ["algorithm.policy_loss=sapo", "algorithm.clip_ratio_high=0.3"],
+            ["clip_ratio_high", "sapo", "no clip interval"],
+        ),
+        (["algorithm.policy_loss=m2po"], ["m2po", "0.3 and 0.5"]),
+        (
+            ["algorithm.reward_norm=group", "algorithm.adv_estimator=raw", "rollout.group_size=1"],
+            ["reward_norm: group", "group_size"],
+        ),
+        (
+            ["algorithm.policy_loss=asymre"],
+            ["policy_loss: asymre", "adv_estimator` asymre, not grpo"],
+        ),
+        (
+            ["algorithm.adv_estimator=asymre"],
+            ["adv_estimator: asymre", "policy_loss: asymre", "ppo_clip"],
+        ),
+        (["algorithm.adv_estimator=gpg"], ["adv_estimator: gpg", "gpg or reinforce"]),
+        (
+            ["algorithm.policy_loss=topr", "algorithm.adv_estimator=remax"],
+            ["policy_loss: topr", "raw or grpo"],
+        ),
+        (["algorithm.policy_loss=opmd"], ["opmd", "norm_adv_by_std_in_grpo: false"]),
+        (
+            [
+                "algorithm.policy_loss=opmd",
+                "algorithm.adv_estimator=rloo",
+                "algorithm.whiten_advantages=true",
+            ],
+            ["opmd", "whiten_advantages"],
+        ),
+        (
+            ["algorithm.policy_loss=sapo", "algorithm.clip_schedule.kind=harmonic"],
+            ["clip_schedule.kind` is harmonic", "sapo", "ppo_clip"],
+        ),
+        (
+            [
+                "algorithm.policy_loss=cispo",
+                "algorithm.clip_ratio_low=1",
+                "algorithm.clip_ratio_high=4",
+                "algorithm.dual_clip_loss=true",
+            ],
+            ["dual_clip_loss", "cispo"],
+        ),
+        (
+            ["algorithm.policy_loss=gspo", SEQ],
+            ["gspo", "clip_ratio_low", "clip_ratio_high", "3e-4 and 4e-4"],
+        ),
+        (["algorithm.policy_loss=cispo"], ["cispo", "1.0 (open at lag 0) and 4.0"]),
+        (
+            ["algorithm.policy_loss=gmpo", SEQ, "algorithm.clip_ratio_low=0.4"],
+            ["gmpo", "0.4 and 0.4"],
+        ),
+        (
+            [*GSPO, "algorithm.loss_agg_mode=token-mean"],
+            ["loss_agg_mode` is token-mean", "gspo", "seq-mean-token-mean"],
+        ),
+        (
+            [*GSPO, "algorithm.anchor=recomputed", "algorithm.importance.level=token"],
+            ["importance.level` is token", "gspo", "geometric"],
+        ),
+        (
+            [*GSPO, "algorithm.anchor=recomputed", "algorithm.rejection.level=token"],
+            ["rejection.level` is token", "gspo", "geometric"],
+        ),
+        (
+            [*GSPO, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"],
+            ["gspo", "one per token", "gspo_token"],
+        ),
+        (
+            [
+                "algorithm.policy_loss=opmd",
+                "algorithm.opmd.level=sequence",
+                "algorithm.adv_estimator=rloo",
+            ],
+            ["opmd.level", "seq-mean-token-sum"],
+        ),
+        ([*M2PO, "algorithm.anchor=recomputed"], ["anchor` is recomputed", "m2po", "behavior"]),
+        (
+            ["algorithm.policy_loss=reinforce", "algorithm.anchor=recomputed"],
+            ["anchor` is recomputed", "reinforce"],
+        ),
+        (
+            ["algorithm.policy_loss=gpg", "algorithm.anchor=interpolated"],
+            ["anchor` is interpolated", "gpg"],
+        ),
+        (
+            ["algorithm.policy_loss=gpg", "algorithm.importance.level=token"],
+            ["importance.level` is token", "policy_loss: reinforce"],
+        ),
+        (
+            ["algorithm.rejection.level=geometric"],
+            ["rejection.level: geometric", "`algorithm.anchor: recomputed`"],
+        ),
+        (["algorithm.rejection.lower=3"], ["rejection.lower` is 3", "below"]),
+        (["algorithm.clip_cov={lower: 2, upper: 1}"], ["clip_cov.lower` is 2", "below"]),
+        (["algorithm.use_kl_loss=true", KL_REWARD], ["use_kl_loss", "add_token_level_kl", "twice"]),
+        (
+            ["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=kl"],
+            ["kl_loss_type: kl", "gradient of 0", "kl+"],
+        ),
+        (
+            [
+                "algorithm.use_kl_loss=true",
+                "algorithm.kl_loss_unbiased=true",
+                "algorithm.kl_loss_type=kl+",
+            ],
+            ["kl+", "kl_loss_unbiased", "low_var_kl"],
+        ),
+        (["algorithm.kl_loss_unbiased=true"], ["kl_loss_unbiased", "use_kl_loss` is false"]),
+        (["algorithm.kl_ctrl.type=adaptive"], ["adaptive", "add_token_level_kl"]),
+        (["model.reference_refresh_steps=5"], ["reference_refresh_steps", "use_kl_loss"]),
+        (
+            ["replay.filter_groups.metric=seq_final_reward"],
+            ["seq_final_reward", "forward pass", "seq_reward"],
+        ),
+        (["replay.filter_groups.retire_at=0.9"], ["filter_groups", "enable"]),
+        (["replay.filter_groups.accuracy_low=0.1"], ["filter_groups", "enable"]),
+        *(
+            ([FILTER, f"algorithm.adv_estimator={name}"], ["zero_variance", name, "carries signal"])
+            for name in ("reinforce_plus_plus", "remax", "raw")
+        ),
+        (
+            [FILTER, "algorithm.adv_estimator=asymre", "algorithm.policy_loss=asymre"],
+            ["zero_variance", "asymre", "carries signal"],
+        ),
+        ([FILTER, "replay.filter_groups.zero_variance=false"], ["no condition"]),
+        (
+            [
+                FILTER,
+                "replay.filter_groups.accuracy_low=0.5",
+                "replay.filter_groups.accuracy_high=0.5",
+            ],
+            ["accuracy_low` is 0.5", "below"],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
 def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(base, overrides)
     message = str(caught.value)
-    assert len(message.splitlines()) <= 3 and all(fragment in message for fragment in fragments), message
+    assert len(message.splitlines()) <= 3 and all(fragment in message for fragment in fragments), (
+        message
+    )
 
 
-@pytest.mark.parametrize("overrides", [
-    ["algorithm.adv_estimator=dr_grpo", "algorithm.loss_agg_mode=seq-mean-token-sum-norm"],
-    ["algorithm.adv_estimator=grpo_vectorized", "algorithm.adv_std_level=batch"],
-    ["algorithm.adv_estimator=grpo_passk", "algorithm.norm_adv_by_std_in_grpo=false"],
-    ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.99", "rollout.group_size=1"],
-    ["algorithm.adv_estimator=remax", "rollout.group_size=1", KL_REWARD, "algorithm.kl_ctrl.type=adaptive"],
-    ["algorithm.adv_estimator=raw", FILTER, "replay.filter_groups={enable: true, zero_variance: false, accuracy_high: 0.9}"],
-    ["algorithm.adv_estimator=gpg", "algorithm.policy_loss=gpg"],
-    ["algorithm.adv_estimator=asymre", "algorithm.policy_loss=asymre", "algorithm.opsm_delta=0.5"],
-    ["algorithm.policy_loss=opmd", "algorithm.norm_adv_by_std_in_grpo=false"],
-    ["algorithm.policy_loss=opmd", "algorithm.adv_estimator=rloo", "algorithm.opmd.level=sequence", "algorithm.loss_agg_mode=seq-mean-token-sum"],
-    ["algorithm.policy_loss=topr", "algorithm.adv_estimator=raw"],
-    ["algorithm.policy_loss=opmd", "algorithm.adv_estimator=dr_grpo", "algorithm.loss_agg_mode=seq-mean-token-sum-norm"],
-    ["algorithm.policy_loss=reinforce", "algorithm.importance.level=token"],
-    [*GSPO, "algorithm.anchor=recomputed", "algorithm.importance.level=sequence", "algorithm.rejection.level=geometric"],
-    [*GSPO, "algorithm.clip_schedule.kind=harmonic", "algorithm.adv_estimator=reinforce_plus_plus"],
-    ["algorithm.anchor=interpolated", "algorithm.importance={level: token, mode: mask, lower: 0.5, upper: 5}"],
-    [*M2PO, "algorithm.dual_clip_loss=true"],
-    ["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=kl", "algorithm.kl_loss_unbiased=true", "model.reference_refresh_steps=5"],
-    ["algorithm.reward_shift=true", "algorithm.reward_scale=true", "algorithm.reward_clip=10"],
-    [FILTER, "replay.filter_groups={enable: true, retire_at: 0.9, all_truncated: true, accuracy_low: 0.0, accuracy_high: 1.0, metric: seq_reward}"],
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.adv_estimator=dr_grpo", "algorithm.loss_agg_mode=seq-mean-token-sum-norm"],
+        ["algorithm.adv_estimator=grpo_vectorized", "algorithm.adv_std_level=batch"],
+        ["algorithm.adv_estimator=grpo_passk", "algorithm.norm_adv_by_std_in_grpo=false"],
+        [
+            "algorithm.adv_estimator=reinforce_plus_plus",
+            "algorithm.gamma=0.99",
+            "rollout.group_size=1",
+        ],
+        [
+            "algorithm.adv_estimator=remax",
+            "rollout.group_size=1",
+            KL_REWARD,
+            "algorithm.kl_ctrl.type=adaptive",
+        ],
+        [
+            "algorithm.adv_estimator=raw",
+            FILTER,
+            "replay.filter_groups={enable: true, zero_variance: false, accuracy_high: 0.9}",
+        ],
+        ["algorithm.adv_estimator=gpg", "algorithm.policy_loss=gpg"],
+        [
+            "algorithm.adv_estimator=asymre",
+            "algorithm.policy_loss=asymre",
+            "algorithm.opsm_delta=0.5",
+        ],
+        ["algorithm.policy_loss=opmd", "algorithm.norm_adv_by_std_in_grpo=false"],
+        [
+            "algorithm.policy_loss=opmd",
+            "algorithm.adv_estimator=rloo",
+            "algorithm.opmd.level=sequence",
+            "algorithm.loss_agg_mode=seq-mean-token-sum",
+        ],
+        ["algorithm.policy_loss=topr", "algorithm.adv_estimator=raw"],
+        [
+            "algorithm.policy_loss=opmd",
+            "algorithm.adv_estimator=dr_grpo",
+            "algorithm.loss_agg_mode=seq-mean-token-sum-norm",
+        ],
+        ["algorithm.policy_loss=reinforce", "algorithm.importance.level=token"],
+        [
+            *GSPO,
+            "algorithm.anchor=recomputed",
+            "algorithm.importance.level=sequence",
+            "algorithm.rejection.level=geometric",
+        ],
+        [
+            *GSPO,
+            "algorithm.clip_schedule.kind=harmonic",
+            "algorithm.adv_estimator=reinforce_plus_plus",
+        ],
+        [
+            "algorithm.anchor=interpolated",
+            "algorithm.importance={level: token, mode: mask, lower: 0.5, upper: 5}",
+        ],
+        [*M2PO, "algorithm.dual_clip_loss=true"],
+        [
+            "algorithm.use_kl_loss=true",
+            "algorithm.kl_loss_type=kl",
+            "algorithm.kl_loss_unbiased=true",
+            "model.reference_refresh_steps=5",
+        ],
+        ["algorithm.reward_shift=true", "algorithm.reward_scale=true", "algorithm.reward_clip=10"],
+        [
+            FILTER,
+            "replay.filter_groups={enable: true, retire_at: 0.9, all_truncated: true, "
+            "accuracy_low: 0.0, accuracy_high: 1.0, metric: seq_reward}",
+        ],
+    ],
+    ids=" ".join,
+)
 def test_what_the_rules_admit(overrides: list[str], base: Path) -> None:
     load_config(base, overrides)
 
@@ -120,7 +304,9 @@ def test_names_and_facts_are_those_of_the_mathematics() -> None:
 
     estimators = advantages.ESTIMATORS
     assert listed("adv_estimator") == set(estimators)
-    assert {name for name, estimator in estimators.items() if estimator.compares} == checks.COMPARING
+    assert {
+        name for name, estimator in estimators.items() if estimator.compares
+    } == checks.COMPARING
     assert {name for name, estimator in estimators.items() if estimator.returns} == checks.RETURNS
     assert {name for name, estimator in estimators.items() if estimator.baseline} == {"remax"}
     assert listed("policy_loss") == set(losses.POLICY_LOSSES)
@@ -133,6 +319,17 @@ def test_names_and_facts_are_those_of_the_mathematics() -> None:
 
 
 def test_the_constants_of_single_losses_have_one_value() -> None:
-    sections = {"sapo": schema.Sapo(), "dppo": schema.Dppo(), "opmd": schema.Opmd(), "clip_cov": schema.ClipCov(), "kl_cov": schema.KlCov(), "m2po": schema.M2po()}
-    ours = {f"{name}_{key}": value for name, section in sections.items() for key, value in section.model_dump().items()}
+    sections = {
+        "sapo": schema.Sapo(),
+        "dppo": schema.Dppo(),
+        "opmd": schema.Opmd(),
+        "clip_cov": schema.ClipCov(),
+        "kl_cov": schema.KlCov(),
+        "m2po": schema.M2po(),
+    }
+    ours = {
+        f"{name}_{key}": value
+        for name, section in sections.items()
+        for key, value in section.model_dump().items()
+    }
     assert ours == dataclasses.asdict(losses.LossOptions())

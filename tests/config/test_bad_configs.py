@@ -1,6 +1,8 @@
-"""Hundreds of mutated configurations: whatever is wrong is answered in words, in at most three lines, before any process starts.
+"""Hundreds of mutated configurations: whatever is wrong is answered in words, in at most three
+lines, before any process starts.
 
-Mutations are generated from the schema, every key at least once, with a seed. A mutant that is valid after all is not counted.
+Mutations are generated from the schema, every key at least once, with a seed. A mutant that is
+valid after all is not counted.
 """
 
 from __future__ import annotations
@@ -27,11 +29,32 @@ ROOT = Path(__file__).resolve().parents[2]
 SEED = 20310203
 AT_LEAST, PROCESSES, MORE_PROCESSES = 300, 20, 100
 JUNK = (
-    [], {}, [[]], {"": {}}, {"a": {"b": [None, {"c": 1e308}]}}, "\x1b[31mred", "é" * 300, "\u202eright to left", "../../etc/passwd", "${HOME}",
-    "null ", "1e999", 10**40, -(10**40), 1e308, -0.5, True, "\0", "x\ny: 1", "{{7*7}}", "<<", "!!python/object:os.system",
+    [],
+    {},
+    [[]],
+    {"": {}},
+    {"a": {"b": [None, {"c": 1e308}]}},
+    "\x1b[31mred",
+    "é" * 300,
+    "\u202eright to left",
+    "../../etc/passwd",
+    "${HOME}",
+    "null ",
+    "1e999",
+    10**40,
+    -(10**40),
+    1e308,
+    -0.5,
+    True,
+    "\0",
+    "x\ny: 1",
+    "{{7*7}}",
+    "<<",
+    "!!python/object:os.system",
 )
 MAPPINGS = ("task.options", "learner.deepspeed")
-"""Their contents are somebody else's: what is wrong inside is found by the task, and by DeepSpeed."""
+"""Their contents are somebody else's: what is wrong inside is found by the task, and by DeepSpeed.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,13 +70,22 @@ class Mutant:
 
 
 def base(home: Path) -> dict[str, Any]:
-    return {"run": {"total_steps": 2, "dir": str(home / "run")}, "model": {"warm_start": {"cache_dir": str(home / "cache")}}, "rollout": {"group_size": 4}}
+    return {
+        "run": {"total_steps": 2, "dir": str(home / "run")},
+        "model": {"warm_start": {"cache_dir": str(home / "cache")}},
+        "rollout": {"group_size": 4},
+    }
 
 
 def put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
     """A copy of `values` with another value at `path`."""
     inner = values.get(path[0])
-    return {**values, path[0]: value if len(path) == 1 else put(inner if isinstance(inner, dict) else {}, path[1:], value)}
+    return {
+        **values,
+        path[0]: value
+        if len(path) == 1
+        else put(inner if isinstance(inner, dict) else {}, path[1:], value),
+    }
 
 
 def wrong_type(setting: Setting, draw: random.Random) -> Any:
@@ -69,7 +101,9 @@ def wrong_type(setting: Setting, draw: random.Random) -> Any:
 
 
 def out_of_range(setting: Setting) -> Iterator[Any]:
-    """Values on the wrong side of every bound that the schema names; names that are one letter off."""
+    """Values on the wrong side of every bound that the schema names; names that are one
+    letter off.
+    """
     words = setting.allowed.replace(",", " ").split()
     for sign, bound in itertools.pairwise(words):
         if sign in ("<", "<=", ">", ">="):
@@ -83,7 +117,16 @@ def out_of_range(setting: Setting) -> Iterator[Any]:
 def neighbour(leaf: str, draw: random.Random) -> str:
     """A key that is nearly right."""
     at = draw.randrange(len(leaf))
-    return draw.choice([leaf + "s", leaf[:at] + leaf[at + 1 :] or "x", leaf[:at] + "x" + leaf[at:], leaf.upper(), leaf.replace("_", "-") + "-", f" {leaf}"])
+    return draw.choice(
+        [
+            leaf + "s",
+            leaf[:at] + leaf[at + 1 :] or "x",
+            leaf[:at] + "x" + leaf[at:],
+            leaf.upper(),
+            leaf.replace("_", "-") + "-",
+            f" {leaf}",
+        ]
+    )
 
 
 def mutants(home: Path, seed: int = SEED) -> list[Mutant]:
@@ -94,7 +137,11 @@ def mutants(home: Path, seed: int = SEED) -> list[Mutant]:
         if name.startswith("model.lora."):
             good = put(good, ("model", "lora"), {})
         path, wrong = setting.path, "[1.5, x]" if "list" in setting.allowed else None
-        changed = [("wrong type", wrong or wrong_type(setting, draw)), ("null", None), ("junk", draw.choice(JUNK))]
+        changed = [
+            ("wrong type", wrong or wrong_type(setting, draw)),
+            ("null", None),
+            ("junk", draw.choice(JUNK)),
+        ]
         changed += [("out of range", value) for value in out_of_range(setting)]
         found += [Mutant(kind, name, put(good, path, value)) for kind, value in changed]
         beside = neighbour(path[-1], draw)
@@ -112,7 +159,9 @@ def command(mutant: Mutant, home: Path, number: int) -> list[str]:
 
 
 def message_of(mutant: Mutant, path: str) -> str | None:
-    """What the configuration is refused with; None if it loads. Nothing but ConfigError may be raised."""
+    """What the configuration is refused with; None if it loads. Nothing but ConfigError may be
+    raised.
+    """
     try:
         load_config(path)
     except ConfigError as error:
@@ -129,18 +178,41 @@ def test_every_mutant_is_answered_in_words(tmp_path: Path) -> None:
         refused[str(mutant)] = message
         kinds.setdefault(mutant.key, set()).add(mutant.kind)
         assert len(message.splitlines()) <= 2 and len(message) <= 1500, f"{mutant}: {message}"
-        assert all(letter.isprintable() or letter == "\n" for letter in message), f"{mutant}: {message!r}"
-        for jargon in ("Traceback", "pydantic", "validation error", "[type=", "input_value", "Input should", "object at 0x"):
+        assert all(letter.isprintable() or letter == "\n" for letter in message), (
+            f"{mutant}: {message!r}"
+        )
+        for jargon in (
+            "Traceback",
+            "pydantic",
+            "validation error",
+            "[type=",
+            "input_value",
+            "Input should",
+            "object at 0x",
+        ):
             assert jargon not in message, f"{mutant}: {message}"
-        assert path in message and message.splitlines()[0].endswith((".", "?", ")")), f"{mutant}: {message}"
+        assert path in message and message.splitlines()[0].endswith((".", "?", ")")), (
+            f"{mutant}: {message}"
+        )
     assert len(refused) >= AT_LEAST
     never = [name for name in settings() if not kinds.get(name)]
     assert never == [], f"no mutant of {never} was refused"
-    assert {kind for found in kinds.values() for kind in found} == {"wrong type", "null", "junk", "out of range", "neighbour", "nested"}
+    assert {kind for found in kinds.values() for kind in found} == {
+        "wrong type",
+        "null",
+        "junk",
+        "out of range",
+        "neighbour",
+        "nested",
+    }
 
 
-def test_the_command_ends_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same through the command line, in this process: at most three lines, the last of which is the exit code's."""
+def test_the_command_ends_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same through the command line, in this process: at most three lines, the last of which is
+    the exit code's.
+    """
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # joining a cluster would fail in another way
     for number, mutant in enumerate(random.Random(SEED).sample(mutants(tmp_path), 60)):
         [path] = command(mutant, tmp_path, number)
@@ -153,22 +225,46 @@ def test_the_command_ends_with_exit_code_2(tmp_path: Path, capsys: pytest.Captur
 def check_output(text: str, what: str) -> None:
     lines = [line for line in text.splitlines() if line.strip()]
     assert 2 <= len(lines) <= 3, f"{what}: {text}"
-    assert lines[-1] == f"error: exit code 2: {EXIT_MEANING[2]}" and "Traceback" not in text, f"{what}: {text}"
+    assert lines[-1] == f"error: exit code 2: {EXIT_MEANING[2]}" and "Traceback" not in text, (
+        f"{what}: {text}"
+    )
 
 
 def processes(home: Path, count: int, seed: int) -> None:
-    """Start the command on `count` mutants, two at a time; each ends with code 2 and at most three lines."""
-    drawn = [mutant for mutant in mutants(home, seed) if mutant.kind in ("wrong type", "out of range", "neighbour", "nested")]
-    paths = [(str(mutant), command(mutant, home, number)) for number, mutant in enumerate(random.Random(seed).sample(drawn, count))]
+    """Start the command on `count` mutants, two at a time; each ends with code 2 and at most three
+    lines.
+    """
+    drawn = [
+        mutant
+        for mutant in mutants(home, seed)
+        if mutant.kind in ("wrong type", "out of range", "neighbour", "nested")
+    ]
+    paths = [
+        (str(mutant), command(mutant, home, number))
+        for number, mutant in enumerate(random.Random(seed).sample(drawn, count))
+    ]
     running: list[tuple[str, subprocess.Popen[str]]] = []
     try:
         while paths or running:
             while paths and len(running) < 2:
                 what, arguments = paths.pop()
-                running.append((what, subprocess.Popen(
-                    [sys.executable, "-m", "async_grpo.run", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=home,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "127.0.0.1:1"},
-                )))
+                running.append(
+                    (
+                        what,
+                        subprocess.Popen(
+                            [sys.executable, "-m", "async_grpo.run", *arguments],
+                            stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT,
+                            text=True,
+                            cwd=home,
+                            env={
+                                **os.environ,
+                                "PYTHONPATH": str(ROOT),
+                                "RAY_ADDRESS": "127.0.0.1:1",
+                            },
+                        ),
+                    )
+                )
             what, process = running[0]
             text = process.communicate(timeout=60)[0]
             running.pop(0)

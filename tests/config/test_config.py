@@ -1,4 +1,6 @@
-"""The configuration: what is accepted, what is refused and in which words, and where a run may write."""
+"""The configuration: what is accepted, what is refused and in which words, and where a run may
+write.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ model:
 rollout:
   group_size: 4
 """
-PACKAGE = "/tmp/ray/session_2031-02-03_04-05-06_1_2/runtime_resources/working_dir_files/_ray_pkg_0123456789abcdef"
+PACKAGE = (
+    "/tmp/ray/session_2031-02-03_04-05-06_1_2/runtime_resources/working_dir_files/"
+    "_ray_pkg_0123456789abcdef"
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +66,13 @@ def refused(path: str | Path, *overrides: str) -> str:
     return message
 
 
-# ---- reading ------------------------------------------------------------------------------------------------------------------------
+# ---- reading
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_shipped_configuration_loads_and_survives_a_dump(path: Path, tmp_path: Path) -> None:
     config = load_config(path)
     (tmp_path / "copy.yaml").write_text(dump(config))
@@ -75,10 +83,30 @@ def test_every_shipped_configuration_loads_and_survives_a_dump(path: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-4", 1e-4), ("1E5", 1e5), ("-.5", -0.5), ("1.", 1.0), ("3", 3), ("010", 10), ("0x1F", 31), ("0o17", 15), ("+2", 2), ("on", "on"),
-     ("yes", "yes"), ("True", True), ("~", None), ("", None), ("1:30", "1:30"), ("2031-01-01", "2031-01-01"), ("1_000", "1_000"),
-     ("'1e-4'", "1e-4"), ("[1e3, off]", [1000.0, "off"]), ("{a: {b: 1e-6}}", {"a": {"b": 1e-6}}), (".inf", float("inf"))],
-)  # fmt: skip
+    [
+        ("1e-4", 1e-4),
+        ("1E5", 1e5),
+        ("-.5", -0.5),
+        ("1.", 1.0),
+        ("3", 3),
+        ("010", 10),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("+2", 2),
+        ("on", "on"),
+        ("yes", "yes"),
+        ("True", True),
+        ("~", None),
+        ("", None),
+        ("1:30", "1:30"),
+        ("2031-01-01", "2031-01-01"),
+        ("1_000", "1_000"),
+        ("'1e-4'", "1e-4"),
+        ("[1e3, off]", [1000.0, "off"]),
+        ("{a: {b: 1e-6}}", {"a": {"b": 1e-6}}),
+        (".inf", float("inf")),
+    ],
+)
 def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
     read, _ = yaml12.read(text)
     assert read == value and type(read) is type(value)
@@ -92,7 +120,9 @@ def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
         | st.floats(allow_nan=False)
         | st.text()
         | st.from_regex(r"[-+0-9.eExo:_]{1,8}", fullmatch=True),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
         max_leaves=6,
     )
 )
@@ -120,7 +150,10 @@ def test_what_is_written_is_read_back(value: object) -> None:
         ("seed: " + "9" * 5000, ["a number in it cannot be read"]),
         ("seed: 0x" + "f" * 5000, ["a number in it cannot be read"]),
         ("---\nseed: 1\n---\nseed: 2\n", ["another document"]),
-        ("rollout:\n  group_size: eight\n", ["line 2", "`rollout.group_size`", '"eight"', "an integer >= 1"]),
+        (
+            "rollout:\n  group_size: eight\n",
+            ["line 2", "`rollout.group_size`", '"eight"', "an integer >= 1"],
+        ),
     ],
 )
 def test_unusable_files_are_refused(text: str, fragments: list[str], tmp_path: Path) -> None:
@@ -141,22 +174,47 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 def test_an_empty_file_and_an_empty_section_are_configurations_without_settings(load_text) -> None:
     config = load_text("# nothing\n", "run.total_steps=1", "model.warm_start={}")
     assert config.rollout.group_size == Config.model_fields["rollout"].default.group_size
-    assert load_text("rollout:\ncluster:\n  engine:\nrun: {total_steps: 1}\nmodel: {warm_start: {}}\n").cluster == config.cluster
+    assert (
+        load_text(
+            "rollout:\ncluster:\n  engine:\nrun: {total_steps: 1}\nmodel: {warm_start: {}}\n"
+        ).cluster
+        == config.cluster
+    )
 
 
-# ---- overrides ----------------------------------------------------------------------------------------------------------------------
+# ---- overrides
+# --------------------------------------------------------------------------------------------------
 
 
 def test_overrides(base: Path) -> None:
     config = load_config(
         base,
-        ["learner.lr=3e-5", "run.total_steps=null", "run.epochs=2", "task.rewards.format=0.5", "task.options={digits: 3}",
-         "rollout.seeded=on", "model.warm_start.layers=3", "learner.betas=[0.8, 0.9]", "seed=1", "seed=2",
-         "learner.deepspeed.zero_optimization.overlap_comm=true"],
-    )  # fmt: skip
-    assert (config.learner.lr, config.run.total_steps, config.run.epochs, config.seed) == (3e-5, None, 2, 2)
+        [
+            "learner.lr=3e-5",
+            "run.total_steps=null",
+            "run.epochs=2",
+            "task.rewards.format=0.5",
+            "task.options={digits: 3}",
+            "rollout.seeded=on",
+            "model.warm_start.layers=3",
+            "learner.betas=[0.8, 0.9]",
+            "seed=1",
+            "seed=2",
+            "learner.deepspeed.zero_optimization.overlap_comm=true",
+        ],
+    )
+    assert (config.learner.lr, config.run.total_steps, config.run.epochs, config.seed) == (
+        3e-5,
+        None,
+        2,
+        2,
+    )
     assert config.task.rewards == {"format": 0.5} and config.task.options == {"digits": 3}
-    assert config.rollout.seeded == "on" and config.rollout.group_size == 4 and config.learner.betas == [0.8, 0.9]
+    assert (
+        config.rollout.seeded == "on"
+        and config.rollout.group_size == 4
+        and config.learner.betas == [0.8, 0.9]
+    )
     assert config.model.warm_start is not None and config.model.warm_start.layers == 3
     assert config.learner.deepspeed == {"zero_optimization": {"overlap_comm": True}}
 
@@ -178,7 +236,8 @@ def test_an_override_is_named_as_the_place_of_the_mistake(base: Path) -> None:
     assert '{"x": 3}; allowed is an integer' in refused(base, "rollout.group_size.x=3")
 
 
-# ---- unknown keys -------------------------------------------------------------------------------------------------------------------
+# ---- unknown keys
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,12 +251,25 @@ def test_an_override_is_named_as_the_place_of_the_mistake(base: Path) -> None:
         ("replay.Max-Staleness=1", "Did you mean `replay.max_staleness`?"),
         ("lr=1e-5", "`lr` is `learner.lr` here."),
         ("replay.metric=acc", "`metric` is `replay.filter_groups.metric` here."),
-        ("enable=true", "`replay.filter_groups.enable` or `replay.journal.enable` or `algorithm.overlong_buffer.enable`"),
+        (
+            "enable=true",
+            "`replay.filter_groups.enable` or `replay.journal.enable` or "
+            "`algorithm.overlong_buffer.enable`",
+        ),
         ("model.warm_start.layer=3", "Did you mean `model.warm_start.layers`?"),
-        ("rollout.num_return_sequences_in_group=8", "`num_return_sequences_in_group` is `rollout.group_size` here."),
+        (
+            "rollout.num_return_sequences_in_group=8",
+            "`num_return_sequences_in_group` is `rollout.group_size` here.",
+        ),
         ("num_generations=8", "`num_generations` is `rollout.group_size` here."),
-        ("actor_rollout_ref.rollout.n=8", "`actor_rollout_ref.rollout.n` is `rollout.group_size` here."),
-        ("data={train_batch_size: 4}", "`data.train_batch_size` is `rollout.rollout_batch_size` here."),
+        (
+            "actor_rollout_ref.rollout.n=8",
+            "`actor_rollout_ref.rollout.n` is `rollout.group_size` here.",
+        ),
+        (
+            "data={train_batch_size: 4}",
+            "`data.train_batch_size` is `rollout.rollout_batch_size` here.",
+        ),
         ("algorithm.epsilon_high=0.3", "`epsilon_high` is `algorithm.clip_ratio_high` here."),
         ("async_generation_ratio=1", "`async_generation_ratio` is `replay.max_staleness` here."),
         ("learner.learning_rates=1", "Did you mean `learner.lr`?"),
@@ -213,11 +285,22 @@ def test_an_unknown_key_is_answered_with_ours(override: str, answer: str, base: 
 
 def test_peers_keys_lead_to_settings_and_are_not_settings() -> None:
     assert set(PEERS.values()) <= set(settings())
-    assert not {name for name, setting in settings().items() if "." not in name or not setting.section} & set(PEERS)
+    assert not {
+        name for name, setting in settings().items() if "." not in name or not setting.section
+    } & set(PEERS)
 
 
 @pytest.mark.parametrize(
-    "peer", ["eps_clip", "max_completion_length", "n_samples_per_prompt", "beta", "total_epochs", "pg_clip", "metric_to_filter"]
+    "peer",
+    [
+        "eps_clip",
+        "max_completion_length",
+        "n_samples_per_prompt",
+        "beta",
+        "total_epochs",
+        "pg_clip",
+        "metric_to_filter",
+    ],
 )
 def test_peers_keys_are_answered_at_top_level(peer: str, base: Path) -> None:
     assert f"`{peer}` is `{PEERS[peer]}` here." in refused(base, f"{peer}=1")
@@ -225,12 +308,18 @@ def test_peers_keys_are_answered_at_top_level(peer: str, base: Path) -> None:
 
 def test_the_first_of_several_problems_is_told_and_the_others_are_counted(base: Path) -> None:
     message = refused(base, "rollout.group_size=x", "seed=-1", "run.nam=x")
-    assert "`run.nam` is not a setting" in message and "(2 more problems in this configuration.)" in message
+    assert (
+        "`run.nam` is not a setting" in message
+        and "(2 more problems in this configuration.)" in message
+    )
     message = refused(base, "rollout.top_k=3", "rollout.group_size=1")
-    assert "`rollout.top_k` is 3" in message and "(1 more problem in this configuration.)" in message
+    assert (
+        "`rollout.top_k` is 3" in message and "(1 more problem in this configuration.)" in message
+    )
 
 
-# ---- every key, mutated -------------------------------------------------------------------------------------------------------------
+# ---- every key, mutated
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list(settings()))
@@ -240,26 +329,42 @@ def test_every_key_refuses_a_wrong_type(name: str, base: Path) -> None:
         assert f"`{name}" in message and "allowed is" in message
 
 
-@pytest.mark.parametrize("name", [name for name, setting in settings().items() if "mapping" not in setting.allowed])
+@pytest.mark.parametrize(
+    "name", [name for name, setting in settings().items() if "mapping" not in setting.allowed]
+)
 def test_every_key_has_neighbours_that_do_not_exist(name: str, base: Path) -> None:
     message = refused(base, f"{name}_=1")
     assert f"`{name}_` is not a setting" in message and f"Did you mean `{name}" in message
 
 
-@pytest.mark.parametrize("name", [name for name, setting in settings().items() if not setting.section and " >" in setting.allowed])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, setting in settings().items()
+        if not setting.section and " >" in setting.allowed
+    ],
+)
 def test_every_number_refuses_what_is_out_of_its_range(name: str, base: Path) -> None:
     wrong = "[-1.0, -1.0]" if "list" in settings()[name].allowed else "-1"
     message = refused(base, f"{name}={wrong}")
     assert f"`{name}" in message and "allowed is" in message
 
 
-# ---- rules --------------------------------------------------------------------------------------------------------------------------
+# ---- rules
+# --------------------------------------------------------------------------------------------------
 
 RULES: list[tuple[list[str], list[str]]] = [
     (["run.total_steps=null"], ["`run.total_steps`", "`run.epochs`", "neither"]),
     ([f"learner.ppo_epochs={10**40}"], ["`learner.ppo_epochs` is an integer of 41 digits", "2^53"]),
-    ([f"cluster.engine.max_num_seqs={10**4000}"], ["`cluster.engine.max_num_seqs` is an integer of 4001 digits"]),
-    (["watchdog.step_timeout_s=1e300"], ["`watchdog.step_timeout_s` is 1e+300", "> 0 and <= 1e+08"]),
+    (
+        [f"cluster.engine.max_num_seqs={10**4000}"],
+        ["`cluster.engine.max_num_seqs` is an integer of 4001 digits"],
+    ),
+    (
+        ["watchdog.step_timeout_s=1e300"],
+        ["`watchdog.step_timeout_s` is 1e+300", "> 0 and <= 1e+08"],
+    ),
     ([f"seed={2**32}"], ["`seed` is 4294967296", "< 4294967296"]),
     (["run.epochs=1"], ["`run.total_steps`", "`run.epochs`", "both"]),
     (["run.name=.."], ["`run.name` is .."]),
@@ -268,36 +373,76 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["model.warm_start={hidden_size: 100, heads: 8}"], ["hidden_size` is 100", "32, 64"]),
     (["learner.ppo_mini_batch_size=7"], ["rollout_batch_size` is 32", "ppo_mini_batch_size` 7"]),
     (["learner.ppo_mini_batch_size=64"], ["not a multiple"]),
-    (["weight_sync.every_steps=3"], ["every_steps` is 3", "2 x 32 = 64", "3 x 32 = 96", "never return"]),
-    (["weight_sync.every_steps=2", "replay.max_staleness=0"], ["`weight_sync.every_steps` is 2", "+ 1 = 1"]),
+    (
+        ["weight_sync.every_steps=3"],
+        ["every_steps` is 3", "2 x 32 = 64", "3 x 32 = 96", "never return"],
+    ),
+    (
+        ["weight_sync.every_steps=2", "replay.max_staleness=0"],
+        ["`weight_sync.every_steps` is 2", "+ 1 = 1"],
+    ),
     (["rollout.top_p=0.9"], ["`rollout.top_p` is 0.9", "renormalise"]),
     (["rollout.top_k=20"], ["`rollout.top_k` is 20", "renormalise"]),
     (["rollout.group_size=1"], ["`rollout.group_size` is 1", "at least 2"]),
-    (["rollout.response_length=8", "algorithm.overlong_buffer.enable=true"], ["len` is 16", "`rollout.response_length`, 8"]),
-    (["algorithm.clip_schedule={kind: exponential, rate: 1.5}"], ["clip_schedule.rate` is 1.5", "at most 1"]),
-    (["algorithm.importance.level=token"], ["importance.level: token", "`algorithm.anchor: recomputed`"]),
+    (
+        ["rollout.response_length=8", "algorithm.overlong_buffer.enable=true"],
+        ["len` is 16", "`rollout.response_length`, 8"],
+    ),
+    (
+        ["algorithm.clip_schedule={kind: exponential, rate: 1.5}"],
+        ["clip_schedule.rate` is 1.5", "at most 1"],
+    ),
+    (
+        ["algorithm.importance.level=token"],
+        ["importance.level: token", "`algorithm.anchor: recomputed`"],
+    ),
     (["algorithm.importance.lower=2"], ["importance.lower` is 2", "below"]),
     (["model.reference=a/b"], ["`model.reference`", "use_kl_loss"]),
     (["learner.tokens_per_micro_batch=1023"], ["is 1023", "512 + ", "= 1024"]),
     (["cluster.rollout_actors={min: 3, max: 2}"], ["rollout_actors.min` is 3", "2"]),
     (["cluster.layout=colocated", "cluster.device=cpu"], ["colocated", "cpu"]),
-    (["cluster.layout=colocated", "cluster.engine.tensor_parallel_size=2"], ["tensor_parallel_size` is 2"]),
-    (["cluster.layout=colocated", "cluster.rollout_actors.max=2"], ["rollout_actors.max` is 2", "equal `learner.ranks`, 1"]),
-    (["cluster.layout=colocated", "cluster.rollout_actors.min=2"], ["rollout_actors.min` is 2", "at most `learner.ranks`, 1"]),
+    (
+        ["cluster.layout=colocated", "cluster.engine.tensor_parallel_size=2"],
+        ["tensor_parallel_size` is 2"],
+    ),
+    (
+        ["cluster.layout=colocated", "cluster.rollout_actors.max=2"],
+        ["rollout_actors.max` is 2", "equal `learner.ranks`, 1"],
+    ),
+    (
+        ["cluster.layout=colocated", "cluster.rollout_actors.min=2"],
+        ["rollout_actors.min` is 2", "at most `learner.ranks`, 1"],
+    ),
     (["cluster.device=cpu", "weight_sync.backend=nccl"], ["backend: nccl` needs GPUs"]),
-    (["cluster.device=cpu", "weight_sync.backend=ipc", "cluster.layout=colocated"], ["backend: ipc` needs GPUs"]),
+    (
+        ["cluster.device=cpu", "weight_sync.backend=ipc", "cluster.layout=colocated"],
+        ["backend: ipc` needs GPUs"],
+    ),
     (["weight_sync.backend=ipc"], ["backend: ipc`", "colocated"]),
     (["weight_sync.backend=nccl", "cluster.layout=colocated"], ["backend: nccl`", "one GPU"]),
     (["replay.filter_groups={enable: true, metric: ''}"], ["metric` is empty", "score, acc"]),
     (["learner.deepspeed.zero_optimization=3"], ["zero_optimization` is 3", "a mapping"]),
-    (["tracking.register_model=adder", "tracking.mlflow=false"], ["register_model` is adder", "`tracking.mlflow` is false"]),
-    (["tracking.register_model=adder", "tracking.log_model_max_gb=0"], ["register_model` is adder", "log_model_max_gb` is 0"]),
+    (
+        ["tracking.register_model=adder", "tracking.mlflow=false"],
+        ["register_model` is adder", "`tracking.mlflow` is false"],
+    ),
+    (
+        ["tracking.register_model=adder", "tracking.log_model_max_gb=0"],
+        ["register_model` is adder", "log_model_max_gb` is 0"],
+    ),
     (["algorithm.clip_ratio_low=1.5"], ["clip_ratio_low` is 1.5", "<= 1"]),
-    *(([f"learner.deepspeed.{key}=1"], [f"`learner.deepspeed.{key}`", "must not be given"]) for key in sorted(REFUSED_DEEPSPEED_KEYS)),
-]  # fmt: skip
+    *(
+        ([f"learner.deepspeed.{key}=1"], [f"`learner.deepspeed.{key}`", "must not be given"])
+        for key in sorted(REFUSED_DEEPSPEED_KEYS)
+    ),
+]
 
 
-@pytest.mark.parametrize(("overrides", "fragments"), RULES, ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    RULES,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
 def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> None:
     message = refused(base, *overrides)
     for fragment in fragments:
@@ -320,7 +465,12 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
         ["model.warm_start=null", "model.path=a/b"],
         ["learner.tokens_per_micro_batch=1024"],
         ["cluster.device=cpu", "model.dtype=bfloat16", "weight_sync.backend=shared_memory"],
-        ["cluster.layout=colocated", "learner.ranks=2", "cluster.rollout_actors={min: 1, max: 2}", "weight_sync.backend=ipc"],
+        [
+            "cluster.layout=colocated",
+            "learner.ranks=2",
+            "cluster.rollout_actors={min: 1, max: 2}",
+            "weight_sync.backend=ipc",
+        ],
         ["replay.filter_groups={enable: true, metric: format}"],
         ["learner.deepspeed={zero_optimization: {overlap_comm: true}}"],
     ],
@@ -332,9 +482,14 @@ def test_what_the_rules_admit(overrides: list[str], base: Path) -> None:
 
 def test_every_name_in_the_table_of_migration_is_answered_with_ours() -> None:
     page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
-    lines = page[page.index("| here | verl |"):].split("\n\n")[0].splitlines()[2:]
+    lines = page[page.index("| here | verl |") :].split("\n\n")[0].splitlines()[2:]
     ours = {name.rpartition(".")[2] for name in settings()}
-    names = {name.partition(":")[0].rpartition(".")[2] for line in lines for cell in line.split("|")[2:] for name in re.findall("`([^`]+)`", cell)}
+    names = {
+        name.partition(":")[0].rpartition(".")[2]
+        for line in lines
+        for cell in line.split("|")[2:]
+        for name in re.findall("`([^`]+)`", cell)
+    }
     assert len(lines) > 20 and len(names) > 50
     functions, suffixes = {"get_soft_overlong_punishment", "reinforce"}, {"_high"}
     assert names - ours - set(PEERS) - functions - suffixes == set()
@@ -342,8 +497,20 @@ def test_every_name_in_the_table_of_migration_is_answered_with_ours() -> None:
 
 def test_the_largest_lag_in_optimizer_updates(base: Path) -> None:
     """Weights before step s; the token is trained by the last update of step s + K."""
-    for staleness, epochs, size, updates in ((0, 1, 32, 0), (1, 1, 32, 1), (1, 1, 8, 7), (2, 3, 16, 17)):
-        config = load_config(base, [f"replay.max_staleness={staleness}", f"learner.ppo_epochs={epochs}", f"learner.ppo_mini_batch_size={size}"])
+    for staleness, epochs, size, updates in (
+        (0, 1, 32, 0),
+        (1, 1, 32, 1),
+        (1, 1, 8, 7),
+        (2, 3, 16, 17),
+    ):
+        config = load_config(
+            base,
+            [
+                f"replay.max_staleness={staleness}",
+                f"learner.ppo_epochs={epochs}",
+                f"learner.ppo_mini_batch_size={size}",
+            ],
+        )
         assert config.max_lag_updates == updates
 
 
@@ -352,7 +519,8 @@ def test_the_rules_hold_for_a_configuration_built_in_python() -> None:
         Config()
 
 
-# ---- run.dir ------------------------------------------------------------------------------------------------------------------------
+# ---- run.dir
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -366,13 +534,22 @@ def test_the_rules_hold_for_a_configuration_built_in_python() -> None:
         ("runs/x", "/data/here", {"ASYNC_GRPO_HOME": "/keep"}, "/data/here/runs/x"),
         ("runs/x", PACKAGE, {"HOME": "/home/u"}, "/home/u/async_grpo/runs/x"),
         ("runs/x", PACKAGE, {"HOME": "/home/u", "ASYNC_GRPO_HOME": "/keep"}, "/keep/runs/x"),
-        ("runs/x", PACKAGE + "/below", {"HOME": "/home/u", "ASYNC_GRPO_HOME": "~/k"}, "/home/u/k/runs/x"),
+        (
+            "runs/x",
+            PACKAGE + "/below",
+            {"HOME": "/home/u", "ASYNC_GRPO_HOME": "~/k"},
+            "/home/u/k/runs/x",
+        ),
         ("runs/x", "/other/_ray_pkg_0123", {"HOME": "/home/u"}, "/home/u/async_grpo/runs/x"),
         ("/abs/x", PACKAGE, {"HOME": "/home/u"}, "/abs/x"),
     ],
 )
-def test_where_a_run_is_kept(directory: str, cwd: str, environ: dict[str, str], expected: str, base: Path) -> None:
-    config = load_config(base, [f"run.dir={directory}", "run.name=n"], now=NOW, cwd=cwd, environ=environ)
+def test_where_a_run_is_kept(
+    directory: str, cwd: str, environ: dict[str, str], expected: str, base: Path
+) -> None:
+    config = load_config(
+        base, [f"run.dir={directory}", "run.name=n"], now=NOW, cwd=cwd, environ=environ
+    )
     assert config.run.dir == expected
     assert resolve(config, now=datetime(2040, 1, 1), cwd="/elsewhere", environ={}) == config
 
@@ -388,9 +565,17 @@ def test_where_a_run_is_kept(directory: str, cwd: str, environ: dict[str, str], 
         ('"a\\0b"', {}, "placeholders"),
     ],
 )
-def test_where_a_run_cannot_be_kept(directory: str, environ: dict[str, str], fragment: str, base: Path) -> None:
+def test_where_a_run_cannot_be_kept(
+    directory: str, environ: dict[str, str], fragment: str, base: Path
+) -> None:
     with pytest.raises(ConfigError, match=fragment) as caught:
-        load_config(base, [f"run.dir={directory}"], now=NOW, cwd=PACKAGE, environ={"HOME": "/home/u", **environ})
+        load_config(
+            base,
+            [f"run.dir={directory}"],
+            now=NOW,
+            cwd=PACKAGE,
+            environ={"HOME": "/home/u", **environ},
+        )
     assert len(str(caught.value).splitlines()) <= 2
 
 
@@ -402,7 +587,8 @@ def test_a_package_behind_a_link_is_recognised(base: Path, tmp_path: Path) -> No
     assert config.run.dir == "/home/u/async_grpo/runs"
 
 
-# ---- files --------------------------------------------------------------------------------------------------------------------------
+# ---- files
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -418,16 +604,26 @@ def test_good_files_pass_and_the_run_directory_exists_afterwards(preflight, tmp_
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "data.jsonl").write_text("")
     preflight(
-        "model.warm_start=null", f"model.path={tmp_path}/model", f"task.train={tmp_path}/data.jsonl", "task.eval=openai/gsm8k:main:test"
+        "model.warm_start=null",
+        f"model.path={tmp_path}/model",
+        f"task.train={tmp_path}/data.jsonl",
+        "task.eval=openai/gsm8k:main:test",
     )
     assert (tmp_path / "run").is_dir() and not list((tmp_path / "run").iterdir())
-    preflight("model.warm_start=null", "model.path=Qwen/Qwen2.5-0.5B-Instruct", f"checkpoint.resume={tmp_path}/model")
+    preflight(
+        "model.warm_start=null",
+        "model.path=Qwen/Qwen2.5-0.5B-Instruct",
+        f"checkpoint.resume={tmp_path}/model",
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "fragment"),
     [
-        (["model.warm_start=null", "model.path={tmp}/none"], "`model.path` is .* is not a directory"),
+        (
+            ["model.warm_start=null", "model.path={tmp}/none"],
+            "`model.path` is .* is not a directory",
+        ),
         (["model.warm_start=null", "model.path={tmp}"], "has no config.json"),
         (["model.warm_start=null", "model.path=gpt2"], "organisation/name"),
         (["model.warm_start=null", "model.path=a/b/c"], "organisation/name"),
@@ -444,7 +640,9 @@ def test_good_files_pass_and_the_run_directory_exists_afterwards(preflight, tmp_
         (["run.dir=/proc/async_grpo_run"], "`run.dir` is .* cannot be created or written"),
     ],
 )
-def test_missing_files_are_refused(overrides: list[str], fragment: str, preflight, tmp_path: Path) -> None:
+def test_missing_files_are_refused(
+    overrides: list[str], fragment: str, preflight, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ConfigError, match=fragment) as caught:
@@ -453,7 +651,9 @@ def test_missing_files_are_refused(overrides: list[str], fragment: str, prefligh
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "checkpoints"])
-def test_a_new_run_does_not_start_in_the_directory_of_another(name: str, preflight, tmp_path: Path) -> None:
+def test_a_new_run_does_not_start_in_the_directory_of_another(
+    name: str, preflight, tmp_path: Path
+) -> None:
     preflight("checkpoint.resume=never")
     (tmp_path / "run" / name).mkdir()
     preflight("checkpoint.resume=auto")
@@ -461,33 +661,60 @@ def test_a_new_run_does_not_start_in_the_directory_of_another(name: str, preflig
         preflight("checkpoint.resume=never")
 
 
-# ---- reference page, layers ---------------------------------------------------------------------------------------------------------
+# ---- reference page, layers
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_reference_page_is_up_to_date_and_describes_every_setting() -> None:
-    assert docs.PAGE.read_text(encoding="utf-8") == docs.render(), "run python -m async_grpo.config.docs"
-    assert [name for name, setting in settings().items() if not setting.section and not setting.description] == []
+    assert docs.PAGE.read_text(encoding="utf-8") == docs.render(), (
+        "run python -m async_grpo.config.docs"
+    )
+    assert [
+        name
+        for name, setting in settings().items()
+        if not setting.section and not setting.description
+    ] == []
 
 
 def test_the_configuration_needs_pydantic_and_yaml_only() -> None:
     code = (
         "import sys; import async_grpo.config.load, async_grpo.config.docs; "
-        "print([name for name in ('torch', 'ray', 'vllm', 'deepspeed', 'mlflow', 'numpy', 'transformers') if name in sys.modules])"
+        "print([name for name in ('torch', 'ray', 'vllm', 'deepspeed', 'mlflow', 'numpy', "
+        "'transformers') if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=environment,
+    )
     assert result.stdout.strip() == "[]"
 
 
 def test_local_models_and_data_become_absolute_unless_inside_a_package(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    values = {"run": {"total_steps": 1}, "model": {"path": "model"}, "task": {"name": "jsonl", "train": "rows.jsonl", "eval": "org/data:main"}}
+    values = {
+        "run": {"total_steps": 1},
+        "model": {"path": "model"},
+        "task": {"name": "jsonl", "train": "rows.jsonl", "eval": "org/data:main"},
+    }
     config = resolve(Config.model_validate(values), now=NOW, cwd=tmp_path, environ={})
-    assert (config.model.path, config.task.train) == (str(tmp_path / "model"), str(tmp_path / "rows.jsonl"))
+    assert (config.model.path, config.task.train) == (
+        str(tmp_path / "model"),
+        str(tmp_path / "rows.jsonl"),
+    )
     assert config.task.eval == "org/data:main", "a hub name stays what it is"
     package = tmp_path / "_ray_pkg_0123456789abcdef"
     package.mkdir()
     (package / "model").mkdir()
-    inside = resolve(Config.model_validate(values), now=NOW, cwd=package, environ={"ASYNC_GRPO_HOME": str(tmp_path / "home")})
+    inside = resolve(
+        Config.model_validate(values),
+        now=NOW,
+        cwd=package,
+        environ={"ASYNC_GRPO_HOME": str(tmp_path / "home")},
+    )
     assert inside.model.path == "model"

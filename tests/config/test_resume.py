@@ -1,4 +1,6 @@
-"""What a resumed run may change: every key has a mark, and another value does what the mark says."""
+"""What a resumed run may change: every key has a mark, and another value does what the mark
+says.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,81 @@ from async_grpo.trainer import Trainer
 
 SECTIONS = ("model.warm_start", "model.lora", "evaluation.task")
 FIXED = {
-    "seed", "model.path", "model.dtype", "model.warm_start", "model.lora", "model.freeze", "task.name", "learner.zero_stage",
-    *(name for name in marks() if name.startswith(("model.warm_start.", "model.lora.")) and name != "model.warm_start.cache_dir"),
+    "seed",
+    "model.path",
+    "model.dtype",
+    "model.warm_start",
+    "model.lora",
+    "model.freeze",
+    "task.name",
+    "learner.zero_stage",
+    *(
+        name
+        for name in marks()
+        if name.startswith(("model.warm_start.", "model.lora."))
+        and name != "model.warm_start.cache_dir"
+    ),
 }
 WARNED = {
-    "run.total_steps", "run.epochs", "model.reference", "model.reference_refresh_steps", "model.lm_head_fp32",
-    "task.train", "task.eval", "task.options", "task.rewards", "task.verifier.on_error",
-    *(name for name in marks() if name.startswith("rollout.") and name != "rollout.group_timeout_s"),
-    "replay.max_staleness", "replay.order", "replay.on_stale", "replay.journal.enable",
-    *(name for name in marks() if name.startswith("replay.filter_groups.") and name != "replay.filter_groups.max_num_gen_batches"),
+    "run.total_steps",
+    "run.epochs",
+    "model.reference",
+    "model.reference_refresh_steps",
+    "model.lm_head_fp32",
+    "task.train",
+    "task.eval",
+    "task.options",
+    "task.rewards",
+    "task.verifier.on_error",
+    *(
+        name
+        for name in marks()
+        if name.startswith("rollout.") and name != "rollout.group_timeout_s"
+    ),
+    "replay.max_staleness",
+    "replay.order",
+    "replay.on_stale",
+    "replay.journal.enable",
+    *(
+        name
+        for name in marks()
+        if name.startswith("replay.filter_groups.")
+        and name != "replay.filter_groups.max_num_gen_batches"
+    ),
     *(name for name in marks() if name.startswith("algorithm.")),
-    *(name for name in marks() if name.startswith("learner.") and name != "learner.gradient_checkpointing" and name not in FIXED),
-    "weight_sync.every_steps", "weight_sync.kv_cache", "cluster.device",
+    *(
+        name
+        for name in marks()
+        if name.startswith("learner.")
+        and name != "learner.gradient_checkpointing"
+        and name not in FIXED
+    ),
+    "weight_sync.every_steps",
+    "weight_sync.kv_cache",
+    "cluster.device",
     *(name for name in marks() if name.startswith("evaluation.task")),
 }
 TRAINS = FIXED | {
-    "run.total_steps", "run.epochs", "model.reference", "model.reference_refresh_steps", "model.lm_head_fp32", "task.rewards", "cluster.device",
-    "replay.max_staleness", "replay.on_stale",
-    *(f"rollout.{key}" for key in ("rollout_batch_size", "group_size", "response_length", "temperature", "top_p", "top_k")),
+    "run.total_steps",
+    "run.epochs",
+    "model.reference",
+    "model.reference_refresh_steps",
+    "model.lm_head_fp32",
+    "task.rewards",
+    "cluster.device",
+    "replay.max_staleness",
+    "replay.on_stale",
+    *(
+        f"rollout.{key}"
+        for key in (
+            "rollout_batch_size",
+            "group_size",
+            "response_length",
+            "temperature",
+            "top_p",
+            "top_k",
+        )
+    ),
     *(name for name in WARNED if name.startswith(("algorithm.", "learner."))),
 }
 
@@ -53,7 +112,11 @@ def with_sections(name: str) -> Config:
         return config(model={"warm_start": {}})
     if name.startswith("evaluation.task."):
         return config(evaluation={"task": {}})
-    return config(model={"path": "m", "lora": {}}) if name.startswith("model.lora.") else config(learner={"schedule": "cosine"})
+    return (
+        config(model={"path": "m", "lora": {}})
+        if name.startswith("model.lora.")
+        else config(learner={"schedule": "cosine"})
+    )
 
 
 def other(value: Any) -> Any:
@@ -85,28 +148,59 @@ def test_every_key_does_what_its_mark_says(name: str) -> None:
     if name == "run.dir":
         assert changes == compare(now.model_dump(mode="json"), now), "a run may be moved"
         return
-    assert [change.key for change in changes.all] == [name] and (changes.unknown, changes.missing) == ([], [])
+    assert [change.key for change in changes.all] == [name] and (
+        changes.unknown,
+        changes.missing,
+    ) == ([], [])
     refusal, lines = changes.refusal(Path("ckpt")), list(changes.lines())
     if name in FIXED:
-        assert len(refusal.splitlines()) == 1 and refusal.startswith(f"`{name}` is ") and "ckpt was made with" in refusal
+        assert (
+            len(refusal.splitlines()) == 1
+            and refusal.startswith(f"`{name}` is ")
+            and "ckpt was made with" in refusal
+        )
         assert "Set it back, or start anew with another run.dir." in refusal and lines == []
     elif name in WARNED:
         assert refusal == "" and len(lines) == 1
-        assert lines[0].startswith(f"resumed with another {name}: ") and " -> " in lines[0] and lines[0].endswith(")")
+        assert (
+            lines[0].startswith(f"resumed with another {name}: ")
+            and " -> " in lines[0]
+            and lines[0].endswith(")")
+        )
     else:
         assert (refusal, lines) == ("", [])
     assert changes.trains_differently is (name in TRAINS)
 
 
 def test_the_marks_cover_the_schema() -> None:
-    """A key without a mark would raise in `marks`; here it is also in the table above, or free on purpose."""
-    assert set(marks()) == {name for name, setting in settings().items() if not setting.section} | set(SECTIONS)
+    """A key without a mark would raise in `marks`; here it is also in the table above, or free on
+    purpose.
+    """
+    assert set(marks()) == {
+        name for name, setting in settings().items() if not setting.section
+    } | set(SECTIONS)
     assert all(mark.reason for mark in marks().values() if mark.level != "free")
     free = set(marks()) - FIXED - WARNED
-    assert {name.split(".")[0] for name in free} <= {"run", "task", "rollout", "wire", "replay", "learner", "weight_sync", "evaluation",
-                                                     "checkpoint", "tracking", "watchdog", "cluster", "model"}  # fmt: skip
+    assert {name.split(".")[0] for name in free} <= {
+        "run",
+        "task",
+        "rollout",
+        "wire",
+        "replay",
+        "learner",
+        "weight_sync",
+        "evaluation",
+        "checkpoint",
+        "tracking",
+        "watchdog",
+        "cluster",
+        "model",
+    }
     assert {name for name in free if name.startswith(("model.", "rollout.", "learner."))} == {
-        "model.warm_start.cache_dir", "model.trust_remote_code", "rollout.group_timeout_s", "learner.gradient_checkpointing",
+        "model.warm_start.cache_dir",
+        "model.trust_remote_code",
+        "rollout.group_timeout_s",
+        "learner.gradient_checkpointing",
     }
 
 
@@ -125,7 +219,9 @@ def test_the_length_of_a_run_matters_to_a_learner_with_a_schedule_only() -> None
     for schedule, trains in (("constant", False), ("linear", True)):
         now = config(learner={"schedule": schedule})
         changes = compare(saved_with(now, "run.total_steps"), now)
-        assert [str(change) for change in changes.warned] == ["run.total_steps: 10 -> 9"] and changes.trains_differently is trains
+        assert [str(change) for change in changes.warned] == [
+            "run.total_steps: 10 -> 9"
+        ] and changes.trains_differently is trains
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer")
@@ -134,7 +230,8 @@ def test_the_digest_says_the_same_as_the_comparison(name: str) -> None:
     now = with_sections(name)
     if name in SECTIONS:
         then = {
-            "model.lora": config(model={"path": "m", "lora": {}}), "model.warm_start": config(model={"warm_start": {}}),
+            "model.lora": config(model={"path": "m", "lora": {}}),
+            "model.warm_start": config(model={"warm_start": {}}),
             "evaluation.task": config(learner={"schedule": "cosine"}, evaluation={"task": {}}),
         }[name]
     else:
@@ -163,9 +260,15 @@ def test_settings_of_another_version_are_noted_and_count_as_unchanged() -> None:
     changes = compare(saved, now)
     assert [change.key for change in changes.all] == ["learner.deepspeed"]
     assert changes.unknown == ["learner.momentum", "reward"]
-    assert changes.missing[0] == "replay.order" and all(name.startswith("watchdog.") for name in changes.missing[1:])
+    assert changes.missing[0] == "replay.order" and all(
+        name.startswith("watchdog.") for name in changes.missing[1:]
+    )
     _, unknown, missing = changes.lines()
-    assert "do not exist any more learner.momentum, reward" in unknown and "replay.order" in missing and "taken as unchanged" in missing
+    assert (
+        "do not exist any more learner.momentum, reward" in unknown
+        and "replay.order" in missing
+        and "taken as unchanged" in missing
+    )
     everything = list(compare({}, now).lines())
     assert len(everything) == 1 and "seed, run.name" in everything[0] and " more" in everything[0]
 
@@ -183,14 +286,30 @@ def test_several_fixed_keys_are_one_message() -> None:
 
 
 @pytest.mark.parametrize("resumed_by", ["auto", "path"])
-def test_a_trainer_refuses_a_checkpoint_of_other_fixed_settings(tmp_path: Path, resumed_by: str) -> None:
-    (tmp_path / "c.yaml").write_text(f"run: {{total_steps: 5, dir: {tmp_path}/run}}\nmodel: {{warm_start: {{}}}}\nrollout: {{response_length: 8, prompt_length: 8}}\n")
+def test_a_trainer_refuses_a_checkpoint_of_other_fixed_settings(
+    tmp_path: Path, resumed_by: str
+) -> None:
+    (tmp_path / "c.yaml").write_text(
+        f"run: {{total_steps: 5, dir: {tmp_path}/run}}\nmodel: {{warm_start: "
+        f"{{}}}}\nrollout: {{response_length: 8, prompt_length: 8}}\n"
+    )
     before = load_config(tmp_path / "c.yaml")
     checkpoint.begin(Path(before.run.dir), 2)
-    saved = checkpoint.commit(checkpoint.path_for(Path(before.run.dir), 2).with_suffix(".tmp"), {"step": 2, "config": before.model_dump(mode="json")})
-    more = [] if resumed_by == "auto" else [f"checkpoint.resume={saved}", f"run.dir={tmp_path}/another"]
+    saved = checkpoint.commit(
+        checkpoint.path_for(Path(before.run.dir), 2).with_suffix(".tmp"),
+        {"step": 2, "config": before.model_dump(mode="json")},
+    )
+    more = (
+        []
+        if resumed_by == "auto"
+        else [f"checkpoint.resume={saved}", f"run.dir={tmp_path}/another"]
+    )
     load_config(tmp_path / "c.yaml", ["learner.lr=3e-5", *more]).build().check()
-    for override, key in (("learner.zero_stage=2", "learner.zero_stage"), ("model.warm_start.layers=3", "model.warm_start.layers"), ("seed=4", "seed")):
+    for override, key in (
+        ("learner.zero_stage=2", "learner.zero_stage"),
+        ("model.warm_start.layers=3", "model.warm_start.layers"),
+        ("seed=4", "seed"),
+    ):
         with pytest.raises(SetupError, match=f"`{key}` is .*step_000002 was made with") as caught:
             Trainer(load_config(tmp_path / "c.yaml", [override, *more])).check()
         assert len(str(caught.value).splitlines()) == 1

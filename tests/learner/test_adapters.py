@@ -1,4 +1,6 @@
-"""LoRA, frozen parameters and offload against a slow loop: gradients, published weights, resume and export under every ZeRO stage."""
+"""LoRA, frozen parameters and offload against a slow loop: gradients, published weights, resume and
+export under every ZeRO stage.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"model": {"lora": {"rank": 4, "alpha": 16.0}}},
     "frozen": {"model": {"freeze": ["embed_tokens", r"layers\.0\..*norm"]}},
     "offload": {"model": {}, "offload": True},
-    "lora-offload": {"model": {"lora": {"rank": 4, "alpha": 16.0, "target_modules": ["q_proj", "down_proj"]}}, "offload": True},
+    "lora-offload": {
+        "model": {"lora": {"rank": 4, "alpha": 16.0, "target_modules": ["q_proj", "down_proj"]}},
+        "offload": True,
+    },
 }
 """Settings by name; the model of `frozen` has a tied head."""
 
@@ -79,14 +84,29 @@ def case_of(models: dict[str, str], variant: str) -> Case:
 
 
 def config_of(
-    variant: str, stage: int, *, ranks: int = 1, dtype: str = "float32", reference: str | None = None, gradient_checkpointing: bool = False
+    variant: str,
+    stage: int,
+    *,
+    ranks: int = 1,
+    dtype: str = "float32",
+    reference: str | None = None,
+    gradient_checkpointing: bool = False,
 ) -> Config:
     settings = VARIANTS[variant]
-    offload = {"offload_optimizer": CPU} | ({"offload_param": CPU} if stage == 3 else {}) if settings.get("offload") else {}
+    offload = (
+        {"offload_optimizer": CPU} | ({"offload_param": CPU} if stage == 3 else {})
+        if settings.get("offload")
+        else {}
+    )
     return make_config(
         model={"path": "unused", "dtype": dtype, "reference": reference, **settings["model"]},
         learner={
-            "zero_stage": stage, "ranks": ranks, "lr": 3e-3, "grad_clip": 0.7, "weight_decay": 0.1, "tokens_per_micro_batch": 48,
+            "zero_stage": stage,
+            "ranks": ranks,
+            "lr": 3e-3,
+            "grad_clip": 0.7,
+            "weight_decay": 0.1,
+            "tokens_per_micro_batch": 48,
             "gradient_checkpointing": gradient_checkpointing,
             "deepspeed": {"zero_optimization": SHARD_ALL["zero_optimization"] | offload},
         },
@@ -94,7 +114,9 @@ def config_of(
 
 
 def restricted(directory: str, config: Config) -> torch.nn.Module:
-    """A plain Hugging Face model of which the same parameters are trained, with the same adapters."""
+    """A plain Hugging Face model of which the same parameters are trained, with the same
+    adapters.
+    """
     model = plain_model(directory)
     adapters.restrict(model, config.model, seed=config.seed, base=directory)
     return model
@@ -117,10 +139,16 @@ def merged_by_hand(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def slow(models: dict[str, str], variant: str, *, reference: str | None = None) -> Wanted:
-    """Losses, gradient norms and weights of the slow loop; the reference policy is the model as it was unless another is given."""
+    """Losses, gradient norms and weights of the slow loop; the reference policy is the model as it
+    was unless another is given.
+    """
     model = restricted(models[variant], config_of(variant, 1))
-    history = reference_losses(model, plain_model(reference or models[variant]), case_of(models, variant))
-    return history, merged_by_hand({name: parameter.detach() for name, parameter in model.named_parameters()})
+    history = reference_losses(
+        model, plain_model(reference or models[variant]), case_of(models, variant)
+    )
+    return history, merged_by_hand(
+        {name: parameter.detach() for name, parameter in model.named_parameters()}
+    )
 
 
 def whole_parameters(learner: Learner) -> dict[str, torch.Tensor]:
@@ -128,11 +156,17 @@ def whole_parameters(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in zero.whole(learner.engine.module.hf)}
 
 
-def check_untrained(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], variant: str) -> None:
+def check_untrained(
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], variant: str
+) -> None:
     """What must not move did not, bit for bit, and everything else did."""
     patterns = VARIANTS[variant]["model"].get("freeze", [])
     for name, tensor in after.items():
-        still = ".lora_" not in name if "lora" in variant else any(re.search(pattern, name) for pattern in patterns)
+        still = (
+            ".lora_" not in name
+            if "lora" in variant
+            else any(re.search(pattern, name) for pattern in patterns)
+        )
         assert torch.equal(tensor, before[name]) == still, name
 
 
@@ -141,7 +175,10 @@ def check_perturbed(learner: Learner) -> None:
     before, at_start = copy_weights(learner), learner.logprobs(PROBE)
     with learner.perturbed(scale=0.2, seed=4):
         moved = copy_weights(learner)
-        assert max(abs(a - b).max() for a, b in zip(learner.logprobs(PROBE), at_start, strict=True)) > 1e-3
+        assert (
+            max(abs(a - b).max() for a, b in zip(learner.logprobs(PROBE), at_start, strict=True))
+            > 1e-3
+        )
     for key, tensor in before.items():
         assert (moved[key] - tensor).norm() > 0.05 * tensor.norm() or not tensor.any(), key
     assert bitwise(copy_weights(learner), before)
@@ -149,38 +186,71 @@ def check_perturbed(learner: Learner) -> None:
 
 
 def check_reference(learner: Learner, base: list[np.ndarray]) -> None:
-    """The reference of a LoRA run is its base, although the policy has moved on; asking it changes nothing. base: its log-probs."""
+    """The reference of a LoRA run is its base, although the policy has moved on; asking it changes
+    nothing. base: its log-probs.
+    """
     policy = learner.logprobs(PROBE)
     assert max(abs(a - b).max() for a, b in zip(policy, base, strict=True)) > 1e-3
-    answers = learner._reference_logprobs([(np.array(prompt), np.array(response)) for prompt, response in PROBE])
+    answers = learner._reference_logprobs(
+        [(np.array(prompt), np.array(response)) for prompt, response in PROBE]
+    )
     assert all(np.array_equal(a, b) for a, b in zip(answers, base, strict=True))
     assert all(np.array_equal(a, b) for a, b in zip(learner.logprobs(PROBE), policy, strict=True))
 
 
-def check_trained(learner: Learner, start: dict[str, torch.Tensor], wanted: Wanted, history: list[dict[str, float]], *, exact: bool) -> None:
-    """Losses and weights against the slow loop, and published weights against the parameters that the learner holds."""
+def check_trained(
+    learner: Learner,
+    start: dict[str, torch.Tensor],
+    wanted: Wanted,
+    history: list[dict[str, float]],
+    *,
+    exact: bool,
+) -> None:
+    """Losses and weights against the slow loop, and published weights against the parameters that
+    the learner holds.
+    """
     published, held = copy_weights(learner), whole_parameters(learner)
     if exact:
         assert_history(history, wanted[0])
         assert_close(published, wanted[1])
     else:
-        assert history[0]["train/grad_norm"] == pytest.approx(wanted[0][0]["train/grad_norm"], rel=0.1)
+        assert history[0]["train/grad_norm"] == pytest.approx(
+            wanted[0][0]["train/grad_norm"], rel=0.1
+        )
     by_hand = merged_by_hand(held)
     assert list(published) == list(by_hand) == [name for name in wanted[1]]
     for name, tensor in by_hand.items():
-        torch.testing.assert_close(published[name], tensor, rtol=1e-5 if exact else 2**-7, atol=1e-6)
-    metadata = [(key, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for key, tensor in published.items()]
+        torch.testing.assert_close(
+            published[name], tensor, rtol=1e-5 if exact else 2**-7, atol=1e-6
+        )
+    metadata = [
+        (key, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for key, tensor in published.items()
+    ]
     assert metadata == learner.weight_metadata()
 
 
 def sweep(
-    variant: str, stage: int, dtype: str, models: dict[str, str], wanted: Wanted, splits: list[list[list[int]]], path: Path, *,
-    ports: list[int], **place: int,
+    variant: str,
+    stage: int,
+    dtype: str,
+    models: dict[str, str],
+    wanted: Wanted,
+    splits: list[list[list[int]]],
+    path: Path,
+    *,
+    ports: list[int],
+    **place: int,
 ) -> None:
-    """Train against the slow loop, read, perturb, export, save, go on; then load and go on alike."""
+    """Train against the slow loop, read, perturb, export, save, go on; then load and go on
+    alike.
+    """
     case, directory, lora = case_of(models, variant), models[variant], "lora" in variant
     config = config_of(variant, stage, ranks=place.get("world", 1), dtype=dtype)
-    base = {key: parameter.detach().to(getattr(torch, dtype)) for key, parameter in plain_model(directory).named_parameters()}
+    base = {
+        key: parameter.detach().to(getattr(torch, dtype))
+        for key, parameter in plain_model(directory).named_parameters()
+    }
     with open_learner(config, models, case, name=variant, port=ports[0], **place) as learner:
         check_offload(learner, variant, stage)
         start, at_start = whole_parameters(learner), learner.logprobs(PROBE)
@@ -209,12 +279,17 @@ def check_offload(learner: Learner, variant: str, stage: int) -> None:
     """DeepSpeed took the setting."""
     wanted = "offload" in variant
     if stage == 3:
-        assert (learner.engine.optimizer.offload_optimizer, learner.engine.optimizer.offload_param) == (wanted, wanted)
+        assert (
+            learner.engine.optimizer.offload_optimizer,
+            learner.engine.optimizer.offload_param,
+        ) == (wanted, wanted)
     elif stage:
         assert getattr(learner.engine.optimizer, "cpu_offload", False) == wanted
 
 
-def check_export(path: Path, published: dict[str, torch.Tensor], directory: str, *, lora: bool) -> None:
+def check_export(
+    path: Path, published: dict[str, torch.Tensor], directory: str, *, lora: bool
+) -> None:
     """The merged model loads, and so do the adapters on their base, with the same log-probs."""
     model = AutoModelForCausalLM.from_pretrained(path)
     assert bitwise(dict(model.named_parameters()), published)
@@ -224,21 +299,38 @@ def check_export(path: Path, published: dict[str, torch.Tensor], directory: str,
         rows = [(np.array(prompt), np.array(response)) for prompt, response in PROBE]
         with torch.no_grad():
             apart, merged, base = (
-                torch.cat([picked(row_distribution(one, *row), row[1]) for row in rows]) for one in (adapted, model, plain_model(directory))
+                torch.cat([picked(row_distribution(one, *row), row[1]) for row in rows])
+                for one in (adapted, model, plain_model(directory))
             )
         torch.testing.assert_close(apart, merged, rtol=0, atol=1e-5)
         assert (apart - base).abs().max() > 1e-3
 
 
-# -- one rank ---------------------------------------------------------------------------------------------------------
+# -- one rank
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "variant"), [(0, "frozen"), (1, "lora"), (2, "lora-offload"), (3, "lora")])
-def test_one_rank_equals_the_slow_loop(stage: int, variant: str, models: dict[str, str], tmp_path: Path) -> None:
-    sweep(variant, stage, "float32", models, slow(models, variant), [split(range(6), 3)] * 2, tmp_path, ports=[0, 0])
+@pytest.mark.parametrize(
+    ("stage", "variant"), [(0, "frozen"), (1, "lora"), (2, "lora-offload"), (3, "lora")]
+)
+def test_one_rank_equals_the_slow_loop(
+    stage: int, variant: str, models: dict[str, str], tmp_path: Path
+) -> None:
+    sweep(
+        variant,
+        stage,
+        "float32",
+        models,
+        slow(models, variant),
+        [split(range(6), 3)] * 2,
+        tmp_path,
+        ports=[0, 0],
+    )
 
 
-def test_adapters_with_a_reference_of_their_own_and_gradient_checkpointing(models: dict[str, str], tmp_path: Path) -> None:
+def test_adapters_with_a_reference_of_their_own_and_gradient_checkpointing(
+    models: dict[str, str], tmp_path: Path
+) -> None:
     reference = write_neighbour(models["lora"], str(tmp_path / "reference"))
     history, weights = slow(models, "lora", reference=reference)
     config = config_of("lora", 3, reference=reference, gradient_checkpointing=True)
@@ -247,8 +339,12 @@ def test_adapters_with_a_reference_of_their_own_and_gradient_checkpointing(model
         assert_close(copy_weights(learner), weights)
 
 
-def test_only_a_bucket_of_the_model_is_whole(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_learner(config_of("lora", 3), models, case_of(models, "lora"), name="lora") as learner:
+def test_only_a_bucket_of_the_model_is_whole(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_learner(
+        config_of("lora", 3), models, case_of(models, "lora"), name="lora"
+    ) as learner:
         parameters = list(learner.engine.module.parameters())
         total = sum(int(np.prod(zero.full_shape(parameter))) for parameter in parameters)
         expected, most = copy_weights(learner), []
@@ -265,50 +361,110 @@ def test_only_a_bucket_of_the_model_is_whole(models: dict[str, str], monkeypatch
 
 def test_the_optimizer_gets_what_is_trained(models: dict[str, str]) -> None:
     for variant, wanted in (("lora", ".lora_"), ("frozen", "layers.1")):
-        with open_learner(config_of(variant, 0), models, case_of(models, variant), name=variant) as learner:
-            taken = {id(parameter) for group in learner.engine.optimizer.param_groups for parameter in group["params"]}
+        with open_learner(
+            config_of(variant, 0), models, case_of(models, variant), name=variant
+        ) as learner:
+            taken = {
+                id(parameter)
+                for group in learner.engine.optimizer.param_groups
+                for parameter in group["params"]
+            }
             named = dict(learner.engine.module.hf.named_parameters())
-            assert {name for name in named if wanted in name} <= {name for name, parameter in named.items() if id(parameter) in taken}
-            assert not any(id(parameter) in taken for name, parameter in named.items() if (".lora_" not in name) == (variant == "lora") or "embed" in name)
+            assert {name for name in named if wanted in name} <= {
+                name for name, parameter in named.items() if id(parameter) in taken
+            }
+            assert not any(
+                id(parameter) in taken
+                for name, parameter in named.items()
+                if (".lora_" not in name) == (variant == "lora") or "embed" in name
+            )
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"freeze": ["embed_tokens", "no_such"]}, "'no_such', which is found in no parameter name"),
-    ({"freeze": ["."]}, "leaves nothing to train"),
-    ({"freeze": ["lm_head"]}, "a tied head follows the embedding"),
-    ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, "'lm_head', which is no linear layer.*down_proj"),
-    ({"lora": {"target_modules": ["embed_tokens"]}}, "'embed_tokens', which is no linear layer"),
-    ({"lora": {"target_modules": ["proj"]}}, "'proj', which is no linear layer"),
-])
-def test_names_that_fit_nothing_are_refused(settings: dict[str, Any], message: str, models: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"freeze": ["embed_tokens", "no_such"]}, "'no_such', which is found in no parameter name"),
+        ({"freeze": ["."]}, "leaves nothing to train"),
+        ({"freeze": ["lm_head"]}, "a tied head follows the embedding"),
+        (
+            {"lora": {"target_modules": ["q_proj", "lm_head"]}},
+            "'lm_head', which is no linear layer.*down_proj",
+        ),
+        (
+            {"lora": {"target_modules": ["embed_tokens"]}},
+            "'embed_tokens', which is no linear layer",
+        ),
+        ({"lora": {"target_modules": ["proj"]}}, "'proj', which is no linear layer"),
+    ],
+)
+def test_names_that_fit_nothing_are_refused(
+    settings: dict[str, Any], message: str, models: dict[str, str]
+) -> None:
     policy = load_model(
-        models["frozen"], dtype=torch.float32, longest_row=100, gradient_checkpointing=False, trust_remote_code=False, float32_head=False
+        models["frozen"],
+        dtype=torch.float32,
+        longest_row=100,
+        gradient_checkpointing=False,
+        trust_remote_code=False,
+        float32_head=False,
     )
     with pytest.raises(adapters.UntrainableError, match=message):
-        adapters.restrict(policy.hf, Model.model_validate({"path": "unused", **settings}), seed=0, base="base")
+        adapters.restrict(
+            policy.hf, Model.model_validate({"path": "unused", **settings}), seed=0, base="base"
+        )
 
 
-def test_a_checkpoint_continues_only_with_its_adapters(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_checkpoint_continues_only_with_its_adapters(
+    models: dict[str, str], tmp_path: Path
+) -> None:
     case = case_of(models, "lora")
     with open_learner(config_of("lora", 1), models, case, name="lora") as learner:
         learner.save(str(tmp_path), {})
-    with open_learner(config_of("plain", 1), models, case, name="plain") as learner, pytest.raises(ValueError, match=r"model\.lora"):
+    with (
+        open_learner(config_of("plain", 1), models, case, name="plain") as learner,
+        pytest.raises(ValueError, match=r"model\.lora"),
+    ):
         learner.load(str(tmp_path))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"model": {"path": "x", "freeze": ["("]}}, "no regular expression"),
-    ({"model": {"path": "x", "freeze": ["a"], "lora": {}}}, "both set"),
-    ({"model": {"path": "x", "lora": {}, "reference_refresh_steps": 2}}, "reference_refresh_steps"),
-    ({"learner": {"zero_stage": 0, "deepspeed": {"zero_optimization": {"offload_optimizer": CPU}}}}, "set the stage to 1 or more"),
-    ({"learner": {"zero_stage": 2, "deepspeed": {"zero_optimization": {"offload_param": CPU}}}}, "set the stage to 3,"),
-])
-def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"path": "x", "freeze": ["("]}}, "no regular expression"),
+        ({"model": {"path": "x", "freeze": ["a"], "lora": {}}}, "both set"),
+        (
+            {"model": {"path": "x", "lora": {}, "reference_refresh_steps": 2}},
+            "reference_refresh_steps",
+        ),
+        (
+            {
+                "learner": {
+                    "zero_stage": 0,
+                    "deepspeed": {"zero_optimization": {"offload_optimizer": CPU}},
+                }
+            },
+            "set the stage to 1 or more",
+        ),
+        (
+            {
+                "learner": {
+                    "zero_stage": 2,
+                    "deepspeed": {"zero_optimization": {"offload_param": CPU}},
+                }
+            },
+            "set the stage to 3,",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
         make_config(**changes)
 
 
-# -- two ranks --------------------------------------------------------------------------------------------------------
+# -- two ranks
+# --------------------------------------------------------------------------------------------------
 
 # Rank 0 has four rows in two micro-batches, rank 1 two rows in one; rank 1's other is empty.
 RANK_SPLITS = {0: [[0, 3], [1, 2]], 1: [[5, 4], []]}
@@ -316,27 +472,61 @@ Job = tuple[str, int, str]
 """Variant, ZeRO stage, dtype."""
 
 
-def rank_main(rank: int, ports: list[int], path: str, models: dict[str, str], jobs: list[Job], wanted: dict[str, Wanted]) -> None:
+def rank_main(
+    rank: int,
+    ports: list[int],
+    path: str,
+    models: dict[str, str],
+    jobs: list[Job],
+    wanted: dict[str, Wanted],
+) -> None:
     """One of two ranks: all jobs. The first failure of either rank is raised in the test."""
     torch.set_num_threads(1)
     for index, job in enumerate(jobs):
         place = {"ports": ports[2 * index : 2 * index + 2], "rank": rank, "world": 2}
-        sweep(*job, models, wanted[job[0]], [RANK_SPLITS[rank]] * 2, Path(path) / "-".join(map(str, job)), **place)
+        sweep(
+            *job,
+            models,
+            wanted[job[0]],
+            [RANK_SPLITS[rank]] * 2,
+            Path(path) / "-".join(map(str, job)),
+            **place,
+        )
 
 
 def run_jobs(jobs: list[Job], models: dict[str, str], path: Path) -> None:
     wanted = {variant: slow(models, variant) for variant in dict.fromkeys(job[0] for job in jobs)}
-    run_ranks(rank_main, [free_port() for _ in range(2 * len(jobs))], str(path), models, jobs, wanted, seconds=DEADLINE_S)
+    run_ranks(
+        rank_main,
+        [free_port() for _ in range(2 * len(jobs))],
+        str(path),
+        models,
+        jobs,
+        wanted,
+        seconds=DEADLINE_S,
+    )
 
 
 @pytest.mark.slow
 def test_two_ranks_equal_the_slow_loop(models: dict[str, str], tmp_path: Path) -> None:
-    run_jobs([
-        ("lora", 2, "float32"), ("lora", 3, "bfloat16"), ("frozen", 3, "float32"), ("offload", 1, "bfloat16"), ("lora-offload", 3, "float32"),
-    ], models, tmp_path)
+    run_jobs(
+        [
+            ("lora", 2, "float32"),
+            ("lora", 3, "bfloat16"),
+            ("frozen", 3, "float32"),
+            ("offload", 1, "bfloat16"),
+            ("lora-offload", 3, "float32"),
+        ],
+        models,
+        tmp_path,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_equal_the_slow_loop_in_every_combination(dtype: str, models: dict[str, str], tmp_path: Path) -> None:
-    run_jobs([(variant, stage, dtype) for variant in VARIANTS for stage in (1, 2, 3)], models, tmp_path)
+def test_two_ranks_equal_the_slow_loop_in_every_combination(
+    dtype: str, models: dict[str, str], tmp_path: Path
+) -> None:
+    run_jobs(
+        [(variant, stage, dtype) for variant in VARIANTS for stage in (1, 2, 3)], models, tmp_path
+    )

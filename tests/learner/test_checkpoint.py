@@ -1,4 +1,6 @@
-"""Checkpoints of real DeepSpeed ranks: another number of ranks on resume, a rank that cannot write, and how much memory a draft may take."""
+"""Checkpoints of real DeepSpeed ranks: another number of ranks on resume, a rank that cannot write,
+and how much memory a draft may take.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ from tests.support.models import write_model
 
 DEADLINE_S = 150.0
 CASES = {
-    "unsharded": (0, {}), "plain": (1, {}), "lora": (2, {"lora": {"rank": 4}}), "bfloat16": (2, {"dtype": "bfloat16"}), "sharded": (3, {}),
-}  # fmt: skip
+    "unsharded": (0, {}),
+    "plain": (1, {}),
+    "lora": (2, {"lora": {"rank": 4}}),
+    "bfloat16": (2, {"dtype": "bfloat16"}),
+    "sharded": (3, {}),
+}
 ALONE = [split(range(12), 3)]
 # Rank 0 has most rows; together they are those of ALONE.
 SHARES = {0: [[[0, 3, 6], [1, 2, 7, 8], [4]]], 1: [[[5, 9], [10, 11], []]]}
@@ -47,40 +53,63 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def config_of(stage: int, ranks: int, **model: Any):
     return make_config(
-        algorithm={"use_kl_loss": False}, model=model,
-        learner={"zero_stage": stage, "ranks": ranks, "deepspeed": SHARD_ALL, "lr": 3e-3, "weight_decay": 0.1, "tokens_per_micro_batch": 48},
-    )  # fmt: skip
+        algorithm={"use_kl_loss": False},
+        model=model,
+        learner={
+            "zero_stage": stage,
+            "ranks": ranks,
+            "deepspeed": SHARD_ALL,
+            "lr": 3e-3,
+            "weight_decay": 0.1,
+            "tokens_per_micro_batch": 48,
+        },
+    )
 
 
 def whole_state(directory: Path, ranks: int) -> dict[str, torch.Tensor]:
-    """Float32 weights, moments and step of every parameter, put together from the files of all ranks; ZeRO 1 and 2."""
+    """Float32 weights, moments and step of every parameter, put together from the files of all
+    ranks; ZeRO 1 and 2.
+    """
     parts: dict[str, list[torch.Tensor]] = {}
     for rank in range(ranks):
         [path] = (directory / "learner").glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         saved = torch.load(path, weights_only=False)["optimizer_state_dict"]
         for group, fragments in enumerate(saved["param_slice_mappings"]):
             state = saved["base_optimizer_state"]["state"][group]
-            vectors = {"fp32": saved["single_partition_of_fp32_groups"][group], "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+            vectors = {
+                "fp32": saved["single_partition_of_fp32_groups"][group],
+                "exp_avg": state["exp_avg"],
+                "exp_avg_sq": state["exp_avg_sq"],
+            }
             for name, place in fragments.items():
                 for key, vector in vectors.items():
-                    parts.setdefault(f"{name}/{key}", []).append(vector[place.start : place.start + place.numel].clone())
+                    parts.setdefault(f"{name}/{key}", []).append(
+                        vector[place.start : place.start + place.numel].clone()
+                    )
             parts[f"group {group}/step"] = [state["step"].reshape(1)]
     return {name: torch.cat(pieces) for name, pieces in parts.items()}
 
 
-def two_ranks(rank: int, cases: tuple[str, ...], ports: list[int], home: Path, models: dict[str, str]) -> None:
+def two_ranks(
+    rank: int, cases: tuple[str, ...], ports: list[int], home: Path, models: dict[str, str]
+) -> None:
     """Continue with two ranks what one rank saved, save it again, train on, and save that."""
     torch.set_num_threads(1)
     case = make_case(models["plain"])
     for name, port in zip(cases, ports, strict=False):
         stage, model = CASES[name]
-        with open_learner(config_of(stage, 2, **model), models, case, rank=rank, world=2, port=port) as learner:
+        with open_learner(
+            config_of(stage, 2, **model), models, case, rank=rank, world=2, port=port
+        ) as learner:
             if stage < 3:
                 assert learner.load(str(home / f"one-{name}")) == {"step": 7}
                 assert learner.updates == 2
                 learner.save(str(home / f"two-{name}"), {"step": 8})
             else:
-                with pytest.raises(ValueError, match=r"written by 1 learner ranks with ZeRO stage 3.*set learner\.ranks=1"):
+                with pytest.raises(
+                    ValueError,
+                    match=r"written by 1 learner ranks with ZeRO stage 3.*set learner\.ranks=1",
+                ):
                     learner.load(str(home / f"one-{name}"))
             train(learner, case, SHARES[rank])
             learner.save(str(home / f"later-{name}"), {"step": 9})
@@ -94,18 +123,19 @@ def two_ranks(rank: int, cases: tuple[str, ...], ports: list[int], home: Path, m
 def check_a_rank_that_cannot_write(learner: Learner, case: Case, rank: int, home: Path) -> None:
     """Both ranks learn of it and train on; the next checkpoint is good."""
     before = copy_weights(learner)
-    full = home / "full" / "learner" / f"{'bf16_' if learner._dtype is torch.bfloat16 else ''}zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    kind = "bf16_" if learner._dtype is torch.bfloat16 else ""
+    full = home / "full" / "learner" / f"{kind}zero_pp_rank_1_mp_rank_00_optim_states.pt"
     full.parent.mkdir(parents=True, exist_ok=True)
     if rank == 1:
         full.symlink_to("/dev/full")
     torch.distributed.barrier()
-    with pytest.raises(StorageFailure, match="^learner rank 1: No space left on device"):
+    with pytest.raises(StorageFailure, match=r"^learner rank 1: No space left on device"):
         learner.save(str(home / "full"), {})
     saving = Saving(learner, key=KEY)
     (home / "nowhere").touch()
     if rank == 0:  # its draft cannot even be created
         drafts.draft_in_memory = lambda key, number: home / "nowhere" / "draft"
-    with pytest.raises(StorageFailure, match="^learner rank 0: Not a directory"):
+    with pytest.raises(StorageFailure, match=r"^learner rank 0: Not a directory"):
         saving.write(str(home / "begun"), {})
     torch.distributed.barrier()
     assert not list(drafts.SEGMENT_DIR.glob(f"async_grpo-{KEY}-*"))
@@ -115,8 +145,13 @@ def check_a_rank_that_cannot_write(learner: Learner, case: Case, rank: int, home
     learner.load(str(home / "good"))
 
 
-@pytest.mark.parametrize("cases", [("unsharded", "lora", "sharded"), pytest.param(("plain", "bfloat16"), marks=pytest.mark.slow)])
-def test_a_checkpoint_continues_with_another_number_of_ranks(cases: tuple[str, ...], models: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [("unsharded", "lora", "sharded"), pytest.param(("plain", "bfloat16"), marks=pytest.mark.slow)],
+)
+def test_a_checkpoint_continues_with_another_number_of_ranks(
+    cases: tuple[str, ...], models: dict[str, str], tmp_path: Path
+) -> None:
     case = make_case(models["plain"])
     on_its_own: dict[str, dict[str, torch.Tensor]] = {}
     for name in cases:
@@ -127,14 +162,27 @@ def test_a_checkpoint_continues_with_another_number_of_ranks(cases: tuple[str, .
             learner.save(str(tmp_path / f"one-{name}"), {"step": 7})
             train(learner, case, ALONE)
             on_its_own[name] = copy_weights(learner)
-    run_ranks(two_ranks, cases, [free_port() for _ in range(len(cases) + 1)], tmp_path, models, seconds=DEADLINE_S)
+    run_ranks(
+        two_ranks,
+        cases,
+        [free_port() for _ in range(len(cases) + 1)],
+        tmp_path,
+        models,
+        seconds=DEADLINE_S,
+    )
     for name in cases:
         stage, model = CASES[name]
         if stage in (1, 2):
-            one, two, later = (whole_state(tmp_path / f"{point}-{name}", ranks) for point, ranks in (("one", 1), ("two", 2), ("later", 2)))
+            one, two, later = (
+                whole_state(tmp_path / f"{point}-{name}", ranks)
+                for point, ranks in (("one", 1), ("two", 2), ("later", 2))
+            )
             assert len(one) > 20 and bitwise(one, two) and not bitwise(two, later)
         if stage == 3:
-            with open_learner(config_of(stage, 1), models, case) as learner, pytest.raises(ValueError, match="written by 2 learner ranks with ZeRO stage 3"):
+            with (
+                open_learner(config_of(stage, 1), models, case) as learner,
+                pytest.raises(ValueError, match="written by 2 learner ranks with ZeRO stage 3"),
+            ):
                 learner.load(str(tmp_path / "later-sharded"))
             continue
         continued = torch.load(tmp_path / f"later-{name}.pt")
@@ -149,10 +197,19 @@ def test_a_checkpoint_continues_with_another_number_of_ranks(cases: tuple[str, .
             train(learner, case, ALONE)
 
 
-@pytest.mark.parametrize(("stage", "model"), [
-    (0, {}), (1, {"dtype": "bfloat16"}), (2, {"lora": {"rank": 4}}), (3, {}), (2, {"freeze": ["layers.1"]}),
-])
-def test_a_draft_is_no_larger_than_was_reckoned_with(stage: int, model: dict[str, Any], tmp_path: Path, models: dict[str, str], monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("stage", "model"),
+    [
+        (0, {}),
+        (1, {"dtype": "bfloat16"}),
+        (2, {"lora": {"rank": 4}}),
+        (3, {}),
+        (2, {"freeze": ["layers.1"]}),
+    ],
+)
+def test_a_draft_is_no_larger_than_was_reckoned_with(
+    stage: int, model: dict[str, Any], tmp_path: Path, models: dict[str, str], monkeypatch
+) -> None:
     monkeypatch.setattr(drafts, "SEGMENT_DIR", tmp_path)
     case = make_case(models["plain"])
     with open_learner(config_of(stage, 1, **model), models, case) as learner:

@@ -1,4 +1,6 @@
-"""Losses and advantages that need statistics of all ranks: two DeepSpeed ranks give the weights of one, for uneven rows."""
+"""Losses and advantages that need statistics of all ranks: two DeepSpeed ranks give the weights of
+one, for uneven rows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import torch
 
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
-from tests.support.learners import Case, free_port, make_case, make_config, run_ranks, set_rank, split, write_neighbour
+from tests.support.learners import (
+    Case,
+    free_port,
+    make_case,
+    make_config,
+    run_ranks,
+    set_rank,
+    split,
+    write_neighbour,
+)
 from tests.support.models import write_model
 
 DEADLINE_S = 120.0
@@ -19,28 +30,67 @@ RANK_SPLITS = {0: [[0, 3, 7], [1, 2, 8, 11], [4]], 1: [[5, 9], [6, 10], []]}
 SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 FAMILY: dict[str, dict[str, Any]] = {
-    "clip_cov": {"policy_loss": "clip_cov", "clip_cov": {"ratio": 0.1, "lower": -9.0, "upper": 9.0}},
-    "kl_cov": {"policy_loss": "kl_cov", "kl_cov": {"ratio": 0.1}, "clip_schedule": {"kind": "constant"}},
-    "m2po": {"policy_loss": "m2po", "clip_ratio_low": 0.01, "clip_ratio_high": 0.01, "m2po": {"budget": 1e-4}, "anchor": "behavior", "importance": {"level": "none"}},
-    "reinforce_plus_plus": {
-        "adv_estimator": "reinforce_plus_plus", "gamma": 0.9, "use_kl_loss": False, "add_token_level_kl": True, "advantage_clip": 1.5,
+    "clip_cov": {
+        "policy_loss": "clip_cov",
+        "clip_cov": {"ratio": 0.1, "lower": -9.0, "upper": 9.0},
     },
-    "gspo": {"policy_loss": "gspo", "clip_ratio_low": 0.01, "clip_ratio_high": 0.01, "loss_agg_mode": "seq-mean-token-mean"},
-}  # fmt: skip
+    "kl_cov": {
+        "policy_loss": "kl_cov",
+        "kl_cov": {"ratio": 0.1},
+        "clip_schedule": {"kind": "constant"},
+    },
+    "m2po": {
+        "policy_loss": "m2po",
+        "clip_ratio_low": 0.01,
+        "clip_ratio_high": 0.01,
+        "m2po": {"budget": 1e-4},
+        "anchor": "behavior",
+        "importance": {"level": "none"},
+    },
+    "reinforce_plus_plus": {
+        "adv_estimator": "reinforce_plus_plus",
+        "gamma": 0.9,
+        "use_kl_loss": False,
+        "add_token_level_kl": True,
+        "advantage_clip": 1.5,
+    },
+    "gspo": {
+        "policy_loss": "gspo",
+        "clip_ratio_low": 0.01,
+        "clip_ratio_high": 0.01,
+        "loss_agg_mode": "seq-mean-token-mean",
+    },
+}
 
 
 def config_of(name: str, models: dict[str, str], *, ranks: int, stage: int) -> Config:
     base = make_config().algorithm.model_dump()
     return make_config(
-        model={"path": models["policy"], "reference": models["reference"]}, algorithm=base | FAMILY[name],
-        learner={"zero_stage": stage, "ranks": ranks, "deepspeed": SHARD_ALL, "tokens_per_micro_batch": 48},
+        model={"path": models["policy"], "reference": models["reference"]},
+        algorithm=base | FAMILY[name],
+        learner={
+            "zero_stage": stage,
+            "ranks": ranks,
+            "deepspeed": SHARD_ALL,
+            "tokens_per_micro_batch": 48,
+        },
     )
 
 
-def trained(config: Config, models: dict[str, str], case: Case, splits: list[list[int]], *, rank: int = 0, port: int) -> tuple[dict, dict]:
+def trained(
+    config: Config,
+    models: dict[str, str],
+    case: Case,
+    splits: list[list[int]],
+    *,
+    rank: int = 0,
+    port: int,
+) -> tuple[dict, dict]:
     """Weights after one update, and the token KL of the rows that this rank owns."""
     set_rank(rank, config.learner.ranks, port)
-    learner = Learner(config, model_dir=models["policy"], fetch=case.fetch, device="cpu", total_updates=10)
+    learner = Learner(
+        config, model_dir=models["policy"], fetch=case.fetch, device="cpu", total_updates=10
+    )
     try:
         kl_sums = learner.begin(case.plan([splits]))
         learner.assign(case.values, 0.05)
@@ -52,12 +102,21 @@ def trained(config: Config, models: dict[str, str], case: Case, splits: list[lis
 
 
 def rank_main(rank: int, ports: dict[str, int], models: dict[str, str], path: str) -> None:
-    """One of two ranks: every member of the family, then the results of rank 0 and its own KL sums into files."""
+    """One of two ranks: every member of the family, then the results of rank 0 and its own KL sums
+    into files.
+    """
     torch.set_num_threads(1)
     case = make_case(models["policy"])
     for name, port in ports.items():
         stage = 3 if name == "clip_cov" else 2
-        weights, kl_sums = trained(config_of(name, models, ranks=2, stage=stage), models, case, RANK_SPLITS[rank], rank=rank, port=port)
+        weights, kl_sums = trained(
+            config_of(name, models, ranks=2, stage=stage),
+            models,
+            case,
+            RANK_SPLITS[rank],
+            rank=rank,
+            port=port,
+        )
         torch.save((weights if rank == 0 else {}, kl_sums), Path(path) / f"{name}-{rank}.pt")
 
 
@@ -75,7 +134,9 @@ def test_two_ranks_equal_one(models: dict[str, str], tmp_path: Path) -> None:
     for name in FAMILY:
         config = config_of(name, models, ranks=1, stage=1)
         wanted, kl_sums = trained(config, models, case, split(range(12), 2), port=free_port())
-        (weights, first), (_, second) = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1))
+        (weights, first), (_, second) = (
+            torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1)
+        )
         assert weights.keys() == wanted.keys()
         for key, tensor in wanted.items():
             assert (weights[key] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-4, (name, key)

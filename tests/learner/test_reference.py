@@ -1,4 +1,6 @@
-"""A reference that follows the policy, on disk and in memory; the float32 head; what row mathematics keeps over a checkpoint."""
+"""A reference that follows the policy, on disk and in memory; the float32 head; what row
+mathematics keeps over a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack
 from async_grpo.planning import RowMath
-from tests.support.learners import STEP, free_port, make_case, make_config, set_rank, split, write_neighbour
+from tests.support.learners import (
+    STEP,
+    free_port,
+    make_case,
+    make_config,
+    set_rank,
+    split,
+    write_neighbour,
+)
 from tests.support.models import write_model
 from tests.test_loop import WEIGHTS, batch_of, config
 
@@ -24,16 +34,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = tmp_path_factory.mktemp("models")
     policy = write_model(path / "policy")
     other = write_model(path / "other", hidden=32 * 4)
-    return {"policy": policy, "reference": write_neighbour(policy, str(path / "reference")), "other": other}
+    return {
+        "policy": policy,
+        "reference": write_neighbour(policy, str(path / "reference")),
+        "other": other,
+    }
 
 
-def open_learner(models: dict[str, str], case, *, stage: int, refresh: int, reference: str = "reference") -> Learner:
+def open_learner(
+    models: dict[str, str], case, *, stage: int, refresh: int, reference: str = "reference"
+) -> Learner:
     set_rank(0, 1, free_port())
     settings = make_config(
         model={"reference": models[reference], "reference_refresh_steps": refresh},
         learner={"zero_stage": stage, "deepspeed": SHARD_ALL, "tokens_per_micro_batch": 48},
     )
-    return Learner(settings, model_dir=models["policy"], fetch=case.fetch, device="cpu", total_updates=10)
+    return Learner(
+        settings, model_dir=models["policy"], fetch=case.fetch, device="cpu", total_updates=10
+    )
 
 
 def step(learner: Learner, case) -> float:
@@ -46,12 +64,18 @@ def step(learner: Learner, case) -> float:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_refreshed_reference_is_the_policy_and_survives_a_checkpoint(stage: int, models: dict[str, str], tmp_path: Path) -> None:
+def test_a_refreshed_reference_is_the_policy_and_survives_a_checkpoint(
+    stage: int, models: dict[str, str], tmp_path: Path
+) -> None:
     case = make_case(models["policy"])
     learner = open_learner(models, case, stage=stage, refresh=STEP)
     try:
-        assert step(learner, case) > 1e-4, "the first step is measured against the reference that was given"
-        assert step(learner, case) < 1e-12, "step 3 refreshed it: now it is the policy of the step before"
+        assert step(learner, case) > 1e-4, (
+            "the first step is measured against the reference that was given"
+        )
+        assert step(learner, case) < 1e-12, (
+            "step 3 refreshed it: now it is the policy of the step before"
+        )
         learner.save(str(tmp_path), {})
         after = step(learner, case)
     finally:
@@ -64,13 +88,19 @@ def test_a_refreshed_reference_is_the_policy_and_survives_a_checkpoint(stage: in
         learner.close()
 
 
-def test_a_refreshed_reference_stays_when_a_resumed_run_does_not_refresh(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_refreshed_reference_stays_when_a_resumed_run_does_not_refresh(
+    models: dict[str, str], tmp_path: Path
+) -> None:
     case = make_case(models["policy"])
     learner = open_learner(models, case, stage=1, refresh=STEP + 1)
     try:
         assert min(step(learner, case), step(learner, case)) > 1e-4, "no refresh is due at step 3"
         learner.save(str(tmp_path / "unmoved"), {})
-        learner.config = learner.config.model_copy(update={"model": learner.config.model.model_copy(update={"reference_refresh_steps": STEP})})
+        learner.config = learner.config.model_copy(
+            update={
+                "model": learner.config.model.model_copy(update={"reference_refresh_steps": STEP})
+            }
+        )
         step(learner, case)
         learner.save(str(tmp_path / "moved"), {})
     finally:
@@ -102,11 +132,19 @@ def test_the_float32_head_computes_logits_in_float32(models: dict[str, str]) -> 
     packed, got = pack(rows, torch.device("cpu")), {}
     for float32 in (False, True):
         model = load_model(
-            models["policy"], dtype=torch.bfloat16, longest_row=64, gradient_checkpointing=False, trust_remote_code=False, float32_head=float32
+            models["policy"],
+            dtype=torch.bfloat16,
+            longest_row=64,
+            gradient_checkpointing=False,
+            trust_remote_code=False,
+            float32_head=float32,
         )
         got[float32] = model(packed, 1.0, False)[0]
     states = model.hf.base_model(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, row_layout=packed.layout
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        use_cache=False,
+        row_layout=packed.layout,
     ).last_hidden_state[0][packed.predictors]
     logits = states.float() @ model.hf.get_output_embeddings().weight.float().T
     wanted = torch.log_softmax(logits, -1).gather(-1, packed.targets[:, None])[:, 0]
@@ -118,7 +156,9 @@ def test_the_float32_head_computes_logits_in_float32(models: dict[str, str]) -> 
 
 def test_row_mathematics_continues_from_its_state() -> None:
     settings = config(
-        reward_norm="running", adv_estimator="raw", add_token_level_kl=True,
+        reward_norm="running",
+        adv_estimator="raw",
+        add_token_level_kl=True,
         kl_ctrl={"type": "adaptive", "target_kl": 0.01, "horizon": 100.0, "kl_coef": 0.2},
     )
     through, first = RowMath(settings, WEIGHTS), RowMath(settings, WEIGHTS)
@@ -132,4 +172,8 @@ def test_row_mathematics_continues_from_its_state() -> None:
 
 
 def _keys(step: int) -> list[tuple[int, int]]:
-    return [(group.group_id, index) for group in batch_of(step).groups for index in range(len(group.rows))]
+    return [
+        (group.group_id, index)
+        for group in batch_of(step).groups
+        for index in range(len(group.rows))
+    ]

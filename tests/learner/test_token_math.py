@@ -1,4 +1,6 @@
-"""The learner's token mathematics: the gradient of every policy loss in every aggregation is the same for any split and row order."""
+"""The learner's token mathematics: the gradient of every policy loss in every aggregation is the
+same for any split and row order.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Alone:
 
 
 def config_of(**algorithm: Any) -> Config:
-    """A configuration with these settings of the algorithm; pairs that a user may not combine are admitted here."""
+    """A configuration with these settings of the algorithm; pairs that a user may not combine are
+    admitted here.
+    """
     config = Config.model_validate({"run": {"total_steps": 3}, "model": {"path": "m"}})
     return config.model_copy(update={"algorithm": Algorithm.model_validate(algorithm)})
 
@@ -52,8 +56,11 @@ def make_rows(seed: int = 0) -> dict[RowKey, Row]:
             mask[length // 2] = 0
         behavior = -rng.gamma(2, 0.5, length)
         rows[10 + index // 4, index % 4] = Row(
-            prompt=np.zeros(2, np.int32), response=np.zeros(length, np.int32), behavior=behavior.astype(np.float32),
-            mask=mask if index != 1 else np.zeros_like(mask), lag=np.sort(rng.integers(0, 4, length))[::-1].copy(),
+            prompt=np.zeros(2, np.int32),
+            response=np.zeros(length, np.int32),
+            behavior=behavior.astype(np.float32),
+            mask=mask if index != 1 else np.zeros_like(mask),
+            lag=np.sort(rng.integers(0, 4, length))[::-1].copy(),
             anchor=(behavior + rng.normal(0, 0.1, length)).astype(np.float32),
             reference=(behavior + rng.normal(0, 0.1, length)).astype(np.float32),
         )
@@ -61,41 +68,72 @@ def make_rows(seed: int = 0) -> dict[RowKey, Row]:
 
 
 def logprobs_of(batch: TokenBatch, rows: dict[RowKey, Row], theta: Tensor) -> Tensor:
-    """Log-probs that depend on shared parameters and on which token it is, not on its place in the pack."""
+    """Log-probs that depend on shared parameters and on which token it is, not on its place in the
+    pack.
+    """
     group, row, position = batch.identity.double().unbind(-1)
-    features = torch.stack([torch.sin(group + 2 * row), torch.cos(1 + row * position), torch.sin(position)], -1)
+    features = torch.stack(
+        [torch.sin(group + 2 * row), torch.cos(1 + row * position), torch.sin(position)], -1
+    )
     return batch.behavior.double() + 0.5 * torch.tanh(features @ theta)
 
 
 def gradient(
-    config: Config, rows: dict[RowKey, Row], split: Sequence[Sequence[RowKey]], *, counted: dict[RowKey, Row] | None = None,
+    config: Config,
+    rows: dict[RowKey, Row],
+    split: Sequence[Sequence[RowKey]],
+    *,
+    counted: dict[RowKey, Row] | None = None,
     metrics: MetricSums | None = None,
 ) -> tuple[float, Tensor]:
-    """Loss and gradient of one update, its rows cut into these micro-batches. The divisors are those of `counted`."""
+    """Loss and gradient of one update, its rows cut into these micro-batches. The divisors are
+    those of `counted`.
+    """
     math = TokenMath(config, Alone())
     keys = sorted(rows)
-    values = {key: RowValue(float(value)) for key, value in zip(keys, [1.0, -0.5, 0.7, -1.2, 2.0, -2.0, 0.4, -0.4], strict=True)}
+    values = {
+        key: RowValue(float(value))
+        for key, value in zip(keys, [1.0, -0.5, 0.7, -1.2, 2.0, -2.0, 0.4, -0.4], strict=True)
+    }
     math.assign(rows, owned=rows, values=values, kl_coef=0.0)
     weights = row_weights(
-        config.algorithm.loss_agg_mode, [int((counted or rows)[key].mask.sum()) for key in keys], max_response_length=16, group_index=[key[0] for key in keys]
+        config.algorithm.loss_agg_mode,
+        [int((counted or rows)[key].mask.sum()) for key in keys],
+        max_response_length=16,
+        group_index=[key[0] for key in keys],
     )
-    planned = {key: PlanRow(*key, 2, len(rows[key].mask), weight) for key, weight in zip(keys, weights, strict=True)}
+    planned = {
+        key: PlanRow(*key, 2, len(rows[key].mask), weight)
+        for key, weight in zip(keys, weights, strict=True)
+    }
     theta = torch.tensor([0.3, -0.8, 0.5], dtype=torch.float64, requires_grad=True)
-    batches = [token_batch([planned[key] for key in part], [rows[key] for key in part], CPU) for part in split]
+    batches = [
+        token_batch([planned[key] for key in part], [rows[key] for key in part], CPU)
+        for part in split
+    ]
     selections: list[Tensor | None] = [None] * len(batches)
     if math.selects:
-        selections = math.select(3, batches, [logprobs_of(batch, rows, theta).detach() for batch in batches])
+        selections = math.select(
+            3, batches, [logprobs_of(batch, rows, theta).detach() for batch in batches]
+        )
     total = torch.zeros((), dtype=torch.float64)
     for batch, selection in zip(batches, selections, strict=True):
         logprobs = logprobs_of(batch, rows, theta)
-        total = total + math.loss(batch, logprobs, -logprobs.exp(), selection=selection, metrics=metrics or MetricSums())
+        total = total + math.loss(
+            batch, logprobs, -logprobs.exp(), selection=selection, metrics=metrics or MetricSums()
+        )
     return float(total.detach()), torch.autograd.grad(total, theta)[0]
 
 
 def splits(keys: list[RowKey]) -> list[list[list[RowKey]]]:
     """Row by row, uneven parts, an empty part, and shuffled rows."""
     shuffled = [keys[k] for k in np.random.default_rng(1).permutation(len(keys))]
-    return [[[key] for key in keys], [keys[:1], keys[1:6], [], keys[6:]], [shuffled[5:], shuffled[:5]], [keys[::-1]]]
+    return [
+        [[key] for key in keys],
+        [keys[:1], keys[1:6], [], keys[6:]],
+        [shuffled[5:], shuffled[:5]],
+        [keys[::-1]],
+    ]
 
 
 @pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
@@ -105,8 +143,18 @@ def test_the_gradient_does_not_depend_on_the_split(loss: str, mode: str) -> None
     if loss in ("clip_cov", "kl_cov"):
         extra[loss] = {"ratio": 0.2, **({"lower": -5.0} if loss == "clip_cov" else {})}
     config = config_of(
-        policy_loss=loss, loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_unbiased=True, entropy_coef=0.01, m2po={"budget": 0.005},
-        anchor="recomputed", importance={"level": "geometric"}, rejection={"level": "sequence", "lower": 0.7, "upper": 1.5}, opsm_delta=0.2, **extra,
+        policy_loss=loss,
+        loss_agg_mode=mode,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        kl_loss_unbiased=True,
+        entropy_coef=0.01,
+        m2po={"budget": 0.005},
+        anchor="recomputed",
+        importance={"level": "geometric"},
+        rejection={"level": "sequence", "lower": 0.7, "upper": 1.5},
+        opsm_delta=0.2,
+        **extra,
     )
     rows = make_rows()
     value, wanted = gradient(config, rows, [sorted(rows)])
@@ -134,17 +182,31 @@ def test_the_interpolated_anchor_is_the_behaviour_policy_up_to_lag_one() -> None
     rows = make_rows()
     for row in rows.values():
         row.lag, row.anchor = np.minimum(row.lag, 1), None
-    got, wanted = (gradient(config_of(anchor=anchor), rows, [sorted(rows)]) for anchor in ("interpolated", "behavior"))
+    got, wanted = (
+        gradient(config_of(anchor=anchor), rows, [sorted(rows)])
+        for anchor in ("interpolated", "behavior")
+    )
     assert got[0] == pytest.approx(wanted[0]) and torch.allclose(got[1], wanted[1])
     for row in rows.values():
         row.lag = row.lag + 2
-    assert not torch.allclose(gradient(config_of(anchor="interpolated"), rows, [sorted(rows)])[1], wanted[1])
+    assert not torch.allclose(
+        gradient(config_of(anchor="interpolated"), rows, [sorted(rows)])[1], wanted[1]
+    )
 
 
 @pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
 @pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "reinforce", "sapo"])
-def test_tokens_that_are_too_old_have_no_weight_and_stay_in_the_divisors(loss: str, mode: str) -> None:
-    config = config_of(policy_loss=loss, loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, importance={"level": "token"})
+def test_tokens_that_are_too_old_have_no_weight_and_stay_in_the_divisors(
+    loss: str, mode: str
+) -> None:
+    config = config_of(
+        policy_loss=loss,
+        loss_agg_mode=mode,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        entropy_coef=0.01,
+        importance={"level": "token"},
+    )
     bounded, whole, without = make_rows(), make_rows(), make_rows()
     for key, row in bounded.items():
         row.max_lag = 1
@@ -152,38 +214,67 @@ def test_tokens_that_are_too_old_have_no_weight_and_stay_in_the_divisors(loss: s
     assert any(((row.lag > 1) & (row.mask == 1)).any() for row in whole.values())
     split = [sorted(bounded)]
     got, wanted = gradient(config, bounded, split), gradient(config, without, split, counted=whole)
-    assert got[0] == pytest.approx(wanted[0], rel=1e-9) and torch.allclose(got[1], wanted[1], rtol=1e-9)
+    assert got[0] == pytest.approx(wanted[0], rel=1e-9) and torch.allclose(
+        got[1], wanted[1], rtol=1e-9
+    )
     assert not torch.allclose(got[1], gradient(config, whole, split)[1], rtol=1e-3)
 
 
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_whatever_stands_on_tokens_that_are_too_old_is_no_matter(loss: str) -> None:
-    """Neither in the loss nor in the statistics of their row: log-probs of sampler, anchor and reference may be anything there."""
+    """Neither in the loss nor in the statistics of their row: log-probs of sampler, anchor and
+    reference may be anything there.
+    """
     config = config_of(
-        policy_loss=loss, loss_agg_mode="seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1, m2po={"budget": 0.005}, anchor="recomputed",
-        importance={"level": "geometric"}, rejection={"level": "sequence", "lower": 0.7, "upper": 1.5}, opsm_delta=0.2,
+        policy_loss=loss,
+        loss_agg_mode="seq-mean-token-mean",
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        m2po={"budget": 0.005},
+        anchor="recomputed",
+        importance={"level": "geometric"},
+        rejection={"level": "sequence", "lower": 0.7, "upper": 1.5},
+        opsm_delta=0.2,
     )
     rows, junk, metrics = make_rows(), make_rows(), MetricSums()
     for key, row in rows.items():
         row.max_lag = junk[key].max_lag = 1
         for name in ("reference", "anchor"):
-            setattr(junk[key], name, np.where(row.lag > 1, -9.0, getattr(row, name)).astype(np.float32))
-    got, other = gradient(config, rows, [sorted(rows)], metrics=metrics), gradient(config, junk, [sorted(rows)])
+            setattr(
+                junk[key], name, np.where(row.lag > 1, -9.0, getattr(row, name)).astype(np.float32)
+            )
+    got, other = (
+        gradient(config, rows, [sorted(rows)], metrics=metrics),
+        gradient(config, junk, [sorted(rows)]),
+    )
     assert got[0] == other[0] and torch.equal(got[1], other[1])
     means = metrics.means()
     tokens = sum(int(row.mask.sum()) for row in rows.values())
     assert means["train/lag_max"] == 1
-    assert means["train/stale_share"] == sum(int((row.mask * (row.lag > 1)).sum()) for row in rows.values()) / tokens > 0
+    assert (
+        means["train/stale_share"]
+        == sum(int((row.mask * (row.lag > 1)).sum()) for row in rows.values()) / tokens
+        > 0
+    )
 
 
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_no_gradient_reaches_a_token_that_is_too_old(loss: str) -> None:
-    config = config_of(policy_loss=loss, loss_agg_mode="seq-mean-token-mean", m2po={"budget": 0.005})
-    rows, math = {key: row for key, row in make_rows().items() if row.mask.any()}, TokenMath(config, Alone())
+    config = config_of(
+        policy_loss=loss, loss_agg_mode="seq-mean-token-mean", m2po={"budget": 0.005}
+    )
+    rows, math = (
+        {key: row for key, row in make_rows().items() if row.mask.any()},
+        TokenMath(config, Alone()),
+    )
     for row in rows.values():
         row.max_lag = 1
     math.assign(rows, owned=rows, values={key: RowValue(1.0 + key[1]) for key in rows}, kl_coef=0.0)
-    batch = token_batch([PlanRow(*key, 2, len(row.mask), 0.1) for key, row in rows.items()], list(rows.values()), CPU)
+    batch = token_batch(
+        [PlanRow(*key, 2, len(row.mask), 0.1) for key, row in rows.items()],
+        list(rows.values()),
+        CPU,
+    )
     logprobs = (batch.behavior.double() + 0.01).requires_grad_()
     selection = math.select(3, [batch], [logprobs.detach()])[0] if math.selects else None
     loss_value = math.loss(batch, logprobs, -logprobs.exp(), selection=selection, metrics=None)
@@ -201,7 +292,11 @@ def test_old_tokens_of_a_payload_are_masked_or_refused(mask_stale: bool) -> None
             decode_rows(plan, pack_frames([frame]), max_staleness=3)
         return
     rows = decode_rows(plan, pack_frames([frame]), max_staleness=3, mask_stale=True)
-    assert rows[7, 1].lag.tolist() == [4, 4, 1, 1] and rows[7, 1].trained.tolist() == [0, 0, 1, 1] and rows[7, 1].mask.tolist() == [1] * 4
+    assert (
+        rows[7, 1].lag.tolist() == [4, 4, 1, 1]
+        and rows[7, 1].trained.tolist() == [0, 0, 1, 1]
+        and rows[7, 1].mask.tolist() == [1] * 4
+    )
     rows[7, 1].advantages = np.ones(4, np.float32)
     batch = token_batch([row], [rows[7, 1]], CPU)
     assert batch.weights.tolist() == [0, 0, 0.5, 0.5] and batch.mask.tolist() == [1] * 4
@@ -210,10 +305,16 @@ def test_old_tokens_of_a_payload_are_masked_or_refused(mask_stale: bool) -> None
         decode_rows(future, pack_frames([frame]), max_staleness=3, mask_stale=True)
 
 
-@pytest.mark.parametrize(("estimator", "gamma"), list(itertools.product(["reinforce_plus_plus", "remax"], [1.0, 0.9])))
+@pytest.mark.parametrize(
+    ("estimator", "gamma"), list(itertools.product(["reinforce_plus_plus", "remax"], [1.0, 0.9]))
+)
 def test_returns_on_the_ranks_are_those_of_the_formula(estimator: str, gamma: float) -> None:
-    """Token KL in the reward, the reward on the last valid token, discounted returns, baseline or whitening: against a plain loop."""
-    config = config_of(adv_estimator=estimator, gamma=gamma, add_token_level_kl=True, advantage_clip=1.5)
+    """Token KL in the reward, the reward on the last valid token, discounted returns, baseline or
+    whitening: against a plain loop.
+    """
+    config = config_of(
+        adv_estimator=estimator, gamma=gamma, add_token_level_kl=True, advantage_clip=1.5
+    )
     rows = {key: row for key, row in make_rows().items() if row.mask.any()}
     math, coef = TokenMath(config, Alone()), 0.3
     sums = {key: math.reward_kl(row) for key, row in rows.items()}
@@ -224,15 +325,26 @@ def test_returns_on_the_ranks_are_those_of_the_formula(estimator: str, gamma: fl
         kl = [(float(a) - float(r)) for a, r in zip(row.anchor, row.reference, strict=True)]
         valid = [t for t in range(len(row.mask)) if row.mask[t]]
         assert sums[key] == pytest.approx(sum(kl[t] for t in valid), abs=1e-6)
-        rewards = [(-coef * kl[t] + (values[key].value if t == valid[-1] else 0.0)) if t in valid else 0.0 for t in range(len(kl))]
-        returns[key] = {t: sum(gamma ** (s - t) * rewards[s] for s in range(t, len(kl))) for t in valid}
+        rewards = [
+            (-coef * kl[t] + (values[key].value if t == valid[-1] else 0.0)) if t in valid else 0.0
+            for t in range(len(kl))
+        ]
+        returns[key] = {
+            t: sum(gamma ** (s - t) * rewards[s] for s in range(t, len(kl))) for t in valid
+        }
     flat = [value for row in returns.values() for value in row.values()]
     mean = sum(flat) / len(flat)
     std = (sum((value - mean) ** 2 for value in flat) / (len(flat) - 1)) ** 0.5
     for key, row in rows.items():
         for t, value in returns[key].items():
-            advantage = value - values[key].baseline if estimator == "remax" else (value - mean) / (std + 1e-6)
-            assert row.advantages[t] == pytest.approx(max(-1.5, min(1.5, advantage)), rel=1e-5, abs=1e-5), (key, t)
+            advantage = (
+                value - values[key].baseline
+                if estimator == "remax"
+                else (value - mean) / (std + 1e-6)
+            )
+            assert row.advantages[t] == pytest.approx(
+                max(-1.5, min(1.5, advantage)), rel=1e-5, abs=1e-5
+            ), (key, t)
 
 
 def test_the_sampler_is_compared_on_tokens_of_the_learners_own_version() -> None:
@@ -245,7 +357,10 @@ def test_the_sampler_is_compared_on_tokens_of_the_learners_own_version() -> None
     logprobs = batch.behavior + torch.linspace(-0.1, 0.2, len(batch.behavior))
     metrics = MetricSums()
     compare_sampler(metrics, batch, logprobs)
-    differences: dict[str, list[float]] = {"weights/sampler_error": [], "weights/kv_cache_error": []}
+    differences: dict[str, list[float]] = {
+        "weights/sampler_error": [],
+        "weights/kv_cache_error": [],
+    }
     position = 0
     for row in planned:
         one = rows[row.key]
@@ -255,4 +370,6 @@ def test_the_sampler_is_compared_on_tokens_of_the_learners_own_version() -> None
                 differences[name].append(abs(float(logprobs[position] - batch.behavior[position])))
             position += 1
     assert all(differences.values())
-    assert metrics.means() == pytest.approx({name: np.mean(values) for name, values in differences.items()}, rel=1e-5)
+    assert metrics.means() == pytest.approx(
+        {name: np.mean(values) for name, values in differences.items()}, rel=1e-5
+    )

@@ -1,4 +1,6 @@
-"""Verdicts on simulated runs whose bottleneck is known: the advice is taken, and throughput rises as it was predicted to."""
+"""Verdicts on simulated runs whose bottleneck is known: the advice is taken, and throughput rises
+as it was predicted to.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,20 @@ from benchmarks.simulator import simulate
 SKIPPED = 8
 """Steps at each end: the queue fills, and the last groups of a run have nobody to overtake them."""
 BASE = Scenario(
-    rollout_batch_size=8, group_size=4, mean_tokens=32.0, spread=0.3, longest=3.0, tokens_per_s=32.0, actors=8, slots=4, max_staleness=3,
-    total_steps=40, learner_s=1.0, publish_s=0.05, poll_s=0.05, measured=True,
+    rollout_batch_size=8,
+    group_size=4,
+    mean_tokens=32.0,
+    spread=0.3,
+    longest=3.0,
+    tokens_per_s=32.0,
+    actors=8,
+    slots=4,
+    max_staleness=3,
+    total_steps=40,
+    learner_s=1.0,
+    publish_s=0.05,
+    poll_s=0.05,
+    measured=True,
 )
 CASES = {
     "learner": replace(BASE, learner_s=8.0),
@@ -46,34 +60,60 @@ def test_the_bottleneck_is_found_and_its_advice_brings_what_it_promises(kind: st
     scenario = CASES[kind]
     verdict = verdict_on(scenario)
     assert verdict.kind == kind, verdict.text
-    assert f"{verdict.predicted_gain / verdict.rate:+.0%}" in verdict.text and "\n" not in verdict.text
+    assert (
+        f"{verdict.predicted_gain / verdict.rate:+.0%}" in verdict.text and "\n" not in verdict.text
+    )
     before, after = throughput(scenario), throughput(scenario.advised(verdict.advice))
     assert verdict.rate == pytest.approx(before, rel=0.05)
     assert verdict.predicted_gain > 0.3 * before, "a case that shows something"
-    assert 0.5 * verdict.predicted_gain < after - before < 1.5 * verdict.predicted_gain, f"{before} -> {after}: {verdict.text}"
+    assert 0.5 * verdict.predicted_gain < after - before < 1.5 * verdict.predicted_gain, (
+        f"{before} -> {after}: {verdict.text}"
+    )
 
 
 def test_a_run_whose_learner_and_engines_are_both_busy_is_balanced() -> None:
     verdict = verdict_on(replace(BASE, actors=4, learner_s=0.56))
-    assert (verdict.kind, verdict.advice, verdict.predicted_gain) == ("balanced", {}, 0.0), verdict.text
+    assert (verdict.kind, verdict.advice, verdict.predicted_gain) == ("balanced", {}, 0.0), (
+        verdict.text
+    )
 
 
 def config(**engine: int) -> Config:
-    return Config.model_validate({
-        "run": {"total_steps": 9}, "model": {"path": "m"}, "rollout": {"rollout_batch_size": 4, "group_size": 8}, "cluster": {"engine": engine},
-    })
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 9},
+            "model": {"path": "m"},
+            "rollout": {"rollout_batch_size": 4, "group_size": 8},
+            "cluster": {"engine": engine},
+        }
+    )
 
 
 def lines(*, steps: int, starved: float, blocked: float, length: float) -> list[dict[str, float]]:
-    """A run that trains 4 groups per second on 2 actors with 16 places for responses each; a token takes 10 ms."""
+    """A run that trains 4 groups per second on 2 actors with 16 places for responses each; a token
+    takes 10 ms.
+    """
     out = []
     for step in range(steps):
         shares = {"working": 1 - starved, "starved": starved, "publishing": 0.0}
         out.append(
             {f"time/learner/{cause}": step * share for cause, share in shares.items()}
-            | {"time/engine/working": step * (1 - blocked), "time/engine/blocked": step * blocked, "time/engine/paused": 0.0}
-            | {"replay/trained": 4.0 * step, "cluster/rollout_actors": 2.0, "rollout/generate_s": 0.02 * length, "rollout/verify_s": 0.01}
-            | {"rollout/response_length": length, "rollout/tokens_per_s_per_response": 100.0, "replay/ready_wait_s": 0.1}
+            | {
+                "time/engine/working": step * (1 - blocked),
+                "time/engine/blocked": step * blocked,
+                "time/engine/paused": 0.0,
+            }
+            | {
+                "replay/trained": 4.0 * step,
+                "cluster/rollout_actors": 2.0,
+                "rollout/generate_s": 0.02 * length,
+                "rollout/verify_s": 0.01,
+            }
+            | {
+                "rollout/response_length": length,
+                "rollout/tokens_per_s_per_response": 100.0,
+                "replay/ready_wait_s": 0.1,
+            }
         )
     return out
 
@@ -84,8 +124,12 @@ def observed(told: list[dict[str, float]]) -> list[Verdict | None]:
 
 
 def test_in_a_run_each_response_takes_its_own_place() -> None:
-    full = observed(lines(steps=6, starved=0.5, blocked=0.0, length=95.0))  # 4 x 8 x 0.95 s of 32 places
-    assert (full[-1].kind, full[-1].advice["cluster.rollout_actors.max"]) == ("engines", 4), full[-1].text
+    full = observed(
+        lines(steps=6, starved=0.5, blocked=0.0, length=95.0)
+    )  # 4 x 8 x 0.95 s of 32 places
+    assert (full[-1].kind, full[-1].advice["cluster.rollout_actors.max"]) == ("engines", 4), full[
+        -1
+    ].text
     half = observed(lines(steps=6, starved=0.5, blocked=0.0, length=40.0))
     assert half[-1].kind == "slots" and half[-1].predicted_gain == pytest.approx(4.0), half[-1].text
 
@@ -93,7 +137,10 @@ def test_in_a_run_each_response_takes_its_own_place() -> None:
 def test_one_verdict_per_interval_and_none_from_numbers_that_begin_again() -> None:
     told = lines(steps=14, starved=0.5, blocked=0.5, length=40.0)
     found = observed(told)
-    assert [index for index, verdict in enumerate(found) if verdict is not None] == [MIN_STEPS, 2 * MIN_STEPS]
+    assert [index for index, verdict in enumerate(found) if verdict is not None] == [
+        MIN_STEPS,
+        2 * MIN_STEPS,
+    ]
     again = observed(told[2:5] + told[:6])
     assert [index for index, verdict in enumerate(again) if verdict is not None] == [3 + MIN_STEPS]
     assert observed([{"train/repeated": 1.0}] * 9) == [None] * 9

@@ -1,4 +1,6 @@
-"""What reaches the stream: how often, in which form, and without control characters where nobody looks at a screen."""
+"""What reaches the stream: how often, in which form, and without control characters where nobody
+looks at a screen.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,17 @@ class Clock:
 
 
 METRICS = {
-    "rollout/score": 0.5, "rollout/accuracy": 0.37, "train/lag_mean": 0.81, "train/lag_max": 1.0, "rollout/response_length": 4.21,
-    "train/tokens_per_s": 412.4, "time/learner_idle": 0.12, "time/step": 0.1, "train/grad_norm": float("nan"), "other": 3.0,
-}  # fmt: skip
+    "rollout/score": 0.5,
+    "rollout/accuracy": 0.37,
+    "train/lag_mean": 0.81,
+    "train/lag_max": 1.0,
+    "rollout/response_length": 4.21,
+    "train/tokens_per_s": 412.4,
+    "time/learner_idle": 0.12,
+    "time/step": 0.1,
+    "train/grad_norm": float("nan"),
+    "other": 3.0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +58,16 @@ def test_plain_step_lines_are_rare_and_complete() -> None:
         console.logged(step, 100, METRICS)
         clock.now += 0.125
     lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == ["1/100", "17/100", "33/100", "49/100", "65/100", "81/100", "97/100", "100/100"]
+    assert [line.split()[1] for line in lines] == [
+        "1/100",
+        "17/100",
+        "33/100",
+        "49/100",
+        "65/100",
+        "81/100",
+        "97/100",
+        "100/100",
+    ]
     assert lines[-1] == (
         "step 100/100  score 0.50  accuracy 37%  lag 0.81  max 1  length 4.2  412 tok/s  idle 12%"
     )
@@ -69,7 +88,9 @@ def test_plain_output_has_no_control_characters(monkeypatch: pytest.MonkeyPatch)
     console = Console(stream)
     console.info("[bold]answer[/bold] \x1b[31mred\r " + "x" * 300)
     console.error("lost engine 2")
-    console.summary("Result\x07", [("accuracy", "37% -> 91%"), ("run", "/a" * 100 + "\x1b]0;title\x07")])
+    console.summary(
+        "Result\x07", [("accuracy", "37% -> 91%"), ("run", "/a" * 100 + "\x1b]0;title\x07")]
+    )
     with console.phase("starting 1 engine"):
         pass
     text = stream.getvalue()
@@ -89,8 +110,11 @@ def test_phases_report_seconds_and_failures() -> None:
         clock.now += 1.5
         raise OSError("gone")
     assert stream.getvalue().splitlines() == [
-        "starting 1 engine ...", "starting 1 engine ... 14.2 s", "saving ...", "saving ... failed after 1.5 s"
-    ]  # fmt: skip
+        "starting 1 engine ...",
+        "starting 1 engine ... 14.2 s",
+        "saving ...",
+        "saving ... failed after 1.5 s",
+    ]
 
 
 def test_a_run_may_begin_inside_a_phase() -> None:
@@ -116,9 +140,10 @@ from async_grpo.observe.console.console import Console
 console = Console()
 with console.phase("starting engines"):
     time.sleep(0.2)
-metrics = {"time/step": 0.1, "time/wait": 0.02, "rollout/response_tokens": 50.0, "rollout/score": 0.5, "train/lag_mean": 0.8, "train/lag_max": 1.0,
-    "replay/ready": 7.0, "replay/capacity": 64.0, "replay/live_version": 3.0, "cluster/rollout_actors": 2.0, "train/tokens_per_s": 500.0,
-    "time/learner_idle": 0.2}
+metrics = {"time/step": 0.1, "time/wait": 0.02, "rollout/response_tokens": 50.0,
+    "rollout/score": 0.5, "train/lag_mean": 0.8, "train/lag_max": 1.0, "replay/ready": 7.0,
+    "replay/capacity": 64.0, "replay/live_version": 3.0, "cluster/rollout_actors": 2.0,
+    "train/tokens_per_s": 500.0, "time/learner_idle": 0.2}
 console.verdict(kind="engines", text="learner idle 41 %: " + "add rollout actors " * 12)
 for step in range(1, 31):
     console.logged(step, 30, metrics | {"rollout/score": step / 30, "replay/live_version": step})
@@ -138,19 +163,33 @@ console.end(0, "")
 
 
 def in_terminal(columns: int, rows: int, *, resized: tuple[int, int] | None = None) -> str:
-    """What a run writes to a pseudo-terminal of this size, which may change its size in the middle."""
+    """What a run writes to a pseudo-terminal of this size, which may change its size in the
+    middle.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
+    }
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "0.05", *([str(resized[0])] if resized else [])], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment
+        [sys.executable, "-c", SCRIPT, "0.05", *([str(resized[0])] if resized else [])],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=environment,
     )
     os.close(theirs)
     written = b""
     try:
         while ready := select.select([ours, process.stderr], [], [], 60)[0]:
-            if process.stderr in ready and os.read(process.stderr.fileno(), 4096).startswith(b"resize") and resized:
-                fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", resized[1], resized[0], 0, 0))
+            if (
+                process.stderr in ready
+                and os.read(process.stderr.fileno(), 4096).startswith(b"resize")
+                and resized
+            ):
+                fcntl.ioctl(
+                    ours, termios.TIOCSWINSZ, struct.pack("HHHH", resized[1], resized[0], 0, 0)
+                )
             if ours in ready:
                 written += os.read(ours, 65536)
     except OSError as error:  # EIO: the other side is closed
@@ -176,7 +215,8 @@ with console.phase("starting engines"):
     subprocess.run(["sh", "-c", "echo from a child >&2"], check=True)
     os.write(2, b"\\x1b[31mraw\\x1b[0m\\x1b[2J\\n")
     os.write(2, b" 10%\\r 90%\\r100%")
-    late = subprocess.Popen(["sh", "-c", "read line; echo late >&2 && echo it lives"], stdin=subprocess.PIPE)
+    late = subprocess.Popen(
+        ["sh", "-c", "read line; echo late >&2 && echo it lives"], stdin=subprocess.PIPE)
 console.end(0, "")
 print("after the panel", file=sys.stderr)
 late.communicate(b"go", timeout=20)
@@ -184,11 +224,17 @@ late.communicate(b"go", timeout=20)
 
 
 def on_a_terminal(script: str) -> tuple[str, int]:
-    """What a script writes to a pseudo-terminal of its own, 40 lines of 140 characters, and its exit code (-9: it did not end by itself)."""
+    """What a script writes to a pseudo-terminal of its own, 40 lines of 140 characters, and its
+    exit code (-9: it did not end by itself).
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
     os.close(theirs)
     written = b""
     try:
@@ -214,27 +260,62 @@ def test_what_others_write_to_stderr_comes_above_the_panel() -> None:
 
 
 def test_the_traceback_of_a_script_that_dies_with_the_panel_on_is_shown() -> None:
-    text, code = on_a_terminal("from async_grpo.observe.console.console import Console\nc = Console()\nc._screen.follow(c.progress.facts)\nraise ValueError('unforeseen')")
+    text, code = on_a_terminal(
+        "from async_grpo.observe.console.console import Console\nc = "
+        "Console()\nc._screen.follow(c.progress.facts)\nraise ValueError('unforeseen')"
+    )
     assert code == 1 and "ValueError: unforeseen" in text
 
 
 def frames(text: str) -> list[list[str]]:
     """Lines as they were written between two erasures of a line, without escape sequences."""
-    return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).replace("\r", "").split("\n") for frame in text.split("\x1b[2K")]
+    return [
+        re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).replace("\r", "").split("\n")
+        for frame in text.split("\x1b[2K")
+    ]
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(140, 40), (60, 24), (24, 5)])
 def test_a_terminal_gets_a_panel_that_fits(columns: int, rows: int) -> None:
     text = in_terminal(columns, rows)
     shown = frames(text)
-    assert any("step" in line and "elapsed" in line for frame in shown for line in frame if columns > 30) or columns <= 30
-    assert max(len(line) for frame in shown for line in frame if "31mdied" not in line and "score" not in line and " ... " not in line) <= columns
+    assert (
+        any(
+            "step" in line and "elapsed" in line
+            for frame in shown
+            for line in frame
+            if columns > 30
+        )
+        or columns <= 30
+    )
+    assert (
+        max(
+            len(line)
+            for frame in shown
+            for line in frame
+            if "31mdied" not in line and "score" not in line and " ... " not in line
+        )
+        <= columns
+    )
     assert max(len(frame) for frame in shown) <= rows + 8, "a few lines are printed above the panel"
     assert "\\x1b[31mdied\\x07" in text and "\x1b[31m" not in text and "\x07" not in text
     if rows > 8:
-        assert all(word in text for word in ("reward", "tokens/s", "lag mean 0.80", "actors up 2", "version 3", "verdict", "learner idle 41 %"))
+        assert all(
+            word in text
+            for word in (
+                "reward",
+                "tokens/s",
+                "lag mean 0.80",
+                "actors up 2",
+                "version 3",
+                "verdict",
+                "learner idle 41 %",
+            )
+        )
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is back"
-    assert "finished" in frames(text)[-1][-1] or "finished" in text[text.rindex("\x1b[?25h") :], "the table comes after the panel"
+    assert "finished" in frames(text)[-1][-1] or "finished" in text[text.rindex("\x1b[?25h") :], (
+        "the table comes after the panel"
+    )
 
 
 def test_a_terminal_may_change_its_size() -> None:
@@ -243,13 +324,21 @@ def test_a_terminal_may_change_its_size() -> None:
     before, after = text.split("resized", 1)
     assert any("tokens/s" in line for frame in frames(before) for line in frame)
     drawn = [line for frame in frames(after) for line in frame if line.startswith("step 20/30")]
-    assert drawn and max(map(len, drawn)) <= 30 and "tokens/s" not in after[after.index("step 20/30") :], "one line, that fits"
+    assert (
+        drawn
+        and max(map(len, drawn)) <= 30
+        and "tokens/s" not in after[after.index("step 20/30") :]
+    ), "one line, that fits"
 
 
 def test_a_pipe_gets_lines_without_control_characters() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, "0"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "0"], capture_output=True, text=True, timeout=60, check=True
+    )
     assert all(character.isprintable() or character == "\n" for character in done.stdout)
     lines = done.stdout.splitlines()
-    assert lines[:2] == ["starting engines ...", lines[1]] and lines[1].startswith("starting engines ... 0.")
+    assert lines[:2] == ["starting engines ...", lines[1]] and lines[1].startswith(
+        "starting engines ... 0."
+    )
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/30", "30/30"]
     assert lines[-2:] == ["finished", "  accuracy   37 % -> 91 %"]

@@ -1,4 +1,6 @@
-"""What became of every token, one rule at a time, and the clock of causes. Random schedules: `test_simulation` compares every one with its own count."""
+"""What became of every token, one rule at a time, and the clock of causes. Random schedules:
+`test_simulation` compares every one with its own count.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,19 @@ def told(sampled: int, **others: int) -> Report:
 async def test_a_token_moves_from_place_to_place() -> None:
     queue = ReplayQueue(queue_settings())
     tickets = await queue.acquire("a", 0, [], 4, told(1000, probes=7, evaluated=13))
-    assert await places(queue) == {"held": 980, "probes": 7, "evaluated": 13}, "980 are under way at the engine"
+    assert await places(queue) == {"held": 980, "probes": 7, "evaluated": 13}, (
+        "980 are under way at the engine"
+    )
     frames = [frame_of(tickets[0]), frame_of(tickets[1]), frame_of(tickets[2], values=(1.0, 1.0))]
     sizes = [size(frame) for frame in frames]
     for _ in range(2):  # the answer was lost
         await queue.put("a", frames)
-    assert await places(queue) == {"held": 980 - sizes[2], "rejected": sizes[2], "probes": 7, "evaluated": 13}
+    assert await places(queue) == {
+        "held": 980 - sizes[2],
+        "rejected": sizes[2],
+        "probes": 7,
+        "evaluated": 13,
+    }
     await queue.get_batch(1)
     await queue.get_batch(2)
     assert (await places(queue))["trained"] == sizes[0] + sizes[1]
@@ -77,7 +86,11 @@ async def test_what_was_under_way_at_a_dead_actor_is_lost_until_it_arrives_after
 @pytest.mark.parametrize("orderly", [True, False])
 async def test_the_account_goes_on_when_the_run_starts_again(tmp_path: Path, orderly: bool) -> None:
     def opened(start: str, *, steps: int, snapshot: dict | None = None) -> ReplayQueue:
-        return open_queue(queue_settings(trained_steps=steps), JournalSettings(str(tmp_path), start=start, fsync="never"), snapshot=snapshot)
+        return open_queue(
+            queue_settings(trained_steps=steps),
+            JournalSettings(str(tmp_path), start=start, fsync="never"),
+            snapshot=snapshot,
+        )
 
     queue = opened("first", steps=0)
     tickets = await queue.acquire("a", 0, [], 4, told(300, probes=5))
@@ -99,12 +112,17 @@ async def test_the_account_goes_on_when_the_run_starts_again(tmp_path: Path, ord
     gone = {"unused" if orderly else "lost": under_way}
     assert await places(again) == before | gone | {"held": sizes[2]}
     await again.acquire("a", 1, [], 1, told(20, continued=under_way))
-    assert await places(again) == before | {"held": sizes[2] + under_way + 20}, "what is continued counts once"
+    assert await places(again) == before | {"held": sizes[2] + under_way + 20}, (
+        "what is continued counts once"
+    )
 
 
 async def test_what_a_dead_actor_lost_stays_lost_when_steps_are_discarded(tmp_path: Path) -> None:
     def opened(start: str, *, steps: int) -> ReplayQueue:
-        return open_queue(queue_settings(trained_steps=steps), JournalSettings(str(tmp_path), start=start, fsync="never", lost_steps="discard"))
+        return open_queue(
+            queue_settings(trained_steps=steps),
+            JournalSettings(str(tmp_path), start=start, fsync="never", lost_steps="discard"),
+        )
 
     queue = opened("first", steps=0)
     tickets = await queue.acquire("a", 0, [], 4, told(300))
@@ -121,7 +139,10 @@ async def test_what_a_dead_actor_lost_stays_lost_when_steps_are_discarded(tmp_pa
 
 async def test_batches_that_are_taken_back_are_generated_again(tmp_path: Path) -> None:
     def opened(start: str) -> ReplayQueue:
-        return open_queue(queue_settings(), JournalSettings(str(tmp_path), start=start, fsync="never", lost_steps="discard"))
+        return open_queue(
+            queue_settings(),
+            JournalSettings(str(tmp_path), start=start, fsync="never", lost_steps="discard"),
+        )
 
     queue = opened("first")
     sizes = []
@@ -133,13 +154,19 @@ async def test_batches_that_are_taken_back_are_generated_again(tmp_path: Path) -
         await queue.live(step)
     assert await places(queue) == {"trained": sum(sizes)}
     again = opened("second")
-    assert await places(again) == {"held": sizes[0], "regenerated": sizes[1]}, "the first batch can be trained as it is, the second has newer tokens"
+    assert await places(again) == {"held": sizes[0], "regenerated": sizes[1]}, (
+        "the first batch can be trained as it is, the second has newer tokens"
+    )
 
 
-@pytest.mark.parametrize(("mask_truncated", "stale_before", "masked"), [(False, None, 1), (True, None, 9), (False, 3, 5), (True, 3, 12)])
+@pytest.mark.parametrize(
+    ("mask_truncated", "stale_before", "masked"),
+    [(False, None, 1), (True, None, 9), (False, 3, 5), (True, 3, 12)],
+)
 def test_masked_tokens(mask_truncated: bool, stale_before: int | None, masked: int) -> None:
     rows = (
-        RowMeta("train", 8, 8, {"r": 1.0}, None, "length", ((2, 1), (3, 7))), RowMeta("train", 5, 4, {"r": 1.0}, None, "stop", ((2, 3), (4, 2))),
+        RowMeta("train", 8, 8, {"r": 1.0}, None, "length", ((2, 1), (3, 7))),
+        RowMeta("train", 5, 4, {"r": 1.0}, None, "stop", ((2, 3), (4, 2))),
         RowMeta("baseline", 6, 6, {"r": 1.0}, None, "length", ((2, 6),)),
     )
     meta = GroupMeta(0, 1, 2, "a", 3, rows, {}, 0)
@@ -154,7 +181,9 @@ def test_the_causes_add_up_to_the_time_that_passed(switches: list[tuple[str, flo
         time.switch(cause)
         clock.now += seconds
         expected[cause] += seconds
-    assert time.seconds() == pytest.approx(expected) and sum(time.seconds().values()) == pytest.approx(clock.now)
+    assert time.seconds() == pytest.approx(expected) and sum(
+        time.seconds().values()
+    ) == pytest.approx(clock.now)
 
 
 def test_a_block_gives_the_time_back_to_the_cause_before_it() -> None:
@@ -194,20 +223,30 @@ def test_the_time_of_an_engine_follows_its_groups() -> None:
         passes(16.0)
     engine.producing(False)
     passes(32.0)
-    report = engine.report({"total": 9, "probes": 2, "evaluated": 3}, {"continued_tokens": 4, "reprefilled": 5})
+    report = engine.report(
+        {"total": 9, "probes": 2, "evaluated": 3}, {"continued_tokens": 4, "reprefilled": 5}
+    )
     assert dict(report.seconds) == {
-        "working": 2.0, "blocked": 1.0, "verifying": 8.0, "paused": 4.0, "evaluating": 16.0, "restarting": 0.0, "other": 32.0,
+        "working": 2.0,
+        "blocked": 1.0,
+        "verifying": 8.0,
+        "paused": 4.0,
+        "evaluating": 16.0,
+        "restarting": 0.0,
+        "other": 32.0,
     }
     assert (report.began, report.told) == (100.0, Told(9, 2, 3, 4, 5))
     assert engine.report({}, {}, every_s=0.5) is None
 
 
 def test_a_place_whose_process_was_replaced() -> None:
-    means, places = engine_times({
-        "actor-0.0": (10.0, {"working": 5.0, "other": 1.0}), "actor-0.1": (20.0, {"working": 2.0}), "actor-1.0": (10.0, {"working": 12.0}),
-    })
+    means, places = engine_times(
+        {
+            "actor-0.0": (10.0, {"working": 5.0, "other": 1.0}),
+            "actor-0.1": (20.0, {"working": 2.0}),
+            "actor-1.0": (10.0, {"working": 12.0}),
+        }
+    )
     assert places["actor-0"]["restarting"] == 4.0 and sum(places["actor-0"].values()) == 12.0
     assert means["time/engine/working"] == 9.5 and sum(means.values()) == 12.0
     assert engine_times({}) == ({}, {})
-
-

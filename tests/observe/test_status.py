@@ -1,4 +1,6 @@
-"""status.json and the command that shows it: rates against a plain computation, and what became of the run."""
+"""status.json and the command that shows it: rates against a plain computation, and what became of
+the run.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,32 @@ class Clock:
 def test_rates_and_shares_are_those_of_the_window() -> None:
     clock, chance = Clock(), random.Random(1)
     progress, rows = Progress(clock=clock), []
-    totals = dict.fromkeys(("goodput/generated", "time/learner/working", "time/learner/starved", "time/engine/working", "time/engine/paused"), 500.0)
+    totals = dict.fromkeys(
+        (
+            "goodput/generated",
+            "time/learner/working",
+            "time/learner/starved",
+            "time/engine/working",
+            "time/engine/paused",
+        ),
+        500.0,
+    )
     for step in range(101, 201):
         clock.now += (seconds := chance.uniform(0.2, 2.0))
         starved, paused = chance.uniform(0, seconds), chance.uniform(0, seconds)
-        for name, more in (("goodput/generated", chance.randrange(900)), ("time/learner/starved", starved), ("time/learner/working", seconds - starved),
-                           ("time/engine/paused", paused), ("time/engine/working", seconds - paused)):
+        for name, more in (
+            ("goodput/generated", chance.randrange(900)),
+            ("time/learner/starved", starved),
+            ("time/learner/working", seconds - starved),
+            ("time/engine/paused", paused),
+            ("time/engine/working", seconds - paused),
+        ):
             totals[name] += more
-        row = totals | {"time/step": seconds, "time/wait": starved, "rollout/response_tokens": float(chance.randrange(500))}
+        row = totals | {
+            "time/step": seconds,
+            "time/wait": starved,
+            "rollout/response_tokens": float(chance.randrange(500)),
+        }
         rows.append((clock.now, step, row))
         progress.logged(step, 400, row)
     metrics = progress.facts()["metrics"]
@@ -47,7 +67,9 @@ def test_rates_and_shares_are_those_of_the_window() -> None:
     seconds = clock.now - before[0]
     spent = {name: window[-1][2][name] - before[2][name] for name in totals}
     assert metrics["tokens_generated_per_s"] == pytest.approx(spent["goodput/generated"] / seconds)
-    assert metrics["tokens_trained_per_s"] == pytest.approx(sum(row["rollout/response_tokens"] for _, _, row in window) / seconds)
+    assert metrics["tokens_trained_per_s"] == pytest.approx(
+        sum(row["rollout/response_tokens"] for _, _, row in window) / seconds
+    )
     assert metrics["learner_idle"] == pytest.approx(spent["time/learner/starved"] / seconds)
     assert metrics["engine_idle"] == pytest.approx(spent["time/engine/paused"] / seconds)
     assert metrics["seconds_per_step"] == pytest.approx(seconds / len(window))
@@ -59,7 +81,10 @@ def test_what_nobody_measured_is_absent() -> None:
     assert progress.facts()["metrics"] == {} and "eta_s" not in progress.facts()
     progress.logged(1, 2, {"time/step": 1.0, "rollout/score": float("nan")})
     facts = progress.facts()
-    assert "rollout/score" not in facts["metrics"] and not {"engine_idle", "tokens_generated_per_s"} & set(facts["metrics"])
+    assert "rollout/score" not in facts["metrics"] and not {
+        "engine_idle",
+        "tokens_generated_per_s",
+    } & set(facts["metrics"])
     json.dumps(facts, allow_nan=False)
     drawn = panel(facts, width=80, height=24, now=time.time())
     assert len(drawn.renderables) == 2, "the headline and the seconds per step"
@@ -78,7 +103,11 @@ def test_a_curve_keeps_few_points_and_its_mean() -> None:
 
 def test_sparklines_go_from_low_to_high() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0, 0, 7, 7], 2) == "▁█" and sparkline([3, 3, 3], 9) == "▁▁▁" and sparkline([], 5) == "" == sparkline([1], 0)
+    assert (
+        sparkline([0, 0, 7, 7], 2) == "▁█"
+        and sparkline([3, 3, 3], 9) == "▁▁▁"
+        and sparkline([], 5) == "" == sparkline([1], 0)
+    )
     assert sparkline([float("nan"), 1, 2], 5) == "▁█"
 
 
@@ -87,7 +116,17 @@ def facts(tmp_path: Path) -> dict[str, object]:
     """Of a run of this process, between two learner steps."""
     progress = Progress()
     for step in (1, 2, 3):
-        progress.logged(step, 10, {"time/step": 1.0, "time/wait": 0.1, "rollout/score": 0.5, "rollout/response_tokens": 5.0, "train/lag_max": 1.0})
+        progress.logged(
+            step,
+            10,
+            {
+                "time/step": 1.0,
+                "time/wait": 0.1,
+                "rollout/score": 0.5,
+                "rollout/response_tokens": 5.0,
+                "train/lag_max": 1.0,
+            },
+        )
     file = StatusFile(tmp_path, progress, run="mine")
     file.close()
     return read_status(tmp_path)
@@ -96,10 +135,12 @@ def facts(tmp_path: Path) -> dict[str, object]:
 def test_the_status_tells_what_became_of_a_run(facts: dict[str, object]) -> None:
     now = facts["written"]
     assert condition(facts, now=now).kind == "running"
-    assert condition(facts | {"exit_code": 4, "message": "an engine died", "ended": now - 120}, now=now).text == (
-        "ended 2 min ago with exit code 4: an engine died"
+    assert condition(
+        facts | {"exit_code": 4, "message": "an engine died", "ended": now - 120}, now=now
+    ).text == ("ended 2 min ago with exit code 4: an engine died")
+    assert condition(facts | {"begun": facts["begun"] + 1}, now=now).kind == "killed", (
+        "the process id is another process's by now"
     )
-    assert condition(facts | {"begun": facts["begun"] + 1}, now=now).kind == "killed", "the process id is another process's by now"
     elsewhere = facts | {"owner": "otherhost.1", "host": "other"}
     assert condition(elsewhere, now=now + 30).kind == "running"
     assert condition(elsewhere, now=now + 300).kind == "silent"
@@ -109,12 +150,17 @@ def test_the_status_tells_what_became_of_a_run(facts: dict[str, object]) -> None
 
 def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from async_grpo.observe.console.console import Console; from async_grpo.observe.console.status_file import StatusFile\n"
-        "console = Console(); console.attach(StatusFile(Path(sys.argv[1]), console.begin_run(), run='mine'))\n"
+        "import sys, time; from pathlib import Path; from "
+        "async_grpo.observe.console.console import Console; from "
+        "async_grpo.observe.console.status_file import StatusFile\n"
+        "console = Console(); console.attach(StatusFile(Path(sys.argv[1]), "
+        "console.begin_run(), run='mine'))\n"
         "console.logged(1, 9, {'time/step': 1.0, 'rollout/score': 0.25})\n"
         "with console.phase('evaluating'): print('there', flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE
+    )
     try:
         deadline = time.monotonic() + 30
         while not (tmp_path / STATUS).exists() or read_status(tmp_path)["phase"] != "evaluating":
@@ -127,13 +173,24 @@ def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
         process.stdout.close()
     assert condition(read_status(tmp_path), now=time.time()).kind == "killed"
     shown = subprocess.run(
-        [sys.executable, "-m", "async_grpo.status", str(tmp_path), "--follow"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "async_grpo.status", str(tmp_path), "--follow"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     ).stdout
     assert all(character.isprintable() or character == "\n" for character in shown)
-    assert "step 1/9" in shown and "evaluating" in shown and "it was killed" in shown and "reward" in shown
+    assert (
+        "step 1/9" in shown
+        and "evaluating" in shown
+        and "it was killed" in shown
+        and "reward" in shown
+    )
 
 
-def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert status.main([str(tmp_path)]) == 2
     assert "no run directory" in capsys.readouterr().err
     (tmp_path / STATUS).write_text('{"format": 99}')
@@ -185,7 +242,9 @@ def test_a_resumed_run_continues_the_curves(tmp_path: Path) -> None:
         return progress.facts()["reward"]
 
     whole = start(range(1, 301))
-    assert start(range(201, 301)) == pytest.approx(whole, abs=4), "the steps after 200 were taken back"
+    assert start(range(201, 301)) == pytest.approx(whole, abs=4), (
+        "the steps after 200 were taken back"
+    )
     assert read_status(tmp_path)["evaluations"] == [[100, 0.1], [200, 0.2], [300, 0.3]]
     start(range(1, 3))
     assert read_status(tmp_path)["evaluations"] == [] and len(read_status(tmp_path)["reward"]) == 2

@@ -1,4 +1,6 @@
-"""`--dry-run`: what it computes, what it refuses and warns of, and that it starts and leaves nothing."""
+"""`--dry-run`: what it computes, what it refuses and warns of, and that it starts and leaves
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,27 @@ from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack
-from async_grpo.preflight.memory import BUCKET_ELEMENTS, Shape, engine_memory, learner_memory, shape_of
+from async_grpo.preflight.memory import (
+    BUCKET_ELEMENTS,
+    Shape,
+    engine_memory,
+    learner_memory,
+    shape_of,
+)
 from tests.support.learners import free_port, make_case, make_config, set_rank
 from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVEN = Shape(
-    parameters=7_000_000_000, trained=7_000_000_000, frozen=0, layers=32, hidden=4096, intermediate=11008, vocabulary=152_000, kv_heads=8, head_dim=128
+    parameters=7_000_000_000,
+    trained=7_000_000_000,
+    frozen=0,
+    layers=32,
+    hidden=4096,
+    intermediate=11008,
+    vocabulary=152_000,
+    kv_heads=8,
+    head_dim=128,
 )
 
 
@@ -32,69 +48,132 @@ def model(tmp_path_factory) -> str:
 
 
 def config_of(**changes) -> Config:
-    return make_config(algorithm={"anchor": "behavior", "importance": {"level": "none"}, "use_kl_loss": False}, **changes)
+    return make_config(
+        algorithm={"anchor": "behavior", "importance": {"level": "none"}, "use_kl_loss": False},
+        **changes,
+    )
 
 
 def test_states_are_those_of_the_zero_paper() -> None:
-    """16 bytes per parameter and master weights apart (arXiv 1910.02054, section 3), of which each stage shards more; gradients are float32 here."""
+    """16 bytes per parameter and master weights apart (arXiv 1910.02054, section 3), of which each
+    stage shards more; gradients are float32 here.
+    """
     config = config_of(model={"dtype": "bfloat16"}, learner={"ranks": 8})
     totals = []
     for stage in (1, 2, 3):
         need = learner_memory(config, SEVEN, device="cuda", stage=stage)
         totals.append((need.weights, need.gradients, need.optimizer))
     psi = SEVEN.parameters
-    assert totals == [(2 * psi, 4 * psi, 12 * psi // 8), (2 * psi, 4 * psi // 8, 12 * psi // 8), (2 * psi // 8, 4 * psi // 8, 12 * psi // 8)]
+    assert totals == [
+        (2 * psi, 4 * psi, 12 * psi // 8),
+        (2 * psi, 4 * psi // 8, 12 * psi // 8),
+        (2 * psi // 8, 4 * psi // 8, 12 * psi // 8),
+    ]
     assert learner_memory(config, SEVEN, device="cuda", stage=2).buckets == 2 * BUCKET_ELEMENTS
 
 
 def test_the_cache_of_an_engine() -> None:
-    config = config_of(rollout={"prompt_length": 1024, "response_length": 7168}, learner={"tokens_per_micro_batch": 8192}, cluster={"engine": {"tensor_parallel_size": 2}})
+    config = config_of(
+        rollout={"prompt_length": 1024, "response_length": 7168},
+        learner={"tokens_per_micro_batch": 8192},
+        cluster={"engine": {"tensor_parallel_size": 2}},
+    )
     need = engine_memory(config, SEVEN, device="cuda", kv_cache_gb=20)
     assert need.weights == SEVEN.parameters  # half of two bytes each
-    assert need.kv_token == 2 * 32 * 4 * 128 * 2  # keys and values, layers, heads of one GPU, size of a head, bytes
+    assert (
+        need.kv_token == 2 * 32 * 4 * 128 * 2
+    )  # keys and values, layers, heads of one GPU, size of a head, bytes
     assert need.rows(need.kv_cache) == 20 * 2**30 // (need.kv_token * 8192)
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}, {"freeze": ["embed_tokens"]}], ids=["all", "lora", "frozen"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora": {"rank": 4}}, {"freeze": ["embed_tokens"]}],
+    ids=["all", "lora", "frozen"],
+)
 def test_parameters_are_counted_without_weights(model, settings) -> None:
     from async_grpo.learner import adapters
 
     config = config_of(model={"path": model, **settings})
     shape = shape_of(config, model)
-    real = load_model(model, dtype=torch.float32, longest_row=48, gradient_checkpointing=False, trust_remote_code=False, float32_head=False)
+    real = load_model(
+        model,
+        dtype=torch.float32,
+        longest_row=48,
+        gradient_checkpointing=False,
+        trust_remote_code=False,
+        float32_head=False,
+    )
     assert shape.parameters == sum(parameter.numel() for parameter in real.parameters())
     adapters.restrict(real.hf, config.model, seed=0, base=model)
-    counts = [sum(parameter.numel() for parameter in real.parameters() if parameter.requires_grad is kind) for kind in (True, False)]
+    counts = [
+        sum(parameter.numel() for parameter in real.parameters() if parameter.requires_grad is kind)
+        for kind in (True, False)
+    ]
     assert [shape.trained, shape.frozen] == counts
-    assert (shape.layers, shape.hidden, shape.kv_heads, shape.head_dim, shape.vocabulary) == (2, 64, 1, 32, 100)
+    assert (shape.layers, shape.hidden, shape.kv_heads, shape.head_dim, shape.vocabulary) == (
+        2,
+        64,
+        1,
+        32,
+        100,
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_are_about_what_autograd_keeps(model, checkpointing) -> None:
-    """Measured on saved tensors; the estimate may be too high by half, since it stands for models with wider heads too, and hardly too low."""
+    """Measured on saved tensors; the estimate may be too high by half, since it stands for models
+    with wider heads too, and hardly too low.
+    """
     from async_grpo.preflight.memory import activation_bytes
 
-    policy = load_model(model, dtype=torch.float32, longest_row=256, gradient_checkpointing=checkpointing, trust_remote_code=False, float32_head=False)
+    policy = load_model(
+        model,
+        dtype=torch.float32,
+        longest_row=256,
+        gradient_checkpointing=checkpointing,
+        trust_remote_code=False,
+        float32_head=False,
+    )
     policy.train()
-    packed = pack([(torch.arange(8).numpy(), torch.arange(248).numpy() % 100)] * 16, torch.device("cpu"))
-    weights, kept = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}, {}
+    packed = pack(
+        [(torch.arange(8).numpy(), torch.arange(248).numpy() % 100)] * 16, torch.device("cpu")
+    )
+    weights, kept = (
+        {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()},
+        {},
+    )
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes(), tensor  # the tensor, so that its address is not used again
+            kept[storage.data_ptr()] = (
+                storage.nbytes(),
+                tensor,
+            )  # the tensor, so that its address is not used again
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy(packed, 1.0, False)
     config = config_of(
-        model={"path": model}, learner={"gradient_checkpointing": checkpointing, "tokens_per_micro_batch": packed.input_ids.numel()},
-        rollout={"prompt_length": 8, "response_length": 248, "group_size": 8, "rollout_batch_size": 4},
+        model={"path": model},
+        learner={
+            "gradient_checkpointing": checkpointing,
+            "tokens_per_micro_batch": packed.input_ids.numel(),
+        },
+        rollout={
+            "prompt_length": 8,
+            "response_length": 248,
+            "group_size": 8,
+            "rollout_batch_size": 4,
+        },
     )
     shape = shape_of(config, model)
     measured = sum(size for size, _ in kept.values())
     if checkpointing:  # the layer that is computed again is not among the saved tensors
-        measured += int(packed.input_ids.numel() * 4 * (12.5 * shape.hidden + 4 * shape.intermediate))
+        measured += int(
+            packed.input_ids.numel() * 4 * (12.5 * shape.hidden + 4 * shape.intermediate)
+        )
     assert 0.9 < activation_bytes(config, shape, size=4) / measured < 1.6
 
 
@@ -106,7 +185,8 @@ step = learner._step
 def watched():
     most.append(held()); result = step(); most.append(held()); return result
 learner._step = watched
-learner.begin(case.plan([[list(range(len(case.updates[0])))]])); learner.assign(case.values, 0.0); learner.update(0); learner.end()
+learner.begin(case.plan([[list(range(len(case.updates[0])))]]))
+learner.assign(case.values, 0.0); learner.update(0); learner.end()
 print("bytes per parameter", max(most) / parameters)
 """
 
@@ -114,15 +194,31 @@ print("bytes per parameter", max(most) / parameters)
 def held() -> int:
     """Bytes of all tensors that Python can reach, each storage once."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.device.type == "cpu"]
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+    tensors = [
+        one
+        for one in gc.get_objects()
+        if isinstance(one, torch.Tensor) and one.device.type == "cpu"
+    ]
+    return sum(
+        {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors
+        }.values()
+    )
 
 
 def learner_and_case(directory: str, stage: int, dtype: str) -> tuple:
     from async_grpo.learner.learner import Learner
 
-    buckets = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
-    config = config_of(model={"path": directory, "dtype": dtype}, learner={"zero_stage": stage, "deepspeed": {"zero_optimization": buckets}})
+    buckets = {
+        "reduce_bucket_size": 1000,
+        "allgather_bucket_size": 1000,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+    }
+    config = config_of(
+        model={"path": directory, "dtype": dtype},
+        learner={"zero_stage": stage, "deepspeed": {"zero_optimization": buckets}},
+    )
     case = make_case(directory)
     set_rank(0, 1, free_port())
     learner = Learner(config, model_dir=directory, fetch=case.fetch, device="cpu", total_updates=10)
@@ -130,10 +226,27 @@ def learner_and_case(directory: str, stage: int, dtype: str) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        (0, "float32"),
+        (1, "float32"),
+        (2, "float32"),
+        (1, "bfloat16"),
+        (2, "bfloat16"),
+        (3, "bfloat16"),
+    ],
+)
 def test_the_states_of_a_real_rank(tmp_path, stage, dtype) -> None:
     model = write_model(tmp_path / "model", hidden=256)
-    out = subprocess.run([sys.executable, "-c", STATES, model, str(stage), dtype], check=False, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    out = subprocess.run(
+        [sys.executable, "-c", STATES, model, str(stage), dtype],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert out.returncode == 0, out.stderr[-3000:]
     measured = float(re.search(r"bytes per parameter ([\d.]+)", out.stdout)[1])
     config = config_of(model={"path": model, "dtype": dtype})
@@ -146,13 +259,24 @@ def test_a_dry_run_starts_and_leaves_nothing(model, tmp_path, capsys, monkeypatc
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
     monkeypatch.chdir(tmp_path)
-    settings = [f"model.path={model}", "model.warm_start=null", "run.dir=runs/new/{time}", "cluster.rollout_actors.min=2"]
+    settings = [
+        f"model.path={model}",
+        "model.warm_start=null",
+        "run.dir=runs/new/{time}",
+        "cluster.rollout_actors.min=2",
+    ]
     assert run.main([str(ROOT / "configs" / "quickstart.yaml"), *settings, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
     for line in (
-        "(max_staleness + 1) x rollout_batch_size = (1 + 1) x 32 = 64 groups, 512 responses", "learner rank, ZeRO-3", "<- learner.zero_stage",
-        "rollout_batch_size: 32", "engine 1", "room for", "weights by shared_memory", "exit code 0",
+        "(max_staleness + 1) x rollout_batch_size = (1 + 1) x 32 = 64 groups, 512 responses",
+        "learner rank, ZeRO-3",
+        "<- learner.zero_stage",
+        "rollout_batch_size: 32",
+        "engine 1",
+        "room for",
+        "weights by shared_memory",
+        "exit code 0",
     ):
         assert line in out, line
     written = out.partition("# resolved configuration")[2].partition("\n\n")[0]
@@ -163,10 +287,22 @@ def test_a_dry_run_starts_and_leaves_nothing(model, tmp_path, capsys, monkeypatc
 
 def test_a_dry_run_warns_and_refuses(model, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    base = [str(ROOT / "configs" / "quickstart.yaml"), f"model.path={model}", "model.warm_start=null", f"run.dir={tmp_path / 'run'}", "--dry-run"]
-    assert run.main([*base, "rollout.rollout_batch_size=2", "cluster.engine.kv_cache_gb=0.00001"]) == 0
+    base = [
+        str(ROOT / "configs" / "quickstart.yaml"),
+        f"model.path={model}",
+        "model.warm_start=null",
+        f"run.dir={tmp_path / 'run'}",
+        "--dry-run",
+    ]
+    assert (
+        run.main([*base, "rollout.rollout_batch_size=2", "cluster.engine.kv_cache_gb=0.00001"]) == 0
+    )
     out = capsys.readouterr().out
-    assert "can generate" in out and "lower cluster.engine.max_num_seqs to" in out and "the KV cache holds" in out
+    assert (
+        "can generate" in out
+        and "lower cluster.engine.max_num_seqs to" in out
+        and "the KV cache holds" in out
+    )
     assert run.main([*base, "weight_sync.backend=nccl"]) == 2
     assert "needs GPUs" in capsys.readouterr().out
     assert run.main([*base, "model.lora.target_modules=[nowhere]"]) == 2

@@ -1,4 +1,6 @@
-"""Model, tokenizer and prompts that do not fit each other are found before anything starts, and those that fit pass."""
+"""Model, tokenizer and prompts that do not fit each other are found before anything starts, and
+those that fit pass.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ def model(good: Path, tmp_path: Path) -> Path:
 
 def config(model: Path, *, rollout: dict[str, Any] | None = None, **task: Any) -> Config:
     lengths = {"prompt_length": 12, "response_length": 12, "rollout_batch_size": 4}
-    return Config.model_validate({"run": {"total_steps": 2}, "model": {"path": str(model)}, "task": task, "rollout": lengths | (rollout or {})})
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 2},
+            "model": {"path": str(model)},
+            "task": task,
+            "rollout": lengths | (rollout or {}),
+        }
+    )
 
 
 def fit(model: Path, *, rollout: dict[str, Any] | None = None, **task: Any) -> list[str]:
@@ -86,7 +95,9 @@ def test_a_model_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, good: Path) ->
         raise OSError("There is no such model. And here are many more words")
 
     monkeypatch.setattr("transformers.utils.cached_file", unreachable)
-    assert refused(good).endswith("cannot be loaded: There is no such model. Name a model of the hub, or a local directory")
+    assert refused(good).endswith(
+        "cannot be loaded: There is no such model. Name a model of the hub, or a local directory"
+    )
 
 
 def test_no_end_of_a_response(tmp_path: Path) -> None:
@@ -102,10 +113,15 @@ def test_no_end_of_a_response(tmp_path: Path) -> None:
 
 def test_rows_longer_than_the_models_positions(model: Path) -> None:
     message = refused(model, rollout={"prompt_length": 1000, "response_length": 25})
-    assert "`rollout.prompt_length` 1000 + `rollout.response_length` 25 = 1025 tokens" in message and "max_position_embeddings 1024" in message
+    assert (
+        "`rollout.prompt_length` 1000 + `rollout.response_length` 25 = 1025 tokens" in message
+        and "max_position_embeddings 1024" in message
+    )
     assert fit(model, rollout={"prompt_length": 1000, "response_length": 24}) == []
     change(model / "config.json", rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    assert fit(model, rollout={"prompt_length": 1000, "response_length": 25}) == [], "stretched positions reach further"
+    assert fit(model, rollout={"prompt_length": 1000, "response_length": 25}) == [], (
+        "stretched positions reach further"
+    )
 
 
 def test_the_sizes_of_a_language_model_inside_another(model: Path) -> None:
@@ -116,10 +132,16 @@ def test_the_sizes_of_a_language_model_inside_another(model: Path) -> None:
 def test_a_tokenizer_of_another_model(model: Path) -> None:
     change(model / "config.json", vocab_size=90)
     message = refused(model)
-    assert "the tokenizer gives token ids up to 97" in message and "is 90" in message and "the model has 90 (vocab_size" in message
+    assert (
+        "the tokenizer gives token ids up to 97" in message
+        and "is 90" in message
+        and "the model has 90 (vocab_size" in message
+    )
 
 
-def test_added_tokens_that_nobody_uses_may_lie_outside_but_not_in_a_prompt(model: Path, tmp_path: Path) -> None:
+def test_added_tokens_that_nobody_uses_may_lie_outside_but_not_in_a_prompt(
+    model: Path, tmp_path: Path
+) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
@@ -128,7 +150,9 @@ def test_added_tokens_that_nobody_uses_may_lie_outside_but_not_in_a_prompt(model
     change(model / "config.json", vocab_size=98)
     assert fit(model) == []
     train = rows(tmp_path / "rows.jsonl", ["fine", "an <image>"])
-    assert "training problem 1 has token id 98, the model has 98" in refused(model, name="jsonl", train=train)
+    assert "training problem 1 has token id 98, the model has 98" in refused(
+        model, name="jsonl", train=train
+    )
 
 
 # ---- prompts
@@ -138,14 +162,24 @@ def test_prompts_that_are_too_long_are_counted_with_an_example(good: Path, tmp_p
     train = rows(tmp_path / "rows.jsonl", ["short"] * 9 + ["a prompt of 24 tokens !!"])
     message = refused(good, name="jsonl", train=train)
     assert "1 of 10 sampled prompts have more than `rollout.prompt_length` 12 tokens" in message
-    assert "training problem 9 has 24 ('a prompt of 24 tokens !!')" in message and "task.max_bad_fraction, now 0)" in message
+    assert (
+        "training problem 9 has 24 ('a prompt of 24 tokens !!')" in message
+        and "task.max_bad_fraction, now 0)" in message
+    )
     assert fit(good, name="jsonl", train=train, rollout={"prompt_length": 24}) == []
     [note] = fit(good, name="jsonl", train=train, max_bad_fraction=0.1)
     assert note.startswith("note: 1 of 10") and "left out" in note
-    assert "2 of 3" in refused(good, name="jsonl", train=rows(tmp_path / "more.jsonl", ["x" * 20, "y", "z" * 30]), max_bad_fraction=0.5)
+    assert "2 of 3" in refused(
+        good,
+        name="jsonl",
+        train=rows(tmp_path / "more.jsonl", ["x" * 20, "y", "z" * 30]),
+        max_bad_fraction=0.5,
+    )
 
 
-def test_the_sample_is_spread_over_the_problems(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_is_spread_over_the_problems(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     wanted = config(good, name="arithmetic")
     task = load_task(wanted.task, 0)
@@ -162,18 +196,31 @@ def test_the_sample_is_spread_over_the_problems(good: Path, tmp_path: Path, monk
         asked.clear()
         monkeypatch.setattr(type(task), "__len__", lambda self, count=count: count)
         list(check_fit(wanted, str(good), task))
-        assert len(asked) == len(set(asked)) and min(count, SAMPLE / 2) <= len(asked) <= SAMPLE and max(asked) < count
+        assert (
+            len(asked) == len(set(asked))
+            and min(count, SAMPLE / 2) <= len(asked) <= SAMPLE
+            and max(asked) < count
+        )
 
 
 def test_messages_need_a_template_that_takes_them(model: Path, tmp_path: Path) -> None:
-    train = rows(tmp_path / "rows.jsonl", [[{"role": "system", "content": "be"}, {"role": "user", "content": "q"}]])
+    train = rows(
+        tmp_path / "rows.jsonl",
+        [[{"role": "system", "content": "be"}, {"role": "user", "content": "q"}]],
+    )
     assert "has no chat template" in refused(model, name="jsonl", train=train)
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
     assert fit(model, name="jsonl", train=train) == []
     (model / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
-    assert "System role not supported; is its chat template made for these messages" in refused(model, name="jsonl", train=train)
+    assert "System role not supported; is its chat template made for these messages" in refused(
+        model, name="jsonl", train=train
+    )
     (model / "chat_template.jinja").write_text("{{ '' }}")
-    assert "training problem 0 of task jsonl is an empty prompt" in refused(model, name="jsonl", train=train)
+    assert "training problem 0 of task jsonl is an empty prompt" in refused(
+        model, name="jsonl", train=train
+    )
 
 
 def test_a_task_that_cannot_pose_its_problems(good: Path) -> None:
@@ -186,50 +233,89 @@ def test_a_task_that_cannot_pose_its_problems(good: Path) -> None:
         def train(self, index: int) -> Problem:
             raise KeyError("question")
 
-    with pytest.raises(SetupError, match="task arithmetic cannot pose training problem 0: KeyError: 'question'"):
+    with pytest.raises(
+        SetupError, match="task arithmetic cannot pose training problem 0: KeyError: 'question'"
+    ):
         list(check_fit(config(good), str(good), Broken()))
 
 
 def test_rows_that_were_left_out_are_told(good: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "answer": "a"}\n' * 3 + "{\n")
     [note] = fit(good, name="jsonl", train=str(tmp_path / "rows.jsonl"), max_bad_fraction=0.25)
-    assert "1 of 4 rows are malformed and left out, as task.max_bad_fraction 0.25 allows: line 4: not JSON on one line" in note
+    assert (
+        "1 of 4 rows are malformed and left out, as task.max_bad_fraction 0.25 allows: "
+        "line 4: not JSON on one line" in note
+    )
 
 
 def test_a_model_that_is_still_to_be_made(good: Path, tmp_path: Path) -> None:
-    values = {"run": {"total_steps": 2}, "model": {"warm_start": {"cache_dir": str(tmp_path)}}, "rollout": {"prompt_length": 256, "response_length": 256}}
+    values = {
+        "run": {"total_steps": 2},
+        "model": {"warm_start": {"cache_dir": str(tmp_path)}},
+        "rollout": {"prompt_length": 256, "response_length": 256},
+    }
     wanted = Config.model_validate(values)
     task = load_task(wanted.task, wanted.seed)
     assert preflight.look(wanted, task) is None
-    longer = Config.model_validate(values | {"rollout": {"prompt_length": 256, "response_length": 257}})
-    with pytest.raises(SetupError, match="= 513 tokens, but a warm-started model has max_position_embeddings 512"):
+    longer = Config.model_validate(
+        values | {"rollout": {"prompt_length": 256, "response_length": 257}}
+    )
+    with pytest.raises(
+        SetupError, match="= 513 tokens, but a warm-started model has max_position_embeddings 512"
+    ):
         preflight.look(longer, task)
     made = cache_path(wanted, task)
     shutil.copytree(good, made)
     (made / "warm_start.json").write_text("{}")
-    assert preflight.look(wanted, task) == [], "a model in the cache is looked at before anything starts"
+    assert preflight.look(wanted, task) == [], (
+        "a model in the cache is looked at before anything starts"
+    )
     change(made / "config.json", vocab_size=90)
     with pytest.raises(SetupError, match="do not fit"):
         preflight.look(wanted, task)
 
 
-def test_a_trainer_looks_once_and_before_anything_starts(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_looks_once_and_before_anything_starts(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked: list[str] = []
-    monkeypatch.setattr("async_grpo.preflight.model.check_fit", lambda config, model, task: looked.append(model) or iter([]))
-    trainer = Trainer(Config.model_validate({"run": {"total_steps": 2, "dir": str(tmp_path / "run")}, "model": {"path": str(good)}}))
+    monkeypatch.setattr(
+        "async_grpo.preflight.model.check_fit",
+        lambda config, model, task: looked.append(model) or iter([]),
+    )
+    trainer = Trainer(
+        Config.model_validate(
+            {"run": {"total_steps": 2, "dir": str(tmp_path / "run")}, "model": {"path": str(good)}}
+        )
+    )
     trainer.check()
     trainer.check()
     assert looked == [str(good)]
     monkeypatch.undo()
-    bad = Trainer(Config.model_validate({
-        "run": {"total_steps": 2, "dir": str(tmp_path / "run")}, "model": {"path": str(good)}, "rollout": {"prompt_length": 2, "response_length": 2},
-    }))
+    bad = Trainer(
+        Config.model_validate(
+            {
+                "run": {"total_steps": 2, "dir": str(tmp_path / "run")},
+                "model": {"path": str(good)},
+                "rollout": {"prompt_length": 2, "response_length": 2},
+            }
+        )
+    )
     with pytest.raises(SetupError, match=f"{SAMPLE} of {SAMPLE} sampled prompts"):
         bad.check()
 
 
-def test_the_prompts_of_a_task_that_is_only_evaluated_are_looked_at(good: Path, tmp_path: Path) -> None:
+def test_the_prompts_of_a_task_that_is_only_evaluated_are_looked_at(
+    good: Path, tmp_path: Path
+) -> None:
     chat = rows(tmp_path / "chat.jsonl", [[{"role": "user", "content": "1+1="}]])
-    wanted = config(good).model_copy(update={"evaluation": schema.Evaluation(task=schema.EvaluationTask(name="jsonl", eval=chat))})
-    with pytest.raises(SetupError, match=r"evaluation\.task: task jsonl asks in chat messages, .* has no chat template"):
+    wanted = config(good).model_copy(
+        update={
+            "evaluation": schema.Evaluation(task=schema.EvaluationTask(name="jsonl", eval=chat))
+        }
+    )
+    with pytest.raises(
+        SetupError,
+        match=r"evaluation\.task: task jsonl asks in chat messages, .* has no chat template",
+    ):
         list(check_fit(wanted, str(good), load_task(wanted.task, wanted.seed)))

@@ -1,4 +1,6 @@
-"""A part of the journal tells of a few steps what the whole of it does, and the rest is not read."""
+"""A part of the journal tells of a few steps what the whole of it does, and the rest is not
+read.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,13 @@ from tests.support.journal_life import Life
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_steps_are_those_of_the_whole_history(tmp_path: Path, seed: int) -> None:
-    """Small segments, deaths of the queue, and starts from older checkpoints that take steps back."""
-    life, rng = Life(tmp_path, seed, order="oldest", on_stale="mask", total_steps=60), random.Random(seed)
+    """Small segments, deaths of the queue, and starts from older checkpoints that take steps
+    back.
+    """
+    life, rng = (
+        Life(tmp_path, seed, order="oldest", on_stale="mask", total_steps=60),
+        random.Random(seed),
+    )
     life.forgets = False
     for _ in range(400):
         await life.call()
@@ -30,9 +37,13 @@ async def test_steps_are_those_of_the_whole_history(tmp_path: Path, seed: int) -
     for first in range(1, newest + 1):
         last = rng.randint(first, min(newest, first + 3))
         stretch = Stretch(tmp_path, first=first, last=last)
-        assert stretch.steps == {step: ids for step, ids in history.steps.items() if first <= step <= last + 1}
+        assert stretch.steps == {
+            step: ids for step, ids in history.steps.items() if first <= step <= last + 1
+        }
         for group_id, result in stretch.results.items():
-            assert result.step == next((step for step, ids in stretch.steps.items() if group_id in ids), None)
+            assert result.step == next(
+                (step for step, ids in stretch.steps.items() if group_id in ids), None
+            )
             if result.step is not None:
                 assert stretch.meta(group_id) == history.meta(group_id)
     everything = Stretch(tmp_path, first=1, last=newest)
@@ -40,8 +51,18 @@ async def test_steps_are_those_of_the_whole_history(tmp_path: Path, seed: int) -
     assert {group_id for group_id, result in everything.results.items() if result.waits} == ready
 
 
-async def test_what_does_not_tell_of_these_steps_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    life = Life(tmp_path, 1, rollout_batch_size=2, max_staleness=1, order="oldest", on_stale="wait", total_steps=80)
+async def test_what_does_not_tell_of_these_steps_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(
+        tmp_path,
+        1,
+        rollout_batch_size=2,
+        max_staleness=1,
+        order="oldest",
+        on_stale="wait",
+        total_steps=80,
+    )
     life.forgets = False
     life.queue._journal._segment_bytes = 4000
     await life.finish()

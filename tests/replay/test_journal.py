@@ -1,4 +1,6 @@
-"""The journal: nothing that it recorded is lost or changed by a death, and whatever happens to its files, no wrong group comes out."""
+"""The journal: nothing that it recorded is lost or changed by a death, and whatever happens to its
+files, no wrong group comes out.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,15 @@ from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import GroupTicket, decode_meta
 from tests.support.frames import frame_of
-from tests.support.journal_life import RULES, Checkpoint, Clock, Life, journal_in, queue_settings, ready_frames
+from tests.support.journal_life import (
+    RULES,
+    Checkpoint,
+    Clock,
+    Life,
+    journal_in,
+    queue_settings,
+    ready_frames,
+)
 
 MUTATIONS = 10_000
 
@@ -38,7 +48,9 @@ MUTATIONS = 10_000
 def folder() -> Iterator[Path]:
     """A directory in memory, where there is one."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="journal-", dir=memory if memory.is_dir() else None) as path:
+    with tempfile.TemporaryDirectory(
+        prefix="journal-", dir=memory if memory.is_dir() else None
+    ) as path:
         yield Path(path)
 
 
@@ -46,7 +58,9 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("order", "on_stale"), RULES)
-def test_a_queue_whose_process_dies_goes_on_as_if_it_had_not(folder: Path, order: str, on_stale: str) -> None:
+def test_a_queue_whose_process_dies_goes_on_as_if_it_had_not(
+    folder: Path, order: str, on_stale: str
+) -> None:
     seen_states = Counter()
 
     async def lives() -> None:
@@ -60,11 +74,25 @@ def test_a_queue_whose_process_dies_goes_on_as_if_it_had_not(folder: Path, order
             await life.finish()
 
     asyncio.run(lives())
-    assert all(seen_states[name] for name in ("trained", "rejected", "late", "duplicate", "invalid", "forfeited", "overdue", "restarts")), seen_states
+    assert all(
+        seen_states[name]
+        for name in (
+            "trained",
+            "rejected",
+            "late",
+            "duplicate",
+            "invalid",
+            "forfeited",
+            "overdue",
+            "restarts",
+        )
+    ), seen_states
 
 
 @pytest.mark.parametrize(("order", "on_stale"), RULES)
-def test_a_run_resumes_with_every_group_that_its_weights_may_know(folder: Path, order: str, on_stale: str) -> None:
+def test_a_run_resumes_with_every_group_that_its_weights_may_know(
+    folder: Path, order: str, on_stale: str
+) -> None:
     resumed, ready = Counter(), 0
 
     async def lives() -> None:
@@ -85,7 +113,10 @@ def test_a_run_resumes_with_every_group_that_its_weights_may_know(folder: Path, 
             await life.finish()
 
     asyncio.run(lives())
-    assert resumed["from a checkpoint"] > 30 and ready > 30 and resumed["abandoned"], (resumed, ready)
+    assert resumed["from a checkpoint"] > 30 and ready > 30 and resumed["abandoned"], (
+        resumed,
+        ready,
+    )
 
 
 # ---- damaged files ----
@@ -103,12 +134,30 @@ def facts(queue: ReplayQueue) -> str:
     groups = []
     for group_id, attempt, version, state, actor_id, step, *_ in ledger["groups"]:
         open_ = state in ("ready", "waiting")
-        groups.append([group_id, attempt, None if open_ else version, "ready or waiting" if open_ else state, actor_id, step])
+        groups.append(
+            [
+                group_id,
+                attempt,
+                None if open_ else version,
+                "ready or waiting" if open_ else state,
+                actor_id,
+                step,
+            ]
+        )
     for name in ("restarts", "unreadable"):
         ledger["totals"].pop(name, None)
-    tokens = ledger["tokens"]  # those of a frame that cannot be read change their place, and are still there
-    tokens |= {"totals": sum(tokens["totals"].values()) + sum(count for _, count in tokens["results"]), "results": None}
-    unknown = {"segment_steps": None, "run_epoch": None, "epoch_step": None}  # damage raises the epoch
+    tokens = ledger[
+        "tokens"
+    ]  # those of a frame that cannot be read change their place, and are still there
+    tokens |= {
+        "totals": sum(tokens["totals"].values()) + sum(count for _, count in tokens["results"]),
+        "results": None,
+    }
+    unknown = {
+        "segment_steps": None,
+        "run_epoch": None,
+        "epoch_step": None,
+    }  # damage raises the epoch
     return json.dumps({**ledger, "groups": sorted(groups), **unknown}, sort_keys=True)
 
 
@@ -132,9 +181,13 @@ class Story:
     def open(self) -> ReplayQueue:
         before = {*segments(self.directory)}
         try:
-            return open_queue(self.settings, self.journal, snapshot=self.checkpoint and self.checkpoint.snapshot)
+            return open_queue(
+                self.settings, self.journal, snapshot=self.checkpoint and self.checkpoint.snapshot
+            )
         finally:
-            self.touched |= {*segments(self.directory)} - before  # one that it began may have the number of one of the story
+            self.touched |= {
+                *segments(self.directory)
+            } - before  # one that it began may have the number of one of the story
 
     def write(self, files: dict[int, bytes]) -> None:
         """Make the directory hold these files, and no others."""
@@ -142,15 +195,23 @@ class Story:
             path = segment_path(self.directory, number)
             if number not in files:
                 path.unlink()
-            elif files[number] is not self.files[number] or number in self.touched or not path.exists():
+            elif (
+                files[number] is not self.files[number]
+                or number in self.touched
+                or not path.exists()
+            ):
                 path.write_bytes(files[number])
         self.touched = {number for number, data in files.items() if data is not self.files[number]}
 
 
 async def busy_life(directory: Path, seed: int) -> Life:
-    """A short life that is left with a batch in training, groups ready, and a checkpoint some segments ago."""
+    """A short life that is left with a batch in training, groups ready, and a checkpoint some
+    segments ago.
+    """
     for attempt in range(100):
-        life = Life(directory / str(attempt), 100 * seed + attempt, rollout_batch_size=2, max_staleness=2)
+        life = Life(
+            directory / str(attempt), 100 * seed + attempt, rollout_batch_size=2, max_staleness=2
+        )
         life.forgets, life.journal = False, replace(life.journal, segment_bytes=2500)
         await life.die()
         for _ in range(70):
@@ -167,18 +228,29 @@ async def story(directory: Path, seed: int, *, resume: str | None) -> Story:
     life = await busy_life(directory, seed)
     directory = Path(life.journal.directory)
     numbers = segments(directory)
-    checkpoint = next((one for one in reversed(life.checkpoints) if one.snapshot["segment"] < numbers[-1] - 1), None)
+    checkpoint = next(
+        (one for one in reversed(life.checkpoints) if one.snapshot["segment"] < numbers[-1] - 1),
+        None,
+    )
     if resume == "checkpoint":
         assert checkpoint is not None
     out = Story(
-        directory, life.settings, life.journal, checkpoint if resume == "checkpoint" else None,
+        directory,
+        life.settings,
+        life.journal,
+        checkpoint if resume == "checkpoint" else None,
         {number: segment_path(directory, number).read_bytes() for number in numbers},
-        {number: record_ends(directory, number) for number in numbers}, life.frames, numbers[-1], {},
+        {number: record_ends(directory, number) for number in numbers},
+        life.frames,
+        numbers[-1],
+        {},
     )
     if resume is not None:
         out.first = out.checkpoint.snapshot["segment"] if out.checkpoint else numbers[0]
         out.journal = replace(out.journal, start="another")
-        out.settings = replace(out.settings, trained_steps=out.checkpoint.step if out.checkpoint else 0)
+        out.settings = replace(
+            out.settings, trained_steps=out.checkpoint.step if out.checkpoint else 0
+        )
     for number in range(out.first, numbers[-1] + 1):
         for end in out.ends[number]:
             files = {name: data for name, data in out.files.items() if name < number}
@@ -202,7 +274,7 @@ def mutate(rng: random.Random, story: Story, number: int) -> bytes:
         return bytes(out)
 
     def records() -> list[bytes]:
-        return [data[:ends[0]], *[data[start:stop] for start, stop in pairwise(ends)]]
+        return [data[: ends[0]], *[data[start:stop] for start, stop in pairwise(ends)]]
 
     def rearranged() -> bytes:
         parts = records()
@@ -217,20 +289,31 @@ def mutate(rng: random.Random, story: Story, number: int) -> bytes:
         else:
             other = rng.choice(list(story.files))
             k = rng.randrange(len(story.ends[other]))
-            parts[i] = story.files[other][([0] + story.ends[other])[k]:story.ends[other][k]]
+            parts[i] = story.files[other][([0] + story.ends[other])[k] : story.ends[other][k]]
         return b"".join(parts)
 
     ways: list[Callable[[], bytes]] = [
-        lambda: flipped(1), lambda: flipped(rng.randint(2, 9)), lambda: data[:a], lambda: data[:a] + data[b:], lambda: data[:b] + data[a:],
-        lambda: data[:a] + rng.randbytes(b - a) + data[a:], lambda: data[:a] + rng.randbytes(b - a) + data[b:],
-        lambda: data[:a] + bytes(b - a) + data[b:], lambda: data[:a] + bytes(len(data) - a), lambda: data + rng.randbytes(b - a),
-        lambda: data + bytes(b - a), rearranged, rearranged,
+        lambda: flipped(1),
+        lambda: flipped(rng.randint(2, 9)),
+        lambda: data[:a],
+        lambda: data[:a] + data[b:],
+        lambda: data[:b] + data[a:],
+        lambda: data[:a] + rng.randbytes(b - a) + data[a:],
+        lambda: data[:a] + rng.randbytes(b - a) + data[b:],
+        lambda: data[:a] + bytes(b - a) + data[b:],
+        lambda: data[:a] + bytes(len(data) - a),
+        lambda: data + rng.randbytes(b - a),
+        lambda: data + bytes(b - a),
+        rearranged,
+        rearranged,
     ]
     return rng.choice(ways)()
 
 
 def try_damage(story: Story, rng: random.Random, times: int, numbers: list[int]) -> Counter[str]:
-    """Damage one of the segments again and again: a clear error, or what a prefix of the story gives, and no group but the one that was put."""
+    """Damage one of the segments again and again: a clear error, or what a prefix of the story
+    gives, and no group but the one that was put.
+    """
     seen: Counter[str] = Counter()
     for _ in range(times):
         number = rng.choice(numbers)
@@ -240,7 +323,9 @@ def try_damage(story: Story, rng: random.Random, times: int, numbers: list[int])
         try:
             queue = story.open()
         except JournalError as error:
-            assert str(story.directory) in str(error) or "cannot be read from the journal" in str(error), error
+            assert str(story.directory) in str(error) or "cannot be read from the journal" in str(
+                error
+            ), error
             seen["refused"] += 1
             continue
         ready, slots = story.prefixes.get(facts(queue)), queue._ledger.slots
@@ -249,23 +334,39 @@ def try_damage(story: Story, rng: random.Random, times: int, numbers: list[int])
         for entries in (slots[State.READY], slots[State.TRAINING]):
             for entry in entries.values():
                 assert entry.frame == story.frames[entry.group_id, entry.attempt], context
-                assert (entry.meta.group_id, entry.meta.attempt) == (entry.group_id, entry.attempt), context
+                assert (entry.meta.group_id, entry.meta.attempt) == (
+                    entry.group_id,
+                    entry.attempt,
+                ), context
         seen["some groups lost" if set(slots[State.READY]) < ready else "opened"] += 1
     return seen
 
 
 @pytest.mark.parametrize("resume", ["checkpoint", "beginning"])
-def test_a_damaged_segment_before_the_last_one_does_not_hide_what_it_lost(folder: Path, resume: str) -> None:
+def test_a_damaged_segment_before_the_last_one_does_not_hide_what_it_lost(
+    folder: Path, resume: str
+) -> None:
     total: Counter[str] = Counter()
     for seed in range(3):
         told = asyncio.run(story(folder / str(seed), 80 + seed, resume=resume))
-        total += try_damage(told, random.Random(seed), 500, [number for number in told.files if told.first <= number])
+        total += try_damage(
+            told,
+            random.Random(seed),
+            500,
+            [number for number in told.files if told.first <= number],
+        )
     assert total["opened"] > 50, total
 
 
-@pytest.mark.parametrize(("resume", "share"), [(None, 0.6), ("checkpoint", 0.25), ("beginning", 0.15)])
-def test_damaged_files_never_give_a_wrong_group(folder: Path, monkeypatch: pytest.MonkeyPatch, resume: str | None, share: float) -> None:
-    monkeypatch.setattr(history, "decode_meta", lru_cache(decode_meta))  # most frames are whole, and the same every time
+@pytest.mark.parametrize(
+    ("resume", "share"), [(None, 0.6), ("checkpoint", 0.25), ("beginning", 0.15)]
+)
+def test_damaged_files_never_give_a_wrong_group(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, resume: str | None, share: float
+) -> None:
+    monkeypatch.setattr(
+        history, "decode_meta", lru_cache(decode_meta)
+    )  # most frames are whole, and the same every time
     total: Counter[str] = Counter()
     seeds, times = 5, int(share * MUTATIONS)
     for seed in range(seeds):
@@ -275,14 +376,18 @@ def test_damaged_files_never_give_a_wrong_group(folder: Path, monkeypatch: pytes
             numbers = [number for number in numbers if number < told.first or number == numbers[-1]]
         total += try_damage(told, random.Random(seed), times // seeds, numbers)
     assert total.total() == times and total["opened"] > 100, total
-    assert total["refused"] > 100 or resume is not None, total  # a queue that goes on needs all of it; a run that resumes takes what is good
+    assert total["refused"] > 100 or resume is not None, (
+        total
+    )  # a queue that goes on needs all of it; a run that resumes takes what is good
     assert total["some groups lost"] > 50 or resume == "beginning", total
 
 
 # ---- other ways to start again ----
 
 
-async def produce(queue: ReplayQueue, want: int, *, version: int = 0, actor: str = "a") -> list[GroupTicket]:
+async def produce(
+    queue: ReplayQueue, want: int, *, version: int = 0, actor: str = "a"
+) -> list[GroupTicket]:
     """Tickets for an actor, and their results at once."""
     tickets = await queue.acquire(actor, version, [], want)
     verdicts = await queue.put(actor, [frame_of(ticket) for ticket in tickets])
@@ -291,7 +396,9 @@ async def produce(queue: ReplayQueue, want: int, *, version: int = 0, actor: str
 
 
 async def train(queue: ReplayQueue, first: int, last: int) -> dict[int, set[int]]:
-    """Learner steps with results of the newest weights; the groups of each. All of them are live, and the last is not done."""
+    """Learner steps with results of the newest weights; the groups of each. All of them are live,
+    and the last is not done.
+    """
     trained = {}
     for step in range(first, last + 1):
         if step > first:
@@ -311,7 +418,9 @@ async def states(queue: ReplayQueue) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("start", ["other identity", "no directory", "fresh", "no journal", "same"])
-async def test_results_that_cannot_be_taken_over_are_produced_again(folder: Path, start: str) -> None:
+async def test_results_that_cannot_be_taken_over_are_produced_again(
+    folder: Path, start: str
+) -> None:
     settings = queue_settings()
     queue = open_queue(settings, journal_in(folder))
     await train(queue, 1, 2)
@@ -320,34 +429,66 @@ async def test_results_that_cannot_be_taken_over_are_produced_again(folder: Path
     (ticket,) = await produce(queue, 1, version=2)
     before = ready_frames(queue)
     journal = {
-        "other identity": journal_in(folder, "second", identity="other"), "no directory": journal_in(folder / "empty", "second"),
-        "fresh": journal_in(folder, "second", fresh=True), "no journal": None, "same": journal_in(folder, "second"),
+        "other identity": journal_in(folder, "second", identity="other"),
+        "no directory": journal_in(folder / "empty", "second"),
+        "fresh": journal_in(folder, "second", fresh=True),
+        "no journal": None,
+        "same": journal_in(folder, "second"),
     }[start]
     again = open_queue(replace(settings, trained_steps=2), journal, snapshot=snapshot)
-    known = ticket.group_id + 1 if journal is not None and journal.directory == str(folder) and not journal.fresh else ticket.group_id
+    known = (
+        ticket.group_id + 1
+        if journal is not None and journal.directory == str(folder) and not journal.fresh
+        else ticket.group_id
+    )
     kept = before if start == "same" else {}
     expected = {"trained": 4, "ready": len(kept), "waiting": known - 4 - len(kept)}
-    assert await states(again) == {name: count for name, count in expected.items() if count} and ready_frames(again) == kept
-    assert str(again.report).startswith(f"{len(kept)} completed groups restored, {expected['waiting']} to be issued again")
+    assert (
+        await states(again) == {name: count for name, count in expected.items() if count}
+        and ready_frames(again) == kept
+    )
+    assert str(again.report).startswith(
+        f"{len(kept)} completed groups restored, {expected['waiting']} to be issued again"
+    )
     trained = await train(again, 3, 5)
     assert set().union(*trained.values()) == set(range(4, 10))
     if journal is not None:  # and the new journal is a journal of this run
         await again.live(5)
-        resumed = open_queue(replace(settings, trained_steps=5), replace(journal, start="third", fresh=False), snapshot=await saved(again))
+        resumed = open_queue(
+            replace(settings, trained_steps=5),
+            replace(journal, start="third", fresh=False),
+            snapshot=await saved(again),
+        )
         assert await states(resumed) == await states(again)
 
 
-@pytest.mark.parametrize(("change", "order", "on_stale"), [
-    (change, *rules) for change in ("larger bound", "larger batch", "smaller batch", "smaller bound") for rules in RULES
-])
-def test_a_run_resumes_under_other_settings_and_comes_to_its_end(folder: Path, change: str, order: str, on_stale: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "order", "on_stale"),
+    [
+        (change, *rules)
+        for change in ("larger bound", "larger batch", "smaller batch", "smaller bound")
+        for rules in RULES
+    ],
+)
+def test_a_run_resumes_under_other_settings_and_comes_to_its_end(
+    folder: Path, change: str, order: str, on_stale: str
+) -> None:
     async def lives() -> None:
         for seed in range(8):
-            life = Life(folder / str(seed), 2000 + seed, order=order, on_stale=on_stale, rollout_batch_size=2, max_staleness=2)
+            life = Life(
+                folder / str(seed),
+                2000 + seed,
+                order=order,
+                on_stale=on_stale,
+                rollout_batch_size=2,
+                max_staleness=2,
+            )
             while not life.checkpoints or life.taken < 4:
                 await life.call()
             changes = {
-                "larger bound": {"max_staleness": 4}, "larger batch": {"rollout_batch_size": 3}, "smaller batch": {"rollout_batch_size": 1},
+                "larger bound": {"max_staleness": 4},
+                "larger batch": {"rollout_batch_size": 3},
+                "smaller batch": {"rollout_batch_size": 1},
                 "smaller bound": {"max_staleness": life.random.randint(0, 1)},
             }[change]
             await life.resume(life.checkpoints[-1], **changes)
@@ -356,7 +497,9 @@ def test_a_run_resumes_under_other_settings_and_comes_to_its_end(folder: Path, c
     asyncio.run(lives())
 
 
-async def test_an_old_checkpoint_of_another_branch_does_not_train_its_groups_again(folder: Path) -> None:
+async def test_an_old_checkpoint_of_another_branch_does_not_train_its_groups_again(
+    folder: Path,
+) -> None:
     """Checkpoints of steps 1 and 3; the run resumes from 1, dies early, and resumes from 3."""
     settings = queue_settings()
     queue, checkpoints, trained = open_queue(settings, journal_in(folder)), {}, {}
@@ -364,16 +507,22 @@ async def test_an_old_checkpoint_of_another_branch_does_not_train_its_groups_aga
         trained |= await train(queue, step, step)
         checkpoints[step] = await saved(queue)
         await queue.live(step)
-    other = open_queue(replace(settings, trained_steps=1), journal_in(folder, "second"), snapshot=checkpoints[1])
+    other = open_queue(
+        replace(settings, trained_steps=1), journal_in(folder, "second"), snapshot=checkpoints[1]
+    )
     await train(other, 2, 2)
-    queue = open_queue(replace(settings, trained_steps=3), journal_in(folder, "third"), snapshot=checkpoints[3])
+    queue = open_queue(
+        replace(settings, trained_steps=3), journal_in(folder, "third"), snapshot=checkpoints[3]
+    )
     known = set().union(*(trained[step] for step in (1, 2, 3)))
     assert not known & set().union(*(await train(queue, 4, 6)).values())
     assert (await queue.counts())["trained"] == 10
 
 
 @pytest.mark.parametrize("what", ["cut", "missing"])
-async def test_groups_of_a_segment_that_is_gone_are_not_taken_for_trained(folder: Path, what: str) -> None:
+async def test_groups_of_a_segment_that_is_gone_are_not_taken_for_trained(
+    folder: Path, what: str
+) -> None:
     settings = queue_settings()
     queue = open_queue(settings, journal_in(folder))
     await train(queue, 1, 1)
@@ -383,11 +532,13 @@ async def test_groups_of_a_segment_that_is_gone_are_not_taken_for_trained(folder
         await train(queue, first, last)
         queue.begin_segment()
     path = segment_path(folder, snapshot["segment"] + 1)
-    path.write_bytes(path.read_bytes()[:record_ends(folder, snapshot["segment"] + 1)[0]])
+    path.write_bytes(path.read_bytes()[: record_ends(folder, snapshot["segment"] + 1)[0]])
     if what == "missing":
         path.unlink()
     try:
-        again = open_queue(replace(settings, trained_steps=1), journal_in(folder, "second"), snapshot=snapshot)
+        again = open_queue(
+            replace(settings, trained_steps=1), journal_in(folder, "second"), snapshot=snapshot
+        )
     except JournalError:
         return
     assert (await again.counts())["trained"] == 2, again.report
@@ -402,7 +553,9 @@ async def test_a_damaged_journal_can_be_begun_afresh(folder: Path) -> None:
 
 async def test_a_closed_run_that_goes_on_has_no_unused_groups(folder: Path) -> None:
     queue = open_queue(queue_settings(), journal_in(folder))
-    await queue.put("a", [frame_of(ticket) for ticket in reversed(await queue.acquire("a", 0, [], 3))])
+    await queue.put(
+        "a", [frame_of(ticket) for ticket in reversed(await queue.acquire("a", 0, [], 3))]
+    )
     assert await queue.get_batch(1) is not None
     await queue.close()
     queue.begin_segment()  # as when the segment is full
@@ -420,7 +573,9 @@ async def test_a_smaller_number_of_attempts_does_not_end_the_history(folder: Pat
 
 
 async def test_a_smaller_bound_leaves_no_group_that_keeps_the_others_waiting(folder: Path) -> None:
-    """A ticket of version 0 whose tokens are all of version 1: its place in the order is the ticket's, its age the tokens'."""
+    """A ticket of version 0 whose tokens are all of version 1: its place in the order is the
+    ticket's, its age the tokens'.
+    """
     settings = queue_settings(rollout_batch_size=1, max_staleness=3)
     queue = open_queue(settings, journal_in(folder))
     old = await queue.acquire("a", 0, [], 4)
@@ -430,8 +585,15 @@ async def test_a_smaller_bound_leaves_no_group_that_keeps_the_others_waiting(fol
         await queue.live(step)
         if step == 1:
             (new,) = await queue.acquire("a", 1, [(ticket.group_id, 1) for ticket in old[1:]], 9)
-    await queue.put("a", [*[frame_of(ticket, versions=(1,)) for ticket in old[2:]], frame_of(new, versions=(2,))])
-    again = open_queue(replace(settings, trained_steps=2, max_staleness=1), journal_in(folder, "second"), snapshot=await saved(queue))
+    await queue.put(
+        "a",
+        [*[frame_of(ticket, versions=(1,)) for ticket in old[2:]], frame_of(new, versions=(2,))],
+    )
+    again = open_queue(
+        replace(settings, trained_steps=2, max_staleness=1),
+        journal_in(folder, "second"),
+        snapshot=await saved(queue),
+    )
     assert await again.acquire("b", 2, [], 9) is not None
     for _ in range(3):
         await again.put("b", [frame_of(ticket) for ticket in await again.acquire("b", 2, [], 9)])
@@ -440,7 +602,9 @@ async def test_a_smaller_bound_leaves_no_group_that_keeps_the_others_waiting(fol
 
 @pytest.mark.parametrize("body", [{"no": "event"}, 5, ["unknown kind", 1], []])
 @pytest.mark.parametrize("start", ["first", "second"])
-async def test_a_whole_record_that_is_no_event_is_damage(folder: Path, body: object, start: str) -> None:
+async def test_a_whole_record_that_is_no_event_is_damage(
+    folder: Path, body: object, start: str
+) -> None:
     queue = open_queue(queue_settings(), journal_in(folder))
     queue._journal.append(body)
     try:
@@ -452,17 +616,23 @@ async def test_a_whole_record_that_is_no_event_is_damage(folder: Path, body: obj
 
 @pytest.mark.parametrize("what", ["issues", "tokens"])
 async def test_a_page_of_zeros_is_not_taken_for_the_end(folder: Path, what: str) -> None:
-    """A journal whose process died is whole; one in which 4 KiB are gone with good records behind them is damaged."""
+    """A journal whose process died is whole; one in which 4 KiB are gone with good records behind
+    them is damaged.
+    """
     queue = open_queue(queue_settings(max_staleness=60, total_steps=100), journal_in(folder))
     tickets = await queue.acquire("a", 0, [], 122)
-    numbers = np.ravel([[number, 0] for number in range(1, 300)]) if what == "tokens" else np.arange(3)
+    numbers = (
+        np.ravel([[number, 0] for number in range(1, 300)]) if what == "tokens" else np.arange(3)
+    )
     await queue.put("a", [frame_of(ticket, prompt_ids=numbers) for ticket in tickets[:4]])
     ends = record_ends(folder, 1)
-    start, length = (ends[-4], 40) if what == "tokens" else (ends[4], 4096)  # the head of the second result; some seventy tickets
+    start, length = (
+        (ends[-4], 40) if what == "tokens" else (ends[4], 4096)
+    )  # the head of the second result; some seventy tickets
     assert start + length < ends[-4] or what == "tokens"
     path = segment_path(folder, 1)
     data = bytearray(path.read_bytes())
-    data[start:start + length] = bytes(length)
+    data[start : start + length] = bytes(length)
     path.write_bytes(data)
     with pytest.raises(JournalError, match="damaged at byte"):
         open_queue(queue_settings(max_staleness=60, total_steps=100), journal_in(folder))
@@ -489,7 +659,9 @@ async def test_a_queue_that_goes_on_knows_which_group_was_ready_first(folder: Pa
 
 @pytest.fixture
 def full_disk() -> Iterator[Callable[[int], None]]:
-    """A limit of file sizes in bytes: the kernel writes up to it and then says no. None lifts it."""
+    """A limit of file sizes in bytes: the kernel writes up to it and then says no. None lifts
+    it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(nbytes: int | None) -> None:
@@ -502,8 +674,13 @@ def full_disk() -> Iterator[Callable[[int], None]]:
 async def every_change_is_refused(queue: ReplayQueue, tickets: list[GroupTicket]) -> None:
     before = queue._ledger.snapshot()
     for call in (
-        lambda: queue.put("a", [frame_of(tickets[-1])]), lambda: queue.acquire("b", 0, [], 9), lambda: queue.fail("a", tickets[-1:], "timeout"),
-        lambda: queue.forfeit("a"), lambda: queue.live(0), queue.close, queue.snapshot,
+        lambda: queue.put("a", [frame_of(tickets[-1])]),
+        lambda: queue.acquire("b", 0, [], 9),
+        lambda: queue.fail("a", tickets[-1:], "timeout"),
+        lambda: queue.forfeit("a"),
+        lambda: queue.live(0),
+        queue.close,
+        queue.snapshot,
     ):
         with pytest.raises(JournalError, match="cannot be written") as caught:
             await call()
@@ -521,7 +698,10 @@ async def test_a_full_disk_ends_the_run_and_keeps_what_was_accepted(
     if not truncates:
         monkeypatch.setattr(os, "ftruncate", failing(errno.EIO))
     full_disk(queue._journal.nbytes + room)
-    with pytest.raises(JournalError, match=r"cannot be written.*Free space or mend the disk and start the same command again") as caught:
+    with pytest.raises(
+        JournalError,
+        match=r"cannot be written.*Free space or mend the disk and start the same command again",
+    ) as caught:
         for ticket in tickets:
             frame = frame_of(ticket)
             assert (await queue.put("a", [frame]))[0].status == "accepted"
@@ -531,9 +711,13 @@ async def test_a_full_disk_ends_the_run_and_keeps_what_was_accepted(
     await every_change_is_refused(queue, tickets)
     again = open_queue(settings, journal_in(folder, fsync="group"))
     assert ready_frames(again) == accepted
-    assert await again.held() == {"a": [(ticket.group_id, 1) for ticket in tickets[len(accepted):]]}
+    assert await again.held() == {
+        "a": [(ticket.group_id, 1) for ticket in tickets[len(accepted) :]]
+    }
     resumed = open_queue(settings, journal_in(folder, "second"))
-    assert ready_frames(resumed) == accepted and (await resumed.counts())["waiting"] == 7 - len(accepted)
+    assert ready_frames(resumed) == accepted and (await resumed.counts())["waiting"] == 7 - len(
+        accepted
+    )
 
 
 def failing(number: int) -> Callable:
@@ -544,7 +728,9 @@ def failing(number: int) -> Callable:
 
 
 @pytest.mark.parametrize("call", ["fdatasync", "dup"])
-async def test_a_disk_that_cannot_flush_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+async def test_a_disk_that_cannot_flush_ends_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     queue = open_queue(queue_settings(rollout_batch_size=4), journal_in(folder, fsync="group"))
     tickets = await queue.acquire("a", 0, [], 5)
     assert (await queue.put("a", [frame_of(tickets[0])]))[0].status == "accepted"
@@ -555,11 +741,16 @@ async def test_a_disk_that_cannot_flush_ends_the_run(folder: Path, monkeypatch: 
     assert [type(result) for result in results] == [JournalError] * 3
     await every_change_is_refused(queue, tickets)
     again = open_queue(queue_settings(rollout_batch_size=4), journal_in(folder))
-    assert 0 in ready_frames(again) and (await again.counts())["ready"] + (await again.counts())["in_flight"] == 5
+    assert (
+        0 in ready_frames(again)
+        and (await again.counts())["ready"] + (await again.counts())["in_flight"] == 5
+    )
 
 
 @pytest.mark.parametrize("call", ["open", "writev", "fdatasync", "rename", "fsync"])
-async def test_a_segment_that_cannot_begin_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+async def test_a_segment_that_cannot_begin_changes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     settings = queue_settings()
     queue = open_queue(settings, journal_in(folder, fsync="group"))
     tickets = await queue.acquire("a", 0, [], 3)
@@ -572,12 +763,18 @@ async def test_a_segment_that_cannot_begin_changes_nothing(folder: Path, monkeyp
     assert caught.value.exit_code == 7
     await every_change_is_refused(queue, tickets)
     again = open_queue(settings, journal_in(folder))
-    assert again._ledger.snapshot() | {"totals": {}} == before | {"totals": {}} and ready_frames(again) == ready_frames(queue)
+    assert again._ledger.snapshot() | {"totals": {}} == before | {"totals": {}} and ready_frames(
+        again
+    ) == ready_frames(queue)
 
 
 async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for directory, message in ((tmp_path / "file", "cannot be"), (tmp_path / "file" / "below", "cannot be made"), ("/proc/self", "cannot be written")):
+    for directory, message in (
+        (tmp_path / "file", "cannot be"),
+        (tmp_path / "file" / "below", "cannot be made"),
+        ("/proc/self", "cannot be written"),
+    ):
         with pytest.raises(JournalError, match=message) as caught:
             open_queue(queue_settings(), journal_in(directory))
         assert str(directory) in str(caught.value) and caught.value.exit_code == 7
@@ -614,16 +811,25 @@ class Flushes:
         return self.log.count(("flush ends", 0))
 
     def safe(self, caller: int) -> bool:
-        """Whether a flush began after the caller's bytes were written and ended before it was answered."""
-        between = self.log[self.log.index(("written", caller)):self.log.index(("answered", caller))]
+        """Whether a flush began after the caller's bytes were written and ended before it was
+        answered.
+        """
+        between = self.log[
+            self.log.index(("written", caller)) : self.log.index(("answered", caller))
+        ]
         starts = [index for index, (name, _) in enumerate(between) if name == "flush starts"]
-        return bool(starts) and ("flush ends", 0) in between[starts[0]:]
+        return bool(starts) and ("flush ends", 0) in between[starts[0] :]
 
 
 @pytest.mark.parametrize("segment_bytes", [2**28, 4000])
-async def test_calls_share_flushes_and_none_is_answered_before_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> None:
+async def test_calls_share_flushes_and_none_is_answered_before_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int
+) -> None:
     calls = 120
-    queue = open_queue(queue_settings(rollout_batch_size=calls), journal_in(folder, fsync="group", segment_bytes=segment_bytes))
+    queue = open_queue(
+        queue_settings(rollout_batch_size=calls),
+        journal_in(folder, fsync="group", segment_bytes=segment_bytes),
+    )
     tickets, flushes = await queue.acquire("a", 0, [], calls), Flushes()
     rng = random.Random(1)
     flushes.slow(monkeypatch)
@@ -641,7 +847,9 @@ async def test_calls_share_flushes_and_none_is_answered_before_its_own(folder: P
     assert segment_bytes < 2**28 or flushes.count() == queue._journal.syncs
 
 
-async def test_answers_of_the_learner_s_calls_are_safe_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_of_the_learner_s_calls_are_safe_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue, flushes = open_queue(queue_settings(), journal_in(folder, fsync="group")), Flushes()
     await produce(queue, 4)
     flushes.slow(monkeypatch)
@@ -652,10 +860,15 @@ async def test_answers_of_the_learner_s_calls_are_safe_too(folder: Path, monkeyp
         assert flushes.safe(number), flushes.log
 
 
-async def test_fsync_says_how_often_is_flushed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fsync_says_how_often_is_flushed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts, clock = {}, Clock()
     for fsync in ("never", "interval", "group"):
-        queue, flushes = open_queue(queue_settings(), journal_in(folder / fsync, fsync=fsync), clock=clock), Flushes()
+        queue, flushes = (
+            open_queue(queue_settings(), journal_in(folder / fsync, fsync=fsync), clock=clock),
+            Flushes(),
+        )
         with monkeypatch.context() as patch:
             flushes.slow(patch)
             for ticket in await queue.acquire("a", 0, [], 4):
@@ -692,9 +905,17 @@ async def test_segments_go_when_no_checkpoint_needs_them(folder: Path) -> None:
     assert await forget(1) == [1, 2]  # a group of segment 1 is ready
     await queue.put("a", [frame_of(first[3])])
     await step(2)
-    checkpoint = open_queue(replace(settings, trained_steps=1), journal_in(copied(folder), "second"), snapshot=checkpoints[1])
+    checkpoint = open_queue(
+        replace(settings, trained_steps=1),
+        journal_in(copied(folder), "second"),
+        snapshot=checkpoints[1],
+    )
     assert set(ready_frames(checkpoint)) == {2, 3}
-    assert await forget(1) == [1, 2, 3]  # a checkpoint that is kept is older than the step that trained it
+    assert await forget(1) == [
+        1,
+        2,
+        3,
+    ]  # a checkpoint that is kept is older than the step that trained it
     assert await forget(2) == [3]
     await queue.put("a", [frame_of(ticket) for ticket in first[4:6]])
     assert await queue.get_batch(3) is not None
@@ -720,5 +941,7 @@ async def test_a_segment_too_large_to_be_read_at_once_is_read_in_place(folder: P
     large = [frame_of(ticket, prompt_ids=np.arange(200_000)) for ticket in tickets]
     await queue.put("a", large)
     for start in ("first", "second"):
-        again = open_queue(settings, journal_in(copied(folder) if start == "second" else folder, start))
+        again = open_queue(
+            settings, journal_in(copied(folder) if start == "second" else folder, start)
+        )
         assert list(ready_frames(again).values()) == large

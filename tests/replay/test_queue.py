@@ -1,4 +1,6 @@
-"""The replay queue: one rule at a time, and that no schedule breaks the staleness bound or stops the run."""
+"""The replay queue: one rule at a time, and that no schedule breaks the staleness bound or stops
+the run.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,7 @@ from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
 from async_grpo.replay.resume import open_queue
 from async_grpo.replay.rules import QueueSettings, StalenessError, can_leave, fair_share, is_too_old
 from async_grpo.tasks.registry import problem_index
-from async_grpo.wire import (
-    GroupTicket,
-    VersionSpan,
-    decode_meta,
-    encode_group,
-    unpack_frames,
-)
+from async_grpo.wire import GroupTicket, VersionSpan, decode_meta, encode_group, unpack_frames
 from tests.support.frames import frame_of, make_group, with_header
 
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")
@@ -37,8 +33,14 @@ OPEN_STATES = ("waiting", "in_flight", "ready", "training")
 
 def queue_settings(**changes: object) -> QueueSettings:
     base = QueueSettings(
-        rollout_batch_size=2, max_staleness=1, total_steps=4, group_size=2, max_attempts=2, max_num_gen_batches=0,
-        shaping=Shaping({"correct": 1.0}, 64), filter=FilterRule(),
+        rollout_batch_size=2,
+        max_staleness=1,
+        total_steps=4,
+        group_size=2,
+        max_attempts=2,
+        max_num_gen_batches=0,
+        shaping=Shaping({"correct": 1.0}, 64),
+        filter=FilterRule(),
     )
     return replace(base, **changes)
 
@@ -58,7 +60,9 @@ async def state_of(queue: ReplayQueue, group_id: int) -> str | int | None:
     return (await queue.history([group_id]))[group_id]["state"]
 
 
-async def take(queue: ReplayQueue, want: int, *, actor: str = "a", version: int = 0, holding: tuple = ()) -> list[GroupTicket]:
+async def take(
+    queue: ReplayQueue, want: int, *, actor: str = "a", version: int = 0, holding: tuple = ()
+) -> list[GroupTicket]:
     tickets = await queue.acquire(actor, version, list(holding), want)
     assert tickets is not None
     return tickets
@@ -88,7 +92,10 @@ async def test_a_filtered_group_frees_its_slot_at_once() -> None:
     queue = ReplayQueue(queue_settings(max_staleness=0))
     tickets = await take(queue, 2)
     verdicts = await queue.put("a", [frame_of(tickets[0], values=(1.0, 1.0)), frame_of(tickets[1])])
-    assert [(verdict.status, verdict.reason) for verdict in verdicts] == [("rejected", "all_right"), ("accepted", "")]
+    assert [(verdict.status, verdict.reason) for verdict in verdicts] == [
+        ("rejected", "all_right"),
+        ("accepted", ""),
+    ]
     (replacement,) = await take(queue, 9)
     assert (replacement.group_id, replacement.attempt) == (2, 1)
     await queue.put("a", [frame_of(replacement)])
@@ -100,13 +107,26 @@ async def test_a_filtered_group_frees_its_slot_at_once() -> None:
 @pytest.mark.parametrize(
     ("metric", "values_", "reason"),
     [
-        ("score", (0.0, 1.0), None), ("score", (0.0, 0.0), "all_wrong"), ("score", (0.4, 0.4), "all_equal"), ("acc", (1.0, 0.0), None),
-        ("acc", (1.0, 1.0), "all_right"), ("correct", (0.0, 1.0), None), ("format", (0.0, 1.0), "all_equal"), ("missing", (0.0, 1.0), "invalid"),
-        ("acc", (None, 1.0), "invalid"), ("score", (None, 1.0), None), ("seq_reward", (0.0, 1.0), None), ("seq_reward", (0.5, 1.0), "all_equal"),
+        ("score", (0.0, 1.0), None),
+        ("score", (0.0, 0.0), "all_wrong"),
+        ("score", (0.4, 0.4), "all_equal"),
+        ("acc", (1.0, 0.0), None),
+        ("acc", (1.0, 1.0), "all_right"),
+        ("correct", (0.0, 1.0), None),
+        ("format", (0.0, 1.0), "all_equal"),
+        ("missing", (0.0, 1.0), "invalid"),
+        ("acc", (None, 1.0), "invalid"),
+        ("score", (None, 1.0), None),
+        ("seq_reward", (0.0, 1.0), None),
+        ("seq_reward", (0.5, 1.0), "all_equal"),
     ],
 )
-async def test_the_filter_looks_at_the_metric_it_names(metric: str, values_: tuple[float | None, ...], reason: str | None) -> None:
-    queue = ReplayQueue(queue_settings(filter=FilterRule(metric), shaping=Shaping({"correct": 1.0}, 64, clip=0.5)))
+async def test_the_filter_looks_at_the_metric_it_names(
+    metric: str, values_: tuple[float | None, ...], reason: str | None
+) -> None:
+    queue = ReplayQueue(
+        queue_settings(filter=FilterRule(metric), shaping=Shaping({"correct": 1.0}, 64, clip=0.5))
+    )
     (ticket,) = await take(queue, 1)
     (verdict,) = await queue.put("a", [frame_of(ticket, values=values_)])
     assert verdict.status == {None: "accepted", "invalid": "invalid"}.get(reason, "rejected")
@@ -116,7 +136,9 @@ async def test_the_filter_looks_at_the_metric_it_names(metric: str, values_: tup
 async def test_calls_repeated_after_a_lost_answer_change_nothing() -> None:
     queue = ReplayQueue(queue_settings(max_staleness=0))
     tickets = await take(queue, 2)
-    assert await take(queue, 2, holding=[]) == tickets  # the reply got lost: the same tickets, same attempts
+    assert (
+        await take(queue, 2, holding=[]) == tickets
+    )  # the reply got lost: the same tickets, same attempts
     assert await take(queue, 2, holding=[[0, 1]]) == tickets[1:]
     frames = [bytearray(frame_of(ticket)) for ticket in tickets]
     for status in ("accepted", "duplicate"):
@@ -126,8 +148,12 @@ async def test_calls_repeated_after_a_lost_answer_change_nothing() -> None:
     batch = await queue.get_batch(1)
     assert await queue.get_batch(1) == batch == pickle.loads(pickle.dumps(batch))
     assert tickets == pickle.loads(pickle.dumps(tickets))
-    assert [decode_meta(view).group_id for view in unpack_frames(await queue.payload(1, [1, 0]))] == [1, 0]
-    assert {verdict.status for verdict in await queue.put("a", [frame_of(ticket) for ticket in tickets])} == {"duplicate"}
+    assert [
+        decode_meta(view).group_id for view in unpack_frames(await queue.payload(1, [1, 0]))
+    ] == [1, 0]
+    assert {
+        verdict.status for verdict in await queue.put("a", [frame_of(ticket) for ticket in tickets])
+    } == {"duplicate"}
     await queue.live(1)
     await queue.live(1)
     assert await queue.get_batch(1) == batch
@@ -145,7 +171,11 @@ async def test_calls_repeated_after_a_lost_answer_change_nothing() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"values": (0.0, 1.0, 1.0)}, {"values": (0.0,)}, {"versions": (1, 2)}, {"versions": (0, 1)}, {"policy_version": 0, "versions": (1,)},
+        {"values": (0.0, 1.0, 1.0)},
+        {"values": (0.0,)},
+        {"versions": (1, 2)},
+        {"versions": (0, 1)},
+        {"policy_version": 0, "versions": (1,)},
         {"broken": True},
     ],
 )
@@ -175,11 +205,17 @@ async def test_results_of_tickets_taken_away_are_late() -> None:
     tickets = await take(queue, 2)
     await queue.fail("b", tickets, "not its own")
     await queue.fail("a", tickets[:1], "timeout")
-    statuses = [v.status for v in await queue.put("a", [frame_of(tickets[0])]) + await queue.put("b", [frame_of(tickets[1])])]
+    statuses = [
+        v.status
+        for v in await queue.put("a", [frame_of(tickets[0])])
+        + await queue.put("b", [frame_of(tickets[1])])
+    ]
     assert statuses == ["late", "late"]
     assert [(await state_of(queue, 0)), (await state_of(queue, 1))] == ["waiting", "in_flight"]
     await queue.forfeit("a")
-    assert await queue.acquire("a", 0, [], 2) is None  # declared dead: it gets no slot that nobody would take back
+    assert (
+        await queue.acquire("a", 0, [], 2) is None
+    )  # declared dead: it gets no slot that nobody would take back
     assert ids(await take(queue, 9, actor="b")) == [(0, 2), (1, 2)]
     await queue.fail("b", [GroupTicket(0, 2, 0)], "timeout")
     assert await state_of(queue, 0) == "failed"
@@ -194,7 +230,12 @@ async def test_a_group_issued_again_keeps_its_slot_and_takes_the_live_version() 
     await queue.live(1)
     await queue.forfeit("a")
     again = await take(queue, 9, actor="b", version=1)
-    assert again == [GroupTicket(2, 2, 1), GroupTicket(3, 2, 1), GroupTicket(4, 1, 1), GroupTicket(5, 1, 1)]
+    assert again == [
+        GroupTicket(2, 2, 1),
+        GroupTicket(3, 2, 1),
+        GroupTicket(4, 1, 1),
+        GroupTicket(5, 1, 1),
+    ]
 
 
 async def test_the_learner_waits_for_the_group_that_is_due() -> None:
@@ -205,7 +246,9 @@ async def test_the_learner_waits_for_the_group_that_is_due() -> None:
     await queue.live(1)
     new = await take(queue, 9, version=1, holding=ids(old[2:]))
     await queue.put("a", [frame_of(ticket) for ticket in [*new, old[3]]])
-    assert await queue.get_batch(2) is None  # three are ready, but group 2 must be trained now or never
+    assert (
+        await queue.get_batch(2) is None
+    )  # three are ready, but group 2 must be trained now or never
     await queue.put("a", [frame_of(old[2], versions=(0, 1))])
     assert [group.group_id for group in (await queue.get_batch(2)).groups] == [2, 3]
 
@@ -216,7 +259,9 @@ async def test_a_group_that_waits_for_another_attempt_is_not_due() -> None:
     await queue.put("a", [frame_of(ticket) for ticket in old[:2]])
     assert await queue.get_batch(1) is not None
     await queue.live(1)
-    await queue.put("a", [frame_of(ticket) for ticket in await take(queue, 9, version=1, holding=ids(old[2:]))])
+    await queue.put(
+        "a", [frame_of(ticket) for ticket in await take(queue, 9, version=1, holding=ids(old[2:]))]
+    )
     assert await queue.get_batch(2) is None
     await queue.fail("a", old[2:], "timeout")  # their next tokens are of version 1
     assert [group.group_id for group in (await queue.get_batch(2)).groups] == [4, 5]
@@ -233,24 +278,48 @@ async def test_weights_free_only_the_slots_of_the_steps_they_contain() -> None:
 
 @pytest.mark.parametrize(
     ("staying", "step", "max_staleness", "expected"),
-    [([], 1, 0, True), ([0], 1, 0, False), ([0, 0], 1, 1, True), ([0, 0, 0], 1, 1, False), ([1, 0, 0], 1, 1, True), ([0, 0, 1], 2, 1, False)],
+    [
+        ([], 1, 0, True),
+        ([0], 1, 0, False),
+        ([0, 0], 1, 1, True),
+        ([0, 0, 0], 1, 1, False),
+        ([1, 0, 0], 1, 1, True),
+        ([0, 0, 1], 2, 1, False),
+    ],
 )
-def test_a_batch_leaves_only_if_the_rest_can_follow_in_time(staying: list[int], step: int, max_staleness: int, expected: bool) -> None:
+def test_a_batch_leaves_only_if_the_rest_can_follow_in_time(
+    staying: list[int], step: int, max_staleness: int, expected: bool
+) -> None:
     assert can_leave(staying, step=step, max_staleness=max_staleness, batch_size=2) is expected
 
 
 @given(
-    actors=st.dictionaries(st.sampled_from("abcde"), st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1), free=st.integers(0, 25)
+    actors=st.dictionaries(
+        st.sampled_from("abcde"), st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1
+    ),
+    free=st.integers(0, 25),
 )
-def test_free_slots_go_to_the_actors_with_the_fewest_in_flight(actors: dict[str, tuple[int, int]], free: int) -> None:
+def test_free_slots_go_to_the_actors_with_the_fewest_in_flight(
+    actors: dict[str, tuple[int, int]], free: int
+) -> None:
     in_flight, wants = ({name: pair[i] for name, pair in actors.items()} for i in (0, 1))
     left = free
     while True:  # every actor asks in turn until nobody gets anything
-        name = min((name for name in wants if wants[name]), key=lambda name: in_flight[name], default=None)
-        share = 0 if name is None else fair_share(name, {k: v for k, v in wants.items() if v}, in_flight, free=left)
+        name = min(
+            (name for name in wants if wants[name]), key=lambda name: in_flight[name], default=None
+        )
+        share = (
+            0
+            if name is None
+            else fair_share(name, {k: v for k, v in wants.items() if v}, in_flight, free=left)
+        )
         if not share:
             break
-        in_flight[name], wants[name], left = in_flight[name] + share, wants[name] - share, left - share
+        in_flight[name], wants[name], left = (
+            in_flight[name] + share,
+            wants[name] - share,
+            left - share,
+        )
     assert left == max(0, free - sum(want for _, want in actors.values()))
     hungry = [in_flight[name] for name in actors if wants[name]]
     served = [in_flight[name] for name in actors if in_flight[name] > actors[name][0]]
@@ -269,7 +338,9 @@ async def test_only_actors_that_can_take_slots_reserve_them(other: str) -> None:
     if other == "forfeited":
         await queue.forfeit("b")
     mine = await take(queue, 9, holding=ids(tickets[4:]))
-    assert ids(mine) == ([] if other == "asking" else [(0, 2), (1, 2), (2, 2), (3, 2)])  # b has none in flight, a has four
+    assert ids(mine) == (
+        [] if other == "asking" else [(0, 2), (1, 2), (2, 2), (3, 2)]
+    )  # b has none in flight, a has four
     if other == "asking":
         assert len(await take(queue, 4, actor="b")) == 4
 
@@ -280,10 +351,15 @@ async def test_a_run_without_signal_ends_with_the_reasons() -> None:
         await queue.put("a", [frame_of(ticket, values=values_) for ticket in await take(queue, 1)])
     assert await queue.get_batch(1) is None
     await queue.put("a", [frame_of(ticket, values=(1.0, 1.0)) for ticket in await take(queue, 1)])
-    with pytest.raises(NoSignal, match=r"4 groups.*2 x all_wrong.*2 x all_right|4 groups.*2 x all_right.*2 x all_wrong"):
+    with pytest.raises(
+        NoSignal,
+        match=r"4 groups.*2 x all_wrong.*2 x all_right|4 groups.*2 x all_right.*2 x all_wrong",
+    ):
         await queue.get_batch(1)
     await queue.put("a", [frame_of(ticket) for ticket in await take(queue, 2)])
-    assert await queue.get_batch(1) is not None  # a batch counts more than the limit, and starts the count anew
+    assert (
+        await queue.get_batch(1) is not None
+    )  # a batch counts more than the limit, and starts the count anew
     await queue.live(1)
     assert await queue.get_batch(2) is None
 
@@ -338,31 +414,53 @@ async def test_memory_stays_bounded_over_a_long_run(monkeypatch: pytest.MonkeyPa
     known = await queue.history(range(2 * steps))
     assert list(known) == list(range(2 * steps - 50, 2 * steps))
     assert known[2 * steps - 1] == {"attempt": 1, "state": "trained", "step": steps}
-    assert not queue._ledger.entries and not queue._ledger.held and await queue.acquire("a", steps, [], 2) is None
+    assert (
+        not queue._ledger.entries
+        and not queue._ledger.held
+        and await queue.acquire("a", steps, [], 2) is None
+    )
 
 
 @pytest.mark.parametrize("learner_step", [0, 1])
-async def test_a_snapshot_continues_for_a_learner_before_or_after_the_step_in_training(learner_step: int) -> None:
+async def test_a_snapshot_continues_for_a_learner_before_or_after_the_step_in_training(
+    learner_step: int,
+) -> None:
     queue = ReplayQueue(queue_settings())
     tickets = await take(queue, 4)
     await queue.put("a", [frame_of(ticket) for ticket in tickets[:3]])
     assert await queue.get_batch(1) is not None
     snapshot = msgpack.unpackb(msgpack.packb(await queue.snapshot()))
     restored = open_queue(queue_settings(trained_steps=learner_step), snapshot=snapshot)
-    expected = [(2, 2, 1), (3, 2, 1), (4, 1, 1), (5, 1, 1)] if learner_step else [(0, 2, 0), (1, 2, 0), (2, 2, 0), (3, 2, 0)]
-    assert await take(restored, 9, actor="b", version=learner_step) == [GroupTicket(*ticket, run_epoch=1) for ticket in expected]
+    expected = (
+        [(2, 2, 1), (3, 2, 1), (4, 1, 1), (5, 1, 1)]
+        if learner_step
+        else [(0, 2, 0), (1, 2, 0), (2, 2, 0), (3, 2, 0)]
+    )
+    assert await take(restored, 9, actor="b", version=learner_step) == [
+        GroupTicket(*ticket, run_epoch=1) for ticket in expected
+    ]
     assert (await restored.counts())["trained"] == 2 * learner_step
     with pytest.raises(ValueError, match="not from the same checkpoint"):
         open_queue(queue_settings(trained_steps=2), snapshot=snapshot)
     smaller = open_queue(queue_settings(max_staleness=0), snapshot=snapshot)
-    assert ids(await take(smaller, 9)) == [(0, 2), (1, 2)] and (await smaller.counts())["waiting"] == 2
+    assert (
+        ids(await take(smaller, 9)) == [(0, 2), (1, 2)] and (await smaller.counts())["waiting"] == 2
+    )
 
 
 # ---- order and what happens to old groups ----
 
 
-async def produce(queue: ReplayQueue, tickets: list[GroupTicket], *, actor: str = "a", versions: tuple[int, ...] = ()) -> None:
-    verdicts = await queue.put(actor, [frame_of(ticket, versions=versions, actor=actor) for ticket in tickets])
+async def produce(
+    queue: ReplayQueue,
+    tickets: list[GroupTicket],
+    *,
+    actor: str = "a",
+    versions: tuple[int, ...] = (),
+) -> None:
+    verdicts = await queue.put(
+        actor, [frame_of(ticket, versions=versions, actor=actor) for ticket in tickets]
+    )
     assert {verdict.status for verdict in verdicts} <= {"accepted"}, verdicts
 
 
@@ -387,7 +485,12 @@ async def test_oldest_goes_by_the_ticket_and_fifo_by_the_id() -> None:
     for order, expected in (("oldest", [1, 3]), ("fifo", [0, 1])):
         queue = ReplayQueue(queue_settings(order=order, max_staleness=2, total_steps=9))
         tickets = await take(queue, 6)
-        await produce(queue, [tickets[1], tickets[2], tickets[4], tickets[3], tickets[5]] if order == "fifo" else tickets[1:])
+        await produce(
+            queue,
+            [tickets[1], tickets[2], tickets[4], tickets[3], tickets[5]]
+            if order == "fifo"
+            else tickets[1:],
+        )
         await queue.fail("a", tickets[:1], "bad luck")
         if order == "fifo":
             await produce(queue, await take(queue, 1))
@@ -418,7 +521,9 @@ def test_the_order_of_completion_has_no_bound_to_wait_for() -> None:
 
 @pytest.mark.parametrize("on_stale", ["mask", "expire"])
 async def test_the_learner_goes_on_without_a_late_group(on_stale: str) -> None:
-    queue = ReplayQueue(queue_settings(on_stale=on_stale, total_steps=9, max_attempts=2, rollout_batch_size=1))
+    queue = ReplayQueue(
+        queue_settings(on_stale=on_stale, total_steps=9, max_attempts=2, rollout_batch_size=1)
+    )
     late, *others = await take(queue, 2)
     for step in range(1, 4):
         await produce(queue, others, versions=(step - 1,))
@@ -429,18 +534,27 @@ async def test_the_learner_goes_on_without_a_late_group(on_stale: str) -> None:
     if on_stale == "mask":
         assert await batch_ids(queue, 4) == [0]
         metrics = await queue.metrics()
-        # Lag 3, 1 and 0 for two tokens each of two rollouts: the first ones are masked, and no longer count as lag.
-        assert (metrics["replay/stale_tokens"], metrics["replay/lag_max"], metrics["replay/expirations"]) == (4.0, 1.0, 0.0)
+        # Lag 3, 1 and 0 for two tokens each of two rollouts: the first ones are masked, and no
+        # longer count as lag.
+        assert (
+            metrics["replay/stale_tokens"],
+            metrics["replay/lag_max"],
+            metrics["replay/expirations"],
+        ) == (4.0, 1.0, 0.0)
         return
     assert await batch_ids(queue, 4) is None
     counts = await queue.counts()
     assert (counts["waiting"], counts["expirations"], counts["expired"]) == (1, 1, 0)
-    (again,) = await take(queue, 1, version=3, holding=[(ticket.group_id, ticket.attempt) for ticket in others])
+    (again,) = await take(
+        queue, 1, version=3, holding=[(ticket.group_id, ticket.attempt) for ticket in others]
+    )
     assert again == GroupTicket(0, 2, 3)
 
 
 async def test_a_group_of_nothing_but_old_tokens_expires_and_in_the_end_for_good() -> None:
-    queue = ReplayQueue(queue_settings(on_stale="mask", total_steps=20, max_attempts=2, rollout_batch_size=1))
+    queue = ReplayQueue(
+        queue_settings(on_stale="mask", total_steps=20, max_attempts=2, rollout_batch_size=1)
+    )
     step, other = 0, (await take(queue, 2))[1]
     late = GroupTicket(0, 1, 0)
     for attempt in (1, 2):
@@ -467,7 +581,9 @@ async def test_a_baseline_that_is_too_old_does_not_expire_a_group_that_is_masked
     (ticket,) = await take(queue, 1)
     meta = decode_meta(frame_of(ticket, versions=(2,), baselines=(1.0,), policy_version=0))
     old = replace(meta, rows=(*meta.rows[:-1], replace(meta.rows[-1], versions=((0, 4),))))
-    assert not is_too_old(old, step=3, max_staleness=1, on_stale="mask") and is_too_old(old, step=3, max_staleness=1, on_stale="expire")
+    assert not is_too_old(old, step=3, max_staleness=1, on_stale="mask") and is_too_old(
+        old, step=3, max_staleness=1, on_stale="expire"
+    )
 
 
 # ---- deadlines, failures, waits ----
@@ -475,7 +591,9 @@ async def test_a_baseline_that_is_too_old_does_not_expire_a_group_that_is_masked
 
 async def test_a_group_lost_inside_a_living_actor_is_issued_again_at_its_deadline() -> None:
     clock = Clock()
-    queue = ReplayQueue(queue_settings(max_staleness=0, ticket_timeout_s=10.0, max_attempts=3), clock=clock)
+    queue = ReplayQueue(
+        queue_settings(max_staleness=0, ticket_timeout_s=10.0, max_attempts=3), clock=clock
+    )
     tickets = await take(queue, 2)
     await produce(queue, tickets[1:])
     held = [(0, 1)]
@@ -488,19 +606,39 @@ async def test_a_group_lost_inside_a_living_actor_is_issued_again_at_its_deadlin
     clock.now += 10.0 + TICKET_GRACE_S + 0.1
     assert await queue.get_batch(1) is None  # asking for a batch looks at the deadlines too
     counts = await queue.counts()
-    assert (counts["waiting"], counts["overdue"], counts["late"], counts["attempts_lost"]) == (1, 2, 1, 2)
+    assert (counts["waiting"], counts["overdue"], counts["late"], counts["attempts_lost"]) == (
+        1,
+        2,
+        1,
+        2,
+    )
 
 
-@pytest.mark.parametrize(("fraction", "groups", "ends_after"), [(0.0, 400, 1), (0.01, 400, 5), (0.01, 5000, 11), (1.0, 400, None)])
-async def test_more_failed_groups_than_tolerated_end_the_run(fraction: float, groups: int, ends_after: int | None) -> None:
-    queue = ReplayQueue(queue_settings(
-        rollout_batch_size=1, max_staleness=40, total_steps=groups, max_attempts=1, max_failed_fraction=fraction,
-    ))
+@pytest.mark.parametrize(
+    ("fraction", "groups", "ends_after"),
+    [(0.0, 400, 1), (0.01, 400, 5), (0.01, 5000, 11), (1.0, 400, None)],
+)
+async def test_more_failed_groups_than_tolerated_end_the_run(
+    fraction: float, groups: int, ends_after: int | None
+) -> None:
+    queue = ReplayQueue(
+        queue_settings(
+            rollout_batch_size=1,
+            max_staleness=40,
+            total_steps=groups,
+            max_attempts=1,
+            max_failed_fraction=fraction,
+        )
+    )
     for failed in range(1, 20):
         (ticket,) = await take(queue, 1)
         await queue.fail("a", [ticket], "too long a prompt")
         if ends_after is not None and failed >= ends_after:
-            with pytest.raises(NoSignal, match=rf"{failed} of {failed} groups failed for good, replay.max_attempts 1 \({failed} x too long a prompt\)") as caught:
+            with pytest.raises(
+                NoSignal,
+                match=rf"{failed} of {failed} groups failed for good, replay.max_attempts 1 "
+                rf"\({failed} x too long a prompt\)",
+            ) as caught:
                 await queue.get_batch(1)
             assert caught.value.exit_code == 3 and "task.max_bad_fraction" in str(caught.value)
             return
@@ -509,7 +647,9 @@ async def test_more_failed_groups_than_tolerated_end_the_run(fraction: float, gr
 
 
 async def test_many_different_reasons_do_not_fill_the_memory() -> None:
-    queue = ReplayQueue(queue_settings(rollout_batch_size=1, max_staleness=200, total_steps=400, max_attempts=1))
+    queue = ReplayQueue(
+        queue_settings(rollout_batch_size=1, max_staleness=200, total_steps=400, max_attempts=1)
+    )
     for index in range(3 * ledger.REASONS):
         (ticket,) = await take(queue, 1)
         await queue.fail("a", [ticket], f"reason {index} {'x' * 10_000}")
@@ -546,12 +686,21 @@ async def test_the_share_of_slow_groups_among_the_trained_ones() -> None:
     for order, on_stale in (("oldest", "wait"), ("ready", "expire")):
         rng, clock = random.Random(1), Clock()
         settings = queue_settings(
-            order=order, on_stale=on_stale, rollout_batch_size=8, max_staleness=1, total_steps=400, max_attempts=50, filter=None
+            order=order,
+            on_stale=on_stale,
+            rollout_batch_size=8,
+            max_staleness=1,
+            total_steps=400,
+            max_attempts=50,
+            filter=None,
         )
         queue, ends, live = ReplayQueue(settings, clock=clock), {}, 0
         while (step := live + 1) <= 120:
             for ticket in await take(queue, 16, version=live, holding=list(ends)):
-                ends[ticket.group_id, ticket.attempt] = (clock.now + (20.0 if rng.random() < 0.1 else 1.0 + rng.random()), ticket)
+                ends[ticket.group_id, ticket.attempt] = (
+                    clock.now + (20.0 if rng.random() < 0.1 else 1.0 + rng.random()),
+                    ticket,
+                )
             clock.now = max(clock.now, min(end for end, _ in ends.values())) if ends else clock.now
             for key in [key for key, (end, _) in ends.items() if end <= clock.now]:
                 await produce(queue, [ends.pop(key)[1]])
@@ -567,7 +716,10 @@ async def test_the_share_of_slow_groups_among_the_trained_ones() -> None:
 
 
 async def started_again(queue: ReplayQueue, **changes: object) -> ReplayQueue:
-    return open_queue(replace(queue.settings, **changes), snapshot=msgpack.unpackb(msgpack.packb(await queue.snapshot())))
+    return open_queue(
+        replace(queue.settings, **changes),
+        snapshot=msgpack.unpackb(msgpack.packb(await queue.snapshot())),
+    )
 
 
 async def test_an_actor_of_the_next_start_is_not_the_dead_one_of_the_same_name() -> None:
@@ -595,7 +747,7 @@ async def test_a_run_that_ended_without_signal_may_be_tried_again(way: str) -> N
     tickets = await take(again, 4)
     if way == "failed":
         await again.fail("a", tickets[:1], "no such file")
-        with pytest.raises(NoSignal, match="^1 of "):
+        with pytest.raises(NoSignal, match=r"^1 of "):
             await again.get_batch(1)
     assert (await again.counts())[way] == {"failed": 2, "rejected": 4}[way]
 
@@ -621,10 +773,22 @@ async def test_rejections_beside_a_slow_group_do_not_end_the_run() -> None:
     await produce(queue, [])
     assert [group.group_id for group in (await queue.get_batch(1)).groups] == [1, 2]
     await queue.live(1)
-    queue = ReplayQueue(queue_settings(max_num_gen_batches=2, max_staleness=0, total_steps=9, rollout_batch_size=2, order="fifo"))
+    queue = ReplayQueue(
+        queue_settings(
+            max_num_gen_batches=2,
+            max_staleness=0,
+            total_steps=9,
+            rollout_batch_size=2,
+            order="fifo",
+        )
+    )
     slow, *_ = await take(queue, 2)
     for _ in range(6):
-        (ticket,) = [ticket for ticket in await take(queue, 2, holding=[(slow.group_id, 1)]) if ticket != slow]
+        (ticket,) = [
+            ticket
+            for ticket in await take(queue, 2, holding=[(slow.group_id, 1)])
+            if ticket != slow
+        ]
         await queue.put("a", [frame_of(ticket, values=(0.0, 0.0))])
     with pytest.raises(NoSignal):  # fewer than a batch is ready: waiting is for more groups
         await queue.get_batch(1)
@@ -635,56 +799,103 @@ async def test_rejections_beside_a_slow_group_do_not_end_the_run() -> None:
     for _ in range(6):
         await queue.put("a", [frame_of(GroupTicket(*holding[1], 0), values=(0.0, 0.0))])
         holding[1:] = ids(await take(queue, 2, holding=holding[:1]))
-    assert await queue.get_batch(1) is None  # a batch is ready, and the learner waits for the slow group alone
+    assert (
+        await queue.get_batch(1) is None
+    )  # a batch is ready, and the learner waits for the slow group alone
 
 
 def test_a_lag_above_the_bound_would_show() -> None:
     meta = decode_meta(frame_of(GroupTicket(0, 1, 0), versions=(0, 3)))
     entries = [ledger.Entry(0, 1, 0, ledger.State.READY, meta=meta)]
     seen = {
-        on_stale: batch_metrics(entries, queue_settings(on_stale=on_stale), step=4, now=0.0) for on_stale in ("wait", "mask", "expire")
+        on_stale: batch_metrics(entries, queue_settings(on_stale=on_stale), step=4, now=0.0)
+        for on_stale in ("wait", "mask", "expire")
     }
-    assert [seen[name]["replay/lag_max"] for name in seen] == [3, 0, 3] and [seen[name]["replay/stale_tokens"] for name in seen] == [0, 4, 0]
+    assert [seen[name]["replay/lag_max"] for name in seen] == [3, 0, 3] and [
+        seen[name]["replay/stale_tokens"] for name in seen
+    ] == [0, 4, 0]
 
 
 # ---- baselines and retired problems ----
 
 
-@pytest.mark.parametrize(("wanted", "given_", "status"), [
-    (True, (0.0,), "accepted"), (True, (), "invalid"), (True, (0.0, 1.0), "invalid"), (False, (), "accepted"), (False, (0.0,), "invalid"),
-])
-async def test_a_group_carries_exactly_the_baselines_that_the_run_needs(wanted: bool, given_: tuple[float, ...], status: str) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "given_", "status"),
+    [
+        (True, (0.0,), "accepted"),
+        (True, (), "invalid"),
+        (True, (0.0, 1.0), "invalid"),
+        (False, (), "accepted"),
+        (False, (0.0,), "invalid"),
+    ],
+)
+async def test_a_group_carries_exactly_the_baselines_that_the_run_needs(
+    wanted: bool, given_: tuple[float, ...], status: str
+) -> None:
     queue = ReplayQueue(queue_settings(baseline=wanted))
     (ticket,) = await take(queue, 1)
     (verdict,) = await queue.put("a", [frame_of(ticket, baselines=given_)])
     assert verdict.status == status
-    assert status == "accepted" or f"{len(given_)} baseline rollouts instead of {int(wanted)}" in verdict.reason
+    assert (
+        status == "accepted"
+        or f"{len(given_)} baseline rollouts instead of {int(wanted)}" in verdict.reason
+    )
 
 
 async def test_a_baseline_counts_for_the_bound_and_not_for_filter_and_retirement() -> None:
-    queue = ReplayQueue(queue_settings(baseline=True, retire_at=0.6, problem=lambda group_id: group_id % 9, problems=9, trained_steps=1))
+    queue = ReplayQueue(
+        queue_settings(
+            baseline=True,
+            retire_at=0.6,
+            problem=lambda group_id: group_id % 9,
+            problems=9,
+            trained_steps=1,
+        )
+    )
     tickets = await take(queue, 3, version=1)
     late = make_group(tickets[0], baselines=(1.0,))
     late.rollouts[-1].versions = [VersionSpan(0, 0, 2)]
-    frames = [encode_group(late), frame_of(tickets[1], values=(0.0, 0.0), baselines=(1.0,)), frame_of(tickets[2], baselines=(1.0,))]
+    frames = [
+        encode_group(late),
+        frame_of(tickets[1], values=(0.0, 0.0), baselines=(1.0,)),
+        frame_of(tickets[2], baselines=(1.0,)),
+    ]
     verdicts = await queue.put("a", frames)
     assert [verdict.status for verdict in verdicts] == ["invalid", "rejected", "accepted"]
-    assert "version 0 under a ticket of version 1" in verdicts[0].reason and verdicts[1].reason == "all_wrong"
-    assert (await queue.snapshot())["ledger"]["retired"] == []  # 2 of 3 right with the baseline, 1 of 2 without
+    assert (
+        "version 0 under a ticket of version 1" in verdicts[0].reason
+        and verdicts[1].reason == "all_wrong"
+    )
+    assert (await queue.snapshot())["ledger"][
+        "retired"
+    ] == []  # 2 of 3 right with the baseline, 1 of 2 without
 
 
 def retiring(*, problems: int = 5, **changes: object) -> QueueSettings:
     """A run without filter that retires problems at a pass rate of one half."""
     problem = partial(problem_index, 7, "data", n=problems)
-    return replace(queue_settings(retire_at=0.5, problem=problem, problems=problems, filter=None, total_steps=50), **changes)
+    return replace(
+        queue_settings(
+            retire_at=0.5, problem=problem, problems=problems, filter=None, total_steps=50
+        ),
+        **changes,
+    )
 
 
 async def test_a_retired_problem_is_not_posed_again() -> None:
     settings_ = pickle.loads(pickle.dumps(retiring()))
     queue, problem = ReplayQueue(settings_), settings_.problem
     tickets = await take(queue, 4)
-    values_ = [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0), (None, 1.0)]  # right at a rate of 1, 0, 1/2, and unknown
-    verdicts = await queue.put("a", [frame_of(ticket, values=value) for ticket, value in zip(tickets, values_, strict=True)])
+    values_ = [
+        (1.0, 1.0),
+        (0.0, 0.0),
+        (0.0, 1.0),
+        (None, 1.0),
+    ]  # right at a rate of 1, 0, 1/2, and unknown
+    verdicts = await queue.put(
+        "a",
+        [frame_of(ticket, values=value) for ticket, value in zip(tickets, values_, strict=True)],
+    )
     assert {verdict.status for verdict in verdicts} == {"accepted"}
     retired = {problem(0), problem(2)}
     assert (await queue.metrics())["replay/retired"] == 2.0
@@ -697,7 +908,9 @@ async def test_a_retired_problem_is_not_posed_again() -> None:
         await queue.put("a", [frame_of(ticket, values=(0.0, 0.0)) for ticket in new])
         skipped = (await queue.counts())["skipped"]
     assert {problem(group_id) for group_id in issued} == set(range(5)) - retired
-    expected = [group_id for group_id in range(4, max(issued) + 1) if problem(group_id) not in retired]
+    expected = [
+        group_id for group_id in range(4, max(issued) + 1) if problem(group_id) not in retired
+    ]
     assert issued == expected and skipped == max(issued) + 1 - 4 - len(issued) > 0
 
 
@@ -714,8 +927,12 @@ async def test_retirement_does_not_touch_ids_that_are_issued() -> None:
 
 
 @pytest.mark.parametrize("values_", [(1.0, 1.0), (0.0, 1.0)])  # rejected by the filter, and trained
-async def test_a_run_whose_problems_are_all_retired_ends_with_the_reason(values_: tuple[float, ...]) -> None:
-    queue = ReplayQueue(retiring(problems=3, rollout_batch_size=4, max_staleness=0, filter=FilterRule()))
+async def test_a_run_whose_problems_are_all_retired_ends_with_the_reason(
+    values_: tuple[float, ...],
+) -> None:
+    queue = ReplayQueue(
+        retiring(problems=3, rollout_batch_size=4, max_staleness=0, filter=FilterRule())
+    )
     tickets = await take(queue, 9)
     await queue.put("a", [frame_of(ticket, values=values_) for ticket in tickets[:3]])
     if values_ == (0.0, 1.0):
@@ -725,20 +942,33 @@ async def test_a_run_whose_problems_are_all_retired_ends_with_the_reason(values_
         await queue.live(1)
     step = (await queue.snapshot())["ledger"]["steps"] + 1
     assert await take(queue, 9, version=step - 1, holding=ids(tickets[3:])) == []
-    with pytest.raises(NoSignal, match=rf"all 3 problems are retired.*0.5 or better.*after {step - 1} of 50 steps.*retire_at"):
+    with pytest.raises(
+        NoSignal,
+        match=rf"all 3 problems are retired.*0.5 or better.*after {step - 1} of 50 "
+        r"steps.*retire_at",
+    ):
         await queue.get_batch(step)
     assert (await queue.counts())["skipped"] == 0
 
 
-async def test_a_call_passes_over_a_limited_number_of_retired_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_passes_over_a_limited_number_of_retired_problems(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(queue_module, "MAX_SKIPS", 6)
     settings_ = retiring(problems=20, max_staleness=9, rollout_batch_size=4)
     queue, problem = ReplayQueue(settings_), settings_.problem
     tickets = await take(queue, 20)  # the first epoch: every problem once
     kept = problem(37)
     values_ = {True: (0.0, 0.0), False: (1.0, 1.0)}
-    await queue.put("a", [frame_of(ticket, values=values_[problem(ticket.group_id) == kept]) for ticket in tickets])
-    assert [ids(await take(queue, 1)) for _ in range(3)] == [[], [], [(37, 1)]]  # 20 to 26, 27 to 33, 34 to 37
+    await queue.put(
+        "a",
+        [frame_of(ticket, values=values_[problem(ticket.group_id) == kept]) for ticket in tickets],
+    )
+    assert [ids(await take(queue, 1)) for _ in range(3)] == [
+        [],
+        [],
+        [(37, 1)],
+    ]  # 20 to 26, 27 to 33, 34 to 37
     assert (await queue.counts())["skipped"] == 17
 
 
@@ -746,7 +976,13 @@ async def test_a_snapshot_keeps_the_retired_problems() -> None:
     settings_ = retiring()
     queue, problem = ReplayQueue(settings_), settings_.problem
     tickets = await take(queue, 4)
-    await queue.put("a", [frame_of(ticket, values=(1.0, 1.0) if ticket.group_id in (1, 3) else (0.0, 0.0)) for ticket in tickets])
+    await queue.put(
+        "a",
+        [
+            frame_of(ticket, values=(1.0, 1.0) if ticket.group_id in (1, 3) else (0.0, 0.0))
+            for ticket in tickets
+        ],
+    )
     assert await queue.get_batch(1) is not None
     snapshot = json.loads(json.dumps(msgpack.unpackb(msgpack.packb(await queue.snapshot()))))
     assert snapshot["ledger"]["retired"] == sorted({problem(1), problem(3)})
@@ -756,12 +992,17 @@ async def test_a_snapshot_keeps_the_retired_problems() -> None:
     assert not {problem(ticket.group_id) for ticket in tickets[2:]} & {problem(1), problem(3)}
     assert (await restored.metrics())["replay/retired"] == 2.0
     with pytest.raises(ValueError, match="not the same data"):
-        open_queue(replace(retiring(problems=1), trained_steps=1), snapshot={**snapshot, "ledger": snapshot["ledger"] | {"retired": [3]}})
+        open_queue(
+            replace(retiring(problems=1), trained_steps=1),
+            snapshot={**snapshot, "ledger": snapshot["ledger"] | {"retired": [3]}},
+        )
     off = open_queue(replace(settings_, trained_steps=1, retire_at=None), snapshot=snapshot)
     assert [ticket.group_id for ticket in await take(off, 9, version=1)] == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("changes", [{"retire_at": 0.0}, {"retire_at": 1.1}, {"problem": None}, {"problems": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"retire_at": 0.0}, {"retire_at": 1.1}, {"problem": None}, {"problems": 0}]
+)
 def test_settings_that_cannot_retire_are_refused(changes: dict) -> None:
     with pytest.raises(ValueError, match="retire_at"):
         replace(retiring(), **changes)

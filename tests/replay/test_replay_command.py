@@ -1,4 +1,6 @@
-"""The look inside a run: the history that a journal tells is the queue's own, and the command shows it, live, resumed or damaged."""
+"""The look inside a run: the history that a journal tells is the queue's own, and the command shows
+it, live, resumed or damaged.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,16 @@ def journal_of(directory: Path) -> Path:
 def compare(history: History, life: Life) -> None:
     """What the journal tells is what the living queue has."""
     ledger: Ledger = life.queue._ledger
-    assert history.ledger.snapshot() == ledger.snapshot() and history.notes == [] and history.unlisted == {}
+    assert (
+        history.ledger.snapshot() == ledger.snapshot()
+        and history.notes == []
+        and history.unlisted == {}
+    )
     told = Counter(record.state.value for record in history.groups.values())
     assert {state: told[state] for state in STATES} == ledger.counts()
-    assert {step: set(ids) for step, ids in history.steps.items()} == {step: set(ids) for step, ids in life.batches.items()}
+    assert {step: set(ids) for step, ids in history.steps.items()} == {
+        step: set(ids) for step, ids in life.batches.items()
+    }
     for group_id, record in history.groups.items():
         if (known := ledger.record(group_id)) is not None and record.state != State.SKIPPED:
             assert (record.attempt, record.state, record.step) == known
@@ -55,11 +63,17 @@ def compare(history: History, life: Life) -> None:
         assert history.groups[entry.group_id].policy_version == entry.policy_version
     for ids in life.batches.values():
         for group_id, attempt in ids.items():
-            assert history.frame(group_id) == history.frame(group_id, attempt) == life.frames[group_id, attempt]
+            assert (
+                history.frame(group_id)
+                == history.frame(group_id, attempt)
+                == life.frames[group_id, attempt]
+            )
 
 
 @pytest.mark.parametrize(("order", "on_stale"), RULES)
-def test_at_every_moment_the_history_is_that_of_the_living_queue(tmp_path: Path, order: str, on_stale: str) -> None:
+def test_at_every_moment_the_history_is_that_of_the_living_queue(
+    tmp_path: Path, order: str, on_stale: str
+) -> None:
     states: Counter[str] = Counter()
 
     async def lives() -> None:
@@ -72,7 +86,9 @@ def test_at_every_moment_the_history_is_that_of_the_living_queue(tmp_path: Path,
                 if chance < 0.03:
                     await life.die()
                 elif chance < 0.05 and (life.checkpoints or not life.batches):
-                    await life.resume(life.random.choice(life.checkpoints) if life.checkpoints else None)
+                    await life.resume(
+                        life.random.choice(life.checkpoints) if life.checkpoints else None
+                    )
                 elif chance < 0.2:
                     compare(read_history(tmp_path / str(seed)), life)
             states.update(await life.queue.counts())
@@ -81,10 +97,14 @@ def test_at_every_moment_the_history_is_that_of_the_living_queue(tmp_path: Path,
             compare(read_history(tmp_path / str(seed)), life)
 
     asyncio.run(lives())
-    assert all(states[name] for name in ("trained", "rejected", "late", "invalid", "forfeited", "restarts")), states
+    assert all(
+        states[name] for name in ("trained", "rejected", "late", "invalid", "forfeited", "restarts")
+    ), states
 
 
-def test_what_deleted_segments_told_is_counted_not_listed_and_nothing_else_changes(tmp_path: Path) -> None:
+def test_what_deleted_segments_told_is_counted_not_listed_and_nothing_else_changes(
+    tmp_path: Path,
+) -> None:
     hidden = unknown = 0
 
     async def lives() -> None:
@@ -99,7 +119,10 @@ def test_what_deleted_segments_told_is_counted_not_listed_and_nothing_else_chang
                 known = ledger.record(group_id)
                 assert record.state in (None, known[1]) or record.state == State.SKIPPED
             assert {entry.group_id for entry in ledger.entries.values()} <= set(history.groups)
-            assert history.steps.items() <= {step: tuple(sorted(ids)) for step, ids in life.batches.items()}.items()
+            assert (
+                history.steps.items()
+                <= {step: tuple(sorted(ids)) for step, ids in life.batches.items()}.items()
+            )
             missing = ledger.issued - len(history.groups)
             assert history.unlisted == ({"deleted": missing} if missing else {})
             hidden += missing
@@ -118,8 +141,13 @@ async def restarted(life: Life, segment_bytes: int, *, calls: int) -> None:
         await life.call()
 
 
-def test_the_bytes_that_a_dying_writer_left_are_a_note_and_every_prefix_is_a_history(tmp_path: Path) -> None:
-    """Cut at any byte, as a reader may find a file that is being written: some events, in order, and a ledger that adds up."""
+def test_the_bytes_that_a_dying_writer_left_are_a_note_and_every_prefix_is_a_history(
+    tmp_path: Path,
+) -> None:
+    """Cut at any byte, as a reader may find a file that is being written: some events, in order,
+    and a ledger that adds up.
+    """
+
     async def live() -> None:
         life = Life(tmp_path / "whole", 1, max_attempts=3)
         await restarted(life, 2**28, calls=60)
@@ -132,9 +160,14 @@ def test_the_bytes_that_a_dying_writer_left_are_a_note_and_every_prefix_is_a_his
     for size in range(Segment(tmp_path / "whole", number).size, len(data) + 1, 7):
         segment_path(cut, number).write_bytes(data[:size])
         history = read_history(cut)
-        assert history.ledger.issued >= issued and [note for note in history.notes if "cut off" not in note] == []
+        assert (
+            history.ledger.issued >= issued
+            and [note for note in history.notes if "cut off" not in note] == []
+        )
         issued = history.ledger.issued
-        assert Counter(record.state.value for record in history.groups.values()) == +Counter(history.ledger.counts())
+        assert Counter(record.state.value for record in history.groups.values()) == +Counter(
+            history.ledger.counts()
+        )
         for record in history.groups.values():
             for attempt, _ in record.frames:
                 assert history.meta(record.group_id, attempt).attempt == attempt
@@ -155,10 +188,12 @@ def test_damage_is_a_note_where_it_is_and_the_next_snapshot_is_right_again(tmp_p
     whole = path.read_bytes()
     segment = Segment(tmp_path, numbers[1])
     start, records = segment.size, list(segment.records())
-    path.write_bytes(whole[: start + 30] + b"\xff" * 8 + whole[start + 38:])
+    path.write_bytes(whole[: start + 30] + b"\xff" * 8 + whole[start + 38 :])
     history = read_history(tmp_path)
     assert history.ledger.snapshot() == ledger.snapshot()
-    assert len(history.notes) == 1 and "damaged" in history.notes[0] and path.name in history.notes[0]
+    assert (
+        len(history.notes) == 1 and "damaged" in history.notes[0] and path.name in history.notes[0]
+    )
     missing = set(range(ledger.issued)) - set(history.groups)
     assert missing and history.unlisted == {"damaged": len(missing)}
     path.write_bytes(b"something else")
@@ -194,7 +229,9 @@ def test_another_start_is_in_the_history_and_what_it_took_back_is_not(tmp_path: 
         checkpoint = await queue.snapshot()
         await train(queue, 2)
         before = read_history(tmp_path)
-        open_queue(replace(settings, trained_steps=0), journal_in(tmp_path, "second"), snapshot=None)
+        open_queue(
+            replace(settings, trained_steps=0), journal_in(tmp_path, "second"), snapshot=None
+        )
         assert checkpoint["ledger"]["training_step"] == 1
         return before, read_history(tmp_path)
 
@@ -217,7 +254,11 @@ def test_a_last_attempt_is_told_by_the_journal_itself(tmp_path: Path) -> None:
     assert read_history(tmp_path).groups[0].state == State.FAILED
     queue.begin_segment()
     told = read_history(tmp_path)
-    assert (told.groups[0].state, told.groups[0].reason, told.ledger.counts()["failed"]) == (State.FAILED, "no answer", 1)
+    assert (told.groups[0].state, told.groups[0].reason, told.ledger.counts()["failed"]) == (
+        State.FAILED,
+        "no answer",
+        1,
+    )
 
 
 def test_settings_that_change_at_a_resume_do_not_change_what_was_before(tmp_path: Path) -> None:
@@ -241,12 +282,20 @@ def test_when_the_run_ends_the_batch_in_training_is_not_unused(tmp_path: Path) -
 
     asyncio.run(live())
     history = read_history(tmp_path)
-    assert [record.state for record in history.groups.values()] == [State.TRAINING, State.TRAINING, State.UNUSED] and history.ledger.over
+    assert [record.state for record in history.groups.values()] == [
+        State.TRAINING,
+        State.TRAINING,
+        State.UNUSED,
+    ] and history.ledger.over
 
 
-def test_frames_stay_in_the_files_until_somebody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_stay_in_the_files_until_somebody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def live() -> None:
-        queue = open_queue(queue_settings(total_steps=40, filter=None), journal_in(tmp_path, segment_bytes=1500))
+        queue = open_queue(
+            queue_settings(total_steps=40, filter=None), journal_in(tmp_path, segment_bytes=1500)
+        )
         for step in range(1, 31):
             await train(queue, step)
             await queue.live(step)
@@ -254,7 +303,11 @@ def test_frames_stay_in_the_files_until_somebody_asks(tmp_path: Path, monkeypatc
     asyncio.run(live())
     opened = []
     for module in (history_module,):
-        monkeypatch.setattr(module, "Segment", lambda directory, number: opened.append(number) or Segment(directory, number))
+        monkeypatch.setattr(
+            module,
+            "Segment",
+            lambda directory, number: opened.append(number) or Segment(directory, number),
+        )
     history = read_history(tmp_path)
     assert len(opened) == len(segments(tmp_path)) > 2 * history_module.OPEN_SEGMENTS
     opened.clear()
@@ -285,13 +338,18 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in the middle of step 2, with a group in every state that a person may look for."""
     directory = tmp_path_factory.mktemp("run")
     asyncio.run(a_run(journal_of(directory)))
-    (directory / "config.yaml").write_text("replay: {max_attempts: 2}\ntask: {rewards: {}}\nmodel: {path: null}\n")
+    (directory / "config.yaml").write_text(
+        "replay: {max_attempts: 2}\ntask: {rewards: {}}\nmodel: {path: null}\n"
+    )
     for step, word in ((9, "old"), (10, "new")):
         place = directory / f"checkpoints/step_{step:06d}/hf"
         place.mkdir(parents=True)
-        Tokenizer(WordLevel({f"{word}{token}": token for token in range(4)} | {"line\n\x1b[31mred": 4, "?": 5}, "?")).save(
-            str(place / "tokenizer.json")
-        )
+        Tokenizer(
+            WordLevel(
+                {f"{word}{token}": token for token in range(4)} | {"line\n\x1b[31mred": 4, "?": 5},
+                "?",
+            )
+        ).save(str(place / "tokenizer.json"))
     return directory
 
 
@@ -301,12 +359,20 @@ async def a_run(directory: Path) -> None:
     await queue.live(0, "d0")
 
     def frame(ticket: GroupTicket, seconds: float = 1.0, **options: Any) -> bytes:
-        return frame_of(ticket, times={"started": 100.0, "generated": 100.0, "scored": 100.0 + seconds}, **options)
+        return frame_of(
+            ticket,
+            times={"started": 100.0, "generated": 100.0, "scored": 100.0 + seconds},
+            **options,
+        )
 
-    await queue.put("actor-0.0", [
-        frame(first[0], 3.0, actor="actor-0.0"), frame(first[1], values=(1.0, 1.0)),
-        frame(first[2], 2.0, values=(0.0, 0.5), actor="actor-0.0", finish="length"),
-    ])
+    await queue.put(
+        "actor-0.0",
+        [
+            frame(first[0], 3.0, actor="actor-0.0"),
+            frame(first[1], values=(1.0, 1.0)),
+            frame(first[2], 2.0, values=(0.0, 0.5), actor="actor-0.0", finish="length"),
+        ],
+    )
     await queue.fail("actor-0.0", [first[3]], "verifier \x1b[31mgone")
     second = await queue.acquire("actor-1.0", 0, [], 2)  # group 3 again, and 4
     assert [ticket.group_id for ticket in second] == [3, 4]
@@ -315,7 +381,9 @@ async def a_run(directory: Path) -> None:
     await queue.fail("actor-1.0", [second[1]], "timeout")
     assert await queue.get_batch(1) is not None  # 0 and 2
     assert await queue.get_batch(2) is None
-    await queue.put("actor-1.0", [frame(second[0], 4.0, versions=(0, 1), values=(0.25, 1.0), actor="actor-1.0")])
+    await queue.put(
+        "actor-1.0", [frame(second[0], 4.0, versions=(0, 1), values=(0.25, 1.0), actor="actor-1.0")]
+    )
     await queue.live(1, "d1")
     third = await queue.acquire("actor-1.0", 1, [], 2)  # group 4 again, and 5
     five = make_group(third[1], values=(0.0, 0.25), actor="actor-1.0")
@@ -334,6 +402,7 @@ def look(run_dir: Path, capsys: pytest.CaptureFixture[str]):
         assert captured.err == ""
         assert all(character.isprintable() or character == "\n" for character in captured.out)
         return captured.out
+
     return run
 
 
@@ -341,17 +410,36 @@ def ids(look, *args: str) -> list[int]:
     return [json.loads(line)["group_id"] for line in look("--json", *args).splitlines()]
 
 
-@pytest.mark.parametrize(("args", "expected"), [
-    ([], [6, 5, 4, 3, 2, 1, 0]), (["--limit", "2"], [6, 5]), (["--limit", "0", "--reverse"], [0, 1, 2, 3, 4, 5, 6]),
-    (["--state", "trained"], [2, 0]), (["--state", "rejected", "--state", "failed"], [4, 1]), (["--state", "in_flight"], [6]),
-    (["--step", "1"], [2, 0]), (["--steps", "1-2"], [5, 3, 2, 0]), (["--steps", "2-9"], [5, 3]), (["--step", "7"], []),
-    (["--version", "0"], [3, 2, 0]), (["--version", "1"], [5, 3]), (["--version", "2"], []),
-    (["--actor", "actor-1.0"], [5, 4, 3]), (["--actor", "actor-?.*"], [6, 5, 4, 3, 2, 1, 0]), (["--actor", "actor"], []),
-    (["--min-reward", "0.5"], [3, 0]), (["--max-reward", "0.5"], [5, 2, 0]), (["--min-reward", "0.2", "--max-reward", "0.3"], [2]),
-    (["--sort", "reward", "--limit", "3"], [3, 0, 2]), (["--sort", "reward", "--reverse", "--limit", "2"], [5, 2]),
-    (["--sort", "length", "--limit", "1"], [3]), (["--sort", "lag", "--limit", "1"], [3]), (["--sort", "seconds", "--limit", "3"], [3, 0, 2]),
-    (["--state", "trained", "--min-reward", "0.5"], [0]),
-])
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], [6, 5, 4, 3, 2, 1, 0]),
+        (["--limit", "2"], [6, 5]),
+        (["--limit", "0", "--reverse"], [0, 1, 2, 3, 4, 5, 6]),
+        (["--state", "trained"], [2, 0]),
+        (["--state", "rejected", "--state", "failed"], [4, 1]),
+        (["--state", "in_flight"], [6]),
+        (["--step", "1"], [2, 0]),
+        (["--steps", "1-2"], [5, 3, 2, 0]),
+        (["--steps", "2-9"], [5, 3]),
+        (["--step", "7"], []),
+        (["--version", "0"], [3, 2, 0]),
+        (["--version", "1"], [5, 3]),
+        (["--version", "2"], []),
+        (["--actor", "actor-1.0"], [5, 4, 3]),
+        (["--actor", "actor-?.*"], [6, 5, 4, 3, 2, 1, 0]),
+        (["--actor", "actor"], []),
+        (["--min-reward", "0.5"], [3, 0]),
+        (["--max-reward", "0.5"], [5, 2, 0]),
+        (["--min-reward", "0.2", "--max-reward", "0.3"], [2]),
+        (["--sort", "reward", "--limit", "3"], [3, 0, 2]),
+        (["--sort", "reward", "--reverse", "--limit", "2"], [5, 2]),
+        (["--sort", "length", "--limit", "1"], [3]),
+        (["--sort", "lag", "--limit", "1"], [3]),
+        (["--sort", "seconds", "--limit", "3"], [3, 0, 2]),
+        (["--state", "trained", "--min-reward", "0.5"], [0]),
+    ],
+)
 def test_each_filter_and_order(look, args: list[str], expected: list[int]) -> None:
     assert ids(look, *args) == expected
 
@@ -359,9 +447,25 @@ def test_each_filter_and_order(look, args: list[str], expected: list[int]) -> No
 def test_the_facts_of_a_group(look) -> None:
     three = json.loads(look("--json", "--steps", "2", "--max-reward", "0.7", "--min-reward", "0.6"))
     assert {name: three[name] for name in three if name != "finished_at"} == {
-        "group_id": 3, "attempt": 2, "state": "training", "step": 2, "ticket_version": 0, "versions": [0, 1], "lag_min": 0, "lag_max": 1,
-        "reward": 0.625, "rewards": {"correct": 0.625, "format": 1.0}, "verdict": 0.625, "responses": 2, "length_min": 4, "length_mean": 4.0,
-        "length_max": 4, "truncated": 0, "seconds": 4.0, "actor": "actor-1.0", "reason": "",
+        "group_id": 3,
+        "attempt": 2,
+        "state": "training",
+        "step": 2,
+        "ticket_version": 0,
+        "versions": [0, 1],
+        "lag_min": 0,
+        "lag_max": 1,
+        "reward": 0.625,
+        "rewards": {"correct": 0.625, "format": 1.0},
+        "verdict": 0.625,
+        "responses": 2,
+        "length_min": 4,
+        "length_mean": 4.0,
+        "length_max": 4,
+        "truncated": 0,
+        "seconds": 4.0,
+        "actor": "actor-1.0",
+        "reason": "",
     }
     by_id = {facts["group_id"]: facts for facts in map(json.loads, look("--json").splitlines())}
     assert [by_id[group_id]["reason"] for group_id in (1, 4, 6)] == ["all_right", "timeout", ""]
@@ -379,30 +483,62 @@ def test_rewards_are_weighted_as_the_run_weights_them(look, run_dir: Path, tmp_p
 def test_the_ledger_says_what_became_of_everything(look) -> None:
     text = " ".join(look("--ledger").split())
     for part in (
-        "run first start steps", "1 trained, step 2 in training", "version 1, weights d1", "7 issued: 1 in flight, 2 training, 2 trained, 1 rejected, 1 failed",
-        "rejected 1 all_right", "failed 1 timeout", "3 attempts lost", "1 late, 1 duplicate, 1 invalid",
+        "run first start steps",
+        "1 trained, step 2 in training",
+        "version 1, weights d1",
+        "7 issued: 1 in flight, 2 training, 2 trained, 1 rejected, 1 failed",
+        "rejected 1 all_right",
+        "failed 1 timeout",
+        "3 attempts lost",
+        "1 late, 1 duplicate, 1 invalid",
         "the last one: invalid, an unreadable frame from actor-1.0: checksum mismatch",
     ):
         assert part in text, (part, text)
     told = json.loads(look("--ledger", "--json"))
     assert command.parse(["x"]).limit == 20
-    assert sum(told["states"].values()) == told["issued"] == 7 and told["rejected"] == {"all_right": 1} and told["digest"] == "d1"
+    assert (
+        sum(told["states"].values()) == told["issued"] == 7
+        and told["rejected"] == {"all_right": 1}
+        and told["digest"] == "d1"
+    )
 
 
 def test_off_a_terminal_every_group_is_one_line_and_empty_columns_are_left_out(look) -> None:
     lines = look().splitlines()
     title = next(index for index, line in enumerate(lines) if line == "7 groups, newest first")
-    header, rows = lines[title + 1].split(), lines[title + 2:]
-    assert " ".join(header) == "group attempt state step ticket sampled lag correct format verdict tokens truncated seconds actor reason"
+    header, rows = lines[title + 1].split(), lines[title + 2 :]
+    assert (
+        " ".join(header)
+        == "group attempt state step ticket sampled lag correct format verdict tokens "
+        "truncated seconds actor reason"
+    )
     assert [int(row.split()[0]) for row in rows] == [6, 5, 4, 3, 2, 1, 0]
-    assert rows[3].split() == ["3", "2", "training", "2", "v0", "v0-1", "0-1", "0.62", "1.00", "62%", "4", "4.00", "actor-1.0"]
+    assert rows[3].split() == [
+        "3",
+        "2",
+        "training",
+        "2",
+        "v0",
+        "v0-1",
+        "0-1",
+        "0.62",
+        "1.00",
+        "62%",
+        "4",
+        "4.00",
+        "actor-1.0",
+    ]
     assert not any(line.endswith(" ") for line in lines)
     assert "attempt" not in look("--step", "1").splitlines()[-3]
 
 
-def test_a_result_that_expired_is_not_taken_for_that_of_the_next_attempt(look, tmp_path: Path) -> None:
+def test_a_result_that_expired_is_not_taken_for_that_of_the_next_attempt(
+    look, tmp_path: Path
+) -> None:
     async def live() -> ReplayQueue:
-        settings = queue_settings(rollout_batch_size=1, order="ready", on_stale="expire", filter=None)
+        settings = queue_settings(
+            rollout_batch_size=1, order="ready", on_stale="expire", filter=None
+        )
         queue = open_queue(settings, journal_in(journal_of(tmp_path)))
         (old,) = await queue.acquire("slow", 0, [], 1)
         for step in (1, 2):
@@ -425,61 +561,123 @@ def test_a_result_that_expired_is_not_taken_for_that_of_the_next_attempt(look, t
 def test_a_whole_group_with_text_from_the_newest_checkpoint(look, run_dir: Path) -> None:
     text = look("--group", "3")
     assert "prompt, 3 tokens\n    new0 new1 new2\n" in text and "old" not in text
-    assert "response 1: correct 0.25, format 1, verdict 0.25, 4 tokens by v0 [0, 2), v1 [2, 4), stop\n    new0 new1 new2 new3\n" in text
+    assert (
+        "response 1: correct 0.25, format 1, verdict 0.25, 4 tokens by v0 [0, 2), v1 [2, "
+        "4), stop\n    new0 new1 new2 new3\n" in text
+    )
     assert "an earlier attempt: verifier \\x1b[31mgone" in text
     old = str(run_dir / "checkpoints/step_000009/hf")
     assert "    old0 old1 old2\n" in look("--group", "3", "--tokenizer", old)
     whole = json.loads(look("--group", "3", "--json"))
-    assert (whole["group_id"], whole["prompt_ids"], whole["prompt"]) == (3, [0, 1, 2], "new0 new1 new2")
-    assert whole["rollouts"][1]["versions"] == [[0, 0, 2], [1, 2, 4]] and whole["rollouts"][1]["rewards"]["correct"] == 1.0
+    assert (whole["group_id"], whole["prompt_ids"], whole["prompt"]) == (
+        3,
+        [0, 1, 2],
+        "new0 new1 new2",
+    )
+    assert (
+        whole["rollouts"][1]["versions"] == [[0, 0, 2], [1, 2, 4]]
+        and whole["rollouts"][1]["rewards"]["correct"] == 1.0
+    )
     assert "its responses are not in the journal" in look("--group", "1")
 
 
-def test_without_a_tokenizer_a_group_is_shown_as_token_ids(look, run_dir: Path, tmp_path: Path, capsys) -> None:
+def test_without_a_tokenizer_a_group_is_shown_as_token_ids(
+    look, run_dir: Path, tmp_path: Path, capsys
+) -> None:
     shutil.copytree(journal_of(run_dir), journal_of(tmp_path))
     assert "prompt, 3 tokens\n    0 1 2\n" in look("--group", "3", directory=tmp_path)
     assert command.main([str(tmp_path), "--text"]) == 2
     assert "no tokenizer in" in capsys.readouterr().err
 
 
-def test_text_beside_the_groups_is_the_best_response_on_one_line(look, tmp_path: Path, run_dir: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
-        "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {"a\nb": 0, "\x1b[2J": 1, "c": 2, "d": 3, "?": 4}, "unk_token": "?"},
-    }))
+def test_text_beside_the_groups_is_the_best_response_on_one_line(
+    look, tmp_path: Path, run_dir: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "truncation": None,
+                "padding": None,
+                "added_tokens": [],
+                "normalizer": None,
+                "pre_tokenizer": None,
+                "post_processor": None,
+                "decoder": None,
+                "model": {
+                    "type": "WordLevel",
+                    "vocab": {"a\nb": 0, "\x1b[2J": 1, "c": 2, "d": 3, "?": 4},
+                    "unk_token": "?",
+                },
+            }
+        )
+    )
     lines = look("--step", "2", "--text", "--tokenizer", str(tmp_path)).splitlines()
-    assert lines[-1].endswith("a\\nb \\x1b[2J c  a\\nb \\x1b[2J c d") and lines[-2].endswith("a\\nb \\x1b[2J c  d c")
-    facts = json.loads(look("--step", "2", "--limit", "1", "--text", "--json", "--tokenizer", str(tmp_path)))
+    assert lines[-1].endswith("a\\nb \\x1b[2J c  a\\nb \\x1b[2J c d") and lines[-2].endswith(
+        "a\\nb \\x1b[2J c  d c"
+    )
+    facts = json.loads(
+        look("--step", "2", "--limit", "1", "--text", "--json", "--tokenizer", str(tmp_path))
+    )
     assert facts["prompt"] == "a\nb \x1b[2J c" and len(facts["texts"]) == 2
     assert "\n    a\n    b \\x1b[2J c\n" in look("--group", "3", "--tokenizer", str(tmp_path))
 
 
-def test_frames_are_read_only_for_groups_that_everything_else_selects(look, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_are_read_only_for_groups_that_everything_else_selects(
+    look, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
     original = History._view
-    monkeypatch.setattr(History, "_view", lambda self, group_id, attempt: read.append(group_id) or original(self, group_id, attempt))
-    for args, expected in ((["--ledger"], []), (["--limit", "2"], [6, 5]), (["--step", "1", "--version", "0"], [2, 0]),
-                           (["--version", "2", "--steps", "1-9"], []), (["--actor", "actor-1.*", "--limit", "1"], [5])):
+    monkeypatch.setattr(
+        History,
+        "_view",
+        lambda self, group_id, attempt: read.append(group_id) or original(self, group_id, attempt),
+    )
+    for args, expected in (
+        (["--ledger"], []),
+        (["--limit", "2"], [6, 5]),
+        (["--step", "1", "--version", "0"], [2, 0]),
+        (["--version", "2", "--steps", "1-9"], []),
+        (["--actor", "actor-1.*", "--limit", "1"], [5]),
+    ):
         read.clear()
         look("--json", *args)
         assert read == expected, args
 
 
-@pytest.mark.parametrize(("args", "sentence"), [
-    (["--state", "trainde"], "invalid choice: 'trainde'"), (["--steps", "3:4"], "neither a step nor a range of steps"),
-    (["--group", "70"], "group 70 was never issued, only 0 to 6 were"), (["--sort", "size"], "invalid choice: 'size'"),
-    (["--steps", "21-20"], "'21-20' has no steps: 21 comes after 20"), (["--step", "0"], "learner steps are counted from 1"),
-    (["--min-reward", "0.5", "--max-reward", "0.25"], "no reward is at least 0.5 (--min-reward) and at most 0.25 (--max-reward)"),
-    (["--limit", "-1"], "--limit: '-1' is not a whole number"), (["--group", "-1"], "--group: '-1' is not a whole number"),
-    (["--version", "-1"], "--version: '-1' is not a whole number"), (["--min-reward", "nan"], "'nan' is not a number"),
-    (["--ledger", "--step", "1"], "options that choose or sort groups have no place beside --ledger"),
-    (["--ledger", "--sort", "reward"], "no place beside --ledger"), (["--group", "3", "--state", "ready"], "no place beside --group"),
-    (["--group", "3", "--actor", "a"], "no place beside --group"), (["--group", "3", "--min-reward", "0"], "no place beside --group"),
-    (["--ledger", "--group", "0"], "--group has no place beside it"), (["--ledger", "--text"], "--text has no place beside it"),
-    (["--text", "--tokenizer", "/nowhere"], "no tokenizer in /nowhere"),
-])
-def test_a_wrong_option_is_one_sentence_and_exit_code_2(run_dir: Path, capsys, args: list[str], sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--state", "trainde"], "invalid choice: 'trainde'"),
+        (["--steps", "3:4"], "neither a step nor a range of steps"),
+        (["--group", "70"], "group 70 was never issued, only 0 to 6 were"),
+        (["--sort", "size"], "invalid choice: 'size'"),
+        (["--steps", "21-20"], "'21-20' has no steps: 21 comes after 20"),
+        (["--step", "0"], "learner steps are counted from 1"),
+        (
+            ["--min-reward", "0.5", "--max-reward", "0.25"],
+            "no reward is at least 0.5 (--min-reward) and at most 0.25 (--max-reward)",
+        ),
+        (["--limit", "-1"], "--limit: '-1' is not a whole number"),
+        (["--group", "-1"], "--group: '-1' is not a whole number"),
+        (["--version", "-1"], "--version: '-1' is not a whole number"),
+        (["--min-reward", "nan"], "'nan' is not a number"),
+        (
+            ["--ledger", "--step", "1"],
+            "options that choose or sort groups have no place beside --ledger",
+        ),
+        (["--ledger", "--sort", "reward"], "no place beside --ledger"),
+        (["--group", "3", "--state", "ready"], "no place beside --group"),
+        (["--group", "3", "--actor", "a"], "no place beside --group"),
+        (["--group", "3", "--min-reward", "0"], "no place beside --group"),
+        (["--ledger", "--group", "0"], "--group has no place beside it"),
+        (["--ledger", "--text"], "--text has no place beside it"),
+        (["--text", "--tokenizer", "/nowhere"], "no tokenizer in /nowhere"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_and_exit_code_2(
+    run_dir: Path, capsys, args: list[str], sentence: str
+) -> None:
     assert failed(capsys, str(run_dir), *args).count("\n") == 1
     assert sentence in failed(capsys, str(run_dir), *args)
 
@@ -503,30 +701,58 @@ def failed(capsys, *args: str) -> str:
 
 
 def test_options_that_agree_are_taken() -> None:
-    options = command.parse(["x", "--steps", "3-3", "--min-reward", "0.5", "--max-reward", "0.5", "--limit", "0"])
-    assert (options.steps, options.min_reward, options.max_reward, options.limit) == ((3, 3), 0.5, 0.5, 0)
+    options = command.parse(
+        ["x", "--steps", "3-3", "--min-reward", "0.5", "--max-reward", "0.5", "--limit", "0"]
+    )
+    assert (options.steps, options.min_reward, options.max_reward, options.limit) == (
+        (3, 3),
+        0.5,
+        0.5,
+        0,
+    )
     assert command.parse(["x", "--group", "0", "--json", "--tokenizer", "y"]).group == 0
     assert command.parse(["x", "--ledger", "--json"]).ledger
 
 
-@pytest.mark.parametrize(("args", "title"), [
-    ([], "7 groups, newest first"), (["--limit", "7"], "7 groups, newest first"), (["--limit", "2"], "2 of 7 groups, newest first"),
-    (["--steps", "1-2", "--limit", "3", "--reverse"], "4 of 7 groups match, oldest first, 3 shown (--limit 3)"),
-    (["--steps", "1-2", "--limit", "4"], "4 of 7 groups match, newest first"), (["--state", "failed"], "1 of 7 groups matches, newest first"),
-    (["--version", "0", "--limit", "2"], "3 of 7 groups match, newest first, 2 shown (--limit 2)"),
-    (["--actor", "nobody"], "no group matches, of 7 that are listed"),
-    (["--max-reward", "0.5", "--limit", "1", "--sort", "reward"], "3 of 7 groups match, largest reward first, 1 shown (--limit 1)"),
-    (["--actor", "actor-1.0"], "3 of 7 groups match, newest first"),
-])
+@pytest.mark.parametrize(
+    ("args", "title"),
+    [
+        ([], "7 groups, newest first"),
+        (["--limit", "7"], "7 groups, newest first"),
+        (["--limit", "2"], "2 of 7 groups, newest first"),
+        (
+            ["--steps", "1-2", "--limit", "3", "--reverse"],
+            "4 of 7 groups match, oldest first, 3 shown (--limit 3)",
+        ),
+        (["--steps", "1-2", "--limit", "4"], "4 of 7 groups match, newest first"),
+        (["--state", "failed"], "1 of 7 groups matches, newest first"),
+        (
+            ["--version", "0", "--limit", "2"],
+            "3 of 7 groups match, newest first, 2 shown (--limit 2)",
+        ),
+        (["--actor", "nobody"], "no group matches, of 7 that are listed"),
+        (
+            ["--max-reward", "0.5", "--limit", "1", "--sort", "reward"],
+            "3 of 7 groups match, largest reward first, 1 shown (--limit 1)",
+        ),
+        (["--actor", "actor-1.0"], "3 of 7 groups match, newest first"),
+    ],
+)
 def test_the_title_says_how_many_groups_match(look, args: list[str], title: str) -> None:
     assert titles(look(*args)) == [title]
 
 
-def test_results_are_not_read_in_great_numbers_only_to_count_them(look, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_not_read_in_great_numbers_only_to_count_them(
+    look, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inspection_module, "COUNTED", 2)
-    assert titles(look("--version", "0", "--limit", "2")) == ["at least 2 of 7 groups match, newest first, 2 shown (--limit 2)"]
+    assert titles(look("--version", "0", "--limit", "2")) == [
+        "at least 2 of 7 groups match, newest first, 2 shown (--limit 2)"
+    ]
     assert titles(look("--version", "0", "--limit", "4")) == ["3 of 7 groups match, newest first"]
-    assert titles(look("--steps", "1-2", "--limit", "3")) == ["4 of 7 groups match, newest first, 3 shown (--limit 3)"]
+    assert titles(look("--steps", "1-2", "--limit", "3")) == [
+        "4 of 7 groups match, newest first, 3 shown (--limit 3)"
+    ]
 
 
 def test_one_group_is_not_called_groups(look, tmp_path: Path) -> None:
@@ -536,7 +762,11 @@ def test_one_group_is_not_called_groups(look, tmp_path: Path) -> None:
 
     asyncio.run(live())
     text = look(directory=tmp_path)
-    assert titles(text) == ["1 group, newest first"] and "1 segment," in text and "1 attempt lost\n" in text
+    assert (
+        titles(text) == ["1 group, newest first"]
+        and "1 segment," in text
+        and "1 attempt lost\n" in text
+    )
 
 
 def titles(text: str) -> list[str]:
@@ -549,7 +779,9 @@ def titles(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def old_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in step 5 that was resumed from step 2. Its journal tells of step 4, whose results are gone, and of step 5 with results."""
+    """A run in step 5 that was resumed from step 2. Its journal tells of step 4, whose results are
+    gone, and of step 5 with results.
+    """
     directory = tmp_path_factory.mktemp("old")
 
     async def live() -> None:
@@ -559,7 +791,11 @@ def old_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             await train(queue, step)
             checkpoint = await queue.snapshot()
             await queue.live(step)
-        queue = open_queue(replace(settings, trained_steps=2), journal_in(journal_of(directory), "second"), snapshot=checkpoint)
+        queue = open_queue(
+            replace(settings, trained_steps=2),
+            journal_in(journal_of(directory), "second"),
+            snapshot=checkpoint,
+        )
         for step in (3, 4):
             await train(queue, step)
             await queue.live(3)
@@ -576,7 +812,10 @@ def old_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_was_deleted_is_told_as_the_normal_thing_it_is(look, old_run: Path) -> None:
     lines = look("--ledger", directory=old_run).splitlines()
     assert "listed    the groups of steps 4 to 5" in lines
-    assert "note      6 groups are counted but not listed: their segments were deleted at checkpoints (normal)" in lines
+    assert (
+        "note      6 groups are counted but not listed: their segments were deleted at "
+        "checkpoints (normal)" in lines
+    )
     assert not any("damaged" in line for line in lines)
     told = json.loads(look("--ledger", "--json", directory=old_run))
     assert (told["listed_steps"], told["unlisted"]) == ([4, 5], {"deleted": 6})
@@ -584,7 +823,9 @@ def test_what_was_deleted_is_told_as_the_normal_thing_it_is(look, old_run: Path)
 
 def test_the_step_of_a_resume_outlives_its_segment(look, old_run: Path) -> None:
     assert read_history(journal_of(old_run)).starts == [Start(1, 2)]
-    assert "run       start 2, resumed from step 2" in look("--ledger", directory=old_run).splitlines()
+    assert (
+        "run       start 2, resumed from step 2" in look("--ledger", directory=old_run).splitlines()
+    )
 
 
 def test_starts_of_a_run_are_told_in_words(look, tmp_path: Path) -> None:
@@ -594,7 +835,9 @@ def test_starts_of_a_run_are_told_in_words(look, tmp_path: Path) -> None:
         queue = open_queue(settings, journal_in(directory, "second"))
         await train(queue, 1)
         checkpoint = await queue.snapshot()
-        open_queue(replace(settings, trained_steps=1), journal_in(directory, "third"), snapshot=checkpoint)
+        open_queue(
+            replace(settings, trained_steps=1), journal_in(directory, "third"), snapshot=checkpoint
+        )
 
     asyncio.run(live())
     run = "run       start 3, resumed from step 1 (before: start 2, resumed from the beginning)"
@@ -602,9 +845,14 @@ def test_starts_of_a_run_are_told_in_words(look, tmp_path: Path) -> None:
 
 
 def test_a_row_without_its_result_says_so(look, old_run: Path) -> None:
-    rows = [json.loads(line) for line in look("--json", "--reverse", directory=old_run).splitlines()]
+    rows = [
+        json.loads(line) for line in look("--json", "--reverse", directory=old_run).splitlines()
+    ]
     assert [(row["step"], row["reward"], row["reason"]) for row in rows] == [
-        (4, None, "its result is no longer in the journal"), (4, None, "its result is no longer in the journal"), (5, 0.5, ""), (5, 0.5, ""),
+        (4, None, "its result is no longer in the journal"),
+        (4, None, "its result is no longer in the journal"),
+        (5, 0.5, ""),
+        (5, 0.5, ""),
     ]
     assert look("--group", "6", directory=old_run).count("journal") == 1
 
@@ -613,13 +861,20 @@ def test_a_group_whose_end_is_damaged_says_so(run_dir: Path) -> None:
     history = read_history(journal_of(run_dir))
     history.groups[2].state = None
     facts = inspection_module.group_facts(history, history.groups[2], {})
-    assert (facts["state"], facts["reason"], facts["reward"]) == ("unknown", "how it ended was in a damaged part of the journal", 0.25)
+    assert (facts["state"], facts["reason"], facts["reward"]) == (
+        "unknown",
+        "how it ended was in a damaged part of the journal",
+        0.25,
+    )
 
 
 def test_every_group_that_had_a_result_says_that_it_is_gone(look, tmp_path: Path) -> None:
     """Trained before the snapshot, in training, and completed but never trained."""
+
     async def live() -> None:
-        queue = open_queue(queue_settings(filter=None, max_staleness=2), journal_in(journal_of(tmp_path)))
+        queue = open_queue(
+            queue_settings(filter=None, max_staleness=2), journal_in(journal_of(tmp_path))
+        )
         await train(queue, 1)
         await train(queue, 2)
         tickets = await queue.acquire("a", 0, [], 2)
@@ -629,12 +884,18 @@ def test_every_group_that_had_a_result_says_that_it_is_gone(look, tmp_path: Path
 
     asyncio.run(live())
     segment_path(journal_of(tmp_path), 1).unlink()
-    rows = [json.loads(line) for line in look("--json", "--reverse", directory=tmp_path).splitlines()]
+    rows = [
+        json.loads(line) for line in look("--json", "--reverse", directory=tmp_path).splitlines()
+    ]
     gone = "its result is no longer in the journal"
-    assert [(row["state"], row["reason"]) for row in rows] == [("trained", gone)] * 2 + [("training", gone)] * 2 + [("unused", gone), ("unused", "")]
+    assert [(row["state"], row["reason"]) for row in rows] == [("trained", gone)] * 2 + [
+        ("training", gone)
+    ] * 2 + [("unused", gone), ("unused", "")]
 
 
-def test_an_earlier_attempt_is_named_also_beside_a_result_that_cannot_be_read(look, tmp_path: Path) -> None:
+def test_an_earlier_attempt_is_named_also_beside_a_result_that_cannot_be_read(
+    look, tmp_path: Path
+) -> None:
     async def live() -> None:
         queue = open_queue(queue_settings(filter=None), journal_in(journal_of(tmp_path)))
         await queue.fail("a", await queue.acquire("a", 0, [], 1), "no answer")
@@ -642,7 +903,10 @@ def test_an_earlier_attempt_is_named_also_beside_a_result_that_cannot_be_read(lo
 
     asyncio.run(live())
     assert "an earlier attempt: no answer\n" in look("--group", "0", directory=tmp_path)
-    place, path = read_history(journal_of(tmp_path)).groups[0].frames[-1][1], segment_path(journal_of(tmp_path), 1)
+    place, path = (
+        read_history(journal_of(tmp_path)).groups[0].frames[-1][1],
+        segment_path(journal_of(tmp_path), 1),
+    )
     damaged = bytearray(path.read_bytes())
     damaged[place.offset + place.length - 1] ^= 255
     path.write_bytes(bytes(damaged))
@@ -650,43 +914,71 @@ def test_an_earlier_attempt_is_named_also_beside_a_result_that_cannot_be_read(lo
     assert "its result cannot be read" in text and "an earlier attempt: no answer\n" in text
 
 
-@pytest.mark.parametrize(("args", "sentence"), [
-    (["--step", "3"], "the groups of step 3 are no longer in the journal, which has steps 4 to 5"),
-    (["--steps", "1-3"], "the groups of steps 1 to 3 are no longer in the journal, which has steps 4 to 5"),
-    (["--step", "6"], "step 6 is not trained yet (the newest is 5)"), (["--steps", "6-9"], "steps 6 to 9 are not trained yet (the newest is 5)"),
-    (["--version", "6"], "no group matches: there is no version 6 (the newest is 5)"),
-    (["--state", "rejected"], "no group matches, of 4 that are listed; 6 more are not"),
-    (["--step", "5", "--state", "ready"], "no group matches, of 4 that are listed; 6 more are not"),
-])
-def test_where_no_group_matches_it_says_why(look, old_run: Path, args: list[str], sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (
+            ["--step", "3"],
+            "the groups of step 3 are no longer in the journal, which has steps 4 to 5",
+        ),
+        (
+            ["--steps", "1-3"],
+            "the groups of steps 1 to 3 are no longer in the journal, which has steps 4 to 5",
+        ),
+        (["--step", "6"], "step 6 is not trained yet (the newest is 5)"),
+        (["--steps", "6-9"], "steps 6 to 9 are not trained yet (the newest is 5)"),
+        (["--version", "6"], "no group matches: there is no version 6 (the newest is 5)"),
+        (["--state", "rejected"], "no group matches, of 4 that are listed; 6 more are not"),
+        (
+            ["--step", "5", "--state", "ready"],
+            "no group matches, of 4 that are listed; 6 more are not",
+        ),
+    ],
+)
+def test_where_no_group_matches_it_says_why(
+    look, old_run: Path, args: list[str], sentence: str
+) -> None:
     assert titles(look(*args, directory=old_run)) == [sentence]
     assert look("--json", *args, directory=old_run) == ""
 
 
 def test_where_a_group_is_not_listed_any_more_it_says_why(old_run: Path, capsys) -> None:
     assert failed(capsys, str(old_run), "--group", "0") == (
-        "error: group 0 is one of 6 that are counted but not listed: their segments were deleted at checkpoints (normal)\n"
+        "error: group 0 is one of 6 that are counted but not listed: their segments were "
+        "deleted at checkpoints (normal)\n"
     )
 
 
-def test_a_run_at_its_beginning_and_at_its_end_says_why_there_is_nothing(look, tmp_path: Path) -> None:
+def test_a_run_at_its_beginning_and_at_its_end_says_why_there_is_nothing(
+    look, tmp_path: Path
+) -> None:
     async def live() -> None:
         queue = open_queue(queue_settings(filter=None), journal_in(journal_of(tmp_path)))
-        assert titles(look(directory=tmp_path)) == titles(look("--step", "1", directory=tmp_path)) == ["no groups yet"]
+        assert (
+            titles(look(directory=tmp_path))
+            == titles(look("--step", "1", directory=tmp_path))
+            == ["no groups yet"]
+        )
         await queue.acquire("b", 0, [], 1)
-        assert titles(look("--step", "1", directory=tmp_path)) == ["step 1 is not trained yet (no step is)"]
+        assert titles(look("--step", "1", directory=tmp_path)) == [
+            "step 1 is not trained yet (no step is)"
+        ]
         await queue.forfeit("b")
         await train(queue, 1)
         await queue.live(1)
         await queue.close()
 
     asyncio.run(live())
-    assert titles(look("--step", "7", directory=tmp_path)) == ["there is no step 7: the run ended with step 1"]
+    assert titles(look("--step", "7", directory=tmp_path)) == [
+        "there is no step 7: the run ended with step 1"
+    ]
 
 
 def test_a_step_whose_events_are_damaged_is_not_called_deleted(look, tmp_path: Path) -> None:
     async def live() -> None:
-        queue = open_queue(queue_settings(filter=None, total_steps=12), journal_in(journal_of(tmp_path)))
+        queue = open_queue(
+            queue_settings(filter=None, total_steps=12), journal_in(journal_of(tmp_path))
+        )
         for step in range(1, 5):
             await train(queue, step)
             await queue.live(step)
@@ -697,15 +989,23 @@ def test_a_step_whose_events_are_damaged_is_not_called_deleted(look, tmp_path: P
     damaged = bytearray(path.read_bytes())
     damaged[Segment(journal_of(tmp_path), 3).size + 30] ^= 255
     path.write_bytes(bytes(damaged))
-    assert titles(look("--step", "3", directory=tmp_path)) == ["the groups of step 3 were in a damaged part of the journal"]
+    assert titles(look("--step", "3", directory=tmp_path)) == [
+        "the groups of step 3 were in a damaged part of the journal"
+    ]
     text = look("--ledger", directory=tmp_path)
     assert "2 groups are counted but not listed: what the journal told of them is damaged" in text
     assert "checkpoints" not in text and "\nlisted" not in text
     segment_path(journal_of(tmp_path), 1).unlink()
-    assert titles(look("--step", "3", directory=tmp_path)) == ["the groups of step 3 were in a damaged part of the journal"]
-    assert titles(look("--step", "1", directory=tmp_path)) == ["the groups of step 1 are no longer in the journal, which has steps 2 to 4"]
+    assert titles(look("--step", "3", directory=tmp_path)) == [
+        "the groups of step 3 were in a damaged part of the journal"
+    ]
+    assert titles(look("--step", "1", directory=tmp_path)) == [
+        "the groups of step 1 are no longer in the journal, which has steps 2 to 4"
+    ]
     path.write_bytes(b"")
-    assert titles(look("--step", "1", directory=tmp_path)) == ["the groups of step 1 were in a damaged part of the journal"]
+    assert titles(look("--step", "1", directory=tmp_path)) == [
+        "the groups of step 1 were in a damaged part of the journal"
+    ]
 
 
 def test_groups_from_before_the_journal_are_told_as_such(look, tmp_path: Path) -> None:
@@ -715,10 +1015,16 @@ def test_groups_from_before_the_journal_are_told_as_such(look, tmp_path: Path) -
         await train(queue, 1)
         checkpoint = await queue.snapshot()
         await queue.live(1)
-        open_queue(replace(settings, trained_steps=1), journal_in(journal_of(tmp_path)), snapshot=checkpoint)
+        open_queue(
+            replace(settings, trained_steps=1),
+            journal_in(journal_of(tmp_path)),
+            snapshot=checkpoint,
+        )
 
     asyncio.run(live())
-    assert "2 groups are counted but not listed: they are from before this journal began" in look("--ledger", directory=tmp_path)
+    assert "2 groups are counted but not listed: they are from before this journal began" in look(
+        "--ledger", directory=tmp_path
+    )
 
 
 def test_a_reason_is_quoted_as_it_is(look, tmp_path: Path) -> None:
@@ -730,10 +1036,15 @@ def test_a_reason_is_quoted_as_it_is(look, tmp_path: Path) -> None:
 
     asyncio.run(live())
     text = look("--ledger", directory=tmp_path)
-    assert "failed    2 rollout.prompt_length is 3; 1 no_answer\n" in text and "3 attempts lost\n" in text
+    assert (
+        "failed    2 rollout.prompt_length is 3; 1 no_answer\n" in text
+        and "3 attempts lost\n" in text
+    )
 
 
-def test_a_run_that_wrote_no_end_and_grows_no_more_is_pointed_out(look, run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_that_wrote_no_end_and_grows_no_more_is_pointed_out(
+    look, run_dir: Path, tmp_path: Path
+) -> None:
     shutil.copytree(journal_of(run_dir), journal_of(tmp_path))
     path = segment_path(journal_of(tmp_path), segments(journal_of(tmp_path))[-1])
     end = "no end recorded: the run was ended abruptly, or it hangs"
@@ -754,7 +1065,9 @@ def test_a_run_that_wrote_its_end_is_never_called_dead(look, tmp_path: Path) -> 
     assert "the run is over" in text and "no end recorded" not in text
 
 
-def test_a_narrow_terminal_shows_whole_numbers_in_fewer_columns(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_narrow_terminal_shows_whole_numbers_in_fewer_columns(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.setenv("COLUMNS", "84")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert command.main([str(run_dir), "--step", "2"]) == 0
@@ -762,7 +1075,9 @@ def test_a_narrow_terminal_shows_whole_numbers_in_fewer_columns(run_dir: Path, m
     assert "\x1b[" in out and "seconds" not in out and "0.62" in out and "training" in out
 
 
-def test_the_command_needs_no_right_to_write_and_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:
+def test_the_command_needs_no_right_to_write_and_leaves_nothing(
+    run_dir: Path, tmp_path: Path
+) -> None:
     """As a process of its own, into a pipe that nobody reads to the end."""
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
@@ -770,7 +1085,14 @@ def test_the_command_needs_no_right_to_write_and_leaves_nothing(run_dir: Path, t
     for path in [copy, *before]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     script = f"{sys.executable} -m async_grpo.replay {copy} | head -n 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], check=False, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONUTF8": "0"})
+    done = subprocess.run(
+        ["bash", "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONUTF8": "0"},
+    )
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
     for path in [copy, *before]:
@@ -782,5 +1104,11 @@ def test_looking_loads_neither_torch_nor_ray_nor_transformers(run_dir: Path) -> 
         "import sys; from async_grpo.replay.__main__ import main; main(sys.argv[1:]); "
         "print([name for name in ('torch', 'ray', 'transformers', 'vllm') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(run_dir), "--group", "3"], check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run_dir), "--group", "3"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr

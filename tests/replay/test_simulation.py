@@ -1,4 +1,6 @@
-"""The replay queue under random schedules of every hazard: no order breaks its bound, loses a group, trains one twice, or stops."""
+"""The replay queue under random schedules of every hazard: no order breaks its bound, loses a
+group, trains one twice, or stops.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,21 @@ from async_grpo.replay.rules import QueueSettings
 from benchmarks.scenario import Scenario
 from benchmarks.simulator import simulate
 
-MODES = [("oldest", "wait"), ("fifo", "wait"), *((order, stale) for stale in ("mask", "expire") for order in ("oldest", "fifo", "ready"))]
+MODES = [
+    ("oldest", "wait"),
+    ("fifo", "wait"),
+    *((order, stale) for stale in ("mask", "expire") for order in ("oldest", "fifo", "ready")),
+]
 SCHEDULES = 130
 HAZARDS = {
-    "reject": (0.0, 0.05, 0.3), "fail": (0.0, 0.05, 0.3), "invalid": (0.0, 0.05, 0.2), "lost_reply": (0.0, 0.05, 0.3),
-    "lost_ack": (0.0, 0.3), "death": (0.0, 0.02, 0.1), "queue_death": (0.0, 0.0, 0.005, 0.02),
-}  # fmt: skip
+    "reject": (0.0, 0.05, 0.3),
+    "fail": (0.0, 0.05, 0.3),
+    "invalid": (0.0, 0.05, 0.2),
+    "lost_reply": (0.0, 0.05, 0.3),
+    "lost_ack": (0.0, 0.3),
+    "death": (0.0, 0.02, 0.1),
+    "queue_death": (0.0, 0.0, 0.005, 0.02),
+}
 
 
 @st.composite
@@ -36,14 +47,30 @@ def scenarios(draw: Callable, order: str, on_stale: str) -> Scenario:
 
     max_staleness, timeout = one_of(0, 1, 1, 1, 2, 3, 4), one_of(None, None, 1.0, 12.0)
     return Scenario(
-        seed=draw(st.integers(0, 2**32)), order=order, on_stale=on_stale, max_staleness=max_staleness,
-        rollout_batch_size=draw(st.integers(1, 4)), total_steps=draw(st.integers(5, 8)), max_attempts=draw(st.integers(2, 4)),
-        ticket_timeout_s=timeout, baseline=draw(st.booleans()), problems=one_of(0, 0, 0, 2, 9, 25), retire_at=one_of(0.5, 1.0),
-        spread=one_of(1.0, 2.0), tokens_per_s=one_of(1.0, 4.0), actors=draw(st.integers(1, 4)), slots=draw(st.integers(1, 8)),
-        learner_s=one_of(0.1, 1.0, 5.0), publish_every=draw(st.integers(1, max_staleness + 1)), late_live_s=one_of(0.0, 3.0),
-        overlap=draw(st.booleans()), hang=0.0 if timeout is None else one_of(0.0, 0.1), restarts=one_of((), (), (3,), (2, 4)),
-        lost_steps=draw(st.integers(0, 2)), **{name: one_of(*chances) for name, chances in HAZARDS.items()},
-    )  # fmt: skip
+        seed=draw(st.integers(0, 2**32)),
+        order=order,
+        on_stale=on_stale,
+        max_staleness=max_staleness,
+        rollout_batch_size=draw(st.integers(1, 4)),
+        total_steps=draw(st.integers(5, 8)),
+        max_attempts=draw(st.integers(2, 4)),
+        ticket_timeout_s=timeout,
+        baseline=draw(st.booleans()),
+        problems=one_of(0, 0, 0, 2, 9, 25),
+        retire_at=one_of(0.5, 1.0),
+        spread=one_of(1.0, 2.0),
+        tokens_per_s=one_of(1.0, 4.0),
+        actors=draw(st.integers(1, 4)),
+        slots=draw(st.integers(1, 8)),
+        learner_s=one_of(0.1, 1.0, 5.0),
+        publish_every=draw(st.integers(1, max_staleness + 1)),
+        late_live_s=one_of(0.0, 3.0),
+        overlap=draw(st.booleans()),
+        hang=0.0 if timeout is None else one_of(0.0, 0.1),
+        restarts=one_of((), (), (3,), (2, 4)),
+        lost_steps=draw(st.integers(0, 2)),
+        **{name: one_of(*chances) for name, chances in HAZARDS.items()},
+    )
 
 
 def run_schedules(order: str, on_stale: str, count: int) -> tuple[Counter[str], Counter[str]]:
@@ -53,7 +80,12 @@ def run_schedules(order: str, on_stale: str, count: int) -> tuple[Counter[str], 
 
     # Not reduced: the error names the scenario, and reducing takes minutes.
     @settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
     )
     @given(scenario=scenarios(order, on_stale))
     def one(scenario: Scenario) -> None:
@@ -67,12 +99,30 @@ def run_schedules(order: str, on_stale: str, count: int) -> tuple[Counter[str], 
 
 def check_that_it_shows_something(on_stale: str, ended: Counter[str], seen: Counter[str]) -> None:
     happened = [
-        "accepted", "rejected", "fail", "invalid", "lost_reply", "lost_ack", "death", "forfeited", "last_frame", "late", "overdue", "hang",
-        "spans", "skipped", "queue_death", "restart", "lost_steps", *{"expire": ["expired"], "mask": ["masked"]}.get(on_stale, []),
-    ]  # fmt: skip
+        "accepted",
+        "rejected",
+        "fail",
+        "invalid",
+        "lost_reply",
+        "lost_ack",
+        "death",
+        "forfeited",
+        "last_frame",
+        "late",
+        "overdue",
+        "hang",
+        "spans",
+        "skipped",
+        "queue_death",
+        "restart",
+        "lost_steps",
+        *{"expire": ["expired"], "mask": ["masked"]}.get(on_stale, []),
+    ]
     missing = [name for name in happened if seen[name] < 5]
     assert not missing, f"the schedules do not show {missing}: {seen}"
-    assert ended["trained"] > sum(ended.values()) / 2 and ended["retired"] > 0, f"the schedules end too soon: {ended}"
+    assert ended["trained"] > sum(ended.values()) / 2 and ended["retired"] > 0, (
+        f"the schedules end too soon: {ended}"
+    )
 
 
 @pytest.mark.parametrize(("order", "on_stale"), MODES)
@@ -87,7 +137,16 @@ def test_no_schedule_of_many_breaks_a_rule_or_stops_the_run(order: str, on_stale
 
 
 def test_a_scenario_always_gives_the_same_run() -> None:
-    scenario = Scenario(seed=3, death=0.05, fail=0.1, lost_ack=0.2, queue_death=0.02, restarts=(3,), lost_steps=1, on_stale="mask")
+    scenario = Scenario(
+        seed=3,
+        death=0.05,
+        fail=0.1,
+        lost_ack=0.2,
+        queue_death=0.02,
+        restarts=(3,),
+        lost_steps=1,
+        on_stale="mask",
+    )
     first, second = simulate(scenario), simulate(scenario)
     assert first == second and first.seen["queue_death"] > 0
     assert simulate(replace(scenario, seed=4)).trained != first.trained
@@ -95,7 +154,17 @@ def test_a_scenario_always_gives_the_same_run() -> None:
 
 @pytest.mark.slow
 def test_two_thousand_actors() -> None:
-    result = simulate(Scenario(actors=2_000, slots=1, rollout_batch_size=200, max_staleness=1, total_steps=3, poll_s=8.0, death=0.01))
+    result = simulate(
+        Scenario(
+            actors=2_000,
+            slots=1,
+            rollout_batch_size=200,
+            max_staleness=1,
+            total_steps=3,
+            poll_s=8.0,
+            death=0.01,
+        )
+    )
     assert result.counts["trained"] == 600 and result.seen["death"] > 20
 
 
@@ -108,43 +177,103 @@ def test_without_a_deadline_a_hanging_producer_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize(("order", "on_stale"), MODES)
-def test_with_a_deadline_a_hanging_producer_does_not_stop_the_run(order: str, on_stale: str) -> None:
-    results = [simulate(replace(HANGING, seed=seed, order=order, on_stale=on_stale, ticket_timeout_s=5.0)) for seed in range(5)]
+def test_with_a_deadline_a_hanging_producer_does_not_stop_the_run(
+    order: str, on_stale: str
+) -> None:
+    results = [
+        simulate(replace(HANGING, seed=seed, order=order, on_stale=on_stale, ticket_timeout_s=5.0))
+        for seed in range(5)
+    ]
     assert {result.ended for result in results} == {"trained"}
-    assert sum(result.seen["hang"] for result in results) > 3 and sum(result.counts["overdue"] for result in results) > 3
+    assert (
+        sum(result.seen["hang"] for result in results) > 3
+        and sum(result.counts["overdue"] for result in results) > 3
+    )
 
 
 # ---- the simulator finds what is broken ----
 
 OLD = Scenario(max_staleness=1, total_steps=8, spread=1.5, learner_s=0.1)
-ROUGH = replace(OLD, fail=0.1, death=0.05, lost_reply=0.1, lost_ack=0.2, queue_death=0.02, restarts=(3,), lost_steps=1)
+ROUGH = replace(
+    OLD,
+    fail=0.1,
+    death=0.05,
+    lost_reply=0.1,
+    lost_ack=0.2,
+    queue_death=0.02,
+    restarts=(3,),
+    lost_steps=1,
+)
 apply_event, append_event = Ledger.apply, Writer.append_event
 
 
 def without(*kinds: type) -> Callable:
     """A ledger that does not notice these events."""
-    return lambda self, event, **rest: None if isinstance(event, kinds) else apply_event(self, event, **rest)
+    return lambda self, event, **rest: (
+        None if isinstance(event, kinds) else apply_event(self, event, **rest)
+    )
 
 
 def unwritten(*kinds: type) -> Callable:
     """A journal that does not write these events."""
-    return lambda self, event, payload=b"": None if isinstance(event, kinds) else append_event(self, event, payload)
+    return lambda self, event, payload=b"": (
+        None if isinstance(event, kinds) else append_event(self, event, payload)
+    )
 
 
 BROKEN = {
     "every batch leaves": (OLD, order_module, "can_leave", lambda *_, **__: True, "StalenessError"),
     "the order is reversed": (
-        replace(OLD, on_stale="mask", learner_s=5.0, max_staleness=3), order_module, "in_order",
-        lambda *rest: rules.in_order(*rest)[::-1], "the order says",
+        replace(OLD, on_stale="mask", learner_s=5.0, max_staleness=3),
+        order_module,
+        "in_order",
+        lambda *rest: rules.in_order(*rest)[::-1],
+        "the order says",
     ),
-    "nothing is too old": (replace(OLD, on_stale="expire"), order_module, "is_too_old", lambda *_, **__: False, "StalenessError"),
-    "a slot too many": (OLD, QueueSettings, "capacity", property(lambda self: 2 * self.rollout_batch_size + 1), "outstanding"),
+    "nothing is too old": (
+        replace(OLD, on_stale="expire"),
+        order_module,
+        "is_too_old",
+        lambda *_, **__: False,
+        "StalenessError",
+    ),
+    "a slot too many": (
+        OLD,
+        QueueSettings,
+        "capacity",
+        property(lambda self: 2 * self.rollout_batch_size + 1),
+        "outstanding",
+    ),
     "slots are not freed": (OLD, Ledger, "apply", without(events.Live), "stuck|cannot be live"),
-    "failed groups are forgotten": (ROUGH, Ledger, "apply", without(events.Fail), "stuck|taken away"),
-    "the journal misses results": (ROUGH, Writer, "append_event", unwritten(events.Put), "has no frame"),
-    "the journal misses publications": (ROUGH, Writer, "append_event", unwritten(events.Live), "knows"),
-    "the journal misses tickets": (ROUGH, Writer, "append_event", unwritten(events.Issue), "ids given"),
-}  # fmt: skip
+    "failed groups are forgotten": (
+        ROUGH,
+        Ledger,
+        "apply",
+        without(events.Fail),
+        "stuck|taken away",
+    ),
+    "the journal misses results": (
+        ROUGH,
+        Writer,
+        "append_event",
+        unwritten(events.Put),
+        "has no frame",
+    ),
+    "the journal misses publications": (
+        ROUGH,
+        Writer,
+        "append_event",
+        unwritten(events.Live),
+        "knows",
+    ),
+    "the journal misses tickets": (
+        ROUGH,
+        Writer,
+        "append_event",
+        unwritten(events.Issue),
+        "ids given",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -1,4 +1,6 @@
-"""The report: one file that needs nothing else, every section there, and numbers that are the run's."""
+"""The report: one file that needs nothing else, every section there, and numbers that are the
+run's.
+"""
 
 from __future__ import annotations
 
@@ -31,38 +33,110 @@ from async_grpo.trainer import Trainer
 from tests.support.frames import frame_of
 from tests.support.journal_life import journal_in, queue_settings
 
-SECTIONS = ["learning", "lag", "length_by_lag", "clip_ess", "health", "goodput", "timeline", "samples", "restarts", "configuration"]
+SECTIONS = [
+    "learning",
+    "lag",
+    "length_by_lag",
+    "clip_ess",
+    "health",
+    "goodput",
+    "timeline",
+    "samples",
+    "restarts",
+    "configuration",
+]
 EVIL = "<script>alert(1)</script><img src=https://evil.example/x.png onerror=y>\x1b[31m\u202e"
 
 
 def row(step: int, when: float) -> dict[str, Any]:
     """What a learner step logs, as far as the report reads it."""
     return {
-        "step": step, "time": when, "rollout/score": 0.5 + step / 1000, "rollout/response_length": 7.0, "train/lag_mean": 0.8, "train/lag_max": 3.0,
-        "train/entropy": 1.0 / step, "train/grad_norm": 1.0, "train/approx_kl": 1e-3, "train/tokens_per_s": 900.0, "train/loss": 0.0,
-        **{f"train/lag_{bucket}/{name}": share for bucket, share in (("0", 0.3), ("1", 0.6), ("3-4", 0.1))
-           for name in ("token_share", "row_length", "pg_clipfrac", "ess")},
-        "time/step": 0.5, "time/wait": 0.2, "time/train": 0.25, "time/publish": 0.05, "time/learner_idle": 0.4, "cluster/restarts": 1.0,
-        "goodput/generated": step * 1000.0, "goodput/trained": step * 800.0, "goodput/rejected": step * 150.0, "goodput/held": 50.0 * step,
-        "time/learner/working": step * 0.25, "time/learner/starved": step * 0.2, "time/engine/working": step * 0.4, "time/engine/paused": step * 0.1,
-    }  # fmt: skip
+        "step": step,
+        "time": when,
+        "rollout/score": 0.5 + step / 1000,
+        "rollout/response_length": 7.0,
+        "train/lag_mean": 0.8,
+        "train/lag_max": 3.0,
+        "train/entropy": 1.0 / step,
+        "train/grad_norm": 1.0,
+        "train/approx_kl": 1e-3,
+        "train/tokens_per_s": 900.0,
+        "train/loss": 0.0,
+        **{
+            f"train/lag_{bucket}/{name}": share
+            for bucket, share in (("0", 0.3), ("1", 0.6), ("3-4", 0.1))
+            for name in ("token_share", "row_length", "pg_clipfrac", "ess")
+        },
+        "time/step": 0.5,
+        "time/wait": 0.2,
+        "time/train": 0.25,
+        "time/publish": 0.05,
+        "time/learner_idle": 0.4,
+        "cluster/restarts": 1.0,
+        "goodput/generated": step * 1000.0,
+        "goodput/trained": step * 800.0,
+        "goodput/rejected": step * 150.0,
+        "goodput/held": 50.0 * step,
+        "time/learner/working": step * 0.25,
+        "time/learner/starved": step * 0.2,
+        "time/engine/working": step * 0.4,
+        "time/engine/paused": step * 0.1,
+    }
 
 
 def make_run(directory: Path, *, steps: int = 60) -> Path:
-    """A run directory as a run would leave it, without a journal; step 30 on was taken back once."""
+    """A run directory as a run would leave it, without a journal; step 30 on was taken back
+    once.
+    """
     directory.mkdir()
     start = time.time() - steps
-    rows: list[dict[str, Any]] = [{"step": 0, "time": start, "eval/accuracy_greedy": 0.4, "eval/problems": 100.0}]
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "time": start, "eval/accuracy_greedy": 0.4, "eval/problems": 100.0}
+    ]
     rows += [row(step, start + step * 0.5) | {"rollout/score": -9.0} for step in range(1, 41)]
     rows += [row(step, start + 20 + step * 0.5) for step in range(30, steps + 1)]
-    rows.insert(30, {"step": 25, "time": start + 12, "eval/accuracy_greedy": 0.7, "eval/accuracy_greedy/low": 0.6, "eval/accuracy_greedy/high": 0.8})
-    rows.append({"step": 41, "time": start + 41, "checkpoint/seconds": 0.5, "time/checkpoint_stall_s": 0.1})
-    rows.append({"step": steps, "time": start + 20 + steps, "goodput/held": 0.0, "goodput/unused": 3000.0})
-    rows.append({"step": steps, "time": start + 20 + steps, "eval/accuracy_greedy": 0.9, "eval/pass@4": 0.95})
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows) + '{"step": 99, "ti')
-    samples = [{"step": step, "prompt": f"1+{step}=", "response": EVIL, "rewards": "{'correct': 1.0, 'form': 0.5}", "verdict": 1.0} for step in (0, 25, steps)]
+    rows.insert(
+        30,
+        {
+            "step": 25,
+            "time": start + 12,
+            "eval/accuracy_greedy": 0.7,
+            "eval/accuracy_greedy/low": 0.6,
+            "eval/accuracy_greedy/high": 0.8,
+        },
+    )
+    rows.append(
+        {"step": 41, "time": start + 41, "checkpoint/seconds": 0.5, "time/checkpoint_stall_s": 0.1}
+    )
+    rows.append(
+        {"step": steps, "time": start + 20 + steps, "goodput/held": 0.0, "goodput/unused": 3000.0}
+    )
+    rows.append(
+        {
+            "step": steps,
+            "time": start + 20 + steps,
+            "eval/accuracy_greedy": 0.9,
+            "eval/pass@4": 0.95,
+        }
+    )
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in rows) + '{"step": 99, "ti'
+    )
+    samples = [
+        {
+            "step": step,
+            "prompt": f"1+{step}=",
+            "response": EVIL,
+            "rewards": "{'correct': 1.0, 'form': 0.5}",
+            "verdict": 1.0,
+        }
+        for step in (0, 25, steps)
+    ]
     (directory / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
-    (directory / "config.yaml").write_text(f"run: {{name: mine}}\nreplay: {{max_staleness: 4}}\nlearner: {{lr: 0.001}}\ntask: {{name: '{EVIL[:25]}'}}\n")
+    (directory / "config.yaml").write_text(
+        f"run: {{name: mine}}\nreplay: {{max_staleness: 4}}\nlearner: {{lr: 0.001}}\ntask: "
+        f"{{name: '{EVIL[:25]}'}}\n"
+    )
     console = Console(open(directory / "log.txt", "w"))  # noqa: SIM115 - as long as the process lives
     console.attach(StatusFile(directory, console.begin_run(), run="mine"))
     console.info("actor-1 died; actor-2 takes its place")
@@ -82,7 +156,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page(HTMLParser):
-    """What is in a page: ids of sections, text by section, and everything that a browser would ask for."""
+    """What is in a page: ids of sections, text by section, and everything that a browser would ask
+    for.
+    """
 
     VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
 
@@ -108,7 +184,9 @@ class Page(HTMLParser):
             self.sections[self._section], self.tags[self._section] = "", []
         self.tags.setdefault(self._section, []).append(tag)
         for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "data", "action", "poster", "srcset") and not (value or "").startswith(("#", "data:")):
+            if name in ("src", "href", "xlink:href", "data", "action", "poster", "srcset") and not (
+                value or ""
+            ).startswith(("#", "data:")):
                 self.requests.append(f"{tag} {name}={value}")
             if name == "style" and re.search(r"url\((?!['\"]?#)", value or ""):
                 self.requests.append(f"{tag} style={value}")
@@ -131,14 +209,29 @@ def test_the_page_has_every_section_and_asks_for_nothing(run_dir: Path) -> None:
     text = (run_dir / "report" / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert list(page.sections) == SECTIONS
-    assert page.requests == [] and "script" not in {tag for tags in page.tags.values() for tag in tags}
+    assert page.requests == [] and "script" not in {
+        tag for tags in page.tags.values() for tag in tags
+    }
     assert [name for name in SECTIONS[:7] if "svg" not in page.tags[name]] == []
     assert len(page.ids) == len(set(page.ids)), "two pictures share a name"
-    assert "default-src 'none'" in text and "prefers-color-scheme: dark" in text and "@import" not in text
+    assert (
+        "default-src 'none'" in text
+        and "prefers-color-scheme: dark" in text
+        and "@import" not in text
+    )
     assert "\x1b" not in text and "\u202e" not in text and "<script>" not in text
-    assert set(re.findall(r"https?://[^\s\"<&]+", text)) <= {"http://www.w3.org/1999/xlink", "https://evil.example/x.png"}
-    assert "actor-1 died; actor-2 takes its place" in page.sections["restarts"] and "1 rollout actors replaced" in page.sections["restarts"]
-    assert "max_staleness" in page.sections["configuration"] and "reward correct" in page.sections["samples"]
+    assert set(re.findall(r"https?://[^\s\"<&]+", text)) <= {
+        "http://www.w3.org/1999/xlink",
+        "https://evil.example/x.png",
+    }
+    assert (
+        "actor-1 died; actor-2 takes its place" in page.sections["restarts"]
+        and "1 rollout actors replaced" in page.sections["restarts"]
+    )
+    assert (
+        "max_staleness" in page.sections["configuration"]
+        and "reward correct" in page.sections["samples"]
+    )
     assert all(f"step {step}" in page.sections["samples"] for step in (0, 25, 60))
 
 
@@ -153,26 +246,51 @@ def test_steps_that_were_taken_back_do_not_count(run_dir: Path) -> None:
     assert [each.step for each in data.rows] == list(range(1, 61))
     assert [each.values["rollout/score"] < 0 for each in data.rows] == [True] * 29 + [False] * 31
     assert [each.step for each in data.evaluations] == [0, 25, 60]
-    assert [each.step for each in data.between(35, 40)] == list(range(35, 41)) and data.between(35, 35)[0].values["rollout/score"] > 0
+    assert [each.step for each in data.between(35, 40)] == list(range(35, 41)) and data.between(
+        35, 35
+    )[0].values["rollout/score"] > 0
     lead, kind, shown = tiles(data)
     assert kind == "good" and "exit code 0" in lead and "the engines limit" in lead
-    assert ("learner steps", "60 of 60") in shown and ("held-out accuracy, step 60", "40.0% → 90.0%") in shown
-    assert ("of the generated tokens were trained", "80.0%") in shown and ("lag, largest (bound 4)", "3") in shown
+    assert ("learner steps", "60 of 60") in shown and (
+        "held-out accuracy, step 60",
+        "40.0% → 90.0%",
+    ) in shown
+    assert ("of the generated tokens were trained", "80.0%") in shown and (
+        "lag, largest (bound 4)",
+        "3",
+    ) in shown
 
 
 def test_the_breakdown_is_that_of_the_last_step(run_dir: Path) -> None:
     data = read_run(run_dir)
-    assert tokens_by_fate(data) == ("tokens", {"trained": 48000.0, "rejected": 9000.0, "unused": 3000.0}), "the line of the end counts"
+    assert tokens_by_fate(data) == (
+        "tokens",
+        {"trained": 48000.0, "rejected": 9000.0, "unused": 3000.0},
+    ), "the line of the end counts"
     times = dict(times_by_cause(data))
-    assert times["learner time"] == {"working": 15.0, "starved": 12.0} and times["engine time"] == {"working": 24.0, "paused": 6.0}
+    assert times["learner time"] == {"working": 15.0, "starved": 12.0} and times["engine time"] == {
+        "working": 24.0,
+        "paused": 6.0,
+    }
     counts, lines = restarts(data)
-    assert "rollout actors replaced" in counts and [text for _, text in lines][-1] == "ended with exit code 0"
-    assert [heading for heading, _, _ in sample_sections(data)] == ["Start: step 0, held out", "Middle: step 25, held out", "End: step 60, held out"]
+    assert (
+        "rollout actors replaced" in counts
+        and [text for _, text in lines][-1] == "ended with exit code 0"
+    )
+    assert [heading for heading, _, _ in sample_sections(data)] == [
+        "Start: step 0, held out",
+        "Middle: step 25, held out",
+        "End: step 60, held out",
+    ]
 
 
 def test_a_long_run_is_thinned_and_keeps_its_last_step(tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "w") as file:
-        file.writelines(json.dumps({"step": step, "time": float(step), "time/step": 1.0, "rollout/score": 1.0}) + "\n" for step in range(1, 10_002))
+        file.writelines(
+            json.dumps({"step": step, "time": float(step), "time/step": 1.0, "rollout/score": 1.0})
+            + "\n"
+            for step in range(1, 10_002)
+        )
     rows = read_run(tmp_path).rows
     assert ROWS / 2 <= len(rows) <= ROWS + 1 and rows[-1].step == 10_001
     gaps = {later.step - earlier.step for earlier, later in pairwise(rows[1:-1])}
@@ -183,19 +301,32 @@ def test_the_window_tells_what_the_learner_did_when(run_dir: Path) -> None:
     data = read_run(run_dir)
     window = read_window(data, steps=(40, 42))
     rows = data.between(40, 42)
-    assert (window.first, window.last) == (40, 42) and window.end - window.begin == pytest.approx(1.5)
+    assert (window.first, window.last) == (40, 42) and window.end - window.begin == pytest.approx(
+        1.5
+    )
     for index, each in enumerate(rows):
-        (wait, train, publish) = (window.learner[cause][index] for cause in ("wait", "train", "publish"))
-        assert wait[0] == each.time - 0.5 and wait[1] - wait[0] == pytest.approx(0.2) and train == pytest.approx((wait[1], wait[1] + 0.25))
+        (wait, train, publish) = (
+            window.learner[cause][index] for cause in ("wait", "train", "publish")
+        )
+        assert (
+            wait[0] == each.time - 0.5
+            and wait[1] - wait[0] == pytest.approx(0.2)
+            and train == pytest.approx((wait[1], wait[1] + 0.25))
+        )
         assert publish[1] == pytest.approx(each.time)
-    assert "no journal" in window.notes[0] and [text for _, _, text in window.phases] == ["checkpoint"]
+    assert "no journal" in window.notes[0] and [text for _, _, text in window.phases] == [
+        "checkpoint"
+    ]
     assert read_window(data, steps=(500, 510)) is None
 
 
 def test_open_spans_are_counted() -> None:
     window = Window(1, 1, 10.0, 20.0)
     times, [one, two] = _counts([[(8.0, 12.0), (11.0, 15.0)], [(12.0, 30.0)]], window)
-    at = lambda moment, counts: [count for time, count in zip(times, counts, strict=True) if time <= moment][-1]
+
+    def at(moment: float, counts: list[int]) -> int:
+        return [count for time, count in zip(times, counts, strict=True) if time <= moment][-1]
+
     assert [at(moment, one) for moment in (0.5, 1.5, 2.5, 6.0)] == [1, 2, 1, 0]
     assert [at(moment, two) for moment in (0.5, 2.5, 9.9)] == [0, 1, 1]
     assert times[0] == 0.0 and times[-1] == 10.0 and times == sorted(times)
@@ -204,8 +335,14 @@ def test_open_spans_are_counted() -> None:
 def test_means_and_colours() -> None:
     values = [float(index % 7) for index in range(300)]
     smoothed = smooth(values)
-    assert smoothed[150] == pytest.approx(sum(values[145:156]) / 11) and smoothed[0] == pytest.approx(sum(values[:6]) / 6) and smooth([]) == []
-    assert len({lag_colour(bucket) for bucket in ("0", "1", "2", "3-4", "5-8", "9-16", "17-32")}) == 7
+    assert (
+        smoothed[150] == pytest.approx(sum(values[145:156]) / 11)
+        and smoothed[0] == pytest.approx(sum(values[:6]) / 6)
+        and smooth([]) == []
+    )
+    assert (
+        len({lag_colour(bucket) for bucket in ("0", "1", "2", "3-4", "5-8", "9-16", "17-32")}) == 7
+    )
 
 
 def test_a_run_without_a_step_has_a_report_without_pictures(tmp_path: Path) -> None:
@@ -216,7 +353,9 @@ def test_a_run_without_a_step_has_a_report_without_pictures(tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "report").iterdir()] == ["report.html"]
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report.main([str(tmp_path)]) == 2
     assert "no run directory" in capsys.readouterr().err
     assert report.main([str(run_dir), "--steps", "500-510"]) == 2
@@ -224,7 +363,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path, run_dir: Path, capsys: pytest
 
 def test_the_driver_gets_a_line_whatever_happens(tmp_path: Path, run_dir: Path) -> None:
     nothing, line = write_report(tmp_path)
-    assert nothing is None and line.startswith("the report could not be written (error: ") and str(tmp_path) in line
+    assert (
+        nothing is None
+        and line.startswith("the report could not be written (error: ")
+        and str(tmp_path) in line
+    )
     again = tmp_path / "again"
     shutil.copytree(run_dir, again)
     shutil.rmtree(again / "report")
@@ -234,24 +377,39 @@ def test_the_driver_gets_a_line_whatever_happens(tmp_path: Path, run_dir: Path) 
 
 
 def test_the_process_that_trains_never_imports_matplotlib() -> None:
-    code = "import sys, async_grpo.trainer, async_grpo.run, async_grpo.report.launch; sys.exit('matplotlib' in sys.modules)"
+    code = (
+        "import sys, async_grpo.trainer, async_grpo.run, async_grpo.report.launch; "
+        "sys.exit('matplotlib' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
-BROWSERS = [path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))]
+BROWSERS = [
+    path
+    for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
+    if (path := shutil.which(name))
+]
 
 
-@pytest.mark.skipif(not BROWSERS, reason="no Chromium is installed here; the parser has checked the page")
+@pytest.mark.skipif(
+    not BROWSERS, reason="no Chromium is installed here; the parser has checked the page"
+)
 def test_a_browser_opens_it(run_dir: Path) -> None:
     page = run_dir / "report" / "report.html"
     done = subprocess.run(
-        [BROWSERS[0], "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60, check=True
+        [BROWSERS[0], "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert all(f'<section id="{name}">' in done.stdout for name in SECTIONS)
 
 
 async def test_engines_and_queue_come_from_the_journal(tmp_path: Path) -> None:
-    """Two actors, three steps of two groups; what the window says of each group is what its frame and its step say."""
+    """Two actors, three steps of two groups; what the window says of each group is what its frame
+    and its step say.
+    """
     queue = open_queue(queue_settings(), journal_in(tmp_path / "journal"))
     await queue.live(0)
     times, taken, rows = {}, {}, []
@@ -259,12 +417,25 @@ async def test_engines_and_queue_come_from_the_journal(tmp_path: Path) -> None:
         for actor in ("actor-0.0", "actor-1.0"):
             [ticket] = await queue.acquire(actor, step - 1, [], 1)
             begin = 100.0 * step + ticket.group_id
-            times[ticket.group_id] = actor, {"queued": begin, "first_token": begin + 1, "done": begin + 20, "scored": begin + 25}
-            verdicts = await queue.put(actor, [frame_of(ticket, actor=actor, times=times[ticket.group_id][1])])
+            times[ticket.group_id] = (
+                actor,
+                {
+                    "queued": begin,
+                    "first_token": begin + 1,
+                    "done": begin + 20,
+                    "scored": begin + 25,
+                },
+            )
+            verdicts = await queue.put(
+                actor, [frame_of(ticket, actor=actor, times=times[ticket.group_id][1])]
+            )
             assert verdicts[0].status == "accepted"
         batch = await queue.get_batch(step)
         taken |= {meta.group_id: 100.0 * step + 40 for meta in batch.groups}
-        rows.append(row(step, 100.0 * step + 90) | {"time/step": 80.0, "time/wait": 30.0, "time/train": 45.0, "time/publish": 5.0})
+        rows.append(
+            row(step, 100.0 * step + 90)
+            | {"time/step": 80.0, "time/wait": 30.0, "time/train": 45.0, "time/publish": 5.0}
+        )
         await queue.get_batch(step + 1)
         await queue.live(step)
     await queue.close()
@@ -277,32 +448,57 @@ async def test_engines_and_queue_come_from_the_journal(tmp_path: Path) -> None:
         mine = [each for name, each in shown.values() if name == actor]
         assert window.generating[actor] == [(each["queued"], each["done"]) for each in mine]
         assert window.scoring[actor] == [(each["done"], each["scored"]) for each in mine]
-    assert sorted(window.ready) == sorted((each["scored"], taken[group_id]) for group_id, (_, each) in shown.items())
+    assert sorted(window.ready) == sorted(
+        (each["scored"], taken[group_id]) for group_id, (_, each) in shown.items()
+    )
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_whatever_goes_wrong_with_the_report_is_a_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+def test_whatever_goes_wrong_with_the_report_is_a_line(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
     def breaks(path: Path) -> None:
         raise RuntimeError(f"no report of {path.name}")
 
     monkeypatch.setattr("async_grpo.report.launch.write_report", breaks)
-    config = Config(run=Run(name="mine", dir=str(run_dir), total_steps=60), model=Model(path="somewhere"), tracking=Tracking(report=enabled))
+    config = Config(
+        run=Run(name="mine", dir=str(run_dir), total_steps=60),
+        model=Model(path="somewhere"),
+        tracking=Tracking(report=enabled),
+    )
     said = io.StringIO()
     report_on(config, Console(said), None)
-    assert said.getvalue().startswith("error: the report could not be written (no report of run)" if enabled else "") and bool(said.getvalue()) == enabled
+    assert (
+        said.getvalue().startswith(
+            "error: the report could not be written (no report of run)" if enabled else ""
+        )
+        and bool(said.getvalue()) == enabled
+    )
 
 
 @pytest.mark.parametrize("ending", [None, (0, ""), (4, "actor-0.0 died")])
-def test_a_run_that_ends_through_the_trainer_has_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: tuple[int, str] | None) -> None:
-    """A notebook's `stop()`, the end of a `with` block, and the command line, which says how it ended."""
+def test_a_run_that_ends_through_the_trainer_has_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: tuple[int, str] | None
+) -> None:
+    """A notebook's `stop()`, the end of a `with` block, and the command line, which says how it
+    ended.
+    """
     done = []
-    monkeypatch.setattr("async_grpo.trainer.report_on", lambda config, console, tracker: done.append(("report", console.progress.ended)))
-    config = Config(run=Run(name="mine", dir=str(tmp_path), total_steps=1), model=Model(path="somewhere"))
+    monkeypatch.setattr(
+        "async_grpo.trainer.report_on",
+        lambda config, console, tracker: done.append(("report", console.progress.ended)),
+    )
+    config = Config(
+        run=Run(name="mine", dir=str(tmp_path), total_steps=1), model=Model(path="somewhere")
+    )
     trainer = Trainer(config, console=Console(io.StringIO()))
     trainer._system = SimpleNamespace(disconnect=lambda: None)
     trainer._tracker = SimpleNamespace(
-        conclude=lambda status: done.append(("conclude", status)), finish=lambda status: done.append(("finish", status))
+        conclude=lambda status: done.append(("conclude", status)),
+        finish=lambda status: done.append(("finish", status)),
     )
     trainer.stop(ending=ending)
     trainer.stop()
-    assert [what for what, _ in done] == ["conclude", "report", "finish"] and dict(done)["report"], "it tells of the end"
+    assert [what for what, _ in done] == ["conclude", "report", "finish"] and dict(done)[
+        "report"
+    ], "it tells of the end"

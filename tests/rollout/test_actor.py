@@ -1,4 +1,6 @@
-"""A rollout actor with a fake engine, verifiers and queue: what becomes of a group, and of a held-out problem."""
+"""A rollout actor with a fake engine, verifiers and queue: what becomes of a group, and of a
+held-out problem.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,21 @@ class Task:
 
 
 class Parts:
-    """Engine, verifiers and queue in one, and what they were told. Two tickets, then none; closed when both are answered."""
+    """Engine, verifiers and queue in one, and what they were told. Two tickets, then none; closed
+    when both are answered.
+    """
 
     serving_version = 0
     hangs = only_greedy_fails = False
     per_group = 2
 
-    def __init__(self, *, engine: BaseException | None = None, verifier: VerifierError | None = None, dead: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        engine: BaseException | None = None,
+        verifier: VerifierError | None = None,
+        dead: bool = False,
+    ) -> None:
         self.engine, self.verifier, self.dead = engine, verifier, dead
         self.tickets = [GroupTicket(0, 1, 0), GroupTicket(1, 1, 0)]
         self.frames: list[GroupMeta] = []
@@ -65,7 +75,14 @@ class Parts:
         self.wasted: dict[int, int] = {}
         self.sampled: Counter[str] = Counter(total=7, probes=3)
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, name: str = "", purpose: str = "rollouts") -> list[Completion]:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        *,
+        name: str = "",
+        purpose: str = "rollouts",
+    ) -> list[Completion]:
         self.asked.append((prompt_ids, sampling))
         if self.engine is not None and not (self.only_greedy_fails and sampling.temperature > 0):
             raise self.engine
@@ -97,7 +114,12 @@ class Parts:
         return 5
 
     async def acquire(
-        self, actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None
+        self,
+        actor_id: str,
+        version: int,
+        holding: list[tuple[int, int]],
+        want: int,
+        report: Report | None,
     ) -> list[GroupTicket] | None:
         self.reports += [report] * (report is not None)
         given, self.tickets = self.tickets[:want], self.tickets[want:]
@@ -105,24 +127,50 @@ class Parts:
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
         self.frames += [decode_meta(frame) for frame in frames]
-        return [Verdict(meta.group_id, meta.attempt, "accepted") for meta in self.frames[-len(frames) :]]
+        return [
+            Verdict(meta.group_id, meta.attempt, "accepted") for meta in self.frames[-len(frames) :]
+        ]
 
-    async def fail(self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]) -> None:
+    async def fail(
+        self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]
+    ) -> None:
         self.failed |= {ticket.group_id: reason for ticket in tickets}
-        self.wasted |= {ticket.group_id: count for ticket, count in zip(tickets, tokens, strict=True)}
+        self.wasted |= {
+            ticket.group_id: count for ticket, count in zip(tickets, tokens, strict=True)
+        }
 
 
 def actor_of(
-    parts: Parts, *, on_error: str = "drop_group", group_timeout_s: float = 600.0, adv_estimator: str = "grpo", seeded: bool = False
+    parts: Parts,
+    *,
+    on_error: str = "drop_group",
+    group_timeout_s: float = 600.0,
+    adv_estimator: str = "grpo",
+    seeded: bool = False,
 ) -> RolloutActor:
-    config = Config.model_validate({
-        "algorithm": {"adv_estimator": adv_estimator},
-        "run": {"total_steps": 2}, "model": {"path": "m"}, "task": {"verifier": {"on_error": on_error}},
-        "rollout": {"rollout_batch_size": 2, "group_size": 2, "prompt_length": 4, "response_length": 8, "group_timeout_s": group_timeout_s,
-                    "seeded": "on" if seeded else "off"},
-    })
+    config = Config.model_validate(
+        {
+            "algorithm": {"adv_estimator": adv_estimator},
+            "run": {"total_steps": 2},
+            "model": {"path": "m"},
+            "task": {"verifier": {"on_error": on_error}},
+            "rollout": {
+                "rollout_batch_size": 2,
+                "group_size": 2,
+                "prompt_length": 4,
+                "response_length": 8,
+                "group_timeout_s": group_timeout_s,
+                "seeded": "on" if seeded else "off",
+            },
+        }
+    )
     actor = RolloutActor(config, actor_id="a", queue=parts, model_dir="m", device="cpu", cores=())
-    actor._tokenizer, actor._engine, actor._verifiers, actor._task = Tokenizer(), parts, parts, Task()
+    actor._tokenizer, actor._engine, actor._verifiers, actor._task = (
+        Tokenizer(),
+        parts,
+        parts,
+        Task(),
+    )
     return actor
 
 
@@ -148,15 +196,21 @@ def test_remax_adds_one_greedy_response_to_the_same_prompt(seeded: bool) -> None
         return await actor.health()
 
     told = asyncio.run(produce())
-    assert {tuple((row.role, row.length) for row in meta.rows) for meta in parts.frames} == {(("train", 2), ("train", 2), ("baseline", 3))}
+    assert {tuple((row.role, row.length) for row in meta.rows) for meta in parts.frames} == {
+        (("train", 2), ("train", 2), ("baseline", 3))
+    }
     assert parts.scored == [3, 3]  # with the others, in one call
     assert (told["groups"], told["tokens"], told["baseline_tokens"]) == (2, 8, 6)
     greedy = [(prompt, sampling) for prompt, sampling in parts.asked if sampling.temperature == 0]
     samples = [(prompt, sampling) for prompt, sampling in parts.asked if sampling.temperature > 0]
     assert [prompt for prompt, _ in greedy] == [prompt for prompt, _ in samples] == [[0, 1, 2]] * 2
-    assert all((sampling.n, sampling.seed, sampling.max_tokens) == (1, None, 8) for _, sampling in greedy)
+    assert all(
+        (sampling.n, sampling.seed, sampling.max_tokens) == (1, None, 8) for _, sampling in greedy
+    )
     assert all(sampling.n == 2 and (sampling.seed is not None) == seeded for _, sampling in samples)
-    assert parts.most_running == 4  # both groups, and in each the samples beside the greedy response
+    assert (
+        parts.most_running == 4
+    )  # both groups, and in each the samples beside the greedy response
 
 
 def test_a_group_without_its_baseline_is_failed_and_its_samples_are_aborted() -> None:
@@ -168,10 +222,14 @@ def test_a_group_without_its_baseline_is_failed_and_its_samples_are_aborted() ->
         return parts.cancelled  # before the loop closes, which cancels what is left
 
     assert asyncio.run(produce()) == 2
-    assert parts.failed == {0: "EngineError: aborted", 1: "EngineError: aborted"} and not parts.frames
+    assert (
+        parts.failed == {0: "EngineError: aborted", 1: "EngineError: aborted"} and not parts.frames
+    )
 
 
-def test_a_group_that_cannot_be_generated_is_failed_by_name_and_a_dead_engine_ends_the_actor() -> None:
+def test_a_group_that_cannot_be_generated_is_failed_by_name_and_a_dead_engine_ends_the_actor() -> (
+    None
+):
     parts = Parts(engine=EngineError("aborted"))
     run(parts)
     assert parts.failed == {0: "EngineError: aborted", 1: "EngineError: aborted"}
@@ -182,7 +240,9 @@ def test_a_group_that_cannot_be_generated_is_failed_by_name_and_a_dead_engine_en
 def test_an_engine_that_hangs_ends_the_actor() -> None:
     parts = Parts()
     parts.hangs = True
-    with pytest.raises(EngineError, match=r"no group came out of the engine for rollout.group_timeout_s = 0.2 s"):
+    with pytest.raises(
+        EngineError, match=r"no group came out of the engine for rollout.group_timeout_s = 0.2 s"
+    ):
         run(parts, group_timeout_s=0.2)
 
 
@@ -190,7 +250,9 @@ def test_a_verifier_that_takes_too_long_costs_groups_and_not_the_engine() -> Non
     parts = Parts()
     parts.score_many = lambda pairs: asyncio.sleep(60)
     run(parts, group_timeout_s=0.2)
-    assert parts.failed == dict.fromkeys((0, 1), "timeout: no result within rollout.group_timeout_s = 0.2 s, it was verifying")
+    assert parts.failed == dict.fromkeys(
+        (0, 1), "timeout: no result within rollout.group_timeout_s = 0.2 s, it was verifying"
+    )
 
 
 def test_what_a_verifier_error_does_is_configured() -> None:
@@ -211,7 +273,13 @@ def asked_for_300() -> tuple[Parts, list[int]]:
     parts.tickets = [GroupTicket(number, 1, 0) for number in range(300)]
     acquire = parts.acquire
 
-    async def answer(actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None) -> list[GroupTicket]:
+    async def answer(
+        actor_id: str,
+        version: int,
+        holding: list[tuple[int, int]],
+        want: int,
+        report: Report | None,
+    ) -> list[GroupTicket]:
         wanted.append(want)
         return await acquire(actor_id, version, holding, want, report) or []
 
@@ -232,7 +300,9 @@ def test_a_resting_actor_hands_in_what_it_holds_and_goes_on_when_told() -> None:
         while actor._groups:
             await asyncio.sleep(0)
         handed_in, left = len(parts.frames), len(parts.tickets)
-        assert not running.done() and handed_in + left == 300 and left, "it holds nothing, and its run goes on"
+        assert not running.done() and handed_in + left == 300 and left, (
+            "it holds nothing, and its run goes on"
+        )
         del wanted[:]
         await actor._wait_for_change(0.6)  # a heartbeat
         assert set(wanted) <= {0}
@@ -260,17 +330,27 @@ def test_an_actor_that_drains_hands_in_what_it_holds_and_takes_no_more() -> None
 
     asyncio.run(drained())
     given = 300 - len(parts.tickets)
-    assert sorted(meta.group_id for meta in parts.frames) == list(range(given)), "what it held is handed in"
+    assert sorted(meta.group_id for meta in parts.frames) == list(range(given)), (
+        "what it held is handed in"
+    )
     assert 0 < given < 300 and set(wanted[1:]) <= {0}, "and nothing was asked for any more"
 
 
 def test_long_responses_hold_their_own_places_only() -> None:
-    """Of the engine's 8 places, groups of 2 whose short response has ended take one each; a group waits, so that none is ever empty."""
+    """Of the engine's 8 places, groups of 2 whose short response has ended take one each; a group
+    waits, so that none is ever empty.
+    """
     parts, wanted = Parts(), []
     parts.hangs = True
     tickets = iter(GroupTicket(number, 1, 0) for number in range(100))
 
-    async def acquire(actor_id: str, version: int, holding: list[tuple[int, int]], want: int, report: Report | None) -> list[GroupTicket]:
+    async def acquire(
+        actor_id: str,
+        version: int,
+        holding: list[tuple[int, int]],
+        want: int,
+        report: Report | None,
+    ) -> list[GroupTicket]:
         wanted.append(want)
         return [next(tickets) for _ in range(want)]
 
@@ -290,7 +370,9 @@ def test_long_responses_hold_their_own_places_only() -> None:
 
     (groups, places), (more, ones), (most, none) = asyncio.run(scenario())
     assert (groups, places) == (5, 10) and (more, ones) == (9, 9), "one group, of 2 or of 1, waits"
-    assert none == 0 and most == 9, "groups without an open response are being verified: there are no more of them than places"
+    assert none == 0 and most == 9, (
+        "groups without an open response are being verified: there are no more of them than places"
+    )
 
 
 def test_what_a_failed_attempt_and_the_engine_sampled_is_told() -> None:
@@ -298,16 +380,25 @@ def test_what_a_failed_attempt_and_the_engine_sampled_is_told() -> None:
     parts.only_greedy_fails = True
     run(parts, adv_estimator="remax")
     assert parts.wasted == {0: 10, 1: 10}, "what there was of both requests when they were aborted"
-    assert parts.reports and {(report.told.sampled, report.told.probes) for report in parts.reports} == {(7, 3)}
+    assert parts.reports and {
+        (report.told.sampled, report.told.probes) for report in parts.reports
+    } == {(7, 3)}
     late = Parts(verifier=VerifierError("crash", "gone"))
     run(late)
     assert late.wasted == {0: 4, 1: 4}, "two responses of two tokens"
 
 
 def test_a_request_that_is_cancelled_is_counted_as_far_as_it_came() -> None:
-    """What vLLM's front end keeps of three responses to one prompt: one has ended, one gets another token while the abort is under way."""
+    """What vLLM's front end keeps of three responses to one prompt: one has ended, one gets another
+    token while the abort is under way.
+    """
     parent = SimpleNamespace(output_aggregator=[SimpleNamespace(token_ids=[1, 2, 3]), None, None])
-    states = {name: SimpleNamespace(parent_req=parent, detokenizer=SimpleNamespace(output_token_ids=[1] * size)) for name, size in (("b", 2), ("c", 5))}
+    states = {
+        name: SimpleNamespace(
+            parent_req=parent, detokenizer=SimpleNamespace(output_token_ids=[1] * size)
+        )
+        for name, size in (("b", 2), ("c", 5))
+    }
     processor = SimpleNamespace(request_states=states, external_req_ids={"p0": ["b", "c"]})
 
     async def generate(prompt: object, params: object, name: str) -> AsyncIterator[object]:
@@ -321,14 +412,24 @@ def test_a_request_that_is_cancelled_is_counted_as_far_as_it_came() -> None:
     async def scenario() -> CountedRequests:
         requests = CountedRequests()
         for purpose in ("rollouts", "evaluated"):
-            task = asyncio.create_task(requests.final(SimpleNamespace(generate=generate, output_processor=processor), {}, None, "p0", purpose))
+            task = asyncio.create_task(
+                requests.final(
+                    SimpleNamespace(generate=generate, output_processor=processor),
+                    {},
+                    None,
+                    "p0",
+                    purpose,
+                )
+            )
             await asyncio.sleep(0.01)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert task.cancelled()
             processor.request_states = {}
             states.clear()
-            processor.request_states["b"] = SimpleNamespace(parent_req=None, detokenizer=SimpleNamespace(output_token_ids=[1]))
+            processor.request_states["b"] = SimpleNamespace(
+                parent_req=None, detokenizer=SimpleNamespace(output_token_ids=[1])
+            )
             processor.external_req_ids["p0"] = ["b"]
         return requests
 

@@ -1,4 +1,6 @@
-"""The process that is started before EngineCore is wanted: it becomes what multiprocessing would have spawned, or goes."""
+"""The process that is started before EngineCore is wanted: it becomes what multiprocessing would
+have spawned, or goes.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,30 @@ TITLE = "VLLM::EngineCore"
 
 
 def report(path: str) -> None:
-    """What a child is: who, since when it knows a module, on which cores, with which environment."""
+    """What a child is: who, since when it knows a module, on which cores, with which
+    environment.
+    """
     import tempfile
 
     import setproctitle
 
     setproctitle.setproctitle(TITLE)
-    facts = [os.getpid(), "colorsys" in sys.modules, sorted(os.sched_getaffinity(0)), os.environ.get("EARLY_TEST"), tempfile.gettempdir()]
+    facts = [
+        os.getpid(),
+        "colorsys" in sys.modules,
+        sorted(os.sched_getaffinity(0)),
+        os.environ.get("EARLY_TEST"),
+        tempfile.gettempdir(),
+    ]
     title = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode()
     Path(path).write_text(repr([*facts, os.environ.get("PYTHONPATH"), title]))
 
 
 def spawned(path: Path, *, name: str = ENGINE_CORE) -> tuple[int, list]:
     """Pid that multiprocessing knows, and what the child reported."""
-    child = multiprocessing.get_context("spawn").Process(target=report, args=(str(path),), name=name)
+    child = multiprocessing.get_context("spawn").Process(
+        target=report, args=(str(path),), name=name
+    )
     child.start()
     child.join(30)
     assert child.exitcode == 0
@@ -62,19 +74,31 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def test_enginecore_is_the_process_that_was_started_early(early: EarlyProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enginecore_is_the_process_that_was_started_early(
+    early: EarlyProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EARLY_TEST", "set after it was started")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("LD_PRELOAD", early_process.preload())
     with early.offered():
         pid, found = spawned(tmp_path / "report")
     assert pid == early.pid
-    assert found == [pid, True, [CORE], "set after it was started", str(tmp_path), os.environ.get("PYTHONPATH"), TITLE]
+    assert found == [
+        pid,
+        True,
+        [CORE],
+        "set after it was started",
+        str(tmp_path),
+        os.environ.get("PYTHONPATH"),
+        TITLE,
+    ]
     assert is_gone(pid)
 
 
 @pytest.mark.parametrize("why", ["another name", "other libraries", "died", "taken"])
-def test_otherwise_a_process_of_its_own_is_spawned(early: EarlyProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_otherwise_a_process_of_its_own_is_spawned(
+    early: EarlyProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     monkeypatch.setenv("LD_PRELOAD", "" if why == "other libraries" else early_process.preload())
     if why == "died":
         os.kill(early.pid, 9)
@@ -101,15 +125,23 @@ def test_one_that_nobody_wants_goes(early: EarlyProcess) -> None:
 
 def test_the_libraries_are_those_that_vllm_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/lib/libomp.so")
-    assert early_process.preload().endswith("/lib/libomp.so") and "libgomp" not in early_process.preload()
+    assert (
+        early_process.preload().endswith("/lib/libomp.so")
+        and "libgomp" not in early_process.preload()
+    )
     monkeypatch.delenv("LD_PRELOAD")
     assert all(Path(path).exists() for path in early_process.preload().split(":") if path)
 
 
 def test_transformers_models_come_without_scikit_learn() -> None:
     code = (
-        "import importlib.util, sys, async_grpo.runtime.light_imports, transformers.generation.candidate_generator;"
+        "import importlib.util, sys, async_grpo.runtime.light_imports, "
+        "transformers.generation.candidate_generator;"
         "print(importlib.util.find_spec('sklearn') is not None, 'sklearn' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert out.stdout.split() == ["True", "False"], "transformers asks elsewhere now whether scikit-learn is there"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert out.stdout.split() == ["True", "False"], (
+        "transformers asks elsewhere now whether scikit-learn is there"
+    )

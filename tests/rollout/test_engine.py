@@ -1,4 +1,6 @@
-"""One real engine through the real coordinator: torn and wrong publications, other names, weights changed behind its back, a stopped process."""
+"""One real engine through the real coordinator: torn and wrong publications, other names, weights
+changed behind its back, a stopped process.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from async_grpo.errors import SetupError
 from async_grpo.rollout.engine import Engine, EngineError
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.shared_memory import SEGMENT_DIR, SegmentReader, SharedMemorySender
-from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence, TransferMismatch
+from async_grpo.weights.transport import (
+    Announcement,
+    Receipt,
+    Staged,
+    TokenSequence,
+    TransferMismatch,
+)
 from tests.support.models import ModuleOwner, write_model
 from tests.weights.test_inflight import PROMPT, learner_logprobs, perturbed
 
@@ -34,10 +42,19 @@ pytestmark = pytest.mark.timeout(200)
 
 def config(directory: str, *, verify_every: int = 0) -> Config:
     deadlines = {"pause_s": PAUSE_S, "resume_s": PAUSE_S, "acknowledge_s": ACKNOWLEDGE_S}
-    return Config.model_validate({
-        "run": {"total_steps": 9}, "model": {"path": directory, "dtype": "float32"}, "rollout": {"prompt_length": 32, "response_length": 100},
-        "weight_sync": {"self_check": False, "verify_every": verify_every, "deadlines": deadlines}, "cluster": {"engine": {"max_num_seqs": 8}},
-    })
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 9},
+            "model": {"path": directory, "dtype": "float32"},
+            "rollout": {"prompt_length": 32, "response_length": 100},
+            "weight_sync": {
+                "self_check": False,
+                "verify_every": verify_every,
+                "deadlines": deadlines,
+            },
+            "cluster": {"engine": {"max_num_seqs": 8}},
+        }
+    )
 
 
 class Serving:
@@ -48,15 +65,29 @@ class Serving:
     def __init__(self, directory: str) -> None:
         self.directory, self.loop = directory, asyncio.new_event_loop()
         self.model = AutoModelForCausalLM.from_pretrained(directory).float().eval()
-        self.announced: Callable[[Announcement], Announcement] | None = None  # what the next publication becomes on its way
-        self.behind: dict[str, Any] | None = None  # a publication that it takes after each of the run's, and tells nobody
+        self.announced: Callable[[Announcement], Announcement] | None = (
+            None  # what the next publication becomes on its way
+        )
+        self.behind: dict[str, Any] | None = (
+            None  # a publication that it takes after each of the run's, and tells nobody
+        )
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         children = set(_children())
         start = Engine.start(
-            config(directory), model_dir=directory, device="cpu", backend="shared_memory", stop_token_ids=[], label="v0.0", seed=1
+            config(directory),
+            model_dir=directory,
+            device="cpu",
+            backend="shared_memory",
+            stop_token_ids=[],
+            label="v0.0",
+            seed=1,
         )
         self.engine = asyncio.run_coroutine_threadsafe(start, self.loop).result(START_S)
-        [self.pid] = [pid for pid in set(_children()) - children if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
+        [self.pid] = [
+            pid
+            for pid in set(_children()) - children
+            if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
 
     def ask(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
@@ -79,9 +110,13 @@ class Serving:
         return await self.ask(self.engine.score(sequences))
 
     async def distance(self, model: torch.nn.Module) -> float:
-        """Largest difference between log-probs of the engine and of this model; a paused engine gives none."""
+        """Largest difference between log-probs of the engine and of this model; a paused engine
+        gives none.
+        """
         [(_, scored)] = await asyncio.wait_for(self.score([(PROMPT, RESPONSE)]), ACKNOWLEDGE_S)
-        return float(np.abs(scored - learner_logprobs(model, PROMPT, np.array(RESPONSE), 1.0)).max())
+        return float(
+            np.abs(scored - learner_logprobs(model, PROMPT, np.array(RESPONSE), 1.0)).max()
+        )
 
     def close(self) -> None:
         self.engine.close()
@@ -90,11 +125,17 @@ class Serving:
 
 def _children() -> list[int]:
     """Child processes of this one."""
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
 
 
 class Learner:
-    """The learner's side around the real sender. `after`: what happens to an announcement between staging and receiving."""
+    """The learner's side around the real sender. `after`: what happens to an announcement between
+    staging and receiving.
+    """
 
     def __init__(self, serving: Serving, sender: SharedMemorySender, owner: ModuleOwner) -> None:
         self.serving, self.sender, self.owner, self.metadata = serving, sender, owner, None
@@ -102,13 +143,20 @@ class Learner:
 
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         payloads = self.sender.connect("127.0.0.1", tensor_parallel_sizes)
-        return payloads if self.metadata is None else [{"metadata": self.metadata(payloads[0]["metadata"])}]
+        return (
+            payloads
+            if self.metadata is None
+            else [{"metadata": self.metadata(payloads[0]["metadata"])}]
+        )
 
     async def rendezvous(self) -> str:
         return ""
 
     async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
-        logprobs = [learner_logprobs(self.owner.model, prompt, np.array(response), 1.0) for prompt, response in sequences]
+        logprobs = [
+            learner_logprobs(self.owner.model, prompt, np.array(response), 1.0)
+            for prompt, response in sequences
+        ]
         return Staged(self.after(self.sender.stage(label, verify=verify)), logprobs)
 
     async def send(self, announcement: Announcement) -> str:
@@ -122,12 +170,20 @@ class Run:
 
     def __init__(self, serving: Serving, scratch: Path, *, verify_every: int = 0) -> None:
         self.serving, self.owner = serving, ModuleOwner(serving.model)
-        self.sender = SharedMemorySender(self.owner, key=f"test-{uuid.uuid4().hex[:8]}", fallback=scratch)
+        self.sender = SharedMemorySender(
+            self.owner, key=f"test-{uuid.uuid4().hex[:8]}", fallback=scratch
+        )
         self.learner = Learner(serving, self.sender, self.owner)
         self.members, self.lived, self.dropped, self.notes = [serving], [], {}, []
         self.coordinator = Coordinator(
-            config(serving.directory, verify_every=verify_every), learner=self.learner, engines=self, backend="shared_memory", live=self.live,
-            exact=True, note=self.notes.append, run_epoch=next(self.epochs),
+            config(serving.directory, verify_every=verify_every),
+            learner=self.learner,
+            engines=self,
+            backend="shared_memory",
+            live=self.live,
+            exact=True,
+            note=self.notes.append,
+            run_epoch=next(self.epochs),
         )
 
     def alive(self) -> tuple[Serving, ...]:
@@ -178,7 +234,9 @@ def _run(engine: Serving, tmp_path: Path, *, verify_every: int) -> Iterator[Run]
     engine.announced = engine.behind = None
     run.sender.close()
     assert not list(SEGMENT_DIR.glob(f"*{run.sender._key}*"))
-    assert [thread.name for thread in set(threading.enumerate()) - before if not thread.daemon] == []
+    assert [
+        thread.name for thread in set(threading.enumerate()) - before if not thread.daemon
+    ] == []
 
 
 async def paused(serving: Serving) -> bool:
@@ -187,6 +245,7 @@ async def paused(serving: Serving) -> bool:
 
 def flip(position: float) -> Callable[[Announcement], Announcement]:
     """Change one byte of the segment, at this share of it."""
+
     def after(announcement: Announcement) -> Announcement:
         with open(announcement.payload["path"], "r+b") as file:
             file.seek(4096 + int(position * (announcement.nbytes - 64)))
@@ -194,6 +253,7 @@ def flip(position: float) -> Callable[[Announcement], Announcement]:
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 0x80]))
         return announcement
+
     return after
 
 
@@ -201,10 +261,15 @@ async def test_a_flipped_byte_ends_the_run_and_the_engine_stays_paused(probed: R
     await probed.coordinator.start(0)
     label = probed.serving.engine.serving
     probed.learner.after = flip(0.5)
-    with pytest.raises(TransferMismatch, match="engine a0: bucket 1 of 1 .* with other bytes than were sent; it holds model.embed") as raised:
+    with pytest.raises(
+        TransferMismatch,
+        match=r"engine a0: bucket 1 of 1 .* with other bytes than were sent; it holds model.embed",
+    ) as raised:
         await probed.publish(1)
     assert raised.value.exit_code == 6 and probed.lived == [0]
-    assert probed.serving.engine.serving == label and await paused(probed.serving), "it serves nothing new, and nothing at all"
+    assert probed.serving.engine.serving == label and await paused(probed.serving), (
+        "it serves nothing new, and nothing at all"
+    )
 
 
 async def test_an_honest_segment_passes_the_same_comparison(probed: Run) -> None:
@@ -217,16 +282,28 @@ async def test_an_honest_segment_passes_the_same_comparison(probed: Run) -> None
 
 @pytest.mark.parametrize("tear", ["before", "middle"])
 async def test_of_a_torn_load_nothing_remains(run: Run, tear: str) -> None:
-    """The segment holds another write than was announced, or has been written after a part was loaded."""
+    """The segment holds another write than was announced, or has been written after a part was
+    loaded.
+    """
     await run.coordinator.start(0)
     if tear == "middle":
         await run.serving.ask(run.serving.engine._llm.collective_rpc(cut_next_load, args=(5,)))
     else:
-        run.serving.announced = lambda one: replace(one, payload=one.payload | {"sequence": one.payload["sequence"] + 2})
+        run.serving.announced = lambda one: replace(
+            one, payload=one.payload | {"sequence": one.payload["sequence"] + 2}
+        )
     model = await run.publish(1)
     [note] = run.notes
-    assert "publication" in note and "was cut off and is repeated: a0: " in note and ("write" in note if tear == "before" else "meanwhile" in note)
-    assert run.lived == [0, 1] and not run.dropped and run.coordinator.measurements()["weights/repeated"] == 1
+    assert (
+        "publication" in note
+        and "was cut off and is repeated: a0: " in note
+        and ("write" in note if tear == "before" else "meanwhile" in note)
+    )
+    assert (
+        run.lived == [0, 1]
+        and not run.dropped
+        and run.coordinator.measurements()["weights/repeated"] == 1
+    )
     assert await run.serving.distance(model) < 1e-4
     assert await run.serving.distance(run.serving.model) > 1e-3
 
@@ -244,28 +321,47 @@ def cut_next_load(worker: Any, tensors: int) -> None:
             if number == tensors:
                 raise TornTransfer("the segment was written meanwhile")
             yield pair
+
     reader.tensors = cut
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (lambda names: names[:-1], "missing: model.norm.weight"),
-    (lambda names: [*names, ["model.extra", [3], "float32"]], "extra: model.extra"),
-    (lambda names: [*names, names[0]], "twice: model.embed_tokens.weight"),
-    (lambda names: [[names[0][0], [7, 7], "float32"], *names[1:]], r"of another shape: model.embed_tokens.weight \(7, 7\) instead of"),
-], ids=["missing", "extra", "twice", "shape"])
-async def test_other_names_or_shapes_end_the_run_with_the_list(run: Run, change: Callable[[list], list], says: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda names: names[:-1], "missing: model.norm.weight"),
+        (lambda names: [*names, ["model.extra", [3], "float32"]], "extra: model.extra"),
+        (lambda names: [*names, names[0]], "twice: model.embed_tokens.weight"),
+        (
+            lambda names: [[names[0][0], [7, 7], "float32"], *names[1:]],
+            r"of another shape: model.embed_tokens.weight \(7, 7\) instead of",
+        ),
+    ],
+    ids=["missing", "extra", "twice", "shape"],
+)
+async def test_other_names_or_shapes_end_the_run_with_the_list(
+    run: Run, change: Callable[[list], list], says: str
+) -> None:
     run.learner.metadata = change
-    with pytest.raises(SetupError, match=f"engine a0: the learner's tensors are not those that the engine loads .*{says}") as raised:
+    with pytest.raises(
+        SetupError,
+        match=f"engine a0: the learner's tensors are not those that the engine loads .*{says}",
+    ) as raised:
         await run.coordinator.start(0)
     assert raised.value.exit_code == 2 and not run.lived
 
 
-async def test_the_drift_alarm_finds_weights_that_changed_behind_the_back(probed: Run, tmp_path: Path) -> None:
+async def test_the_drift_alarm_finds_weights_that_changed_behind_the_back(
+    probed: Run, tmp_path: Path
+) -> None:
     await probed.coordinator.start(0)
     await probed.publish(1)
     await until_probed(probed)
     await probed.coordinator.refresh(1)  # an honest engine raises no alarm
-    other = SharedMemorySender(ModuleOwner(perturbed(probed.serving.model, 77)), key=f"test-{uuid.uuid4().hex[:8]}", fallback=tmp_path)
+    other = SharedMemorySender(
+        ModuleOwner(perturbed(probed.serving.model, 77)),
+        key=f"test-{uuid.uuid4().hex[:8]}",
+        fallback=tmp_path,
+    )
     try:
         other.connect("127.0.0.1", [1])
         probed.serving.behind = other.stage("nobody", verify=False).payload
@@ -273,7 +369,11 @@ async def test_the_drift_alarm_finds_weights_that_changed_behind_the_back(probed
         await until_probed(probed)
     finally:
         other.close()
-    with pytest.raises(TransferMismatch, match=r"engine a0 does not compute with the weights v\d+\.2 that it acknowledged: log-probs differ"):
+    with pytest.raises(
+        TransferMismatch,
+        match=r"engine a0 does not compute with the weights v\d+\.2 that it acknowledged: "
+        r"log-probs differ",
+    ):
         await probed.coordinator.refresh(2)
 
 
@@ -287,7 +387,11 @@ async def until_probed(run: Run) -> None:
 def at(serving: Serving, phase: str, action: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
     """Do something to the engine's process before it is asked to pause, to load or to go on."""
     llm = serving.engine._llm
-    owner, name = {"pause": (llm.engine_core, "pause_scheduler_async"), "load": (llm, "collective_rpc"), "resume": (llm, "resume_generation")}[phase]
+    owner, name = {
+        "pause": (llm.engine_core, "pause_scheduler_async"),
+        "load": (llm, "collective_rpc"),
+        "resume": (llm, "resume_generation"),
+    }[phase]
     real = getattr(owner, name)
 
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -298,12 +402,17 @@ def at(serving: Serving, phase: str, action: Callable[[], None], patch: pytest.M
     patch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize(("phase", "says"), [
-    ("pause", "the engine's pause took longer than weight_sync.deadlines.pause_s = 2 s"),
-    ("load", "a0 did not answer publication v"),
-    ("resume", "the engine's resume took longer than weight_sync.deadlines.resume_s = 2 s"),
-])
-async def test_a_stopped_process_is_dropped_within_its_deadline(run: Run, phase: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("phase", "says"),
+    [
+        ("pause", "the engine's pause took longer than weight_sync.deadlines.pause_s = 2 s"),
+        ("load", "a0 did not answer publication v"),
+        ("resume", "the engine's resume took longer than weight_sync.deadlines.resume_s = 2 s"),
+    ],
+)
+async def test_a_stopped_process_is_dropped_within_its_deadline(
+    run: Run, phase: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await run.coordinator.start(0)
     at(run.serving, phase, lambda: os.kill(run.serving.pid, signal.SIGSTOP), monkeypatch)
     started = time.monotonic()
@@ -313,16 +422,22 @@ async def test_a_stopped_process_is_dropped_within_its_deadline(run: Run, phase:
         os.kill(run.serving.pid, signal.SIGCONT)
     assert time.monotonic() - started < ACKNOWLEDGE_S + LATE_S
     assert list(run.dropped) == ["a0"] and str(run.dropped["a0"]).startswith(says)
-    assert run.coordinator.measurements()["weights/dropped_engines"] == 1 and not run.notes, "it is not repeated for one that is gone"
+    assert run.coordinator.measurements()["weights/dropped_engines"] == 1 and not run.notes, (
+        "it is not repeated for one that is gone"
+    )
 
 
 async def test_a_newcomer_is_checked_while_the_run_publishes(tmp_path: Path) -> None:
-    sender = SharedMemorySender(ModuleOwner(torch.nn.Linear(4, 3)), key=f"test-{uuid.uuid4().hex[:8]}", fallback=tmp_path)
+    sender = SharedMemorySender(
+        ModuleOwner(torch.nn.Linear(4, 3)), key=f"test-{uuid.uuid4().hex[:8]}", fallback=tmp_path
+    )
     try:
         [payload] = sender.connect("127.0.0.1", [1])
         check = sender.stage("self-check", verify=True, apart=True)
         sender.stage("v0.1", verify=False)
-        assert [name for name, _ in SegmentReader(payload["metadata"]).tensors(**check.payload)] == ["weight", "bias"]
+        assert [
+            name for name, _ in SegmentReader(payload["metadata"]).tensors(**check.payload)
+        ] == ["weight", "bias"]
     finally:
         sender.close()
 
@@ -333,12 +448,16 @@ async def killed_in(run: Run, phase: str, patch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
     await run.publish(1)
     assert time.monotonic() - started < ACKNOWLEDGE_S + LATE_S
-    assert list(run.dropped) == ["a0"] and run.lived == [0, 1], "without an engine the version is live, and a newcomer starts with it"
+    assert list(run.dropped) == ["a0"] and run.lived == [0, 1], (
+        "without an engine the version is live, and a newcomer starts with it"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["pause", "resume"])
-async def test_a_killed_process_is_dropped_in_every_phase(tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_process_is_dropped_in_every_phase(
+    tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engines = _engine(tmp_path / "model")
     serving = next(engines)
     runs = _run(serving, tmp_path, verify_every=0)
@@ -346,7 +465,12 @@ async def test_a_killed_process_is_dropped_in_every_phase(tmp_path: Path, phase:
     assert [*runs, *engines] == []
 
 
-async def test_a_process_that_is_killed_while_it_loads_is_dropped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_is_killed_while_it_loads_is_dropped(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last test of the shared engine."""
     await killed_in(run, "load", monkeypatch)
-    assert isinstance(run.dropped["a0"], EngineError) or "EngineDead" in type(run.dropped["a0"]).__name__, run.dropped
+    assert (
+        isinstance(run.dropped["a0"], EngineError)
+        or "EngineDead" in type(run.dropped["a0"]).__name__
+    ), run.dropped

@@ -1,4 +1,6 @@
-"""Responses that a checkpoint keeps in part: told by the engine, written, read again, continued and joined."""
+"""Responses that a checkpoint keeps in part: told by the engine, written, read again, continued and
+joined.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,25 @@ from async_grpo.config.load import ConfigError
 from async_grpo.config.schema import Config
 from async_grpo.replay.partial import Beginning
 from async_grpo.rollout.engine import Completion, Engine, Sampling
-from async_grpo.rollout.partial import FILE, Growing, PartialError, PartialFile, encode, join, write_file
+from async_grpo.rollout.partial import (
+    FILE,
+    Growing,
+    PartialError,
+    PartialFile,
+    encode,
+    join,
+    write_file,
+)
 from async_grpo.wire import GroupTicket, decode_group
 from tests.rollout.test_actor import Parts, actor_of
 from tests.support.models import write_model
 from tests.weights.test_inflight import learner_logprobs
 
 PROMPT = [0, 1, 2]
-WANTED = [Sampling(n=2, max_tokens=8, temperature=1.0), Sampling(n=1, max_tokens=8, temperature=0.0)]
+WANTED = [
+    Sampling(n=2, max_tokens=8, temperature=1.0),
+    Sampling(n=1, max_tokens=8, temperature=0.0),
+]
 TICKET = GroupTicket(0, 1, 0)
 
 
@@ -38,27 +51,38 @@ def response(first: int, count: int, *labels: tuple[str, int, int], finish: str 
 
 def same(one: Completion, other: Completion) -> bool:
     return (one.token_ids.tolist(), one.logprobs.tolist(), one.labels, one.finish_reason) == (
-        other.token_ids.tolist(), other.logprobs.tolist(), other.labels, other.finish_reason
-    )  # fmt: skip
+        other.token_ids.tolist(),
+        other.logprobs.tolist(),
+        other.labels,
+        other.finish_reason,
+    )
 
 
 KNOWN = [
-    response(3, 4, ("v0.0", 0, 3), ("v0.1", 3, 4)), response(3, 2, ("v0.0", 0, 2), finish="stop"), response(3, 3, ("v0.1", 0, 3)),
+    response(3, 4, ("v0.0", 0, 3), ("v0.1", 3, 4)),
+    response(3, 2, ("v0.0", 0, 2), finish="stop"),
+    response(3, 3, ("v0.1", 0, 3)),
 ]
 
 
 class Streams:
-    """An engine whose responses stay unfinished until `go` is set; each then gets three more tokens of version 1."""
+    """An engine whose responses stay unfinished until `go` is set; each then gets three more tokens
+    of version 1.
+    """
 
     def __init__(self) -> None:
         self.asked: dict[str, tuple[list[int], Sampling]] = {}
         self.partial: dict[str, dict[int, Completion]] = {}
         self.go = asyncio.Event()
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, name: str = "") -> list[Completion]:
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, *, name: str = ""
+    ) -> list[Completion]:
         self.asked[name] = (prompt_ids, sampling)
         await self.go.wait()
-        return [response(len(prompt_ids), 3, ("v0.1", 0, 3), finish="stop") for _ in range(sampling.n)]
+        return [
+            response(len(prompt_ids), 3, ("v0.1", 0, 3), finish="stop") for _ in range(sampling.n)
+        ]
 
     def cut_off(self, name: str) -> int:
         return sum(len(one.token_ids) for one in self.so_far(name).values())
@@ -75,19 +99,30 @@ async def started(engine: Streams, count: int) -> None:
 
 def test_the_parts_of_a_response_keep_their_log_probs_and_versions() -> None:
     whole = join(KNOWN[0], response(7, 3, ("v0.1", 0, 1), ("v0.2", 1, 3), finish="length"))
-    assert same(whole, response(3, 7, ("v0.0", 0, 3), ("v0.1", 3, 5), ("v0.2", 5, 7), finish="length"))
-    assert [(span.policy_version, span.start, span.end) for span in whole.versions] == [(0, 0, 3), (1, 3, 5), (2, 5, 7)]
+    assert same(
+        whole, response(3, 7, ("v0.0", 0, 3), ("v0.1", 3, 5), ("v0.2", 5, 7), finish="length")
+    )
+    assert [(span.policy_version, span.start, span.end) for span in whole.versions] == [
+        (0, 0, 3),
+        (1, 3, 5),
+        (2, 5, 7),
+    ]
     assert same(join(response(3, 0), KNOWN[0]), KNOWN[0])
 
 
 async def test_responses_are_told_while_they_grow() -> None:
     engine = Streams()
     growing = Growing(engine, TICKET, PROMPT, WANTED)
-    assert growing.so_far() == [] and encode(growing, max_bytes=10**6) is None, "there is nothing yet"
+    assert growing.so_far() == [] and encode(growing, max_bytes=10**6) is None, (
+        "there is nothing yet"
+    )
     task = asyncio.create_task(growing.finish())
     await started(engine, 2)
     samples, greedy = engine.asked
-    assert [engine.asked[name] for name in (samples, greedy)] == [(PROMPT, WANTED[0]), (PROMPT, WANTED[1])]
+    assert [engine.asked[name] for name in (samples, greedy)] == [
+        (PROMPT, WANTED[0]),
+        (PROMPT, WANTED[1]),
+    ]
     engine.partial = {samples: {0: KNOWN[0], 1: KNOWN[1]}, greedy: {}}
     told = growing.so_far()
     assert same(told[0], KNOWN[0]) and same(told[1], KNOWN[1]) and len(told[2].token_ids) == 0
@@ -101,27 +136,51 @@ async def test_responses_are_told_while_they_grow() -> None:
 async def test_responses_continue_behind_their_tokens_and_are_told_again() -> None:
     engine = Streams()
     growing = Growing(engine, TICKET, PROMPT, WANTED, known=KNOWN)
-    assert all(map(same, growing.so_far(), KNOWN)), "a checkpoint before the first new token keeps what there was"
+    assert all(map(same, growing.so_far(), KNOWN)), (
+        "a checkpoint before the first new token keeps what there was"
+    )
     task = asyncio.create_task(growing.finish())
     await started(engine, 2)
     assert list(engine.asked.values()) == [
-        ([*PROMPT, 3, 4, 5, 6], Sampling(n=1, max_tokens=4, temperature=1.0)), ([*PROMPT, 3, 4, 5], Sampling(n=1, max_tokens=5, temperature=0.0)),
+        ([*PROMPT, 3, 4, 5, 6], Sampling(n=1, max_tokens=4, temperature=1.0)),
+        ([*PROMPT, 3, 4, 5], Sampling(n=1, max_tokens=5, temperature=0.0)),
     ]
     engine.partial = {next(iter(engine.asked)): {0: response(7, 1, ("v0.1", 0, 1))}}
     assert [len(one.token_ids) for one in growing.so_far()] == [5, 2, 3]
     engine.go.set()
     first, second, third = await asyncio.wait_for(task, 10)
-    assert same(first, response(3, 7, ("v0.0", 0, 3), ("v0.1", 3, 7), finish="stop")) and same(second, KNOWN[1])
+    assert same(first, response(3, 7, ("v0.0", 0, 3), ("v0.1", 3, 7), finish="stop")) and same(
+        second, KNOWN[1]
+    )
     assert same(third, response(3, 6, ("v0.1", 0, 6), finish="stop"))
     ended = [response(3, 2, ("v0.0", 0, 2), finish="stop")]
-    assert all(map(same, await Growing(engine, TICKET, PROMPT, WANTED[1:], known=ended).finish(), ended)) and len(engine.asked) == 2
+    assert (
+        all(
+            map(
+                same, await Growing(engine, TICKET, PROMPT, WANTED[1:], known=ended).finish(), ended
+            )
+        )
+        and len(engine.asked) == 2
+    )
 
 
-# -- the file ---------------------------------------------------------------------------------------------------------
+# -- the file
+# --------------------------------------------------------------------------------------------------
 
 
-def file_of(directory: Path, known: list[Completion] = KNOWN, ticket: GroupTicket = TICKET, prompt: list[int] = PROMPT) -> Path:
-    other = Growing(Streams(), GroupTicket(7, 2, 1), [9], [Sampling(n=1, max_tokens=8, temperature=1.0)], known=KNOWN[2:])
+def file_of(
+    directory: Path,
+    known: list[Completion] = KNOWN,
+    ticket: GroupTicket = TICKET,
+    prompt: list[int] = PROMPT,
+) -> Path:
+    other = Growing(
+        Streams(),
+        GroupTicket(7, 2, 1),
+        [9],
+        [Sampling(n=1, max_tokens=8, temperature=1.0)],
+        known=KNOWN[2:],
+    )
     growing = Growing(Streams(), ticket, prompt, WANTED[: len(known) - 1], known=known)
     write_file(directory, [encode(one, max_bytes=10**6) for one in (other, growing)])
     return directory / FILE
@@ -133,16 +192,27 @@ def test_a_file_gives_back_what_was_written_once(tmp_path: Path) -> None:
     file = PartialFile.at(file_of(tmp_path))
     assert file.beginnings == [Beginning(7, 2, 1, 1, 1, 3), Beginning(0, 1, 0, 1, 2, 9)]
     (tmp_path / FILE).unlink()
-    assert all(map(same, file.take(TICKET, PROMPT, WANTED, Counter()), KNOWN)), "its checkpoint was pruned"
+    assert all(map(same, file.take(TICKET, PROMPT, WANTED, Counter()), KNOWN)), (
+        "its checkpoint was pruned"
+    )
     assert file.take(TICKET, PROMPT, WANTED, Counter()) == [], "an attempt is continued once"
     file.close()
 
 
-@pytest.mark.parametrize(("ticket", "prompt", "wanted"), [
-    (GroupTicket(0, 2, 0), PROMPT, WANTED), (GroupTicket(0, 1, 1), PROMPT, WANTED), (GroupTicket(5, 1, 0), PROMPT, WANTED),
-    (TICKET, [0, 1], WANTED), (TICKET, PROMPT, WANTED[:1]), (TICKET, PROMPT, [Sampling(n=3, max_tokens=4, temperature=1.0)]),
-])
-def test_what_does_not_fit_the_ticket_is_not_continued(tmp_path: Path, ticket: GroupTicket, prompt: list[int], wanted: list[Sampling]) -> None:
+@pytest.mark.parametrize(
+    ("ticket", "prompt", "wanted"),
+    [
+        (GroupTicket(0, 2, 0), PROMPT, WANTED),
+        (GroupTicket(0, 1, 1), PROMPT, WANTED),
+        (GroupTicket(5, 1, 0), PROMPT, WANTED),
+        (TICKET, [0, 1], WANTED),
+        (TICKET, PROMPT, WANTED[:1]),
+        (TICKET, PROMPT, [Sampling(n=3, max_tokens=4, temperature=1.0)]),
+    ],
+)
+def test_what_does_not_fit_the_ticket_is_not_continued(
+    tmp_path: Path, ticket: GroupTicket, prompt: list[int], wanted: list[Sampling]
+) -> None:
     assert PartialFile(file_of(tmp_path)).take(ticket, prompt, wanted, Counter()) == []
 
 
@@ -153,33 +223,71 @@ def test_a_file_that_is_not_one_is_refused(tmp_path: Path) -> None:
         path.write_bytes(good[:cut])
         with pytest.raises(PartialError):
             PartialFile(path)
-    for bad in (b"\xc1" * 40, msgpack.packb([[0] * 6]), msgpack.packb([[0, 1, 0, 0, 1, 3, -1]]), msgpack.packb({"a": 1}), b"\x91" * 5000, good + b"x"):
+    for bad in (
+        b"\xc1" * 40,
+        msgpack.packb([[0] * 6]),
+        msgpack.packb([[0, 1, 0, 0, 1, 3, -1]]),
+        msgpack.packb({"a": 1}),
+        b"\x91" * 5000,
+        good + b"x",
+    ):
         path.write_bytes(bad)
         with pytest.raises(PartialError):
             PartialFile(path)
 
 
-@pytest.mark.parametrize("change", [
-    {"tokens": b"123"}, {"tokens": b""}, {"logprobs": np.full(3, np.nan, np.float32).tobytes()}, {"logprobs": np.full(3, 0.5, np.float32).tobytes()},
-    {"labels": [["v0.1", 0, 2]]}, {"labels": [["self-check", 0, 3]]}, {"labels": [["v0.1", 1, 3]]}, {"labels": 4}, {"finish": "abort"},
-    {"tokens": np.full(3, -1, np.int32).tobytes()}, {"labels": [["v0.1", 0, 3, 4]]},
-])
-def test_a_response_that_breaks_the_format_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    plain = {"tokens": np.arange(3, dtype=np.int32).tobytes(), "logprobs": np.full(3, -1, np.float32).tobytes(), "labels": [["v0.1", 0, 3]], "finish": ""}
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": b"123"},
+        {"tokens": b""},
+        {"logprobs": np.full(3, np.nan, np.float32).tobytes()},
+        {"logprobs": np.full(3, 0.5, np.float32).tobytes()},
+        {"labels": [["v0.1", 0, 2]]},
+        {"labels": [["self-check", 0, 3]]},
+        {"labels": [["v0.1", 1, 3]]},
+        {"labels": 4},
+        {"finish": "abort"},
+        {"tokens": np.full(3, -1, np.int32).tobytes()},
+        {"labels": [["v0.1", 0, 3, 4]]},
+    ],
+)
+def test_a_response_that_breaks_the_format_is_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    plain = {
+        "tokens": np.arange(3, dtype=np.int32).tobytes(),
+        "logprobs": np.full(3, -1, np.float32).tobytes(),
+        "labels": [["v0.1", 0, 3]],
+        "finish": "",
+    }
     wanted, row = [Sampling(n=1, max_tokens=8, temperature=1.0)], Beginning(0, 1, 0, 1, 1, 3)
     for one, fits in ((plain, True), (plain | change, False)):
-        write_file(tmp_path, [(row, msgpack.packb({"prompt": np.asarray(PROMPT, np.int32).tobytes(), "responses": [one]}))])
+        write_file(
+            tmp_path,
+            [
+                (
+                    row,
+                    msgpack.packb(
+                        {"prompt": np.asarray(PROMPT, np.int32).tobytes(), "responses": [one]}
+                    ),
+                )
+            ],
+        )
         counts = Counter()
         taken = PartialFile(tmp_path / FILE).take(TICKET, PROMPT, wanted, counts)
         assert [response.token_ids.tolist() for response in taken] == ([[0, 1, 2]] if fits else [])
         assert counts == ({"continued_tokens": 3} if fits else {"continued_unreadable": 1})
 
 
-# -- the rollout actor ------------------------------------------------------------------------------------------------
+# -- the rollout actor
+# ------------------------------------------------------------------------------------------------
 
 
 class Continuing(Parts):
-    """The fake engine of the rollout actor's tests, which keeps whole frames, and tells of nothing."""
+    """The fake engine of the rollout actor's tests, which keeps whole frames, and tells of
+    nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,14 +317,24 @@ def test_an_actor_continues_the_group_that_its_ticket_names(tmp_path: Path, dama
 
     told = asyncio.run(produce())
     first, second = sorted(map(decode_group, parts.raw), key=lambda group: group.group_id)
-    assert [one.response_ids.tolist() for one in second.rollouts] == [[0, 1]] * 2, "the other ticket begins anew"
-    assert (told.get("continued_tokens", 0), told.get("continued_unreadable", 0)) == ((0, 1) if damaged else (6, 0))
+    assert [one.response_ids.tolist() for one in second.rollouts] == [[0, 1]] * 2, (
+        "the other ticket begins anew"
+    )
+    assert (told.get("continued_tokens", 0), told.get("continued_unreadable", 0)) == (
+        (0, 1) if damaged else (6, 0)
+    )
     if damaged:
         assert [one.response_ids.tolist() for one in first.rollouts] == [[0, 1]] * 2
         return
     assert [one.response_ids.tolist() for one in first.rollouts] == [[3, 4, 5, 6, 0, 1], [3, 4]]
-    assert first.rollouts[0].behavior_logprobs.tolist() == pytest.approx([-0.03, -0.04, -0.05, -0.06, -1, -1])
-    assert [(span.policy_version, span.start, span.end) for span in first.rollouts[0].versions] == [(0, 0, 3), (1, 3, 4), (0, 4, 6)]
+    assert first.rollouts[0].behavior_logprobs.tolist() == pytest.approx(
+        [-0.03, -0.04, -0.05, -0.06, -1, -1]
+    )
+    assert [(span.policy_version, span.start, span.end) for span in first.rollouts[0].versions] == [
+        (0, 0, 3),
+        (1, 3, 4),
+        (0, 4, 6),
+    ]
 
 
 def test_an_actor_tells_of_what_it_holds_until_the_queue_has_it() -> None:
@@ -235,10 +353,14 @@ def test_an_actor_tells_of_what_it_holds_until_the_queue_has_it() -> None:
         return await actor.partials()
 
     assert asyncio.run(produce()) == []
-    assert {(one.group_id, one.responses, one.tokens) for one, _ in told} == {(0, 0, 4), (1, 0, 4)}, "complete, and not yet acknowledged"
+    assert {(one.group_id, one.responses, one.tokens) for one, _ in told} == {
+        (0, 0, 4),
+        (1, 0, 4),
+    }, "complete, and not yet acknowledged"
 
 
-# -- the driver -------------------------------------------------------------------------------------------------------
+# -- the driver
+# --------------------------------------------------------------------------------------------------
 
 
 class Told:
@@ -256,10 +378,19 @@ class Told:
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    return Config.model_validate({"run": {"total_steps": 2}, "model": {"path": "m"}, "checkpoint": {"partial_rollouts": True}, **sections})
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 2},
+            "model": {"path": "m"},
+            "checkpoint": {"partial_rollouts": True},
+            **sections,
+        }
+    )
 
 
-async def test_a_checkpoint_gets_the_tickets_that_were_out_and_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_checkpoint_gets_the_tickets_that_were_out_and_those_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(partial_rollouts, "PATIENCE_S", 0.1)
     new, said = tmp_path / "new", []
     new.mkdir()
@@ -267,18 +398,29 @@ async def test_a_checkpoint_gets_the_tickets_that_were_out_and_those_that_wait(t
     parts = UnderWay(config(), old, said.append)
     assert parts.path == str(old / FILE) and parts.snapshot({"a": 1})["beginnings"][1].group_id == 0
     ours, other = Beginning(3, 1, 0, 1, 2, 9), Beginning(4, 1, 0, 1, 2, 9)
-    rows = [[3, 1, 0, "in_flight", "a", None, None, 0], [4, 2, 1, "in_flight", "a", None, None, 0], [7, 1, 1, "waiting", "", None, None, 0],
-            [0, 1, 0, "waiting", "", None, None, 0]]
+    rows = [
+        [3, 1, 0, "in_flight", "a", None, None, 0],
+        [4, 2, 1, "in_flight", "a", None, None, 0],
+        [7, 1, 1, "waiting", "", None, None, 0],
+        [0, 1, 0, "waiting", "", None, None, 0],
+    ]
     engines = [
-        Told("a", [(ours, b"packed"), (other, b"of an attempt that is over")]), Told("b", None), Told("c", ray.exceptions.RayActorError()),
+        Told("a", [(ours, b"packed"), (other, b"of an attempt that is over")]),
+        Told("b", None),
+        Told("c", ray.exceptions.RayActorError()),
         Told("d", [(ours, b"of an actor that lost the ticket")]),
     ]
     parts.begin(engines, {"ledger": {"groups": rows}})
     await asyncio.wait_for(parts.write(new), 10)
     written = PartialFile(new / FILE)
     assert [one.group_id for one in written.beginnings] == [3, 7] and written.packed(3) == b"packed"
-    assert written.packed(7) == PartialFile(old / FILE).packed(7), "what waits to be continued is carried over"
-    assert parts.measurements() == {"cluster/partial_silent": 2.0} and "b did not tell" in said[0] + said[1], said
+    assert written.packed(7) == PartialFile(old / FILE).packed(7), (
+        "what waits to be continued is carried over"
+    )
+    assert (
+        parts.measurements() == {"cluster/partial_silent": 2.0}
+        and "b did not tell" in said[0] + said[1]
+    ), said
 
 
 def sealed(run_dir: Path, *, content: bytes | None = None) -> Path:
@@ -290,46 +432,79 @@ def sealed(run_dir: Path, *, content: bytes | None = None) -> Path:
     return checkpoint.commit(directory, {})
 
 
-def test_a_file_that_the_checkpoint_does_not_know_or_that_is_of_another_format_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_the_checkpoint_does_not_know_or_that_is_of_another_format_is_left_alone(
+    tmp_path: Path,
+) -> None:
     said: list[str] = []
     origin = checkpoint.commit(checkpoint.begin(tmp_path, 1), {})
     file_of(origin)
     assert UnderWay(config(), origin, said.append).path is None and not said
-    assert UnderWay(config(), sealed(tmp_path, content=b"other"), said.append).path is None and "generated from their beginning" in said[0]
+    assert (
+        UnderWay(config(), sealed(tmp_path, content=b"other"), said.append).path is None
+        and "generated from their beginning" in said[0]
+    )
 
 
 async def test_without_the_setting_nobody_is_asked(tmp_path: Path) -> None:
     parts = UnderWay(config(checkpoint={"partial_rollouts": False}), sealed(tmp_path), print)
     parts.begin([Told("a", RuntimeError("asked"))], {})
     await parts.write(tmp_path / "nowhere")
-    assert parts.path is None and parts.snapshot({"a": 1}) == {"a": 1} and parts.measurements() == {}
+    assert (
+        parts.path is None and parts.snapshot({"a": 1}) == {"a": 1} and parts.measurements() == {}
+    )
 
 
-@pytest.mark.parametrize(("sections", "told"), [
-    ({"rollout": {"seeded": "on"}}, "a seeded response that is continued would be another one"),
-    ({"replay": {"max_staleness": 0}}, r"`rollout.seeded` is auto \(`replay.max_staleness` is 0\)"),
-    ({"replay": {"journal": {"enable": False}}}, "only the journal tells which responses were still under way"),
-])
-def test_settings_that_cannot_continue_responses_are_refused(sections: dict[str, Any], told: str) -> None:
-    assert config(rollout={"seeded": "off"}, replay={"max_staleness": 0}).checkpoint.partial_rollouts
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"rollout": {"seeded": "on"}}, "a seeded response that is continued would be another one"),
+        (
+            {"replay": {"max_staleness": 0}},
+            r"`rollout.seeded` is auto \(`replay.max_staleness` is 0\)",
+        ),
+        (
+            {"replay": {"journal": {"enable": False}}},
+            "only the journal tells which responses were still under way",
+        ),
+    ],
+)
+def test_settings_that_cannot_continue_responses_are_refused(
+    sections: dict[str, Any], told: str
+) -> None:
+    assert config(
+        rollout={"seeded": "off"}, replay={"max_staleness": 0}
+    ).checkpoint.partial_rollouts
     with pytest.raises((ConfigError, ValueError), match=told):
         config(**sections)
 
 
-# -- the engine -------------------------------------------------------------------------------------------------------
+# -- the engine
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.slow
-def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_model(tmp_path: Path) -> None:
+def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_model(
+    tmp_path: Path,
+) -> None:
     from transformers import AutoModelForCausalLM
 
     directory = write_model(tmp_path / "model", positions=1024, ends=False)
-    settings = Config.model_validate({
-        "run": {"total_steps": 1}, "model": {"path": directory}, "rollout": {"prompt_length": 32, "response_length": 700},
-        "cluster": {"engine": {"max_num_seqs": 8}},
-    })
-    prompt, wanted = list(range(5, 17)), [Sampling(n=2, max_tokens=600, temperature=0.8), Sampling(n=1, max_tokens=600, temperature=0.0)]
+    settings = Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": directory},
+            "rollout": {"prompt_length": 32, "response_length": 700},
+            "cluster": {"engine": {"max_num_seqs": 8}},
+        }
+    )
+    prompt, wanted = (
+        list(range(5, 17)),
+        [
+            Sampling(n=2, max_tokens=600, temperature=0.8),
+            Sampling(n=1, max_tokens=600, temperature=0.0),
+        ],
+    )
 
     async def until(growing: Growing, tokens: int) -> list[Completion]:
         async with asyncio.timeout(60):
@@ -339,7 +514,13 @@ def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_mo
 
     async def scenario() -> tuple[list[Completion], list[Completion], list[Completion]]:
         engine = await Engine.start(
-            settings, model_dir=directory, device="cpu", backend="shared_memory", stop_token_ids=[], label="v0.3", seed=1
+            settings,
+            model_dir=directory,
+            device="cpu",
+            backend="shared_memory",
+            stop_token_ids=[],
+            label="v0.3",
+            seed=1,
         )
         try:
             growing = Growing(engine, TICKET, prompt, wanted)
@@ -353,7 +534,14 @@ def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_mo
             assert growing.so_far() == [], "a request that was aborted tells of nothing"
             known = PartialFile(tmp_path / FILE).take(TICKET, prompt, wanted, Counter())
             await engine._set_label("v0.4")
-            short = [Sampling(n=one.n, max_tokens=max(len(start.token_ids) for start in known) + 40, temperature=one.temperature) for one in wanted]
+            short = [
+                Sampling(
+                    n=one.n,
+                    max_tokens=max(len(start.token_ids) for start in known) + 40,
+                    temperature=one.temperature,
+                )
+                for one in wanted
+            ]
             again = Growing(engine, TICKET, prompt, short, known=known)
             task = asyncio.create_task(again.finish())
             halfway = await until(again, min(len(start.token_ids) for start in known) + 3)
@@ -363,14 +551,22 @@ def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_mo
 
     known, halfway, whole = asyncio.run(scenario())
     model = AutoModelForCausalLM.from_pretrained(directory).float().eval()
-    for start, middle, one, temperature in zip(known, halfway, whole, (0.8, 0.8, None), strict=True):
+    for start, middle, one, temperature in zip(
+        known, halfway, whole, (0.8, 0.8, None), strict=True
+    ):
         at = len(start.token_ids)
         assert one.finish_reason == "length" and at < len(one.token_ids)
         for earlier in (start, middle):
             size = len(earlier.token_ids)
-            assert one.token_ids[:size].tolist() == earlier.token_ids.tolist() and one.logprobs[:size].tolist() == earlier.logprobs.tolist()
+            assert (
+                one.token_ids[:size].tolist() == earlier.token_ids.tolist()
+                and one.logprobs[:size].tolist() == earlier.logprobs.tolist()
+            )
         assert one.labels == [("v0.3", 0, at), ("v0.4", at, len(one.token_ids))]
         if temperature is not None:  # of a greedy choice the engine's log-prob is 0
-            assert np.abs(one.logprobs - learner_logprobs(model, prompt, one.token_ids, temperature)).max() < 1e-4
-
-
+            assert (
+                np.abs(
+                    one.logprobs - learner_logprobs(model, prompt, one.token_ids, temperature)
+                ).max()
+                < 1e-4
+            )

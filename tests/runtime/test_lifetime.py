@@ -1,4 +1,6 @@
-"""What a killed process would leave behind: directories that the next start removes, and children that go with it."""
+"""What a killed process would leave behind: directories that the next start removes, and children
+that go with it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ def wait_until_gone(pids: list[int], seconds: float = 20.0) -> None:
 @pytest.mark.parametrize(("tie", "length", "stop"), [("parent", 2, True), ("ancestor", 3, False)])
 def test_descendants_of_a_killed_process_are_killed(tie: str, length: int, stop: bool) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CHAIN": CHAIN}
-    first = subprocess.Popen([sys.executable, "-c", CHAIN, "first", tie, "0"], stdout=subprocess.PIPE, text=True, env=environment)
+    first = subprocess.Popen(
+        [sys.executable, "-c", CHAIN, "first", tie, "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
     pids: list[int] = []
     try:
         pids = [int(first.stdout.readline()) for _ in range(length)]
@@ -73,13 +80,22 @@ def test_a_directory_goes_once_its_owner_is_gone(monkeypatch, tmp_path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(timeout=30)
     processes = lifetime.owner().partition(".")[0]
-    abandoned, elsewhere, other = (tmp_path / name for name in (
-        f"async_grpo-engine-{processes}.{ended.pid}-a", f"async_grpo-engine-ffffffff1.{ended.pid}-a", f"async_grpo-other-{processes}.{ended.pid}-a",
-    ))
+    abandoned, elsewhere, other = (
+        tmp_path / name
+        for name in (
+            f"async_grpo-engine-{processes}.{ended.pid}-a",
+            f"async_grpo-engine-ffffffff1.{ended.pid}-a",
+            f"async_grpo-other-{processes}.{ended.pid}-a",
+        )
+    )
     for path in (abandoned, elsewhere, other):
         path.mkdir()
         (path / "socket").write_text("")
     mine = lifetime.own_directory("engine")
     assert {path.name for path in tmp_path.iterdir()} == {mine.name, elsewhere.name, other.name}
-    assert mine.stat().st_mode & 0o077 == 0 and lifetime.own_directory("engine") != mine and mine.exists()
+    assert (
+        mine.stat().st_mode & 0o077 == 0
+        and lifetime.own_directory("engine") != mine
+        and mine.exists()
+    )
     assert not lifetime.is_gone(lifetime.owner()) and lifetime.is_gone(f"{processes}.{ended.pid}")

@@ -81,19 +81,33 @@ with Signals(say) as signals:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("when", ["early", "late"])
 def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, when: str) -> None:
-    child = subprocess.Popen([sys.executable, "-c", CHILD, when], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, when],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     try:
-        first = {child.stdout.readline(), child.stdout.readline()} if when == "late" else {child.stdout.readline()}
+        first = (
+            {child.stdout.readline(), child.stdout.readline()}
+            if when == "late"
+            else {child.stdout.readline()}
+        )
         assert "ready\n" in first
         child.send_signal(number)
         first |= {child.stdout.readline() for _ in range(2 if when == "late" else 3)}
         [shell] = [int(line) for line in first if line.strip().isdigit()]
-        assert "requested\n" in first and any(line.startswith(f"{number.name}: the run ends after") for line in first)
+        assert "requested\n" in first and any(
+            line.startswith(f"{number.name}: the run ends after") for line in first
+        )
         child.send_signal(number)
         assert child.wait(timeout=30) == 128 + number
         rest = child.stdout.read()
         wait_until_gone([shell])
-        assert f"exit code {128 + number}: a second signal ({number.name})" in rest and "abandoned" in rest
+        assert (
+            f"exit code {128 + number}: a second signal ({number.name})" in rest
+            and "abandoned" in rest
+        )
     finally:
         child.kill()
         child.wait(timeout=10)
@@ -107,7 +121,10 @@ def test_handlers_are_given_back() -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(None, "gives this run 3 s"), ("600", "gives this run 600 s"), ("5", "is too short")])
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(None, "gives this run 3 s"), ("600", "gives this run 600 s"), ("5", "is too short")],
+)
 def test_a_job_is_told_how_long_it_has(monkeypatch, seconds: str | None, expected: str) -> None:
     monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
@@ -116,7 +133,11 @@ def test_a_job_is_told_how_long_it_has(monkeypatch, seconds: str | None, expecte
     if seconds is not None:
         monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", seconds)
     line = stopping.grace_period()
-    assert expected in line and "\n" not in line and ("RAY_JOB_STOP_WAIT_TIME_S to 600" in line) is (seconds != "600")
+    assert (
+        expected in line
+        and "\n" not in line
+        and ("RAY_JOB_STOP_WAIT_TIME_S to 600" in line) is (seconds != "600")
+    )
 
 
 class Ending:
@@ -137,19 +158,26 @@ class Ending:
 def remote(error: Exception) -> Exception:
     """The error as it arrives from a process of the run, in a task group of the driver."""
     copy = pickle.loads(pickle.dumps(error))
-    told = ray.exceptions.RayTaskError("update", "a traceback", copy, proctitle="learner", pid=1, ip="127.0.0.1")
+    told = ray.exceptions.RayTaskError(
+        "update", "a traceback", copy, proctitle="learner", pid=1, ip="127.0.0.1"
+    )
     return ExceptionGroup("unhandled errors", [told.as_instanceof_cause()])
 
 
-@pytest.mark.parametrize(("error", "code", "ids"), [
-    (NonFinite("loss", [41, 7]), 6, [7, 41]),
-    (NonFinite("gradient norm of update 0, nan,", [3]), 6, [3]),
-    (StalenessError("step 12 would train group 9"), 6, None),
-    (errors.VerifierFailed("group 3 could not be scored"), 4, None),
-    (errors.Stalled("no batch"), 5, None),
-    (KeyError("a bug"), 1, None),
-])
-def test_errors_end_with_their_code_and_non_finite_groups_are_kept(tmp_path, capsys, error, code, ids) -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "ids"),
+    [
+        (NonFinite("loss", [41, 7]), 6, [7, 41]),
+        (NonFinite("gradient norm of update 0, nan,", [3]), 6, [3]),
+        (StalenessError("step 12 would train group 9"), 6, None),
+        (errors.VerifierFailed("group 3 could not be scored"), 4, None),
+        (errors.Stalled("no batch"), 5, None),
+        (KeyError("a bug"), 1, None),
+    ],
+)
+def test_errors_end_with_their_code_and_non_finite_groups_are_kept(
+    tmp_path, capsys, error, code, ids
+) -> None:
     trainer = Ending(tmp_path)
 
     def work() -> None:
@@ -173,11 +201,16 @@ def test_a_stop_during_the_start_is_exit_0(tmp_path, capsys) -> None:
         raise StopRequested("the run was asked to end")
 
     assert run._guarded(trainer, Console(), work) == 0 and trainer.stopped == ["KILLED"]
-    assert capsys.readouterr().out.splitlines() == [run.STOPPED_EARLY, f"exit code 0: {EXIT_MEANING[0]}"]
+    assert capsys.readouterr().out.splitlines() == [
+        run.STOPPED_EARLY,
+        f"exit code 0: {EXIT_MEANING[0]}",
+    ]
 
 
 def test_the_documented_table_is_the_one_of_the_code() -> None:
-    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "jobs.md").read_text(), re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "jobs.md").read_text(), re.MULTILINE)
+    )
     assert rows == {str(code): meaning for code, meaning in EXIT_MEANING.items()}
 
 

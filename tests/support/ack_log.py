@@ -1,4 +1,6 @@
-"""Processes that write down, outside the queue, what it told them: puts acknowledged, and groups trained. For tests that kill the queue."""
+"""Processes that write down, outside the queue, what it told them: puts acknowledged, and groups
+trained. For tests that kill the queue.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def folder(config: Config) -> Path:
 
 def read(path: Path, kind: str) -> list[list[int]]:
     """All lines that processes of one kind wrote, each a list of numbers."""
-    return [json.loads(line) for file in sorted(path.glob(f"{kind}-*")) for line in file.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for file in sorted(path.glob(f"{kind}-*"))
+        for line in file.read_text().splitlines()
+    ]
 
 
 class _Log:
@@ -41,7 +47,10 @@ class LoggedQueue:
     async def put(self, actor_id: str, frames: list[Any]) -> list[Any]:
         verdicts = await self._queue.put(actor_id, frames)
         for verdict in verdicts:
-            if verdict.status in ("accepted", "duplicate"):  # a duplicate is an acknowledgement that was lost
+            if verdict.status in (
+                "accepted",
+                "duplicate",
+            ):  # a duplicate is an acknowledgement that was lost
                 self._log.write(verdict.group_id, verdict.attempt)
         return verdicts
 

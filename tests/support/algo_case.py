@@ -14,9 +14,13 @@ fast = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**31)
 clips = st.builds(
     Clip,
-    low=st.floats(0.05, 0.4), high=st.floats(0.05, 0.6), kind=st.sampled_from(["constant", "harmonic", "exponential"]),
-    rate=st.floats(0, 1), floor=st.floats(0, 1), dual=st.sampled_from([None, 1.5, 3.0]),
-)  # fmt: skip
+    low=st.floats(0.05, 0.4),
+    high=st.floats(0.05, 0.6),
+    kind=st.sampled_from(["constant", "harmonic", "exponential"]),
+    rate=st.floats(0, 1),
+    floor=st.floats(0, 1),
+    dual=st.sampled_from([None, 1.5, 3.0]),
+)
 
 
 def tokens(seed: int, *shape: int, scale: float = 0.4) -> dict[str, Tensor]:
@@ -38,7 +42,9 @@ def tokens(seed: int, *shape: int, scale: float = 0.4) -> dict[str, Tensor]:
 
 
 def close(got: Tensor, want: Tensor, *, rtol: float | None = None, atol: float = 1e-7) -> None:
-    """Equal shape and type, and nearly equal values (`torch.testing.assert_close` takes seconds to import)."""
+    """Equal shape and type, and nearly equal values (`torch.testing.assert_close` takes seconds to
+    import).
+    """
     assert got.shape == want.shape and got.dtype == want.dtype
     rtol = (1e-7 if got.dtype == F64 else 1e-5) if rtol is None else rtol
     assert torch.allclose(got, want, rtol=rtol, atol=atol), f"{got}\n!=\n{want}"
@@ -49,5 +55,9 @@ def gradient(loss: Tensor, of: Tensor) -> Tensor:
 
 
 def slow_factor(lag: int, clip: Clip) -> float:
-    factor = {"constant": 1.0, "harmonic": 1 / (1 + clip.rate * lag), "exponential": clip.rate**lag}[clip.kind]
+    factor = {
+        "constant": 1.0,
+        "harmonic": 1 / (1 + clip.rate * lag),
+        "exponential": clip.rate**lag,
+    }[clip.kind]
     return max(factor, clip.floor)

@@ -1,10 +1,14 @@
-"""Stories of subprocesses that are told beside other tests, since systems that start and stop leave much of two cores free.
+"""Stories of subprocesses that are told beside other tests, since systems that start and stop leave
+much of two cores free.
 
-    python -m tests.support.background HOME MODULE...        tells the stories of these modules, one after the other
+    python -m tests.support.background HOME MODULE...        tells the stories of these modules, one
+                                                             after the other
 
-A module whose story may have company gives it as `story`, a function of a directory, and asks the fixture `told_beside` for what it
-returned. The order of a test run is then: modules marked `alone`, which look at all that the machine has or use it up; all others, with the
-stories beside them in a process of its own; and last the tests that asked for a story. Alone, such a module waits for its story.
+A module whose story may have company gives it as `story`, a function of a directory, and asks the
+fixture `told_beside` for what it returned. The order of a test run is then: modules marked `alone`,
+which look at all that the machine has or use it up; all others, with the stories beside them in a
+process of its own; and last the tests that asked for a story. Alone, such a module waits for its
+story.
 """
 
 from __future__ import annotations
@@ -38,16 +42,30 @@ class Company:
 
     def __init__(self, items: Iterable[pytest.Item], home: Path) -> None:
         """items: all tests of the run. home: an empty directory."""
-        self._modules = list(dict.fromkeys(item.module.__name__ for item in items if FIXTURE in item.fixturenames))
+        self._modules = list(
+            dict.fromkeys(item.module.__name__ for item in items if FIXTURE in item.fixturenames)
+        )
         self._home, self._process = home, None
 
     def begin(self) -> None:
         """Tell them, unless they are being told."""
         if self._process is None and self._modules:
-            command = [sys.executable, "-u", "-m", "tests.support.background", str(self._home), *self._modules]
+            command = [
+                sys.executable,
+                "-u",
+                "-m",
+                "tests.support.background",
+                str(self._home),
+                *self._modules,
+            ]
             with open(self._home / "log.txt", "w") as log:
                 self._process = subprocess.Popen(
-                    command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                    command,
+                    cwd=ROOT,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
                 )
 
     def wait(self, module: str) -> Any:
@@ -56,7 +74,9 @@ class Company:
         told = self._home / f"{module}.pickle"
         while not told.exists():
             ended = self._process.poll() is not None
-            assert told.exists() or not ended, f"the story of {module} failed:\n{(self._home / 'log.txt').read_text()[-6000:]}"
+            assert told.exists() or not ended, (
+                f"the story of {module} failed:\n{(self._home / 'log.txt').read_text()[-6000:]}"
+            )
             time.sleep(0.05)
         return pickle.loads(told.read_bytes())
 

@@ -10,7 +10,17 @@ from typing import Any
 class StandIn:
     """A rollout actor without an engine."""
 
-    def __init__(self, config: Any, *, actor_id: str, queue: Any, model_dir: str, device: str, cores: Any, partials: Any = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        actor_id: str,
+        queue: Any,
+        model_dir: str,
+        device: str,
+        cores: Any,
+        partials: Any = None,
+    ) -> None:
         self.actor_id, self._over = actor_id, asyncio.Event()
 
     async def start(self, *, backend: str, label: str) -> None:

@@ -1,7 +1,9 @@
-"""Child processes of tests that begin with everything imported: torch, DeepSpeed and vLLM take ten seconds of CPU time every time.
+"""Child processes of tests that begin with everything imported: torch, DeepSpeed and vLLM take ten
+seconds of CPU time every time.
 
-All modules of a test run share one fork server, and whoever starts the first child fixes what it imports; so the list is here. A child has
-the environment that the test has at that moment, not the one in which the server was started.
+All modules of a test run share one fork server, and whoever starts the first child fixes what it
+imports; so the list is here. A child has the environment that the test has at that moment, not the
+one in which the server was started.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-PRELOADED = ["async_grpo.learner.learner", "deepspeed", "async_grpo.weights.transport", "async_grpo.weights.worker", "tests.support.learners", "tests.support.nccl_over_gloo"]
+PRELOADED = [
+    "async_grpo.learner.learner",
+    "deepspeed",
+    "async_grpo.weights.transport",
+    "async_grpo.weights.worker",
+    "tests.support.learners",
+    "tests.support.nccl_over_gloo",
+]
 """None of them starts a thread of Python's or of torch's, which a fork would lose."""
 
 

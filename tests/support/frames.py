@@ -15,19 +15,44 @@ HEAD = struct.Struct("<4sHHII")
 
 
 def make_group(
-    ticket: GroupTicket, *, values: tuple[float | None, ...] = (0.0, 1.0), versions: tuple[int, ...] = (), actor: str = "a",
-    baselines: tuple[float, ...] = (), finish: str = "stop", **changes: object,
+    ticket: GroupTicket,
+    *,
+    values: tuple[float | None, ...] = (0.0, 1.0),
+    versions: tuple[int, ...] = (),
+    actor: str = "a",
+    baselines: tuple[float, ...] = (),
+    finish: str = "stop",
+    **changes: object,
 ) -> Group:
-    """A group of `len(values)` rollouts with two tokens per version (the ticket's by default), then the baselines."""
+    """A group of `len(values)` rollouts with two tokens per version (the ticket's by default), then
+    the baselines.
+    """
     labels = versions or (ticket.policy_version,)
     spans = [VersionSpan(version, 2 * i, 2 * i + 2) for i, version in enumerate(labels)]
     n = 2 * len(labels)
     rollouts = [
-        Rollout(np.arange(n), np.full(n, -0.5), np.ones(n), list(spans), {"correct": value or 0.0, "format": 1.0}, value, finish, role)
+        Rollout(
+            np.arange(n),
+            np.full(n, -0.5),
+            np.ones(n),
+            list(spans),
+            {"correct": value or 0.0, "format": 1.0},
+            value,
+            finish,
+            role,
+        )
         for role, given_values in (("train", values), ("baseline", baselines))
         for value in given_values
     ]
-    group = Group(ticket.group_id, ticket.attempt, ticket.policy_version, actor, np.arange(3), rollouts, run_epoch=ticket.run_epoch)
+    group = Group(
+        ticket.group_id,
+        ticket.attempt,
+        ticket.policy_version,
+        actor,
+        np.arange(3),
+        rollouts,
+        run_epoch=ticket.run_epoch,
+    )
     for name, value in changes.items():
         setattr(group, name, value)
     return group
@@ -37,7 +62,12 @@ def frame_of(ticket: GroupTicket, **options: object) -> bytes:
     return encode_group(make_group(ticket, **options))
 
 
-ROW_COLUMNS = {"role": "roles", "length": "lengths", "verdict": "verdicts", "finish_reason": "finish_reasons"}
+ROW_COLUMNS = {
+    "role": "roles",
+    "length": "lengths",
+    "verdict": "verdicts",
+    "finish_reason": "finish_reasons",
+}
 
 
 def with_columns(frame: bytes, change: Callable[[dict], object]) -> bytes:
@@ -54,7 +84,9 @@ def with_columns(frame: bytes, change: Callable[[dict], object]) -> bytes:
 
 
 def with_header(frame: bytes, change: Callable[[dict], object]) -> bytes:
-    """`with_columns` where `change` also sees `rows`: what the columns say of each rollout, written back to them afterwards."""
+    """`with_columns` where `change` also sees `rows`: what the columns say of each rollout, written
+    back to them afterwards.
+    """
 
     def change_rows(header: dict) -> None:
         cells = zip(*[header[column] for column in ROW_COLUMNS.values()], strict=True)

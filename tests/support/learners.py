@@ -1,4 +1,6 @@
-"""Groups, plans and a slow reference for the learner's tests: rows one at a time through plain Hugging Face attention, losses from formulas."""
+"""Groups, plans and a slow reference for the learner's tests: rows one at a time through plain
+Hugging Face attention, losses from formulas.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,16 @@ from tests.support import forkserver
 STEP = 3
 LR, CLIP_NORM = 3e-3, 0.7
 KL_COEF, ENTROPY_COEF, TEMPERATURE = 0.3, 0.05, 0.8
-# All parameters of the test model are below the default threshold, under which ZeRO-3 keeps whole copies.
+# All parameters of the test model are below the default threshold, under which ZeRO-3 keeps whole
+# copies.
 SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 
 @dataclass
 class Case:
-    """A batch of groups, the planned rows of each optimizer update and their values, and their frames."""
+    """A batch of groups, the planned rows of each optimizer update and their values, and their
+    frames.
+    """
 
     groups: dict[int, wire.Group]
     updates: list[list[PlanRow]]
@@ -39,19 +44,34 @@ class Case:
 
     def fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         assert step == STEP
-        return wire.pack_frames([wire.encode_group(self.groups[group_id]) for group_id in group_ids])
+        return wire.pack_frames(
+            [wire.encode_group(self.groups[group_id]) for group_id in group_ids]
+        )
 
     def plan(self, splits: list[list[list[int]]]) -> RankPlan:
         """A rank's plan: per update its micro-batches as positions in the update's rows."""
-        updates = tuple(tuple(tuple(rows[k] for k in part) for part in split) for rows, split in zip(self.updates, splits, strict=True))
+        updates = tuple(
+            tuple(tuple(rows[k] for k in part) for part in split)
+            for rows, split in zip(self.updates, splits, strict=True)
+        )
         ids = tuple(sorted({row.group_id for update in updates for part in update for row in part}))
         return RankPlan(STEP, ids, updates, epoch_updates=min(2, len(updates)))
 
 
-def make_case(directory: str, *, n_groups: int = 3, rows: int = 4, n_updates: int = 1, vocab: int = 100, seed: int = 0) -> Case:
-    """Random groups, sampled by a policy near the model in `directory`: mixed lengths and lags, masked tokens, a row outside the loss.
+def make_case(
+    directory: str,
+    *,
+    n_groups: int = 3,
+    rows: int = 4,
+    n_updates: int = 1,
+    vocab: int = 100,
+    seed: int = 0,
+) -> Case:
+    """Random groups, sampled by a policy near the model in `directory`: mixed lengths and lags,
+    masked tokens, a row outside the loss.
 
-    One update has all rows; more alternate between the two halves, so four updates are two epochs of two minibatches.
+    One update has all rows; more alternate between the two halves, so four updates are two epochs
+    of two minibatches.
     """
     model = plain_model(directory)
     rng = np.random.default_rng(seed)
@@ -67,20 +87,33 @@ def make_case(directory: str, *, n_groups: int = 3, rows: int = 4, n_updates: in
             mask[rng.integers(0, length)] = index != 1
             response = rng.integers(3, vocab, length).astype(np.int32)
             with torch.no_grad():
-                logprobs = picked(row_distribution(model, prompt, response), response).numpy() + rng.normal(0, 0.1, length)
-            rollouts.append(wire.Rollout(
-                response_ids=response, behavior_logprobs=np.minimum(logprobs, 0).astype(np.float32), loss_mask=mask,
-                versions=[*spans, wire.VersionSpan(STEP - 1, cut, length)], rewards={"score": 1.0}, verdict=1.0, finish_reason="stop",
-            ))
+                logprobs = picked(
+                    row_distribution(model, prompt, response), response
+                ).numpy() + rng.normal(0, 0.1, length)
+            rollouts.append(
+                wire.Rollout(
+                    response_ids=response,
+                    behavior_logprobs=np.minimum(logprobs, 0).astype(np.float32),
+                    loss_mask=mask,
+                    versions=[*spans, wire.VersionSpan(STEP - 1, cut, length)],
+                    rewards={"score": 1.0},
+                    verdict=1.0,
+                    finish_reason="stop",
+                )
+            )
         groups[group_id] = wire.Group(group_id, 0, STEP - 2, "actor", prompt, rollouts, {})
     planned, values = [], {}
     for group_id, group in groups.items():
         for index, row in enumerate(group.rollouts):
             values[group_id, index] = RowValue(float(rng.normal()))
             weight = 0.0 if index == 2 else float(rng.uniform(0.01, 0.05))
-            planned.append(PlanRow(group_id, index, len(group.prompt_ids), len(row.response_ids), weight))
+            planned.append(
+                PlanRow(group_id, index, len(group.prompt_ids), len(row.response_ids), weight)
+            )
     half = planned[: len(planned) // 2], planned[len(planned) // 2 :]
-    return Case(groups, [planned] if n_updates == 1 else [half[k % 2] for k in range(n_updates)], values)
+    return Case(
+        groups, [planned] if n_updates == 1 else [half[k % 2] for k in range(n_updates)], values
+    )
 
 
 def split(rows: Sequence[int], parts: int) -> list[list[int]]:
@@ -91,14 +124,31 @@ def split(rows: Sequence[int], parts: int) -> list[list[int]]:
 def make_config(**changes: dict[str, Any]) -> Config:
     """A configuration that uses every term of the loss; `changes` by section."""
     values: dict[str, Any] = {
-        "model": {"path": "unused"}, "run": {"total_steps": 10},
-        "rollout": {"prompt_length": 16, "response_length": 32, "temperature": TEMPERATURE, "rollout_batch_size": 4},
+        "model": {"path": "unused"},
+        "run": {"total_steps": 10},
+        "rollout": {
+            "prompt_length": 16,
+            "response_length": 32,
+            "temperature": TEMPERATURE,
+            "rollout_batch_size": 4,
+        },
         "replay": {"max_staleness": 1},
         "algorithm": {
-            "anchor": "recomputed", "importance": {"level": "sequence", "upper": 2.0}, "use_kl_loss": True, "kl_loss_coef": KL_COEF,
-            "entropy_coef": ENTROPY_COEF, "clip_ratio": 0.2, "clip_schedule": {"kind": "harmonic"},
+            "anchor": "recomputed",
+            "importance": {"level": "sequence", "upper": 2.0},
+            "use_kl_loss": True,
+            "kl_loss_coef": KL_COEF,
+            "entropy_coef": ENTROPY_COEF,
+            "clip_ratio": 0.2,
+            "clip_schedule": {"kind": "harmonic"},
         },
-        "learner": {"lr": LR, "grad_clip": CLIP_NORM, "weight_decay": 0.1, "zero_stage": 1, "tokens_per_micro_batch": 48},
+        "learner": {
+            "lr": LR,
+            "grad_clip": CLIP_NORM,
+            "weight_decay": 0.1,
+            "zero_stage": 1,
+            "tokens_per_micro_batch": 48,
+        },
     }
     for section, change in changes.items():
         values[section] = {**values.get(section, {}), **change}
@@ -106,10 +156,14 @@ def make_config(**changes: dict[str, Any]) -> Config:
 
 
 def plain_model(directory: str) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").train()
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="sdpa"
+    ).train()
 
 
-def row_distribution(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
+def row_distribution(
+    model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray
+) -> torch.Tensor:
     """Log-softmax at the temperature, [L, V], of one row alone."""
     tokens = torch.tensor(np.concatenate([prompt, response])).long()[None]
     logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -120,20 +174,32 @@ def picked(distribution: torch.Tensor, response: np.ndarray) -> torch.Tensor:
     return distribution.gather(-1, torch.tensor(response).long()[:, None])[:, 0]
 
 
-def reference_losses(model: torch.nn.Module, frozen: torch.nn.Module, case: Case) -> list[dict[str, float]]:
-    """Train `model` on all updates of the case, token by token; returns loss and gradient norm before clipping of each update."""
+def reference_losses(
+    model: torch.nn.Module, frozen: torch.nn.Module, case: Case
+) -> list[dict[str, float]]:
+    """Train `model` on all updates of the case, token by token; returns loss and gradient norm
+    before clipping of each update.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     rows = {(row.group_id, row.row): row for update in case.updates for row in update}
     with torch.no_grad():
-        anchors = {key: picked(row_distribution(model, *_tokens(case, row)), _tokens(case, row)[1]) for key, row in rows.items()}
-        refs = {key: picked(row_distribution(frozen, *_tokens(case, row)), _tokens(case, row)[1]) for key, row in rows.items()}
+        anchors = {
+            key: picked(row_distribution(model, *_tokens(case, row)), _tokens(case, row)[1])
+            for key, row in rows.items()
+        }
+        refs = {
+            key: picked(row_distribution(frozen, *_tokens(case, row)), _tokens(case, row)[1])
+            for key, row in rows.items()
+        }
     history = []
     for update in case.updates:
         optimizer.zero_grad()
         loss = torch.zeros(())
         for row in update:
             if row.weight:
-                loss = loss + _row_loss(model, case, row, anchors[row.group_id, row.row], refs[row.group_id, row.row])
+                loss = loss + _row_loss(
+                    model, case, row, anchors[row.group_id, row.row], refs[row.group_id, row.row]
+                )
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
@@ -146,7 +212,9 @@ def _tokens(case: Case, row: PlanRow) -> tuple[np.ndarray, np.ndarray]:
     return group.prompt_ids, group.rollouts[row.row].response_ids
 
 
-def _row_loss(model: torch.nn.Module, case: Case, row: PlanRow, anchor: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+def _row_loss(
+    model: torch.nn.Module, case: Case, row: PlanRow, anchor: torch.Tensor, ref: torch.Tensor
+) -> torch.Tensor:
     prompt, response = _tokens(case, row)
     rollout = case.groups[row.group_id].rollouts[row.row]
     advantage = case.values[row.key].value
@@ -154,10 +222,14 @@ def _row_loss(model: torch.nn.Module, case: Case, row: PlanRow, anchor: torch.Te
     current = picked(distribution, response)
     in_loss = [t for t in range(len(response)) if rollout.loss_mask[t]]
     behavior = torch.tensor(rollout.behavior_logprobs)
-    importance = min(math.exp(max(-20.0, min(20.0, sum(float(anchor[t] - behavior[t]) for t in in_loss)))), 2.0)
+    importance = min(
+        math.exp(max(-20.0, min(20.0, sum(float(anchor[t] - behavior[t]) for t in in_loss)))), 2.0
+    )
     total = torch.zeros(())
     for t in in_loss:
-        version = next(span.policy_version for span in rollout.versions if span.start <= t < span.end)
+        version = next(
+            span.policy_version for span in rollout.versions if span.start <= t < span.end
+        )
         width = 0.2 / (1 + (STEP - 1 - version))
         ratio = torch.exp(current[t] - anchor[t])
         clipped = torch.clamp(ratio, 1 - width, 1 + width)
@@ -170,7 +242,13 @@ def _row_loss(model: torch.nn.Module, case: Case, row: PlanRow, anchor: torch.Te
 
 def set_rank(rank: int, world_size: int, port: int) -> None:
     """What the caller of a learner sets before it is built."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
 
 
 def free_port() -> int:
@@ -182,7 +260,13 @@ def free_port() -> int:
 def run_ranks(main: Callable[..., None], *arguments: Any, seconds: float) -> None:
     """`main(rank, *arguments)` in two processes; the first failure of either is raised here."""
     forkserver.context()
-    context = torch.multiprocessing.start_processes(forkserver.InThisEnvironment(main), arguments, nprocs=2, join=False, start_method="forkserver")
+    context = torch.multiprocessing.start_processes(
+        forkserver.InThisEnvironment(main),
+        arguments,
+        nprocs=2,
+        join=False,
+        start_method="forkserver",
+    )
     deadline = time.monotonic() + seconds
     try:
         while not context.join(timeout=1.0, grace_period=2.0):
@@ -193,7 +277,9 @@ def run_ranks(main: Callable[..., None], *arguments: Any, seconds: float) -> Non
 
 
 def write_neighbour(source: str, path: str) -> str:
-    """The model in `source`, slightly changed: a reference policy whose KL is small but not zero."""
+    """The model in `source`, slightly changed: a reference policy whose KL is small but not
+    zero.
+    """
     model = plain_model(source)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -204,9 +290,20 @@ def write_neighbour(source: str, path: str) -> str:
 
 
 @contextmanager
-def open_learner(config: Config, models: dict[str, str], case: Case, *, name: str = "plain", rank: int = 0, world: int = 1, port: int = 0) -> Iterator[Learner]:
+def open_learner(
+    config: Config,
+    models: dict[str, str],
+    case: Case,
+    *,
+    name: str = "plain",
+    rank: int = 0,
+    world: int = 1,
+    port: int = 0,
+) -> Iterator[Learner]:
     set_rank(rank, world, port or free_port())
-    learner = Learner(config, model_dir=models[name], fetch=case.fetch, device="cpu", total_updates=10)
+    learner = Learner(
+        config, model_dir=models[name], fetch=case.fetch, device="cpu", total_updates=10
+    )
     try:
         yield learner
     finally:
@@ -218,7 +315,9 @@ def copy_weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def assert_close(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """AdamW divides by the size of a gradient entry, so entries near 0 magnify rounding: compare each tensor as a whole, then entries."""
+    """AdamW divides by the size of a gradient entry, so entries near 0 magnify rounding: compare
+    each tensor as a whole, then entries.
+    """
     assert weights.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert (weights[key] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-4, key
@@ -235,7 +334,9 @@ def begin(learner: Learner, case: Case, splits: list[list[list[int]]]) -> None:
 
 
 def train(learner: Learner, case: Case, splits: list[list[list[int]]]) -> list[dict[str, float]]:
-    """One learner step; returns loss and gradient norm of each update, taken as differences of the sums."""
+    """One learner step; returns loss and gradient norm of each update, taken as differences of the
+    sums.
+    """
     begin(learner, case, splits)
     history, seen = [], {"train/loss": 0.0, "train/grad_norm": 0.0}
     for index in range(len(splits)):

@@ -1,4 +1,6 @@
-"""A task on which a random model is right about half of the time, so that groups carry signal from the first step."""
+"""A task on which a random model is right about half of the time, so that groups carry signal from
+the first step.
+"""
 
 from __future__ import annotations
 

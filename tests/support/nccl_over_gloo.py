@@ -1,18 +1,25 @@
-"""Doubles that let the `nccl` path run on CPU: vLLM's NCCL communicator, and the CUDA stream and device calls that CPU torch lacks.
+"""Doubles that let the `nccl` path run on CPU: vLLM's NCCL communicator, and the CUDA stream and
+device calls that CPU torch lacks.
 
-Runs in: test processes and, through a vLLM plugin (tests/plugins), every process of vLLM that they start. Everything else is real. On a
-machine with GPUs nothing is replaced.
+Runs in: test processes and, through a vLLM plugin (tests/plugins), every process of vLLM that they
+start. Everything else is real. On a machine with GPUs nothing is replaced.
 
 The doubles are as unforgiving as what they stand for:
-- The root's broadcast returns at once and runs on its stream's thread; `synchronize` waits for it and raises its error. Other ranks block
+- The root's broadcast returns at once and runs on its stream's thread; `synchronize` waits for it
+  and raises its error. Other ranks block
   in the call, because on CPU what follows on the stream runs at once.
-- Operations of one communicator run in the order of the calls, whatever their streams. One transfers only when every rank has called it.
-- A peer that dies or leaves is not noticed: the others hang until they call `destroy`, which is `ncclCommAbort`. A broadcast that is
-  blocked then raises `Aborted` (with the fault `quiet_abort` it returns and leaves its bytes undefined, as on a GPU); one that is called
+- Operations of one communicator run in the order of the calls, whatever their streams. One
+  transfers only when every rank has called it.
+- A peer that dies or leaves is not noticed: the others hang until they call `destroy`, which is
+  `ncclCommAbort`. A broadcast that is
+  blocked then raises `Aborted` (with the fault `quiet_abort` it returns and leaves its bytes
+      undefined, as on a GPU); one that is called
   later does nothing, as with vLLM's communicator.
-- The current device and stream belong to the thread. Ranks that share a process need different devices, or they share vLLM's streams.
+- The current device and stream belong to the thread. Ranks that share a process need different
+  devices, or they share vLLM's streams.
 
-Faults and the log are files, named by environment variables so that they reach vLLM's child processes; see `Control`.
+Faults and the log are files, named by environment variables so that they reach vLLM's child
+processes; see `Control`.
 """
 
 from __future__ import annotations
@@ -48,12 +55,15 @@ class Aborted(RuntimeError):
     """The communicator of this process was destroyed while the broadcast ran."""
 
 
-# -- control ----------------------------------------------------------------------------------------------------------
+# -- control
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the log. t: `time.monotonic`, comparable between processes of a machine. event: init, begin, end, lost, abort."""
+    """One line of the log. t: `time.monotonic`, comparable between processes of a machine. event:
+    init, begin, end, lost, abort.
+    """
 
     event: str
     t: float
@@ -68,19 +78,27 @@ class Control:
     """The test's side: which faults to inject, and what the communicators logged."""
 
     def __init__(self, directory: Path) -> None:
-        self.faults_path, self.log_path = directory / "nccl_faults.json", directory / "nccl_log.jsonl"
+        self.faults_path, self.log_path = (
+            directory / "nccl_faults.json",
+            directory / "nccl_log.jsonl",
+        )
         self._serial = 0
 
     def inject(self, *faults: dict[str, Any]) -> None:
-        """Replace the faults by these; none removes them. A fault is `{"kind": ..., "rank": ...}` and perhaps `bucket`, `seconds`.
+        """Replace the faults by these; none removes them. A fault is `{"kind": ..., "rank": ...}`
+        and perhaps `bucket`, `seconds`.
 
-        rank: of the communicator, 0 is the sender. bucket: which broadcast of a communicator, counted from 0 since this call; every one if
-        left out. Kinds: `hang` before the bucket until aborted, `stuck` likewise but not abortable, `corrupt` one bit of what a receiver got
-        (the sign of a float in its middle), `exit` the process at once, `slow` by `seconds`, `quiet_abort` (see above).
+        rank: of the communicator, 0 is the sender. bucket: which broadcast of a communicator,
+        counted from 0 since this call; every one if left out. Kinds: `hang` before the bucket until
+        aborted, `stuck` likewise but not abortable, `corrupt` one bit of what a receiver got (the
+        sign of a float in its middle), `exit` the process at once, `slow` by `seconds`,
+        `quiet_abort` (see above).
         """
         for fault in faults:
             if fault["kind"] not in FAULTS:
-                raise ValueError(f"there is no fault {fault['kind']!r}; known are {', '.join(FAULTS)}")
+                raise ValueError(
+                    f"there is no fault {fault['kind']!r}; known are {', '.join(FAULTS)}"
+                )
         self._serial += 1
         scratch = self.faults_path.with_suffix(".new")
         scratch.write_text(json.dumps({"serial": self._serial, "faults": faults}))
@@ -108,18 +126,26 @@ def _read_faults() -> tuple[int, list[dict[str, Any]]]:
 
 def _log(event: Event) -> None:
     if path := os.environ.get(_LOG):
-        with open(path, "ab", buffering=0) as file:  # one write in append mode: lines of several processes do not mix
+        with open(
+            path, "ab", buffering=0
+        ) as file:  # one write in append mode: lines of several processes do not mix
             file.write(json.dumps(vars(event)).encode() + b"\n")
 
 
-# -- streams and devices ----------------------------------------------------------------------------------------------
+# -- streams and devices
+# ----------------------------------------------------------------------------------------------
 
 
 class Stream:
-    """torch.cuda.Stream for what the communicator enqueues; tensor operations of CPU torch do not wait for it."""
+    """torch.cuda.Stream for what the communicator enqueues; tensor operations of CPU torch do not
+    wait for it.
+    """
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device, self.index = torch.device("cpu"), _thread.device if device is None else _index(device)
+        self.device, self.index = (
+            torch.device("cpu"),
+            _thread.device if device is None else _index(device),
+        )
         self._changed = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()  # the running one stays in front
         self._errors: list[BaseException] = []
@@ -151,7 +177,10 @@ class Stream:
     def synchronize(self) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._jobs, LIMIT_S):
-                raise TimeoutError(f"a stream did not finish within {LIMIT_S:g} s, and nobody aborted its communicator")
+                raise TimeoutError(
+                    f"a stream did not finish within {LIMIT_S:g} s, and nobody aborted its "
+                    "communicator"
+                )
             errors, self._errors = self._errors, []
         if errors:
             raise errors[0]
@@ -166,7 +195,9 @@ class Stream:
 
     def _wait_for(self, jobs: list[Callable[[], None]]) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: not any(job in self._jobs for job in jobs), LIMIT_S):
+            if not self._changed.wait_for(
+                lambda: not any(job in self._jobs for job in jobs), LIMIT_S
+            ):
                 raise TimeoutError(f"a stream waited {LIMIT_S:g} s for another one")
 
 
@@ -217,13 +248,16 @@ def _index(device: Any) -> int:
     return device if isinstance(device, int) else torch.device(device).index or 0
 
 
-# -- communicator -----------------------------------------------------------------------------------------------------
+# -- communicator
+# --------------------------------------------------------------------------------------------------
 
 
 class GlooCommunicator:
     """vLLM's PyNcclCommunicator over gloo."""
 
-    def __init__(self, group: Any, device: int | str | torch.device, library_path: str | None = None) -> None:
+    def __init__(
+        self, group: Any, device: int | str | torch.device, library_path: str | None = None
+    ) -> None:
         self.group, self.rank, self.world_size = group, group.rank, group.world_size
         self.device = torch.device("cpu")
         self.available = self.world_size > 1
@@ -238,13 +272,18 @@ class GlooCommunicator:
         self._store = PrefixStore(self._id, group.store)
         self._log("init", -1, 0)
         options = ProcessGroupGloo._Options()
-        options._timeout, options._devices = timedelta(seconds=LIMIT_S), [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout, options._devices = (
+            timedelta(seconds=LIMIT_S),
+            [ProcessGroupGloo.create_device(hostname="127.0.0.1")],
+        )
         self._gloo = ProcessGroupGloo(self._store, self.rank, self.world_size, options)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Stream | None = None) -> None:
         if self.disabled:
             return
-        assert tensor.device == self.device, f"the communicator works on {self.device}, but the tensor is on {tensor.device}"
+        assert tensor.device == self.device, (
+            f"the communicator works on {self.device}, but the tensor is on {tensor.device}"
+        )
         with self._changed:
             number, self._issued = self._issued, self._issued + 1
         if src == self.rank:
@@ -282,7 +321,9 @@ class GlooCommunicator:
                 self._changed.notify_all()
 
     def _transfer(self, number: int, tensor: torch.Tensor, src: int) -> None:
-        """Wait until every rank has come, then let gloo copy: a gloo operation that has begun cannot be aborted."""
+        """Wait until every rank has come, then let gloo copy: a gloo operation that has begun
+        cannot be aborted.
+        """
         if tensor.nbytes == 0:
             return
         ready = [f"{number}/ready/{rank}" for rank in range(self.world_size) if rank != src]
@@ -300,7 +341,9 @@ class GlooCommunicator:
             self._lost(work.exception())
 
     def _wait(self, condition: Callable[[], bool], *, may_hang: bool = True) -> None:
-        """Until the condition holds. Raises Aborted. Losing the peers is no end: NCCL's kernels would go on waiting."""
+        """Until the condition holds. Raises Aborted. Losing the peers is no end: NCCL's kernels
+        would go on waiting.
+        """
         deadline = time.monotonic() + LIMIT_S
         while not self._aborted.is_set():
             if _exiting.is_set():
@@ -313,7 +356,9 @@ class GlooCommunicator:
                     raise
                 self._lost(error)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a broadcast waited {LIMIT_S:g} s, and nobody aborted its communicator")
+                raise TimeoutError(
+                    f"a broadcast waited {LIMIT_S:g} s, and nobody aborted its communicator"
+                )
             time.sleep(_POLL_S)
         raise Aborted(f"rank {self.rank} aborted its communicator during a broadcast")
 
@@ -321,19 +366,30 @@ class GlooCommunicator:
         """Hang until aborted."""
         self._log("lost", -1, 0)
         if not self._aborted.wait(LIMIT_S):
-            raise TimeoutError(f"a broadcast lost its peers ({error}), and nobody aborted its communicator within {LIMIT_S:g} s")
-        raise Aborted(f"rank {self.rank} aborted its communicator after it had lost its peers: {error}")
+            raise TimeoutError(
+                f"a broadcast lost its peers ({error}), and nobody aborted its "
+                f"communicator within {LIMIT_S:g} s"
+            )
+        raise Aborted(
+            f"rank {self.rank} aborted its communicator after it had lost its peers: {error}"
+        )
 
     def _faults(self) -> tuple[int, dict[str, dict[str, Any]]]:
         serial, faults = _read_faults()
-        return serial, {fault["kind"]: fault for fault in faults if fault.get("rank", self.rank) == self.rank}
+        return serial, {
+            fault["kind"]: fault for fault in faults if fault.get("rank", self.rank) == self.rank
+        }
 
     def _next_bucket(self) -> tuple[int, dict[str, dict[str, Any]]]:
         """Which broadcast this is since the faults were set, and the faults for it by kind."""
         serial, faults = self._faults()
         self._bucket = self._bucket + 1 if serial == self._serial else 0
         self._serial = serial
-        return self._bucket, {kind: fault for kind, fault in faults.items() if fault.get("bucket", self._bucket) == self._bucket}
+        return self._bucket, {
+            kind: fault
+            for kind, fault in faults.items()
+            if fault.get("bucket", self._bucket) == self._bucket
+        }
 
     def _suffer(self, faults: dict[str, dict[str, Any]]) -> None:
         if "exit" in faults:
@@ -354,7 +410,9 @@ _exiting = threading.Event()
 
 @atexit.register
 def _park() -> None:
-    """Keep daemon threads out of C++ while the interpreter ends: it would kill them there, and the process with SIGABRT."""
+    """Keep daemon threads out of C++ while the interpreter ends: it would kill them there, and the
+    process with SIGABRT.
+    """
     _exiting.set()
     time.sleep(20 * _POLL_S)
 
@@ -364,13 +422,16 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-# -- installation -----------------------------------------------------------------------------------------------------
+# -- installation
+# --------------------------------------------------------------------------------------------------
 
 _originals: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
-    """Put the doubles in place in this process; nothing on a machine with GPUs, and nothing the second time."""
+    """Put the doubles in place in this process; nothing on a machine with GPUs, and nothing the
+    second time.
+    """
     if torch.cuda.is_available() or _originals:
         return
     from vllm.distributed.device_communicators import pynccl
@@ -397,10 +458,14 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(directory: Path) -> Iterator[Control]:
-    """The doubles in this process and in all that it starts meanwhile; faults and log are files in `directory`."""
+    """The doubles in this process and in all that it starts meanwhile; faults and log are files in
+    `directory`.
+    """
     control = Control(directory)
     ours = {_FAULTS: str(control.faults_path), _LOG: str(control.log_path)}
-    path = os.pathsep.join(filter(None, [str(_PLUGINS), str(_PLUGINS.parents[2]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(_PLUGINS), str(_PLUGINS.parents[2]), os.environ.get("PYTHONPATH")])
+    )
     before = {name: os.environ.get(name) for name in (*ours, "PYTHONPATH")}
     os.environ.update(ours, PYTHONPATH=path)
     sys.path.insert(0, str(_PLUGINS))  # what multiprocessing hands to its children

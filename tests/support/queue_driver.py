@@ -1,4 +1,6 @@
-"""A driver that only ever sees metadata: run as a process of its own by test_queue_process, prints what it measured as JSON."""
+"""A driver that only ever sees metadata: run as a process of its own by test_queue_process, prints
+what it measured as JSON.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from async_grpo.wire import Group, Rollout, VersionSpan, encode_group, unpack_fr
 R, STEPS = 8, 12
 WAITING = 1_200
 SETTINGS = QueueSettings(
-    rollout_batch_size=R, max_staleness=0, total_steps=STEPS, group_size=2, max_attempts=3, max_num_gen_batches=0,
+    rollout_batch_size=R,
+    max_staleness=0,
+    total_steps=STEPS,
+    group_size=2,
+    max_attempts=3,
+    max_num_gen_batches=0,
     shaping=Shaping({"correct": 1.0}, 64),
 )
 
@@ -43,12 +50,29 @@ class Producer:
         tickets = await self._queue.acquire("producer", version, [], 2 * R)
         n = self._tokens
         rows = [
-            Rollout(np.arange(n, dtype=np.int32), np.full(n, -1, np.float32), np.ones(n, np.uint8), [VersionSpan(version, 0, n)],
-                    {"correct": float(row)}, float(row), "stop")
+            Rollout(
+                np.arange(n, dtype=np.int32),
+                np.full(n, -1, np.float32),
+                np.ones(n, np.uint8),
+                [VersionSpan(version, 0, n)],
+                {"correct": float(row)},
+                float(row),
+                "stop",
+            )
             for row in range(2)
         ]
         frames = [
-            encode_group(Group(t.group_id, t.attempt, t.policy_version, "producer", np.arange(4, dtype=np.int32), rows, run_epoch=t.run_epoch))
+            encode_group(
+                Group(
+                    t.group_id,
+                    t.attempt,
+                    t.policy_version,
+                    "producer",
+                    np.arange(4, dtype=np.int32),
+                    rows,
+                    run_epoch=t.run_epoch,
+                )
+            )
             for t in tickets
         ]
         verdicts = await self._queue.put("producer", frames)
@@ -57,7 +81,9 @@ class Producer:
 
 
 async def drive(tokens: int) -> dict[str, float]:
-    """All steps of a run whose groups have 2 x `tokens` tokens; peak memory afterwards and bytes that went through the queue."""
+    """All steps of a run whose groups have 2 x `tokens` tokens; peak memory afterwards and bytes
+    that went through the queue.
+    """
     queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(SETTINGS)
     producer = Producer.options(num_cpus=0).remote(queue, tokens)
     passed = fetched = 0

@@ -1,9 +1,12 @@
-"""Random schedules through the real Ray actor, whose process is killed, as are those of the producers. Run by test_queue_kills.
+"""Random schedules through the real Ray actor, whose process is killed, as are those of the
+producers. Run by test_queue_kills.
 
-    python -m tests.support.queue_kills SCHEDULES SEED        prints what it saw as JSON; every broken rule is an AssertionError
+    python -m tests.support.queue_kills SCHEDULES SEED        prints what it saw as JSON; every
+                                                              broken rule is an AssertionError
 
-One schedule is one run: a queue of its own, a handful of producers in a few shared processes, and the learner's side here. A producer
-writes every acknowledgement to a file of its schedule; what was acknowledged must be trained.
+One schedule is one run: a queue of its own, a handful of producers in a few shared processes, and
+the learner's side here. A producer writes every acknowledgement to a file of its schedule; what was
+acknowledged must be trained.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +51,21 @@ class Host:
 
     async def serve(self, name: str, version: int) -> None:
         """The producer's engine has these weights now."""
-        self._versions[name] = max(version, self._versions.get(name, 0))  # calls to a new process may overtake each other
+        self._versions[name] = max(
+            version, self._versions.get(name, 0)
+        )  # calls to a new process may overtake each other
 
     async def produce(self, handle: Any, name: str, version: int, side: str, seed: int) -> None:
         """Take tickets, work a moment, put or fail, until the queue is closed."""
         rng, queue, holding = random.Random(seed), QueueHandle(handle), {}
-        self._versions[name] = max(version, self._versions.get(name, 0))  # calls to a new process may overtake each other
-        with open(f"{side}-{name}", "a", buffering=1) as log:  # noqa: ASYNC230 - lines of a few bytes
+        self._versions[name] = max(
+            version, self._versions.get(name, 0)
+        )  # calls to a new process may overtake each other
+        with open(f"{side}-{name}", "a", buffering=1) as log:
             while True:
-                tickets = await queue.acquire(name, self._versions[name], list(holding), rng.randint(0, 3))
+                tickets = await queue.acquire(
+                    name, self._versions[name], list(holding), rng.randint(0, 3)
+                )
                 if tickets is None:
                     return
                 for ticket in tickets:
@@ -78,7 +88,9 @@ class Host:
 
 
 class Pool:
-    """The producers' processes; one is killed now and then, and everybody who has producers in it is told."""
+    """The producers' processes; one is killed now and then, and everybody who has producers in it
+    is told.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng, self.kills = rng, 0
@@ -107,13 +119,36 @@ class Schedule:
     def __init__(self, seed: int, pool: Pool, folder: Path) -> None:
         self.rng = rng = random.Random(seed)
         self.pool, self.seed, self.side = pool, seed, str(folder / f"side-{seed}")
-        order, on_stale = rng.choice([("oldest", "wait"), ("oldest", "mask"), ("fifo", "wait"), ("ready", "mask"), ("ready", "expire")])
-        self.settings = QueueSettings(
-            rollout_batch_size=rng.randint(1, 4), max_staleness=rng.randint(0, 2), total_steps=rng.randint(4, 7), group_size=2,
-            max_attempts=30, max_num_gen_batches=0, shaping=Shaping({"correct": 1.0}, 64), order=order, on_stale=on_stale, filter=None,
+        order, on_stale = rng.choice(
+            [
+                ("oldest", "wait"),
+                ("oldest", "mask"),
+                ("fifo", "wait"),
+                ("ready", "mask"),
+                ("ready", "expire"),
+            ]
         )
-        journal = JournalSettings(str(folder / f"journal-{seed}"), "start", fsync=rng.choice(["group", "interval", "never"]), segment_bytes=4000)
-        actor = ray.remote(QueueProcess).options(max_concurrency=1000, num_cpus=0, max_restarts=-1, max_task_retries=-1)
+        self.settings = QueueSettings(
+            rollout_batch_size=rng.randint(1, 4),
+            max_staleness=rng.randint(0, 2),
+            total_steps=rng.randint(4, 7),
+            group_size=2,
+            max_attempts=30,
+            max_num_gen_batches=0,
+            shaping=Shaping({"correct": 1.0}, 64),
+            order=order,
+            on_stale=on_stale,
+            filter=None,
+        )
+        journal = JournalSettings(
+            str(folder / f"journal-{seed}"),
+            "start",
+            fsync=rng.choice(["group", "interval", "never"]),
+            segment_bytes=4000,
+        )
+        actor = ray.remote(QueueProcess).options(
+            max_concurrency=1000, num_cpus=0, max_restarts=-1, max_task_retries=-1
+        )
         self.queue = actor.remote(self.settings, journal)
         self.producers: dict[str, Any] = {}
         self.started = self.kills = self.version = 0
@@ -134,7 +169,9 @@ class Schedule:
             killer.cancel()
             self.pool.leave(self.host_died)
             await self.call("close")
-            ends = await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), DEADLINE_S)
+            ends = await asyncio.wait_for(
+                asyncio.gather(*self.tasks, return_exceptions=True), DEADLINE_S
+            )
             ray.kill(self.queue)
         for end in ends:  # a producer ends with the run or with its process
             assert end is None or isinstance(end, ray.exceptions.RayActorError), end
@@ -146,7 +183,11 @@ class Schedule:
         self.started += 1
         name, host = f"s{self.seed}.p{self.started}", self.rng.choice(self.pool.hosts)
         self.producers[name] = host
-        self.tasks.append(host.produce.remote(self.queue, name, self.version, self.side, self.rng.randrange(10**9)))
+        self.tasks.append(
+            host.produce.remote(
+                self.queue, name, self.version, self.side, self.rng.randrange(10**9)
+            )
+        )
 
     async def host_died(self, host: Any) -> None:
         for name in [name for name, where in self.producers.items() if where is host]:
@@ -166,42 +207,75 @@ class Schedule:
                 while (batch := await self.call("next_batch", step)) is None:
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            ended, _ = await asyncio.wait([asyncio.ensure_future(_settled(task)) for task in self.tasks], timeout=1.0)
+            ended, _ = await asyncio.wait(
+                [asyncio.ensure_future(_settled(task)) for task in self.tasks], timeout=1.0
+            )
             ends = [str(task.result())[-300:] for task in ended]
             raise AssertionError(
-                f"no batch for step {step}: {await self.call('metrics')}, held {await self.call('held')}, version {self.version}, producers "
+                f"no batch for step {step}: {await self.call('metrics')}, held "
+                f"{await self.call('held')}, version {self.version}, producers "
                 f"{list(self.producers)}, ends of producers {ends}"
             ) from None
         group_ids = [group.group_id for group in batch.groups]
-        assert batch.step == step and len(group_ids) == self.settings.rollout_batch_size and group_ids == sorted(group_ids)
-        frames = [decode_group(frame) for frame in unpack_frames(await self.call("payload", step, group_ids))]
-        assert [(group.group_id, group.attempt) for group in frames] == [(group.group_id, group.attempt) for group in batch.groups]
+        assert (
+            batch.step == step
+            and len(group_ids) == self.settings.rollout_batch_size
+            and group_ids == sorted(group_ids)
+        )
+        frames = [
+            decode_group(frame)
+            for frame in unpack_frames(await self.call("payload", step, group_ids))
+        ]
+        assert [(group.group_id, group.attempt) for group in frames] == [
+            (group.group_id, group.attempt) for group in batch.groups
+        ]
         for group in batch.groups:
             newest, oldest = step - 1 - group.max_version, step - 1 - group.min_version
             bound = self.settings.max_staleness
-            assert 0 <= newest <= bound and (oldest <= bound or self.settings.on_stale == "mask"), (step, group)
-            assert group.group_id not in self.trained, f"group {group.group_id} is trained by {self.trained[group.group_id]} and {step}"
+            assert 0 <= newest <= bound and (oldest <= bound or self.settings.on_stale == "mask"), (
+                step,
+                group,
+            )
+            assert group.group_id not in self.trained, (
+                f"group {group.group_id} is trained by {self.trained[group.group_id]} and {step}"
+            )
             self.trained[group.group_id] = step
         await asyncio.sleep(0.03 * self.rng.random())
         self.version = step
         for name, host in list(self.producers.items()):
-            try:
+            # one that died is being replaced, at the newest version
+            with suppress(ray.exceptions.RayActorError):
                 await asyncio.wait_for(host.serve.remote(name, step), DEADLINE_S)
-            except ray.exceptions.RayActorError:
-                pass  # it died and is being replaced, at the newest version
         await self.call("live", step)
 
     async def check(self) -> None:
         counts = await self.call("counts")
-        states = ("waiting", "in_flight", "ready", "training", "trained", "rejected", "expired", "failed", "skipped", "unused")
+        states = (
+            "waiting",
+            "in_flight",
+            "ready",
+            "training",
+            "trained",
+            "rejected",
+            "expired",
+            "failed",
+            "skipped",
+            "unused",
+        )
         expected = self.settings.total_steps * self.settings.rollout_batch_size
         assert counts["trained"] == len(self.trained) == expected, counts
-        assert sum(counts[state] for state in states) >= expected and not any(counts[state] for state in ("ready", "training", "failed"))
+        assert sum(counts[state] for state in states) >= expected and not any(
+            counts[state] for state in ("ready", "training", "failed")
+        )
         acknowledged = Counter(
-            line.split()[0] for file in Path(self.side).parent.glob(Path(self.side).name + "-*") for line in file.read_text().splitlines()
+            line.split()[0]
+            for file in Path(self.side).parent.glob(Path(self.side).name + "-*")
+            for line in file.read_text().splitlines()
         )
         if self.settings.on_stale == "wait":
-            assert {int(group_id) for group_id in acknowledged} <= set(self.trained), "an acknowledged group was lost"
+            assert {int(group_id) for group_id in acknowledged} <= set(self.trained), (
+                "an acknowledged group was lost"
+            )
             assert set(acknowledged.values()) <= {1}, "two attempts of one group were taken"
 
 
@@ -222,7 +296,9 @@ async def all_schedules(count: int, seed: int, folder: Path) -> dict[str, int]:
             try:
                 await schedule.run()
             except Exception as error:
-                raise AssertionError(f"schedule {number} ({schedule.settings}): {type(error).__name__} {error}") from error
+                raise AssertionError(
+                    f"schedule {number} ({schedule.settings}): {type(error).__name__} {error}"
+                ) from error
             seen.update(schedules=1, queue_kills=schedule.kills, trained=len(schedule.trained))
 
     await asyncio.gather(*[one(seed + number) for number in range(count)])
@@ -235,7 +311,9 @@ def main() -> None:
     session = Session.open(processes=2)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            print("\n" + json.dumps(asyncio.run(all_schedules(count, seed, Path(folder)))), flush=True)
+            print(
+                "\n" + json.dumps(asyncio.run(all_schedules(count, seed, Path(folder)))), flush=True
+            )
     finally:
         session.close()
 

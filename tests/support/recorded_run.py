@@ -1,6 +1,8 @@
-"""One real run that evaluates beside training and is stopped half way, for every module that only reads what it left.
+"""One real run that evaluates beside training and is stopped half way, for every module that only
+reads what it left.
 
-It is told once per test run: starting a system costs more than everything that is asserted about it.
+It is told once per test run: starting a system costs more than everything that is asserted about
+it.
 """
 
 from __future__ import annotations
@@ -19,25 +21,43 @@ from tests.support.models import write_model
 
 STEPS, BATCH = 8, 4
 PROBLEMS, SAMPLES, SAMPLE_ROWS = 40, 4, 36
-"""Held-out problems, responses to each, and rows of the sample table, which shows the first and every second step of so long a run."""
+"""Held-out problems, responses to each, and rows of the sample table, which shows the first and
+every second step of so long a run.
+"""
 
 
 def settings(home: Path, model: str) -> Config:
-    """Baselines, truncated responses, checks of the weights, checkpoints and evaluations: every kind of token and of time."""
-    return Config.model_validate({
-        "seed": 11, "run": {"name": "counted", "dir": str(home / "run"), "total_steps": 2 * STEPS}, "model": {"path": model},
-        "task": {"name": "tests.support.mixed_task:Mixed"},
-        "rollout": {"rollout_batch_size": BATCH, "group_size": 4, "prompt_length": 32, "response_length": 24},
-        "algorithm": {"adv_estimator": "remax", "use_kl_loss": False, "mask_truncated": True},
-        "replay": {"filter_groups": {"enable": False}}, "learner": {"lr": 1e-3, "tokens_per_micro_batch": 4096},
-        "evaluation": {"every_steps": 3, "max_samples": PROBLEMS, "n": SAMPLES}, "weight_sync": {"verify_every": 2},
-        "tracking": {"mlflow": False, "report": False, "sample_rows": SAMPLE_ROWS}, "checkpoint": {"every_steps": 4},
-        "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 16}},
-    })
+    """Baselines, truncated responses, checks of the weights, checkpoints and evaluations: every
+    kind of token and of time.
+    """
+    return Config.model_validate(
+        {
+            "seed": 11,
+            "run": {"name": "counted", "dir": str(home / "run"), "total_steps": 2 * STEPS},
+            "model": {"path": model},
+            "task": {"name": "tests.support.mixed_task:Mixed"},
+            "rollout": {
+                "rollout_batch_size": BATCH,
+                "group_size": 4,
+                "prompt_length": 32,
+                "response_length": 24,
+            },
+            "algorithm": {"adv_estimator": "remax", "use_kl_loss": False, "mask_truncated": True},
+            "replay": {"filter_groups": {"enable": False}},
+            "learner": {"lr": 1e-3, "tokens_per_micro_batch": 4096},
+            "evaluation": {"every_steps": 3, "max_samples": PROBLEMS, "n": SAMPLES},
+            "weight_sync": {"verify_every": 2},
+            "tracking": {"mlflow": False, "report": False, "sample_rows": SAMPLE_ROWS},
+            "checkpoint": {"every_steps": 4},
+            "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 16}},
+        }
+    )
 
 
 def tell(home: Path) -> dict[str, Any]:
-    """The run, while groups are ready or under way at its end: what driver, engine and queue said of it, and its files."""
+    """The run, while groups are ready or under way at its end: what driver, engine and queue said
+    of it, and its files.
+    """
     config, told = settings(home, write_model(home / "model", positions=64)), {}
     with open(home / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
         trainer.start()
@@ -46,7 +66,9 @@ def tell(home: Path) -> dict[str, Any]:
         trainer.train(steps=STEPS)
         trainer.evaluate()
         told["wall"] = time.monotonic() - began
-        told["learner"] = asyncio.run_coroutine_threadsafe(_seconds(trainer), trainer._loop).result(timeout=60)
+        told["learner"] = asyncio.run_coroutine_threadsafe(_seconds(trainer), trainer._loop).result(
+            timeout=60
+        )
         system = trainer.system
         tell = system.queue.tell
 
@@ -56,11 +78,20 @@ def tell(home: Path) -> dict[str, Any]:
             await tell(actor_id, report)
 
         system.queue.tell = overhear
-        told["evaluations"], told["publications"] = list(trainer.evaluations), system.coordinator.times.count
+        told["evaluations"], told["publications"] = (
+            list(trainer.evaluations),
+            system.coordinator.times.count,
+        )
         trainer.stop()
         told["engine_times"] = system.engine_times
-    told["metrics"], told["samples"] = lines(home / "run", "metrics.jsonl"), lines(home / "run", "samples.jsonl")
-    return told | {"history": read_history(home / "run" / "journal"), "log": (home / "log.txt").read_text()}
+    told["metrics"], told["samples"] = (
+        lines(home / "run", "metrics.jsonl"),
+        lines(home / "run", "samples.jsonl"),
+    )
+    return told | {
+        "history": read_history(home / "run" / "journal"),
+        "log": (home / "log.txt").read_text(),
+    }
 
 
 async def _seconds(trainer: Trainer) -> dict[str, float]:

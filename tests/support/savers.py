@@ -1,4 +1,6 @@
-"""A run's processes without the processes, for the tests of checkpoints: one rank in this process, whose learner writes files of bytes."""
+"""A run's processes without the processes, for the tests of checkpoints: one rank in this process,
+whose learner writes files of bytes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class BytesLearner:
 
 
 class OneRank:
-    """`saving.Parts` with the real half of a rank. `before_finish` is awaited before the files are brought to the disk."""
+    """`saving.Parts` with the real half of a rank. `before_finish` is awaited before the files are
+    brought to the disk.
+    """
 
     def __init__(self, learner: BytesLearner, *, key: str = KEY) -> None:
         self.saving = Saving(learner, key=key)
@@ -67,16 +71,30 @@ class OneRank:
         self.forgotten.append((segment, step))
 
 
-def make_saver(run_dir: Path, console: Console, *, keep: int = 2, max_failures: int = 3, log: Callable[..., None] = lambda *_: None) -> Saver:
+def make_saver(
+    run_dir: Path,
+    console: Console,
+    *,
+    keep: int = 2,
+    max_failures: int = 3,
+    log: Callable[..., None] = lambda *_: None,
+) -> Saver:
     return Saver(
-        Checkpoint(keep=keep, max_failures=max_failures), run_dir, facts={"code": {}}, timeout_s=30.0, console=console, log=log,
+        Checkpoint(keep=keep, max_failures=max_failures),
+        run_dir,
+        facts={"code": {}},
+        timeout_s=30.0,
+        console=console,
+        log=log,
         add_files=lambda directory: _write(directory / "hf" / "tokenizer.json", 10),
     )
 
 
 def join_alone(directory: Path) -> None:
     """A process group of this process, which a rank's half communicates in."""
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous-{os.getpid()}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/rendezvous-{os.getpid()}", rank=0, world_size=1
+    )
 
 
 def _write(path: Path, size: int) -> None:

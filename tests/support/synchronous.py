@@ -1,7 +1,9 @@
-"""The asynchronous system in one event loop: real loop, queue, wire, row and token mathematics and coordinator around a tiny policy.
+"""The asynchronous system in one event loop: real loop, queue, wire, row and token mathematics and
+coordinator around a tiny policy.
 
-Fake are the engines (a table of logits that samples a group from its id and the weights it serves, and nothing else), the processes
-(tasks that fail, die and come back) and the learner's model (one rank that trains the same table).
+Fake are the engines (a table of logits that samples a group from its id and the weights it serves,
+and nothing else), the processes (tasks that fail, die and come back) and the learner's model (one
+rank that trains the same table).
 """
 
 from __future__ import annotations
@@ -41,22 +43,41 @@ DEADLINE_S = 60.0
 
 
 def make_config(*, max_staleness: int = 0, steps: int = STEPS) -> Config:
-    """Several epochs and minibatches per step, a filter, and truncated rows that count in their group but not in the loss."""
-    return Config.model_validate({
-        "seed": SEED, "run": {"total_steps": steps}, "model": {"path": "none"}, "task": {"rewards": WEIGHTS},
-        "rollout": {
-            "rollout_batch_size": BATCH_GROUPS, "group_size": GROUP_SIZE,
-            "prompt_length": LONGEST_PROMPT, "response_length": LONGEST_RESPONSE,
-        },
-        "replay": {
-            "max_staleness": max_staleness, "max_attempts": MAX_ATTEMPTS, "filter_groups": {"enable": True, "metric": "acc"},
-        },
-        "algorithm": {"mask_truncated": True, "clip_ratio": 0.2, "clip_schedule": {"kind": "harmonic"}},
-        "learner": {
-            "ppo_epochs": EPOCHS, "ppo_mini_batch_size": MINIBATCH_GROUPS, "tokens_per_micro_batch": TOKENS_PER_MICRO_BATCH, "lr": 0.02,
-        },
-        "weight_sync": {"self_check": False, "verify_every": 0}, "watchdog": {"step_timeout_s": DEADLINE_S},
-    })
+    """Several epochs and minibatches per step, a filter, and truncated rows that count in their
+    group but not in the loss.
+    """
+    return Config.model_validate(
+        {
+            "seed": SEED,
+            "run": {"total_steps": steps},
+            "model": {"path": "none"},
+            "task": {"rewards": WEIGHTS},
+            "rollout": {
+                "rollout_batch_size": BATCH_GROUPS,
+                "group_size": GROUP_SIZE,
+                "prompt_length": LONGEST_PROMPT,
+                "response_length": LONGEST_RESPONSE,
+            },
+            "replay": {
+                "max_staleness": max_staleness,
+                "max_attempts": MAX_ATTEMPTS,
+                "filter_groups": {"enable": True, "metric": "acc"},
+            },
+            "algorithm": {
+                "mask_truncated": True,
+                "clip_ratio": 0.2,
+                "clip_schedule": {"kind": "harmonic"},
+            },
+            "learner": {
+                "ppo_epochs": EPOCHS,
+                "ppo_mini_batch_size": MINIBATCH_GROUPS,
+                "tokens_per_micro_batch": TOKENS_PER_MICRO_BATCH,
+                "lr": 0.02,
+            },
+            "weight_sync": {"self_check": False, "verify_every": 0},
+            "watchdog": {"step_timeout_s": DEADLINE_S},
+        }
+    )
 
 
 # ---- the engine: the same for both loops ----
@@ -64,7 +85,9 @@ def make_config(*, max_staleness: int = 0, steps: int = STEPS) -> Config:
 
 @dataclass(frozen=True, eq=False)
 class Response:
-    """One sampled response: tokens int32 [L], log-probs float32 [L], and what the verifier says of it."""
+    """One sampled response: tokens int32 [L], log-probs float32 [L], and what the verifier says of
+    it.
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -79,7 +102,9 @@ def unanswerable(group_id: int) -> bool:
 
 
 def sample(table: torch.Tensor, group_id: int) -> tuple[np.ndarray, list[Response]]:
-    """Prompt and responses of a group: a function of its id and the weights, so that another attempt gives the same."""
+    """Prompt and responses of a group: a function of its id and the weights, so that another
+    attempt gives the same.
+    """
     rng = np.random.default_rng([SEED, group_id])
     prompt = rng.integers(1, VOCAB, rng.integers(1, LONGEST_PROMPT + 1)).astype(np.int32)
     logprobs = torch.log_softmax(table.detach(), -1)
@@ -88,15 +113,22 @@ def sample(table: torch.Tensor, group_id: int) -> tuple[np.ndarray, list[Respons
     for _ in range(GROUP_SIZE):
         tokens, chosen, last = [], [], int(prompt[-1])
         while len(tokens) < LONGEST_RESPONSE and (not tokens or last != EOS):
-            token = min(int(np.searchsorted(cumulative[last], rng.random(), side="right")), VOCAB - 1)
+            token = min(
+                int(np.searchsorted(cumulative[last], rng.random(), side="right")), VOCAB - 1
+            )
             tokens.append(token)
             chosen.append(min(float(logprobs[last, token]), 0.0))
             last = token
         correct = float(sum(tokens) % 3 == 1)
-        responses.append(Response(
-            np.array(tokens, np.int32), np.array(chosen, np.float32),
-            {"correct": correct, "brief": 1 - len(tokens) / LONGEST_RESPONSE}, correct, last != EOS,
-        ))
+        responses.append(
+            Response(
+                np.array(tokens, np.int32),
+                np.array(chosen, np.float32),
+                {"correct": correct, "brief": 1 - len(tokens) / LONGEST_RESPONSE},
+                correct,
+                last != EOS,
+            )
+        )
     return prompt, responses
 
 
@@ -105,7 +137,9 @@ def sample(table: torch.Tensor, group_id: int) -> tuple[np.ndarray, list[Respons
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update: its rows in the order of their sum, what each is worth, the weight of its tokens, and the loss."""
+    """One optimizer update: its rows in the order of their sum, what each is worth, the weight of
+    its tokens, and the loss.
+    """
 
     micro_batches: tuple[tuple[RowKey, ...], ...]
     advantages: tuple[float, ...]
@@ -115,7 +149,9 @@ class Update:
 
 @dataclass(frozen=True)
 class Step:
-    """One learner step: its groups, the versions that sampled them, its updates, and a digest of the weights after it."""
+    """One learner step: its groups, the versions that sampled them, its updates, and a digest of
+    the weights after it.
+    """
 
     group_ids: tuple[int, ...]
     versions: tuple[int, ...]
@@ -124,7 +160,9 @@ class Step:
 
 
 class Policy:
-    """Next-token logits [VOCAB, VOCAB] and their optimizer. How the loss of given rows is summed is shared by both loops: bits need it."""
+    """Next-token logits [VOCAB, VOCAB] and their optimizer. How the loss of given rows is summed is
+    shared by both loops: bits need it.
+    """
 
     def __init__(self, config: Config) -> None:
         start = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(SEED))
@@ -146,7 +184,9 @@ class Policy:
         entries = [entry for part in filled for entry in part]
         return Update(
             tuple(tuple(planned.key for planned, _ in part) for part in filled),
-            tuple(float(row.advantages[0]) for _, row in entries), tuple(planned.weight for planned, _ in entries), total,
+            tuple(float(row.advantages[0]) for _, row in entries),
+            tuple(planned.weight for planned, _ in entries),
+            total,
         )
 
     def _loss(self, planned: list[PlanRow], rows: list[Row]) -> torch.Tensor:
@@ -168,7 +208,9 @@ def tokens_of(rows: Sequence[Row]) -> torch.Tensor:
 
 def before(rows: Sequence[Row]) -> torch.Tensor:
     """The token before each response token, which is all that the policy looks at."""
-    return torch.from_numpy(np.concatenate([[*row.prompt[-1:], *row.response[:-1]] for row in rows]).astype(np.int64))
+    return torch.from_numpy(
+        np.concatenate([[*row.prompt[-1:], *row.response[:-1]] for row in rows]).astype(np.int64)
+    )
 
 
 # ---- the asynchronous learner ----
@@ -193,13 +235,27 @@ class Learner:
         self.policy.math.assign(self._rows, owned=self._plan.owned, values=values, kl_coef=kl_coef)
 
     async def update(self, index: int) -> None:
-        await asyncio.sleep(0)  # the actors go on meanwhile, as they do beside a learner in another process
-        in_loss = [[(row, self._rows[row.key]) for row in part if row.weight != 0] for part in self._plan.updates[index]]
+        await asyncio.sleep(
+            0
+        )  # the actors go on meanwhile, as they do beside a learner in another process
+        in_loss = [
+            [(row, self._rows[row.key]) for row in part if row.weight != 0]
+            for part in self._plan.updates[index]
+        ]
         self._updates.append(self.policy.update(in_loss))
 
     async def end(self) -> list[dict[str, Any]]:
-        versions = {self._plan.step - 1 - int(lag) for row in self._rows.values() for lag in row.lag}
-        self.steps.append(Step(self._plan.group_ids, tuple(sorted(versions)), tuple(self._updates), self.policy.digest()))
+        versions = {
+            self._plan.step - 1 - int(lag) for row in self._rows.values() for lag in row.lag
+        }
+        self.steps.append(
+            Step(
+                self._plan.group_ids,
+                tuple(sorted(versions)),
+                tuple(self._updates),
+                self.policy.digest(),
+            )
+        )
         return [MetricSums().to_wire()]
 
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
@@ -225,8 +281,8 @@ class Learner:
 class Faults:
     """How many actors there are, and what goes wrong.
 
-    Shares: of groups that `fail`, and of calls whose answer is lost. Mean seconds: between deaths (0: none), to take new weights, to
-    produce a group.
+    Shares: of groups that `fail`, and of calls whose answer is lost. Mean seconds: between deaths
+    (0: none), to take new weights, to produce a group.
     """
 
     seed: int = 0
@@ -239,7 +295,9 @@ class Faults:
 
 
 class Actor:
-    """A rollout actor with its engine: takes tickets, samples with the weights that it serves, puts the groups."""
+    """A rollout actor with its engine: takes tickets, samples with the weights that it serves, puts
+    the groups.
+    """
 
     tensor_parallel_size = 1
 
@@ -269,10 +327,14 @@ class Actor:
         """Work on tickets until the queue closes."""
         while True:
             free = self._slots - len(self.holding)
-            tickets = await self._queue.acquire(self.actor_id, self._version, list(self.holding), free)
+            tickets = await self._queue.acquire(
+                self.actor_id, self._version, list(self.holding), free
+            )
             if tickets is None:
                 return
-            if tickets and not self._fleet.chance("lost_answer"):  # lost tickets are given again to the next call
+            if tickets and not self._fleet.chance(
+                "lost_answer"
+            ):  # lost tickets are given again to the next call
                 for ticket in tickets:
                     self.holding[ticket.group_id, ticket.attempt] = ticket
                     self.tasks.append(self._fleet.spawn(self._produce(ticket)))
@@ -292,17 +354,35 @@ class Actor:
         del self.holding[ticket.group_id, ticket.attempt]
 
     def frame(self, ticket: GroupTicket, *, nonsense: bool = False) -> bytes:
-        """The group as it goes over the wire; `nonsense` comes from weights that nobody ever had, so that no bit of it fits."""
+        """The group as it goes over the wire; `nonsense` comes from weights that nobody ever had,
+        so that no bit of it fits.
+        """
         prompt, responses = sample(-self._table if nonsense else self._table, ticket.group_id)
         rollouts = [
             Rollout(
-                one.tokens, one.logprobs, np.ones(len(one.tokens), np.uint8), [VersionSpan(self._version, 0, len(one.tokens))], one.rewards,
-                one.verdict, "length" if one.truncated else "stop",
+                one.tokens,
+                one.logprobs,
+                np.ones(len(one.tokens), np.uint8),
+                [VersionSpan(self._version, 0, len(one.tokens))],
+                one.rewards,
+                one.verdict,
+                "length" if one.truncated else "stop",
             )
             for one in responses
         ]
         times = dict.fromkeys(("queued", "first_token", "done", "scored"), 0.0)
-        return encode_group(Group(ticket.group_id, ticket.attempt, ticket.policy_version, self.actor_id, prompt, rollouts, times, ticket.run_epoch))
+        return encode_group(
+            Group(
+                ticket.group_id,
+                ticket.attempt,
+                ticket.policy_version,
+                self.actor_id,
+                prompt,
+                rollouts,
+                times,
+                ticket.run_epoch,
+            )
+        )
 
 
 @dataclass
@@ -321,7 +401,9 @@ class Fleet:
     async def start(self, tasks: asyncio.TaskGroup, coordinator: Coordinator) -> None:
         """Every actor serves version 0 and takes tickets; an error in any of them ends `tasks`."""
         self._group, self._coordinator = tasks, coordinator
-        self.actors = {actor.actor_id: actor for actor in [self._new() for _ in range(self.faults.actors)]}
+        self.actors = {
+            actor.actor_id: actor for actor in [self._new() for _ in range(self.faults.actors)]
+        }
         await coordinator.start(0)
         for actor in self.actors.values():
             actor.tasks.append(self.spawn(actor.run()))
@@ -353,7 +435,9 @@ class Fleet:
         return list(self.actors.values())
 
     async def drop(self, actor_id: str, error: BaseException) -> None:
-        """The actor is declared dead: its tickets are issued again, another one starts, and what it had finished comes too late."""
+        """The actor is declared dead: its tickets are issued again, another one starts, and what it
+        had finished comes too late.
+        """
         if (actor := self.actors.pop(actor_id, None)) is None:
             return
         await self.queue.forfeit(actor_id)
@@ -367,14 +451,18 @@ class Fleet:
 
     async def _replace(self) -> None:
         actor = self._new()
-        actor.tasks.append(self.spawn(actor.run()))  # it asks for tickets before it serves what is live
+        actor.tasks.append(
+            self.spawn(actor.run())
+        )  # it asks for tickets before it serves what is live
         await self._coordinator.join(actor, lambda: self.actors.update({actor.actor_id: actor}))
 
     async def _kill_now_and_then(self) -> None:
         while True:
             await self.pause(self.faults.death_s)
             if living := [actor for actor in self.alive() if not actor.dead]:
-                victim = max(living, key=lambda actor: len(actor.holding))  # where a death costs most
+                victim = max(
+                    living, key=lambda actor: len(actor.holding)
+                )  # where a death costs most
                 victim.dead = True
                 for task in victim.tasks:
                     task.cancel()
@@ -389,7 +477,9 @@ class Fleet:
         await self.pause(0.03)
         assert await self.queue.acquire(actor.actor_id, 0, [], 1) is None
         [verdict] = await self.queue.put(actor.actor_id, [actor.frame(ticket, nonsense=True)])
-        assert verdict.status in ("late", "duplicate"), verdict  # a duplicate: it died between the queue's taking and its answer
+        assert verdict.status in ("late", "duplicate"), (
+            verdict
+        )  # a duplicate: it died between the queue's taking and its answer
         self.seen[verdict.status] += 1
 
 
@@ -408,21 +498,46 @@ class Finished:
 def queue_settings(config: Config) -> QueueSettings:
     """What the system gives the queue, from the configuration."""
     return QueueSettings(
-        rollout_batch_size=BATCH_GROUPS, max_staleness=config.replay.max_staleness, total_steps=config.run.total_steps or 0,
-        group_size=GROUP_SIZE, max_attempts=MAX_ATTEMPTS, max_num_gen_batches=config.replay.filter_groups.max_num_gen_batches,
-        shaping=shaping(config, WEIGHTS), filter=FilterRule(metric=config.replay.filter_groups.metric),
+        rollout_batch_size=BATCH_GROUPS,
+        max_staleness=config.replay.max_staleness,
+        total_steps=config.run.total_steps or 0,
+        group_size=GROUP_SIZE,
+        max_attempts=MAX_ATTEMPTS,
+        max_num_gen_batches=config.replay.filter_groups.max_num_gen_batches,
+        shaping=shaping(config, WEIGHTS),
+        filter=FilterRule(metric=config.replay.filter_groups.metric),
     )
 
 
-async def run_asynchronously(config: Config, faults: Faults, *, actor_type: type[Actor] = Actor) -> Finished:
+async def run_asynchronously(
+    config: Config, faults: Faults, *, actor_type: type[Actor] = Actor
+) -> Finished:
     """Train `run.total_steps` learner steps."""
     queue = ReplayQueue(queue_settings(config))
-    learner, fleet, total_steps = Learner(config, queue), Fleet(queue, faults, actor_type), config.run.total_steps or 0
-    coordinator = Coordinator(config, learner=learner, engines=fleet, backend="shared_memory", live=queue.live, exact=True, note=print)
+    learner, fleet, total_steps = (
+        Learner(config, queue),
+        Fleet(queue, faults, actor_type),
+        config.run.total_steps or 0,
+    )
+    coordinator = Coordinator(
+        config,
+        learner=learner,
+        engines=fleet,
+        backend="shared_memory",
+        live=queue.live,
+        exact=True,
+        note=print,
+    )
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
         await fleet.start(tasks, coordinator)
         loop = Loop(
-            config, queue=queue, learner=learner, publisher=coordinator, weights=WEIGHTS, total_steps=total_steps, steps_done=0,
+            config,
+            queue=queue,
+            learner=learner,
+            publisher=coordinator,
+            weights=WEIGHTS,
+            total_steps=total_steps,
+            steps_done=0,
             log=lambda step, metrics: None,
         )
         for _ in range(total_steps):

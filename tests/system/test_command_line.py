@@ -1,4 +1,6 @@
-"""The command line as a user meets it: bad input, signals, deaths, exit codes, and nothing left behind."""
+"""The command line as a user meets it: bad input, signals, deaths, exit codes, and nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +40,36 @@ def config(home) -> Path:
     """A long run on a small random model: it ends when somebody ends it."""
     model = write_model(home / "model")
     path = home / "long.yaml"
-    path.write_text(yaml.safe_dump({
-        "run": {"name": "long", "dir": str(home / "run"), "total_steps": 100_000},
-        "model": {"path": model},
-        "task": {"name": "arithmetic"},
-        "rollout": {"rollout_batch_size": 4, "group_size": 4, "prompt_length": 8, "response_length": 6},
-        "evaluation": {"before": False, "max_samples": 4},
-        "cluster": {"engine": {"max_num_seqs": 16}, "restart_budget": 0},
-        "tracking": {"mlflow": False},
-    }))
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "run": {"name": "long", "dir": str(home / "run"), "total_steps": 100_000},
+                "model": {"path": model},
+                "task": {"name": "arithmetic"},
+                "rollout": {
+                    "rollout_batch_size": 4,
+                    "group_size": 4,
+                    "prompt_length": 8,
+                    "response_length": 6,
+                },
+                "evaluation": {"before": False, "max_samples": 4},
+                "cluster": {"engine": {"max_num_seqs": 16}, "restart_budget": 0},
+                "tracking": {"mlflow": False},
+            }
+        )
+    )
     return path
 
 
 def start(config: Path, *overrides: str, mark: str, log: Path) -> subprocess.Popen:
-    """The command in a process of its own; every process it starts carries the mark in its environment."""
+    """The command in a process of its own; every process it starts carries the mark in its
+    environment.
+    """
     with open(log, "w") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "async_grpo.run", str(config), *overrides], stdout=out, stderr=subprocess.STDOUT,
+            [sys.executable, "-m", "async_grpo.run", str(config), *overrides],
+            stdout=out,
+            stderr=subprocess.STDOUT,
             env=os.environ | {MARK: mark},
         )
 
@@ -64,7 +79,10 @@ def marked(mark: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+            if (
+                entry.name.isdigit()
+                and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes()
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue  # it ended while we looked, or is not ours
@@ -73,7 +91,11 @@ def marked(mark: str) -> list[int]:
 
 def segments() -> list[str]:
     """Shared memory that runs have left; tests beside this one may have some of their own."""
-    return [name for name in os.listdir("/dev/shm") if name.startswith("async_grpo-") and "-test-" not in name]
+    return [
+        name
+        for name in os.listdir("/dev/shm")
+        if name.startswith("async_grpo-") and "-test-" not in name
+    ]
 
 
 def command_of(pid: int) -> str:
@@ -81,7 +103,9 @@ def command_of(pid: int) -> str:
 
 
 def listeners(pids: list[int]) -> set[tuple[str, str]]:
-    """(address, command) of every TCP socket on which one of these processes listens, from the kernel's tables."""
+    """(address, command) of every TCP socket on which one of these processes listens, from the
+    kernel's tables.
+    """
     owners = {}
     for pid in pids:
         directory = Path(f"/proc/{pid}/fd")
@@ -98,7 +122,9 @@ def listeners(pids: list[int]) -> set[tuple[str, str]]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in owners:
                 digits = fields[1].partition(":")[0]
-                raw = b"".join(bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8))
+                raw = b"".join(
+                    bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)
+                )
                 found.add((str(ipaddress.ip_address(raw)), owners[fields[9]]))
     return found
 
@@ -109,16 +135,25 @@ def is_loopback(address: str) -> bool:
 
 
 def test_listeners_are_seen_and_told_apart() -> None:
-    with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6):
+    with (
+        socket.create_server(("127.0.0.1", 0)),
+        socket.create_server(("0.0.0.0", 0)),
+        socket.create_server(("::1", 0), family=socket.AF_INET6),
+    ):
         seen = {address for address, _ in listeners([os.getpid()])}
     assert {"127.0.0.1", "0.0.0.0", "::1"} <= seen
-    assert [is_loopback(address) for address in ("127.0.0.1", "::1", "::ffff:127.0.0.1", "0.0.0.0", "::", "10.0.0.1")] == [True] * 3 + [False] * 3
+    assert [
+        is_loopback(address)
+        for address in ("127.0.0.1", "::1", "::ffff:127.0.0.1", "0.0.0.0", "::", "10.0.0.1")
+    ] == [True] * 3 + [False] * 3
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str, log: Path) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s:\n{log.read_text()[-3000:]}"
+        assert time.monotonic() < deadline, (
+            f"{what} did not happen within {seconds} s:\n{log.read_text()[-3000:]}"
+        )
         time.sleep(0.1)
 
 
@@ -137,7 +172,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("overrides", "expected"), BAD, ids=[case[0][-1] for case in BAD])
-def test_bad_input_is_one_clear_message_before_anything_starts(config, capsys, monkeypatch, overrides, expected):
+def test_bad_input_is_one_clear_message_before_anything_starts(
+    config, capsys, monkeypatch, overrides, expected
+):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # joining a cluster would fail in another way
     assert run.main([str(config), *overrides]) == 2
     out = capsys.readouterr()
@@ -149,7 +186,9 @@ def test_bad_input_is_one_clear_message_before_anything_starts(config, capsys, m
 def test_there_is_one_console(config, monkeypatch):
     """A second one would not know of the panel of the first, and write into it."""
     seen = []
-    monkeypatch.setattr(run, "_guarded", lambda trainer, console, work: seen.append((trainer.console, console)) or 0)
+    monkeypatch.setattr(
+        run, "_guarded", lambda trainer, console, work: seen.append((trainer.console, console)) or 0
+    )
     assert run.main([str(config), "--dry-run"]) == 0
     assert seen[0][0] is seen[0][1]
 
@@ -164,16 +203,26 @@ def test_sigterm_saves_and_leaves_nothing_behind(config, home):
     mark, log = uuid.uuid4().hex, home / "first.txt"
     process = start(config, mark=mark, log=log)
     try:
-        wait_until(lambda: "step " in log.read_text() and "tok/s" in log.read_text(), 240, "the first learner step", log)
+        wait_until(
+            lambda: "step " in log.read_text() and "tok/s" in log.read_text(),
+            240,
+            "the first learner step",
+            log,
+        )
         found = listeners(marked(mark))
-        assert len(found) >= 5 and not [entry for entry in found if not is_loopback(entry[0])], found
+        assert len(found) >= 5 and not [entry for entry in found if not is_loopback(entry[0])], (
+            found
+        )
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0, log.read_text()[-3000:]
     finally:
         process.kill()
     assert "SIGTERM" in log.read_text() and "stopped early" in log.read_text()
     assert len(list((home / "run" / "checkpoints").iterdir())) == 1
-    assert read_status(home / "run")["exit_code"] == 0 and f"report: {home / 'run' / 'report' / 'report.html'}" in log.read_text()
+    assert (
+        read_status(home / "run")["exit_code"] == 0
+        and f"report: {home / 'run' / 'report' / 'report.html'}" in log.read_text()
+    )
     assert "exit code 0" in (home / "run" / "report" / "report.html").read_text()
     wait_until(lambda: not marked(mark), 20, "the end of all processes", log)
     assert not segments()
@@ -196,13 +245,18 @@ def test_the_same_command_continues_until_the_fault_budget_is_spent(config, home
         [saved] = (home / "spent" / "checkpoints").iterdir()
         assert f"resumed {saved}" in log.read_text()
         engines = [pid for pid in marked(mark) if "EngineCore" in command_of(pid)]
-        assert len(engines) == 1, [command_of(pid) for pid in marked(mark)] + [log.read_text()[-3000:]]
+        assert len(engines) == 1, [command_of(pid) for pid in marked(mark)] + [
+            log.read_text()[-3000:]
+        ]
         os.kill(engines[0], signal.SIGKILL)
         assert process.wait(timeout=90) == 4, log.read_text()[-3000:]
     finally:
         process.kill()
     text = log.read_text()
-    assert read_status(home / "spent")["exit_code"] == 4 and "restart_budget = 0" in (home / "spent" / "report" / "report.html").read_text()
+    assert (
+        read_status(home / "spent")["exit_code"] == 4
+        and "restart_budget = 0" in (home / "spent" / "report" / "report.html").read_text()
+    )
     assert "restart_budget = 0" in text and re.search(r"exit code 4: .+", text.splitlines()[-1])
     wait_until(lambda: not marked(mark), 20, "the end of all processes", log)
     assert not segments()
@@ -211,7 +265,9 @@ def test_the_same_command_continues_until_the_fault_budget_is_spent(config, home
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nothing_outlives_a_killed_driver_and_the_next_start_removes_its_files(config, home):
-    """The engine is stopped first: the kernel ends it all the same. The next one is asked to end while it starts."""
+    """The engine is stopped first: the kernel ends it all the same. The next one is asked to end
+    while it starts.
+    """
     mark, log = uuid.uuid4().hex, home / "third.txt"
     process = start(config, f"run.dir={home / 'killed'}", mark=mark, log=log)
     try:
@@ -222,15 +278,30 @@ def test_nothing_outlives_a_killed_driver_and_the_next_start_removes_its_files(c
     finally:
         process.kill()
     process.wait(timeout=10)
-    wait_until(lambda: not [pid for pid in marked(mark) if "Agent" not in command_of(pid)], 30, "the end of all processes of ours", log)
-    wait_until(lambda: not marked(mark), 240, "the end of Ray's own two agents, which look for their parent now and then", log)
+    wait_until(
+        lambda: not [pid for pid in marked(mark) if "Agent" not in command_of(pid)],
+        30,
+        "the end of all processes of ours",
+        log,
+    )
+    wait_until(
+        lambda: not marked(mark),
+        240,
+        "the end of Ray's own two agents, which look for their parent now and then",
+        log,
+    )
     files = left_by(tree)
     assert files, "a killed run leaves its segments: nothing can be said about who removes them"
 
     mark, log = uuid.uuid4().hex, home / "fourth.txt"
     process = start(config, f"run.dir={home / 'killed'}", mark=mark, log=log)
     try:
-        wait_until(lambda: not any(path.exists() for path in files), 180, "the removal of what the killed run left", log)
+        wait_until(
+            lambda: not any(path.exists() for path in files),
+            180,
+            "the removal of what the killed run left",
+            log,
+        )
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(timeout=90) == 0, log.read_text()[-3000:]
     finally:
@@ -240,13 +311,17 @@ def test_nothing_outlives_a_killed_driver_and_the_next_start_removes_its_files(c
 
 
 def left_by(owners: set[str]) -> list[Path]:
-    """Files in memory and temporary directories whose names tell that one of these processes made them."""
+    """Files in memory and temporary directories whose names tell that one of these processes made
+    them.
+    """
     found = [*Path("/dev/shm").iterdir(), *Path(tempfile.gettempdir()).iterdir()]
     return [path for path in found if any(f"-{owner}-" in path.name for owner in owners)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["starting Ray ...", "starting engines and learner ...", "replay queue:"])
+@pytest.mark.parametrize(
+    "moment", ["starting Ray ...", "starting engines and learner ...", "replay queue:"]
+)
 def test_a_signal_during_the_start_ends_it_with_nothing_left(config, home, moment):
     mark, log = uuid.uuid4().hex, home / f"{uuid.uuid4().hex}.txt"
     process = start(config, f"run.dir={home / log.stem}", mark=mark, log=log)

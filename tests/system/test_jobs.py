@@ -1,4 +1,6 @@
-"""The system as `ray job submit` runs it: on a cluster of its own, with and without a working directory, stopped, and failing."""
+"""The system as `ray job submit` runs it: on a cluster of its own, with and without a working
+directory, stopped, and failing.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]
 
 @dataclass
 class Finished:
-    """A job that has ended: what the command said, the job's own log, and the most processes of it that were seen at once."""
+    """A job that has ended: what the command said, the job's own log, and the most processes of it
+    that were seen at once.
+    """
 
     code: int
     said: str
@@ -63,12 +67,24 @@ class Cluster:
     def ray(self, *arguments: str, seconds: float) -> str:
         """The output of a `ray` command that succeeds within its deadline."""
         done = subprocess.run(
-            [RAY, *arguments], env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, check=False
+            [RAY, *arguments],
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
         )
         assert done.returncode == 0, done.stdout[-3000:]
         return done.stdout
 
-    def submit(self, *entrypoint: str, working_dir: Path | None = None, seconds: float = 120, **variables: str) -> Finished:
+    def submit(
+        self,
+        *entrypoint: str,
+        working_dir: Path | None = None,
+        seconds: float = 120,
+        **variables: str,
+    ) -> Finished:
         """Submit, follow, and wait for the end."""
         job = self.start(*entrypoint, working_dir=working_dir, **variables)
         return job.follow(seconds)
@@ -82,7 +98,13 @@ class Cluster:
         command += ["--working-dir", str(working_dir)] if working_dir is not None else []
         said = self.home / f"{name}.txt"
         with open(said, "w") as out:
-            process = subprocess.Popen([*command, "--", *entrypoint], env=self.environment, cwd=self.home, stdout=out, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                [*command, "--", *entrypoint],
+                env=self.environment,
+                cwd=self.home,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
         return Job(self, name, mark, process, said)
 
 
@@ -104,7 +126,10 @@ class Job:
     def wait_until(self, condition: Callable[[], object], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s:\n{self.said.read_text()[-2000:]}\n{self.log()[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"{what} did not happen within {seconds} "
+                f"s:\n{self.said.read_text()[-2000:]}\n{self.log()[-3000:]}"
+            )
             time.sleep(0.2)
 
     def follow(self, seconds: float) -> Finished:
@@ -121,7 +146,9 @@ class Job:
         finally:
             self.process.kill()
         self.wait_until(lambda: not marked(JOB, self.mark), 30, "the end of the job's processes")
-        return Finished(self.process.wait(timeout=5), self.said.read_text(), self.log(), most, self.name)
+        return Finished(
+            self.process.wait(timeout=5), self.said.read_text(), self.log(), most, self.name
+        )
 
 
 def marked(name: str, mark: str) -> list[int]:
@@ -129,7 +156,10 @@ def marked(name: str, mark: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"{name}={mark}".encode() in (entry / "environ").read_bytes():
+            if (
+                entry.name.isdigit()
+                and f"{name}={mark}".encode() in (entry / "environ").read_bytes()
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue  # it ended while we looked, or is not ours
@@ -162,25 +192,55 @@ def answers(port: int) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    temp = Path(tempfile.mkdtemp(prefix="ag", dir="/tmp"))  # short: the path of a Unix socket has about a hundred characters at most
+    temp = Path(
+        tempfile.mkdtemp(prefix="ag", dir="/tmp")
+    )  # short: the path of a Unix socket has about a hundred characters at most
     home = tmp_path_factory.mktemp("jobs")
     port, dashboard, agent, client = free_ports(4)
     unwanted = ("RAY_ADDRESS", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "ASYNC_GRPO_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     environment |= {
-        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }  # fmt: skip
+    }
     here = Cluster(f"http://127.0.0.1:{dashboard}", temp, environment, home)
     command = [
-        RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(port), "--include-dashboard", "true",
-        "--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard), "--dashboard-agent-listen-port", str(agent),
-        "--ray-client-server-port", str(client), "--temp-dir", str(temp), "--num-cpus", str(CPUS), "--object-store-memory", str(2**28),
-    ]  # fmt: skip
+        RAY,
+        "start",
+        "--head",
+        "--block",
+        "--node-ip-address",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--include-dashboard",
+        "true",
+        "--dashboard-host",
+        "127.0.0.1",
+        "--dashboard-port",
+        str(dashboard),
+        "--dashboard-agent-listen-port",
+        str(agent),
+        "--ray-client-server-port",
+        str(client),
+        "--temp-dir",
+        str(temp),
+        "--num-cpus",
+        str(CPUS),
+        "--object-store-memory",
+        str(2**28),
+    ]
     log = home / "cluster.txt"
     with open(log, "w") as out:
         head = subprocess.Popen(
-            command, env=environment | {CLUSTER: here.mark}, cwd=home, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment | {CLUSTER: here.mark},
+            cwd=home,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + 60
@@ -194,7 +254,9 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 
 
 def end(head: subprocess.Popen, mark: str) -> None:
-    """End the cluster: it takes its processes along when asked, and those that stay are killed one by one."""
+    """End the cluster: it takes its processes along when asked, and those that stay are killed one
+    by one.
+    """
     head.terminate()
     deadline = time.monotonic() + 15
     while marked(CLUSTER, mark) and time.monotonic() < deadline:
@@ -215,7 +277,12 @@ def config(cluster) -> dict:
         "run": {"name": "job", "dir": "runs/{name}", "total_steps": 2},
         "model": {"path": write_model(cluster.home / "model")},
         "task": {"name": "arithmetic"},
-        "rollout": {"rollout_batch_size": 4, "group_size": 4, "prompt_length": 8, "response_length": 6},
+        "rollout": {
+            "rollout_batch_size": 4,
+            "group_size": 4,
+            "prompt_length": 8,
+            "response_length": 6,
+        },
         "evaluation": {"max_samples": 4},
         "cluster": {"engine": {"max_num_seqs": 16}, "rollout_actors": {"max": 1}},
     }
@@ -223,9 +290,13 @@ def config(cluster) -> dict:
 
 @pytest.fixture(scope="module")
 def package(cluster, config) -> Path:
-    """A directory as somebody would submit it: the code, a configuration, and around them what .rayignore leaves out."""
+    """A directory as somebody would submit it: the code, a configuration, and around them what
+    .rayignore leaves out.
+    """
     directory = cluster.home / "package"
-    shutil.copytree(ROOT / "async_grpo", directory / "async_grpo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "async_grpo", directory / "async_grpo", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / ".rayignore", directory)
     for name in (".venv", ".git", "runs", "tests", "docs", "async_grpo/__pycache__"):
         (directory / name).mkdir()
@@ -239,10 +310,16 @@ def entrypoint(config: Path | str, *overrides: str) -> list[str]:
 
 
 def unreadable(job: Finished) -> list[str]:
-    """Lines of the job's own log that a person would not want to see there. Ray writes one or two of its own at the beginning."""
+    """Lines of the job's own log that a person would not want to see there. Ray writes one or two
+    of its own at the beginning.
+    """
     lines = [line for line in job.log.splitlines() if "job_manager.py" not in line]
     noise = ("(pid=", "INFO", "WARNING", "ray::")
-    return [line for line in lines if not line.isprintable() or line != line.rstrip() or any(word in line for word in noise)]
+    return [
+        line
+        for line in lines
+        if not line.isprintable() or line != line.rstrip() or any(word in line for word in noise)
+    ]
 
 
 def test_a_submitted_package_trains_and_leaves_its_run_where_it_stays(cluster, package):
@@ -259,10 +336,14 @@ def test_a_submitted_package_trains_and_leaves_its_run_where_it_stays(cluster, p
     [commands] = [line for line in job.lines if "continues this run" in line]
     assert f"{run_dir}/config.yaml" in commands
 
-    assert job.processes >= 4, "the run's processes were not seen at all, so nothing is known about their end"
+    assert job.processes >= 4, (
+        "the run's processes were not seen at all, so nothing is known about their end"
+    )
     assert segments() <= before
 
-    [unpacked] = (cluster.temp / "session_latest" / "runtime_resources" / "working_dir_files").glob("_ray_pkg_*/")
+    [unpacked] = (cluster.temp / "session_latest" / "runtime_resources" / "working_dir_files").glob(
+        "_ray_pkg_*/"
+    )
     assert {path.name for path in unpacked.iterdir()} == {"async_grpo", "job.yaml", ".rayignore"}
     assert not list(unpacked.rglob("large.bin")), "what .rayignore leaves out was sent along"
 
@@ -282,12 +363,23 @@ def test_a_misspelled_key_fails_the_job_with_one_message(cluster, config):
 def test_missing_resources_are_named_after_joining_the_cluster(cluster, config):
     path = cluster.home / "large.yaml"
     path.write_text(yaml.safe_dump(config | {"learner": {"ranks": 64}}))
-    overrides = ["run.name=large", "cluster.device=cuda", "cluster.resources_timeout_s=2", "tracking.mlflow=false"]
+    overrides = [
+        "run.name=large",
+        "cluster.device=cuda",
+        "cluster.resources_timeout_s=2",
+        "tracking.mlflow=false",
+    ]
     job = cluster.submit(*entrypoint(path, *overrides), seconds=60, PYTHONPATH=str(ROOT))
     assert job.code != 0 and f"Job '{job.name}' failed" in job.said
     assert not unreadable(job)
-    message = job.lines[-2]  # Ray puts the address of the machine in the place of a loopback address
-    assert message.startswith("error: ") and "64 learner ranks" in message and re.search(rf"[\d.]+: {CPUS} CPUs, 0 GPUs", message)
+    message = job.lines[
+        -2
+    ]  # Ray puts the address of the machine in the place of a loopback address
+    assert (
+        message.startswith("error: ")
+        and "64 learner ranks" in message
+        and re.search(rf"[\d.]+: {CPUS} CPUs, 0 GPUs", message)
+    )
     assert job.lines[-1] == f"error: exit code 2: {EXIT_MEANING[2]}"
 
 
@@ -295,16 +387,25 @@ LONG = ["run.total_steps=100000", "evaluation.before=false", "tracking.mlflow=fa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "name"), [("starting engines", "stopped-early"), ("tok/s", "stopped")])
+@pytest.mark.parametrize(
+    ("moment", "name"), [("starting engines", "stopped-early"), ("tok/s", "stopped")]
+)
 def test_a_stopped_job_saves_within_its_grace_period(cluster, package, moment, name):
     """While it starts, there is nothing to save."""
     before = segments()
-    job = cluster.start(*entrypoint("job.yaml", *LONG, f"run.name={name}"), working_dir=package, RAY_JOB_STOP_WAIT_TIME_S="120")
+    job = cluster.start(
+        *entrypoint("job.yaml", *LONG, f"run.name={name}"),
+        working_dir=package,
+        RAY_JOB_STOP_WAIT_TIME_S="120",
+    )
     job.wait_until(lambda: moment in job.log(), 120, f"`{moment}` in the log")
     cluster.ray("job", "stop", "--address", cluster.dashboard, job.name, seconds=120)
     ended = job.follow(60)
     assert "was stopped" in ended.said and not unreadable(ended)
-    assert "SIGTERM" in ended.log and "`ray job stop` gives this run 120 s to save before it is killed" in ended.lines, ended.log
+    assert (
+        "SIGTERM" in ended.log
+        and "`ray job stop` gives this run 120 s to save before it is killed" in ended.lines
+    ), ended.log
     assert ended.lines[-1] == f"exit code 0: {EXIT_MEANING[0]}"
     if moment == "tok/s":
         assert "stopped early, resumable" in ended.lines
@@ -317,28 +418,54 @@ def test_a_stopped_job_saves_within_its_grace_period(cluster, package, moment, n
 
 @pytest.mark.slow
 def test_a_job_stopped_without_grace_period_leaves_no_process_and_loses_only_time(cluster, package):
-    """Its weights in shared memory stay until the next run on that machine; the same submission continues."""
+    """Its weights in shared memory stay until the next run on that machine; the same submission
+    continues.
+    """
     before = segments()
-    job = cluster.start(*entrypoint("job.yaml", *LONG, "run.name=killed", "checkpoint.every_steps=2"), working_dir=package, RAY_JOB_STOP_WAIT_TIME_S="0")
-    job.wait_until(lambda: "step      2/" in job.log() or "checkpoint of step 2" in job.log(), 180, "a checkpoint")
-    assert "gives this run 0 s to save" in job.log() and "RAY_JOB_STOP_WAIT_TIME_S to 600" in job.log()
+    job = cluster.start(
+        *entrypoint("job.yaml", *LONG, "run.name=killed", "checkpoint.every_steps=2"),
+        working_dir=package,
+        RAY_JOB_STOP_WAIT_TIME_S="0",
+    )
+    job.wait_until(
+        lambda: "step      2/" in job.log() or "checkpoint of step 2" in job.log(),
+        180,
+        "a checkpoint",
+    )
+    assert (
+        "gives this run 0 s to save" in job.log() and "RAY_JOB_STOP_WAIT_TIME_S to 600" in job.log()
+    )
     assert len(marked(JOB, job.mark)) >= 4
     cluster.ray("job", "stop", "--address", cluster.dashboard, job.name, seconds=60)
     job.follow(60)
     remove_abandoned_segments()
     assert segments() <= before
 
-    kept = max(int(path.name.removeprefix("step_")) for path in (cluster.home / "runs" / "killed" / "checkpoints").glob("step_*"))
+    kept = max(
+        int(path.name.removeprefix("step_"))
+        for path in (cluster.home / "runs" / "killed" / "checkpoints").glob("step_*")
+    )
     again = cluster.submit(
-        *entrypoint("job.yaml", *LONG, "run.name=killed", "checkpoint.every_steps=2", f"run.total_steps={kept + 200}"), working_dir=package, seconds=240
+        *entrypoint(
+            "job.yaml",
+            *LONG,
+            "run.name=killed",
+            "checkpoint.every_steps=2",
+            f"run.total_steps={kept + 200}",
+        ),
+        working_dir=package,
+        seconds=240,
     )
     assert again.code == 0, again.log
     assert int(re.search(r"resumed .* at step (\d+) of", again.log)[1]) >= kept
 
 
 def test_an_error_in_a_remote_process_is_explained_without_its_colours(capsys):
-    text = "\x1b[36mray::work()\x1b[39m (pid=1)\n  line 1\nKeyError: 'a bug'"  # what Ray makes of an exception in an actor
-    error = ray.exceptions.RayTaskError("work", text, KeyError("a bug"), proctitle="work", pid=1, ip="127.0.0.1")
+    # what Ray makes of an exception in an actor
+    text = "\x1b[36mray::work()\x1b[39m (pid=1)\n  line 1\nKeyError: 'a bug'"
+    error = ray.exceptions.RayTaskError(
+        "work", text, KeyError("a bug"), proctitle="work", pid=1, ip="127.0.0.1"
+    )
     code, message = run._explained(error)
     trace = capsys.readouterr().err
     assert (code, message) == (1, "KeyError: 'a bug'")

@@ -31,14 +31,28 @@ TOLD = re.compile(r"(\d+) responses of (\d+) groups continue from ([\d,]+) token
 
 
 def settings(home: Path) -> Config:
-    return Config.model_validate({
-        "seed": 5, "run": {"name": "partial", "dir": str(home / "run"), "total_steps": STEPS}, "model": {"path": str(home / "model")},
-        "task": {"name": "tests.support.mixed_task:Mixed"}, "rollout": {"rollout_batch_size": 2, "group_size": 8, "prompt_length": 32, "response_length": TOKENS},
-        "replay": {"max_staleness": 1, "filter_groups": {"enable": False}}, "algorithm": {"use_kl_loss": False},
-        "learner": {"lr": 1e-9, "tokens_per_micro_batch": 4096}, "weight_sync": {"self_check": False},
-        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False, "report": False}, "checkpoint": {"partial_rollouts": True},
-        "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}},
-    })
+    return Config.model_validate(
+        {
+            "seed": 5,
+            "run": {"name": "partial", "dir": str(home / "run"), "total_steps": STEPS},
+            "model": {"path": str(home / "model")},
+            "task": {"name": "tests.support.mixed_task:Mixed"},
+            "rollout": {
+                "rollout_batch_size": 2,
+                "group_size": 8,
+                "prompt_length": 32,
+                "response_length": TOKENS,
+            },
+            "replay": {"max_staleness": 1, "filter_groups": {"enable": False}},
+            "algorithm": {"use_kl_loss": False},
+            "learner": {"lr": 1e-9, "tokens_per_micro_batch": 4096},
+            "weight_sync": {"self_check": False},
+            "evaluation": {"before": False, "max_samples": 4},
+            "tracking": {"mlflow": False, "report": False},
+            "checkpoint": {"partial_rollouts": True},
+            "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}},
+        }
+    )
 
 
 def first_start(home: Path) -> None:
@@ -46,7 +60,11 @@ def first_start(home: Path) -> None:
 
     async def under_way(trainer: Trainer) -> None:
         async with asyncio.timeout(60):
-            while not [one for one, _ in await trainer.system.actors.alive()[0].partials() if one.responses == 8 and one.tokens > 40]:
+            while not [
+                one
+                for one, _ in await trainer.system.actors.alive()[0].partials()
+                if one.responses == 8 and one.tokens > 40
+            ]:
                 await asyncio.sleep(0.02)
 
     with open(home / "first.txt", "w") as log:
@@ -66,27 +84,55 @@ def test_a_run_that_was_killed_continues_the_responses_of_its_checkpoint(tmp_pat
         model.lm_head.weight[1].zero_()  # the end of a response is rarer
     model.save_pretrained(directory)
     died = subprocess.run(
-        [sys.executable, "-c", f"from pathlib import Path; from tests.system.test_partial_run import first_start; first_start(Path({str(tmp_path)!r}))"],
-        cwd=ROOT, timeout=560, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False, capture_output=True, text=True,
+        [
+            sys.executable,
+            "-c",
+            "from pathlib import Path; from tests.system.test_partial_run import "
+            f"first_start; first_start(Path({str(tmp_path)!r}))",
+        ],
+        cwd=ROOT,
+        timeout=560,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
     path = checkpoint.latest(tmp_path / "run")
-    assert path is not None and FILE in checkpoint.verify(path)["files"], "its sum is in the manifest"
+    assert path is not None and FILE in checkpoint.verify(path)["files"], (
+        "its sum is in the manifest"
+    )
     file = PartialFile(path / FILE)
     left = read_history(tmp_path / "run" / "journal")
-    in_flight = {one.group_id: one for one in file.beginnings if left.groups[one.group_id].state == State.IN_FLIGHT}
+    in_flight = {
+        one.group_id: one
+        for one in file.beginnings
+        if left.groups[one.group_id].state == State.IN_FLIGHT
+    }
     assert in_flight, "nothing was under way when it was killed"
-    with open(tmp_path / "second.txt", "w") as log, Trainer(settings(tmp_path), console=Console(log)) as trainer:
+    with (
+        open(tmp_path / "second.txt", "w") as log,
+        Trainer(settings(tmp_path), console=Console(log)) as trainer,
+    ):
         metrics = trainer.train()
-        counts = asyncio.run_coroutine_threadsafe(trainer.system.queue.counts(), trainer._loop).result(timeout=60)
+        counts = asyncio.run_coroutine_threadsafe(
+            trainer.system.queue.counts(), trainer._loop
+        ).result(timeout=60)
     text = (tmp_path / "second.txt").read_text()
-    responses, groups, tokens = (int(number.replace(",", "")) for number in TOLD.search(text).groups())
+    responses, groups, tokens = (
+        int(number.replace(",", "")) for number in TOLD.search(text).groups()
+    )
     assert (responses, groups, tokens) == tuple(
-        sum(numbers) for numbers in zip(*[(one.responses, 1, one.tokens) for one in in_flight.values()], strict=True)
+        sum(numbers)
+        for numbers in zip(
+            *[(one.responses, 1, one.tokens) for one in in_flight.values()], strict=True
+        )
     ), text
     assert 0 < metrics["rollout/continued_tokens"] <= tokens
     history = read_history(tmp_path / "run" / "journal")
-    assert sorted(history.steps) == list(range(1, STEPS + 1)) and {len(ids) for ids in history.steps.values()} == {2}
+    assert sorted(history.steps) == list(range(1, STEPS + 1)) and {
+        len(ids) for ids in history.steps.values()
+    } == {2}
     assert (counts["invalid"], counts["failed"], counts["trained"]) == (0, 0, 2 * STEPS)
     trained = {group_id for ids in history.steps.values() for group_id in ids}
     assert trained & in_flight.keys(), "none of them was trained"
@@ -96,9 +142,15 @@ def test_a_run_that_was_killed_continues_the_responses_of_its_checkpoint(tmp_pat
         _, known = unpacked(file, group_id)
         for one, start in zip(group.rollouts, known, strict=True):
             size = len(start.token_ids)
-            assert one.response_ids[:size].tolist() == start.token_ids.tolist(), "a token was changed"
+            assert one.response_ids[:size].tolist() == start.token_ids.tolist(), (
+                "a token was changed"
+            )
             assert one.behavior_logprobs[:size].tolist() == start.logprobs.tolist()
-            assert len(one.response_ids) == size if start.finish_reason else len(one.response_ids) > size
+            assert (
+                len(one.response_ids) == size
+                if start.finish_reason
+                else len(one.response_ids) > size
+            )
             expected = learner_logprobs(model, group.prompt_ids.tolist(), one.response_ids, 1.0)
             assert np.abs(one.behavior_logprobs - expected).max() < 1e-4
 

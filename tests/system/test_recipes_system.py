@@ -1,4 +1,6 @@
-"""Recipes of configs/ end to end: Ray, a vLLM engine, the queue, DeepSpeed and publications; a small random model on a task of chance."""
+"""Recipes of configs/ end to end: Ray, a vLLM engine, the queue, DeepSpeed and publications; a
+small random model on a task of chance.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,16 @@ def test_a_recipe_runs_end_to_end(name: str, tmp_path: Path) -> None:
     whole = load_config(CONFIGS / f"{name}.yaml")
     groups = 16 if whole.rollout.group_size == 1 else 4
     overrides = [
-        f"run={{name: {name}, dir: {tmp_path}/run, total_steps: {STEPS}}}", "model.warm_start=null", f"model.path={model}",
-        "task.name=tests.support.mixed_task:Mixed", f"rollout.rollout_batch_size={groups}", "evaluation={before: false, max_samples: 8}",
-        "tracking.mlflow=false", "tracking.report=false", "cluster.rollout_actors.max=1", "cluster.engine.max_num_seqs=64",
+        f"run={{name: {name}, dir: {tmp_path}/run, total_steps: {STEPS}}}",
+        "model.warm_start=null",
+        f"model.path={model}",
+        "task.name=tests.support.mixed_task:Mixed",
+        f"rollout.rollout_batch_size={groups}",
+        "evaluation={before: false, max_samples: 8}",
+        "tracking.mlflow=false",
+        "tracking.report=false",
+        "cluster.rollout_actors.max=1",
+        "cluster.engine.max_num_seqs=64",
     ]
     if name == GOES_ON:
         overrides += ["replay.order=ready", "replay.on_stale=mask"]
@@ -42,19 +51,28 @@ def test_a_recipe_runs_end_to_end(name: str, tmp_path: Path) -> None:
     config = load_config(CONFIGS / f"{name}.yaml", overrides)
     with open(tmp_path / "log.txt", "w") as log, Trainer(config, console=Console(log)) as trainer:
         trainer.train()
-        counts = asyncio.run_coroutine_threadsafe(trainer.system.queue.counts(), trainer._loop).result(timeout=30)
+        counts = asyncio.run_coroutine_threadsafe(
+            trainer.system.queue.counts(), trainer._loop
+        ).result(timeout=30)
         assert trainer.steps_done == STEPS
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     for line in steps:
         assert 0 <= line["train/lag_mean"] <= line["train/lag_max"] <= config.replay.max_staleness
         assert np.isfinite(line["train/loss"]) and np.isfinite(line["train/grad_norm"])
         if config.replay.filter_groups.enable:
-            assert line["rollout/zero_std_groups"] == 0 == line["rollout/all_wrong_groups"], "only groups with signal are trained"
+            assert line["rollout/zero_std_groups"] == 0 == line["rollout/all_wrong_groups"], (
+                "only groups with signal are trained"
+            )
         if config.algorithm.adv_estimator == "remax":
             assert line["rollout/baseline_tokens"] > 0
     trained = counts["trained"] + counts["training"]
     assert trained == STEPS * groups and counts["failed"] == counts["invalid"] == 0, counts
     if config.replay.filter_groups.enable:
-        assert sum(count for reason, count in counts.items() if reason.startswith("rejected/")) == counts["rejected"]
+        assert (
+            sum(count for reason, count in counts.items() if reason.startswith("rejected/"))
+            == counts["rejected"]
+        )

@@ -1,8 +1,10 @@
-"""`max_staleness: 0` is synchronous training, bit for bit: the whole asynchronous system against a plain loop.
+"""`max_staleness: 0` is synchronous training, bit for bit: the whole asynchronous system against a
+plain loop.
 
-`synchronous` below is the definition: groups by id, sampled by the newest weights, filtered, until a batch is full. It shares the
-engine, the model and the rules that only cut minibatches and order a sum with the other side; which groups are trained, in which order,
-from which version, in which minibatch, and with which advantage and weight it works out for itself.
+`synchronous` below is the definition: groups by id, sampled by the newest weights, filtered, until
+a batch is full. It shares the engine, the model and the rules that only cut minibatches and order a
+sum with the other side; which groups are trained, in which order, from which version, in which
+minibatch, and with which advantage and weight it works out for itself.
 """
 
 from __future__ import annotations
@@ -67,19 +69,32 @@ def synchronous(steps: int) -> Finished:
             counts["trained"] += 1
         rows, truncated = {}, set()
         for group_id, (prompt, responses) in groups.items():
-            for index, (response, advantage) in enumerate(zip(responses, group_advantages(responses), strict=True)):
+            for index, (response, advantage) in enumerate(
+                zip(responses, group_advantages(responses), strict=True)
+            ):
                 rows[group_id, index] = row_of(prompt, response, advantage)
                 if response.truncated:
                     truncated.add((group_id, index))
         updates = []
         for epoch in range(EPOCHS):
-            for members in minibatches(list(groups), seed=SEED, step=step, epoch=epoch, groups_per_minibatch=MINIBATCH_GROUPS):
+            for members in minibatches(
+                list(groups),
+                seed=SEED,
+                step=step,
+                epoch=epoch,
+                groups_per_minibatch=MINIBATCH_GROUPS,
+            ):
                 keys = [key for key in rows if key[0] in members]
                 weight = 1 / sum(len(rows[key].response) for key in keys if key not in truncated)
                 shapes = [(key[0], len(rows[key].prompt), len(rows[key].response)) for key in keys]
                 [parts] = deal(shapes, ranks=1, token_budget=TOKENS_PER_MICRO_BATCH)
                 in_loss = [
-                    [(PlanRow(*keys[k], *shapes[k][1:], weight), rows[keys[k]]) for k in part if keys[k] not in truncated] for part in parts
+                    [
+                        (PlanRow(*keys[k], *shapes[k][1:], weight), rows[keys[k]])
+                        for k in part
+                        if keys[k] not in truncated
+                    ]
+                    for part in parts
                 ]
                 expected = plain_loss(policy.table, [row for part in in_loss for _, row in part])
                 updates.append(policy.update(in_loss))
@@ -90,7 +105,10 @@ def synchronous(steps: int) -> Finished:
 
 def group_advantages(responses: list[Response]) -> list[float]:
     """(score - mean) / standard deviation, over the responses to one prompt."""
-    scores = [sum(WEIGHTS[name] * value for name, value in response.rewards.items()) for response in responses]
+    scores = [
+        sum(WEIGHTS[name] * value for name, value in response.rewards.items())
+        for response in responses
+    ]
     return [(score - mean(scores)) / (stdev(scores) + 1e-6) for score in scores]
 
 
@@ -98,7 +116,11 @@ def row_of(prompt: np.ndarray, response: Response, advantage: float) -> Row:
     """What the model trains on: no token is older than the weights that train it."""
     length = len(response.tokens)
     return Row(
-        prompt, response.tokens, response.logprobs, np.ones(length, np.uint8), np.zeros(length, np.int64),
+        prompt,
+        response.tokens,
+        response.logprobs,
+        np.ones(length, np.uint8),
+        np.zeros(length, np.int64),
         advantages=np.full(length, advantage, np.float32),
     )
 
@@ -106,7 +128,10 @@ def row_of(prompt: np.ndarray, response: Response, advantage: float) -> Row:
 def plain_loss(table: torch.Tensor, rows: Sequence[Row]) -> float:
     """The clipped loss, mean over tokens, in float64."""
     distribution = torch.log_softmax(table.detach().double(), -1)
-    ratio = (distribution[before(rows), tokens_of(rows)] - torch.from_numpy(np.concatenate([row.behavior for row in rows]))).exp()
+    ratio = (
+        distribution[before(rows), tokens_of(rows)]
+        - torch.from_numpy(np.concatenate([row.behavior for row in rows]))
+    ).exp()
     advantages = torch.from_numpy(np.concatenate([row.advantages for row in rows]))
     return float(-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean())
 
@@ -137,13 +162,17 @@ def test_the_plain_loop_trains_and_meets_what_the_statement_is_about(plain: Fini
     assert plain.counts["rejected"] > STEPS // 2 and plain.counts["failed"] > 3
     assert len({step.weights for step in plain.steps}) == STEPS, "every step changes the weights"
     assert any(len(update.micro_batches) > 1 for step in plain.steps for update in step.updates)
-    assert {len(step.updates) for step in plain.steps} == {EPOCHS * BATCH_GROUPS // MINIBATCH_GROUPS}
+    assert {len(step.updates) for step in plain.steps} == {
+        EPOCHS * BATCH_GROUPS // MINIBATCH_GROUPS
+    }
     rows = [sum(map(len, update.micro_batches)) for step in plain.steps for update in step.updates]
     assert min(rows) < MINIBATCH_GROUPS * GROUP_SIZE, "truncated rows are left out"
 
 
 @pytest.mark.parametrize(
-    "faults", [Faults(actors=1), replace(STORM, seed=1), replace(STORM, seed=2, actors=5)], ids=["calm", "storm", "crowd"]
+    "faults",
+    [Faults(actors=1), replace(STORM, seed=1), replace(STORM, seed=2, actors=5)],
+    ids=["calm", "storm", "crowd"],
 )
 def test_no_schedule_changes_a_bit(plain: Finished, faults: Faults) -> None:
     run = asyncio.run(run_asynchronously(make_config(), faults))
@@ -156,7 +185,9 @@ def test_no_schedule_changes_a_bit(plain: Finished, faults: Faults) -> None:
         assert got.weights == expected.weights, f"other weights after step {step}"
     assert {name: run.counts[name] for name in plain.counts} == plain.counts
     if faults.death_s:
-        assert all(run.seen[name] >= 5 for name in ("deaths", "late", "fail", "lost_answer")), f"the schedule shows too little: {run.seen}"
+        assert all(run.seen[name] >= 5 for name in ("deaths", "late", "fail", "lost_answer")), (
+            f"the schedule shows too little: {run.seen}"
+        )
 
 
 # ---- that it can fail ----
@@ -170,12 +201,19 @@ class Liar(Actor):
 
 
 def test_one_step_of_staleness_is_seen(plain: Finished) -> None:
-    run = asyncio.run(run_asynchronously(make_config(max_staleness=1, steps=CONTROL_STEPS), Faults()))
+    run = asyncio.run(
+        run_asynchronously(make_config(max_staleness=1, steps=CONTROL_STEPS), Faults())
+    )
     assert first_difference(run.steps[:2], plain.steps[:2]) is not None
-    assert any(step.versions != plain_step.versions for step, plain_step in zip(run.steps, plain.steps, strict=False))
+    assert any(
+        step.versions != plain_step.versions
+        for step, plain_step in zip(run.steps, plain.steps, strict=False)
+    )
 
 
-def test_rows_that_are_dealt_in_another_order_are_seen_in_the_bits(plain: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_dealt_in_another_order_are_seen_in_the_bits(
+    plain: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def backwards(*args: Any, **kwargs: Any) -> list[list[list[int]]]:
         return [[part[::-1] for part in parts] for parts in deal(*args, **kwargs)]
 
@@ -187,6 +225,10 @@ def test_rows_that_are_dealt_in_another_order_are_seen_in_the_bits(plain: Finish
 
 
 def test_an_engine_that_serves_older_weights_than_it_says_is_seen(plain: Finished) -> None:
-    run = asyncio.run(run_asynchronously(make_config(steps=CONTROL_STEPS), Faults(), actor_type=Liar))
-    assert [step.versions for step in run.steps] == [step.versions for step in plain.steps[:CONTROL_STEPS]], "the labels say nothing"
+    run = asyncio.run(
+        run_asynchronously(make_config(steps=CONTROL_STEPS), Faults(), actor_type=Liar)
+    )
+    assert [step.versions for step in run.steps] == [
+        step.versions for step in plain.steps[:CONTROL_STEPS]
+    ], "the labels say nothing"
     assert run.steps[0] == plain.steps[0] and run.steps[1] != plain.steps[1]

@@ -1,4 +1,6 @@
-"""With a real seeded engine, `max_staleness: 0` is a synchronous loop: same tokens, same losses as one written here by hand."""
+"""With a real seeded engine, `max_staleness: 0` is a synchronous loop: same tokens, same losses as
+one written here by hand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from async_grpo.observe.console.console import Console
 from async_grpo.planning import RowMath
 from async_grpo.replay.journal import Segment, segments
 from async_grpo.trainer import Trainer
-from async_grpo.wire import Batch, Group, GroupTicket, decode_group, decode_meta, encode_group, pack_frames
+from async_grpo.wire import (
+    Batch,
+    Group,
+    GroupTicket,
+    decode_group,
+    decode_meta,
+    encode_group,
+    pack_frames,
+)
 from tests.support.models import write_model
 
 STEPS, R = 5, 4
@@ -28,18 +38,37 @@ pytestmark = [pytest.mark.timeout(250), pytest.mark.alone]
 
 
 def settings(home: Path, model: str) -> Config:
-    return Config.model_validate({
-        "seed": 9, "run": {"name": "product", "dir": str(home / "product"), "total_steps": STEPS}, "model": {"path": model},
-        "task": {"name": "tests.support.mixed_task:Mixed"},
-        "rollout": {"rollout_batch_size": R, "group_size": 4, "prompt_length": 32, "response_length": 20},
-        "replay": {"max_staleness": 0}, "learner": {"lr": 1e-3, "ppo_epochs": 2, "ppo_mini_batch_size": 2, "tokens_per_micro_batch": 4096},
-        "evaluation": {"before": False, "max_samples": 4}, "tracking": {"mlflow": False, "report": False}, "weight_sync": {"self_check": False},
-        "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}},
-    })
+    return Config.model_validate(
+        {
+            "seed": 9,
+            "run": {"name": "product", "dir": str(home / "product"), "total_steps": STEPS},
+            "model": {"path": model},
+            "task": {"name": "tests.support.mixed_task:Mixed"},
+            "rollout": {
+                "rollout_batch_size": R,
+                "group_size": 4,
+                "prompt_length": 32,
+                "response_length": 20,
+            },
+            "replay": {"max_staleness": 0},
+            "learner": {
+                "lr": 1e-3,
+                "ppo_epochs": 2,
+                "ppo_mini_batch_size": 2,
+                "tokens_per_micro_batch": 4096,
+            },
+            "evaluation": {"before": False, "max_samples": 4},
+            "tracking": {"mlflow": False, "report": False},
+            "weight_sync": {"self_check": False},
+            "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}},
+        }
+    )
 
 
 class FileFedLearner(processes.LearnerProcess):
-    """A learner rank whose groups come from a file of the test, where there is one, instead of the queue."""
+    """A learner rank whose groups come from a file of the test, where there is one, instead of the
+    queue.
+    """
 
     def _fetch(self, step: int, group_ids: Sequence[int]) -> Any:
         path = batch_file(self._config, step)
@@ -51,7 +80,10 @@ def batch_file(config: Config, step: int) -> Path:
 
 
 async def synchronous(system: System, config: Config) -> tuple[list[Group], list[float]]:
-    """Generate a batch, train on it, publish, and only then generate the next one: no queue, no tickets but those made here."""
+    """Generate a batch, train on it, publish, and only then generate the next one: no queue, no
+    tickets but those made here.
+    """
+
     async def nobody_waits_for_slots(version: int, digest: str) -> None: ...
 
     live, system.coordinator._live = system.coordinator._live, nobody_waits_for_slots
@@ -59,13 +91,17 @@ async def synchronous(system: System, config: Config) -> tuple[list[Group], list
     engine, rows = system.actors.alive()[0], RowMath(config, {"correct": 1.0, "format": 0.0})
     everything, losses = [], []
     for step in range(1, STEPS + 1):
-        tickets = [GroupTicket(group_id, 1, step - 1) for group_id in range((step - 1) * R, step * R)]
+        tickets = [
+            GroupTicket(group_id, 1, step - 1) for group_id in range((step - 1) * R, step * R)
+        ]
         groups = await asyncio.gather(*[engine.handle._group.remote(ticket) for ticket in tickets])
         frames = [encode_group(group) for group in groups]
         pack_frames(frames).tofile(batch_file(config, step))
         batch = Batch(step, tuple(decode_meta(frame) for frame in frames))
         plans = rows.plans(batch)
-        await system.learner.assign(rows.values(batch, await system.learner.begin(plans))[0], rows.kl_coef)
+        await system.learner.assign(
+            rows.values(batch, await system.learner.begin(plans))[0], rows.kl_coef
+        )
         for index in range(len(plans[0].updates)):
             await system.learner.update(index)
         sums = MetricSums()
@@ -78,7 +114,10 @@ async def synchronous(system: System, config: Config) -> tuple[list[Group], list
         batch_file(config, step).unlink()
     # Back to the beginning, bit for bit, for the product's turn.
     await system.learner._all("call", "load", f"{config.run.dir}-start")
-    system.coordinator._live, system.coordinator._run_epoch = live, 1  # an engine takes no version older than its own
+    system.coordinator._live, system.coordinator._run_epoch = (
+        live,
+        1,
+    )  # an engine takes no version older than its own
     await system.coordinator.publish(0)
     await system.coordinator.wait()
     return everything, losses
@@ -94,13 +133,17 @@ def both(tmp_path_factory) -> dict:
         with Trainer(config, console=Console(log)) as trainer:
             trainer.start()
             work = synchronous(trainer.system, trainer.config)
-            told["plain_groups"], told["plain_losses"] = asyncio.run_coroutine_threadsafe(work, trainer._loop).result(timeout=120)
+            told["plain_groups"], told["plain_losses"] = asyncio.run_coroutine_threadsafe(
+                work, trainer._loop
+            ).result(timeout=120)
             trainer.train()
     directory = home / "product" / "journal"
     told["groups"] = {}
     for number in segments(directory):
         segment = Segment(directory, number)
-        frames = [segment.payload(record.place) for record in segment.records() if record.body[0] == "put"]
+        frames = [
+            segment.payload(record.place) for record in segment.records() if record.body[0] == "put"
+        ]
         told["groups"] |= {group.group_id: group for group in map(decode_group, frames)}
     lines = map(json.loads, (home / "product" / "metrics.jsonl").read_text().splitlines())
     told["losses"] = [line["train/loss"] for line in lines if "train/loss" in line]
@@ -108,21 +151,33 @@ def both(tmp_path_factory) -> dict:
 
 
 def test_the_tokens_of_every_step_are_the_same(both):
-    assert sorted(both["groups"]) == list(range(STEPS * R)) == [group.group_id for group in both["plain_groups"]]
+    assert (
+        sorted(both["groups"])
+        == list(range(STEPS * R))
+        == [group.group_id for group in both["plain_groups"]]
+    )
     for plain in both["plain_groups"]:
         product = both["groups"][plain.group_id]
         assert product.prompt_ids.tolist() == plain.prompt_ids.tolist()
         for one, other in zip(product.rollouts, plain.rollouts, strict=True):
-            assert one.response_ids.tolist() == other.response_ids.tolist(), f"group {plain.group_id}"
+            assert one.response_ids.tolist() == other.response_ids.tolist(), (
+                f"group {plain.group_id}"
+            )
             assert one.rewards == other.rewards and one.versions == other.versions
 
 
 def test_the_losses_agree(both):
-    assert len(both["losses"]) == STEPS and np.abs(both["losses"]).max() > 1e-3, "the losses show nothing"
+    assert len(both["losses"]) == STEPS and np.abs(both["losses"]).max() > 1e-3, (
+        "the losses show nothing"
+    )
     assert both["losses"] == pytest.approx(both["plain_losses"], abs=1e-3)
 
 
 def test_neighbouring_groups_and_rollouts_do_not_share_noise(both):
-    """vLLM adds the place of a sample to the seed: with sums as seeds, sample i of a group would be sample i - 1 of the next one."""
-    responses = [tuple(row.response_ids.tolist()) for group in both["plain_groups"] for row in group.rollouts]
+    """vLLM adds the place of a sample to the seed: with sums as seeds, sample i of a group would be
+    sample i - 1 of the next one.
+    """
+    responses = [
+        tuple(row.response_ids.tolist()) for group in both["plain_groups"] for row in group.rollouts
+    ]
     assert len(set(responses)) > 0.9 * len(responses)

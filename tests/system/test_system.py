@@ -1,4 +1,6 @@
-"""The whole system with its real parts: two engines and two learner ranks on GSM8K, a killed rollout actor, a resumed checkpoint."""
+"""The whole system with its real parts: two engines and two learner ranks on GSM8K, a killed
+rollout actor, a resumed checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,33 @@ def settings(directory: Path, model: str, **changes) -> Config:
         "seed": 3,
         "run": {"name": "system", "dir": str(directory), "total_steps": STEPS},
         "model": {"path": model},
-        "task": {"name": "gsm8k", "train": str(DATA / "gsm8k_train.jsonl"), "eval": str(DATA / "gsm8k_test.jsonl"), "options": {"style": "plain"}},
-        "rollout": {"rollout_batch_size": 4, "group_size": 4, "prompt_length": 1400, "response_length": 48},
-        "algorithm": {"clip_schedule": {"kind": "harmonic"}, "use_kl_loss": True, "overlong_buffer": {"enable": True, "len": 16}},
-        "learner": {"ranks": 2, "zero_stage": 2, "lr": 1e-4, "ppo_epochs": 2, "ppo_mini_batch_size": 2, "tokens_per_micro_batch": 4096},
-        "evaluation": {"max_samples": 6}, "tracking": {"report": False},
+        "task": {
+            "name": "gsm8k",
+            "train": str(DATA / "gsm8k_train.jsonl"),
+            "eval": str(DATA / "gsm8k_test.jsonl"),
+            "options": {"style": "plain"},
+        },
+        "rollout": {
+            "rollout_batch_size": 4,
+            "group_size": 4,
+            "prompt_length": 1400,
+            "response_length": 48,
+        },
+        "algorithm": {
+            "clip_schedule": {"kind": "harmonic"},
+            "use_kl_loss": True,
+            "overlong_buffer": {"enable": True, "len": 16},
+        },
+        "learner": {
+            "ranks": 2,
+            "zero_stage": 2,
+            "lr": 1e-4,
+            "ppo_epochs": 2,
+            "ppo_mini_batch_size": 2,
+            "tokens_per_micro_batch": 4096,
+        },
+        "evaluation": {"max_samples": 6},
+        "tracking": {"report": False},
         "cluster": {"rollout_actors": {"min": 2, "max": 2}, "engine": {"max_num_seqs": 8}},
         "checkpoint": {"resume": "auto", "every_steps": 3, "keep": 4},
     }
@@ -62,11 +86,16 @@ def ask(trainer: Trainer, work) -> object:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory) -> Iterator[dict]:
-    """One run, told once: train, save, kill an actor in mid-generation, train on, end; then resume from the saved checkpoint."""
+    """One run, told once: train, save, kill an actor in mid-generation, train on, end; then resume
+    from the saved checkpoint.
+    """
     home = tmp_path_factory.mktemp("system")
     model = write_model(home / "model", tied=True, positions=2048)
     told: dict = {"dir": home / "run", "model": model}
-    with open(home / "log.txt", "w") as log, Trainer(settings(home / "run", model), console=Console(log)) as trainer:
+    with (
+        open(home / "log.txt", "w") as log,
+        Trainer(settings(home / "run", model), console=Console(log)) as trainer,
+    ):
         trainer.start()
         told["before"] = trainer.evaluate()
         told["metrics"] = [trainer.train(steps=1) for _ in range(SAVED)]
@@ -76,19 +105,35 @@ def story(tmp_path_factory) -> Iterator[dict]:
         pid = ask(trainer, _result(victim.handle.pid.remote()))
         with ThreadPoolExecutor(1) as thread:
             training = thread.submit(trainer.train)
-            told["in_flight"] = wait_until(lambda: caught_at_work(trainer, victim.actor_id, pid), 60, "catching the victim at work")
+            told["in_flight"] = wait_until(
+                lambda: caught_at_work(trainer, victim.actor_id, pid),
+                60,
+                "catching the victim at work",
+            )
             os.kill(pid, signal.SIGKILL)
             told["metrics"].append(training.result(timeout=200))
-        told["history"] = ask(trainer, trainer.system.queue.history([group_id for group_id, _ in told["in_flight"]]))
+        told["history"] = ask(
+            trainer, trainer.system.queue.history([group_id for group_id, _ in told["in_flight"]])
+        )
         told["all"] = ask(trainer, trainer.system.queue.history(range(STEPS * 4 + 32)))
         told["counts"] = ask(trainer, trainer.system.queue.counts())
         told["deaths"] = list(trainer.system.actors.deaths)
-        told["pids"] = ask(trainer, trainer.system.learner.pids()) + [pid]
+        told["pids"] = [*ask(trainer, trainer.system.learner.pids()), pid]
         told["uri"], told["run_id"] = trainer.tracker.uri, trainer.tracker.run_id
         told["last"] = trainer.save()
-        told["scraped"] = wait_until(lambda: scraped("ray_async_grpo_replay_trained"), 60, "the run's metrics on Ray's endpoint")
-        told["manifests"] = {step: checkpoint.verify(checkpoint.path_for(home / "run", step)) for step in checkpoint.steps(home / "run")}
-    alone = {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 8}}  # how many there are is nothing that a resume must keep
+        told["scraped"] = wait_until(
+            lambda: scraped("ray_async_grpo_replay_trained"),
+            60,
+            "the run's metrics on Ray's endpoint",
+        )
+        told["manifests"] = {
+            step: checkpoint.verify(checkpoint.path_for(home / "run", step))
+            for step in checkpoint.steps(home / "run")
+        }
+    alone = {
+        "rollout_actors": {"min": 1, "max": 1},
+        "engine": {"max_num_seqs": 8},
+    }  # how many there are is nothing that a resume must keep
     again = settings(home / "run", model, checkpoint={"resume": str(told["saved"])}, cluster=alone)
     with open(home / "log2.txt", "w") as log, Trainer(again, console=Console(log)) as trainer:
         trainer.start()
@@ -101,12 +146,20 @@ def story(tmp_path_factory) -> Iterator[dict]:
 
 
 def scraped(name: str) -> dict[str, float]:
-    """The run's gauges on the metrics endpoint of the test's Ray node, once this one is there with what was counted; Ray passes them on late."""
+    """The run's gauges on the metrics endpoint of the test's Ray node, once this one is there with
+    what was counted; Ray passes them on late.
+    """
     import ray
 
     [node] = ray.nodes()
-    with urllib.request.urlopen(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if line.startswith("ray_async_grpo_") and 'run="system"' in line]
+    with urllib.request.urlopen(
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10
+    ) as answer:
+        lines = [
+            line
+            for line in answer.read().decode().splitlines()
+            if line.startswith("ray_async_grpo_") and 'run="system"' in line
+        ]
     found = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
     return found if found.get(name) else {}
 
@@ -131,7 +184,11 @@ def test_every_step_trains_a_full_batch_within_the_bound(story):
     for line in steps:
         assert 0 <= line["train/lag_mean"] <= line["train/lag_max"] <= 1
         assert np.isfinite(line["train/grad_norm"]) and line["rollout/response_tokens"] > 0
-        assert "rollout/reward/correct" in line and "rollout/reward/format" in line and "train/kl" in line
+        assert (
+            "rollout/reward/correct" in line
+            and "rollout/reward/format" in line
+            and "train/kl" in line
+        )
 
 
 def test_the_groups_of_a_killed_actor_are_trained_once_with_attempt_2(story):
@@ -139,10 +196,18 @@ def test_the_groups_of_a_killed_actor_are_trained_once_with_attempt_2(story):
     assert story["deaths"]
     for group_id, attempt in story["in_flight"]:
         entry = story["history"][group_id]
-        assert (attempt, entry["attempt"], entry["state"]) == (1, 2, "trained"), f"group {group_id}: {entry}"
-    trained = {group_id: entry["step"] for group_id, entry in story["all"].items() if entry["state"] == "trained"}
+        assert (attempt, entry["attempt"], entry["state"]) == (1, 2, "trained"), (
+            f"group {group_id}: {entry}"
+        )
+    trained = {
+        group_id: entry["step"]
+        for group_id, entry in story["all"].items()
+        if entry["state"] == "trained"
+    }
     assert len(trained) == STEPS * 4
-    per_step = {step: sum(1 for value in trained.values() if value == step) for step in range(1, STEPS + 1)}
+    per_step = {
+        step: sum(1 for value in trained.values() if value == step) for step in range(1, STEPS + 1)
+    }
     assert per_step == dict.fromkeys(range(1, STEPS + 1), 4)
     assert story["counts"]["trained"] == STEPS * 4 and story["counts"]["forfeited"] >= 1
 
@@ -156,7 +221,11 @@ def test_a_resumed_run_continues_from_the_same_weights(story):
     for now, then in zip(story["resumed_probes"], story["probes"], strict=True):
         assert np.array_equal(now, then)
     assert story["resumed_metrics"]["train/lag_max"] <= 1
-    steps = [entry["step"] for entry in story["resumed_history"].values() if entry["state"] in ("trained", "training")]
+    steps = [
+        entry["step"]
+        for entry in story["resumed_history"].values()
+        if entry["state"] in ("trained", "training")
+    ]
     assert steps.count(SAVED + 1) == 4
     assert f"resumed {story['saved']} at step {SAVED}" in story["log2"]
     assert "completed groups restored" in story["log2"] and "is set aside" in story["log2"]
@@ -168,18 +237,38 @@ def test_mlflow_holds_the_run(story):
     client = MlflowClient(story["uri"])
     run = client.get_run(story["run_id"])
     assert run.info.status == "FINISHED"
-    assert run.data.params["rollout.group_size"] == "4" and run.data.params["algorithm.clip_schedule.kind"] == "harmonic"
-    assert {point.step for point in client.get_metric_history(story["run_id"], "train/loss")} >= set(range(1, STEPS + 1))
+    assert (
+        run.data.params["rollout.group_size"] == "4"
+        and run.data.params["algorithm.clip_schedule.kind"] == "harmonic"
+    )
+    assert {
+        point.step for point in client.get_metric_history(story["run_id"], "train/loss")
+    } >= set(range(1, STEPS + 1))
     names = {artifact.path for artifact in client.list_artifacts(story["run_id"])}
     assert {"config.yaml", "samples.json", "code.json"} <= names
-    assert run.data.tags["run_epoch"] == "1" and run.data.tags["packages.torch"], "the second start discarded steps"
+    assert run.data.tags["run_epoch"] == "1" and run.data.tags["packages.torch"], (
+        "the second start discarded steps"
+    )
 
 
 def test_rays_endpoint_has_the_metrics_of_queue_learner_and_engines(story):
     found = story["scraped"]
-    names = {f"ray_async_grpo_{name}" for name in ("step", "replay_trained", "train_grad_norm", "rollout_score", "cluster_rollout_actors", "time_learner_idle")}
+    names = {
+        f"ray_async_grpo_{name}"
+        for name in (
+            "step",
+            "replay_trained",
+            "train_grad_norm",
+            "rollout_score",
+            "cluster_rollout_actors",
+            "time_learner_idle",
+        )
+    }
     assert names <= set(found) and not [name for name in found if "_lag_0_" in name]
-    assert 0 < found["ray_async_grpo_replay_trained"] <= STEPS * 4 and 0 < found["ray_async_grpo_step"] <= STEPS
+    assert (
+        0 < found["ray_async_grpo_replay_trained"] <= STEPS * 4
+        and 0 < found["ray_async_grpo_step"] <= STEPS
+    )
 
 
 def test_the_exported_model_is_the_trained_one(story):
@@ -193,7 +282,12 @@ def test_the_exported_model_is_the_trained_one(story):
     for (prompt, response), expected in zip(PROBES, story["probes"], strict=True):
         ids = torch.tensor([prompt + response])
         with torch.no_grad():
-            logprobs = saved(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            logprobs = (
+                saved(ids)
+                .logits[0, len(prompt) - 1 : -1]
+                .log_softmax(-1)
+                .gather(1, ids[0, len(prompt) :, None])[:, 0]
+            )
         assert np.abs(logprobs.numpy() - expected).max() < 1e-4
 
 
@@ -201,12 +295,22 @@ def test_checkpoints_are_completed_beside_training(story):
     manifests = story["manifests"]
     assert list(manifests) == [SAVED, 3, 6, STEPS]
     for step, manifest in manifests.items():
-        assert (manifest["policy_version"], manifest["updates"], manifest["ranks"]) == (step, 4 * step, 2)
-        assert {f"learner/rank_{rank}.pt" for rank in (0, 1)} | {"hf/config.json", "hf/tokenizer.json", "queue.json"} <= set(manifest["files"])
+        assert (manifest["policy_version"], manifest["updates"], manifest["ranks"]) == (
+            step,
+            4 * step,
+            2,
+        )
+        assert {f"learner/rank_{rank}.pt" for rank in (0, 1)} | {
+            "hf/config.json",
+            "hf/tokenizer.json",
+            "queue.json",
+        } <= set(manifest["files"])
     assert len({manifest["tokenizer_fingerprint"] for manifest in manifests.values()}) == 1
     lines = [json.loads(line) for line in (story["dir"] / "metrics.jsonl").read_text().splitlines()]
     saved = [line for line in lines if "time/checkpoint_stall_s" in line][:4]
-    assert [(line["step"], line["checkpoint/failures"]) for line in saved] == [(step, 0) for step in manifests]
+    assert [(line["step"], line["checkpoint/failures"]) for line in saved] == [
+        (step, 0) for step in manifests
+    ]
     assert story["log"].count("training waited") == 4 and "room for" not in story["log"]
 
 
@@ -215,4 +319,8 @@ def test_nothing_is_left_behind(story):
         return not any(os.path.exists(f"/proc/{pid}") for pid in story["pids"])
 
     wait_until(gone, 15, "the end of the run's processes")
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("async_grpo-") and "test" not in name]
+    assert not [
+        name
+        for name in os.listdir("/dev/shm")
+        if name.startswith("async_grpo-") and "test" not in name
+    ]

@@ -1,4 +1,6 @@
-"""Problems and scores of the built-in tasks, where data come from, and the order in which problems are posed."""
+"""Problems and scores of the built-in tasks, where data come from, and the order in which problems
+are posed.
+"""
 
 import ast
 import json
@@ -18,7 +20,9 @@ from async_grpo.tasks.gsm8k import final_answer, has_format
 from async_grpo.tasks.registry import BUILT_IN, create_task, load_task, problem_index
 
 DATA = Path(__file__).parents[1] / "data"
-GSM8K = schema.Task(name="gsm8k", train=str(DATA / "gsm8k_train.jsonl"), eval=str(DATA / "gsm8k_test.jsonl"))
+GSM8K = schema.Task(
+    name="gsm8k", train=str(DATA / "gsm8k_train.jsonl"), eval=str(DATA / "gsm8k_test.jsonl")
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,9 @@ def gsm8k():
 
 
 def jsonl(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -42,17 +48,26 @@ def total(task, response, reference):
 
 
 @settings(max_examples=60, deadline=None)
-@given(n=strategies.integers(1, 300), epoch=strategies.integers(0, 5), seed=strategies.integers(0, 2**40))
+@given(
+    n=strategies.integers(1, 300),
+    epoch=strategies.integers(0, 5),
+    seed=strategies.integers(0, 2**40),
+)
 def test_every_epoch_poses_every_problem_once(n, epoch, seed):
     assert sorted(problem_index(seed, "data", epoch * n + i, n) for i in range(n)) == list(range(n))
 
 
 def test_order_depends_on_seed_data_and_epoch():
     orders = {
-        tuple(problem_index(seed, data, epoch * 50 + i, 50) for i in range(50)) for seed in (0, 1) for data in ("a", "b") for epoch in (0, 1)
+        tuple(problem_index(seed, data, epoch * 50 + i, 50) for i in range(50))
+        for seed in (0, 1)
+        for data in ("a", "b")
+        for epoch in (0, 1)
     }
     assert len(orders) == 8
-    assert problem_index(3, "data", 10**12 + 7, 2**20) == problem_index(3, "data", 10**12 + 7, 2**20)
+    assert problem_index(3, "data", 10**12 + 7, 2**20) == problem_index(
+        3, "data", 10**12 + 7, 2**20
+    )
 
 
 def test_order_is_spread_over_all_positions():
@@ -111,13 +126,23 @@ def test_worked_example_of_four_answers(gsm8k):
 
 
 def test_gsm8k_solutions_earn_everything(gsm8k):
-    assert len(gsm8k) == 200 and len(gsm8k.evaluation(1000)) == 200 and gsm8k.evaluation(3) == gsm8k.evaluation(5)[:3]
+    assert (
+        len(gsm8k) == 200
+        and len(gsm8k.evaluation(1000)) == 200
+        and gsm8k.evaluation(3) == gsm8k.evaluation(5)[:3]
+    )
     for index in range(200):
         problem = gsm8k.train(index)
-        assert gsm8k.score(problem.solution, problem.reference) == Score({"correct": 1.0, "format": 1.0}, 1.0)
+        assert gsm8k.score(problem.solution, problem.reference) == Score(
+            {"correct": 1.0, "format": 1.0}, 1.0
+        )
         assert "<<" not in problem.solution
     assert [message["role"] for message in gsm8k.train(0).prompt] == ["system", "user"]
-    plain = create_task(GSM8K.model_copy(update={"options": {"style": "plain", "system": ""}}), 0).train(0).prompt
+    plain = (
+        create_task(GSM8K.model_copy(update={"options": {"style": "plain", "system": ""}}), 0)
+        .train(0)
+        .prompt
+    )
     assert plain.startswith("Natalia sold clips") and plain.endswith("?\n\n")
 
 
@@ -215,9 +240,14 @@ def test_hostile_mathematics_never_reaches_the_library(monkeypatch, hostile):
     task = create_task(schema.Task(name="math"), 0)
     began = time.process_time()
     assert task.score(f"so \\boxed{{{hostile}}}", "1").verdict == 0.0
-    assert final_answer(f"<answer>{hostile}</answer>") is None or len(final_answer(f"<answer>{hostile}</answer>")) < 10**4
+    assert (
+        final_answer(f"<answer>{hostile}</answer>") is None
+        or len(final_answer(f"<answer>{hostile}</answer>")) < 10**4
+    )
     assert has_format("<reasoning>" * 100_000) is False
-    assert time.process_time() - began < 5  # CPU seconds: each of them would take minutes if it were evaluated
+    assert (
+        time.process_time() - began < 5
+    )  # CPU seconds: each of them would take minutes if it were evaluated
 
 
 def test_math_rows(tmp_path, gsm8k):
@@ -229,7 +259,10 @@ def test_math_rows(tmp_path, gsm8k):
     task = load_task(schema.Task(name="math", train=jsonl(tmp_path / "train.jsonl", rows)), 0)
     assert [task.train(i).reference for i in range(3)] == ["\\frac{1}{2}", "2", "3"]
     assert task.score("\\boxed{1} then \\boxed{0.5}", "\\frac{1}{2}").verdict == 1.0
-    assert task.score("0.5", "\\frac{1}{2}").verdict == 0.0 and task.score("\\boxed{0.5", "\\frac{1}{2}").verdict == 0.0
+    assert (
+        task.score("0.5", "\\frac{1}{2}").verdict == 0.0
+        and task.score("\\boxed{0.5", "\\frac{1}{2}").verdict == 0.0
+    )
     assert task.evaluation(10) == []
 
 
@@ -238,9 +271,24 @@ def test_math_rows(tmp_path, gsm8k):
 
 def test_malformed_rows_are_named_or_skipped(tmp_path):
     good = {"prompt": "capital of France?", "answer": "Paris"}
-    path = jsonl(tmp_path / "rows.jsonl", [good, "{broken", {"prompt": "x"}, good | {"prompt": "y"}, "[1]", "", good | {"prompt": "z"}])
+    path = jsonl(
+        tmp_path / "rows.jsonl",
+        [
+            good,
+            "{broken",
+            {"prompt": "x"},
+            good | {"prompt": "y"},
+            "[1]",
+            "",
+            good | {"prompt": "z"},
+        ],
+    )
     config = schema.Task(name="jsonl", train=path)
-    with pytest.raises(TaskError, match=r"rows\.jsonl: 3 of 6 rows .*line 2: not JSON.*line 3: no key 'answer'.*line 5: not a JSON object"):
+    with pytest.raises(
+        TaskError,
+        match=r"rows\.jsonl: 3 of 6 rows .*line 2: not JSON.*line 3: no key 'answer'.*line 5: "
+        r"not a JSON object",
+    ):
         load_task(config, 0)
     task = load_task(config.model_copy(update={"max_bad_fraction": 0.5}), 0)
     assert len(task) == 3 and task.bad_rows == 3
@@ -249,23 +297,42 @@ def test_malformed_rows_are_named_or_skipped(tmp_path):
 
 
 def test_what_is_wrong_with_rows_is_told_by_kind(tmp_path):
-    rows = [*([{"question": "q", "level": 1}] * 7), *([{"prompt": "p", "answer": None}] * 2), "[", {"prompt": "p", "answer": float("nan")},
-            {"prompt": "p", "answer": "a", "rewards": {"b": float("inf")}}]  # fmt: skip
+    rows = [
+        *([{"question": "q", "level": 1}] * 7),
+        *([{"prompt": "p", "answer": None}] * 2),
+        "[",
+        {"prompt": "p", "answer": float("nan")},
+        {"prompt": "p", "answer": "a", "rewards": {"b": float("inf")}},
+    ]
     with pytest.raises(TaskError) as caught:
         load_task(schema.Task(name="jsonl", train=jsonl(tmp_path / "rows.jsonl", rows)), 0)
     message = str(caught.value)
-    assert "12 of 12 rows are malformed: line 1, line 2, line 3, line 4 and 3 more: no key 'answer' (its keys are 'question', 'level')" in message
-    assert "; line 8, line 9: 'answer' must be non-empty text, got None; line 10: not JSON on one line" in message
-    assert "got nan; and 1 other kinds. Mend them, or leave them out (task.max_bad_fraction, now 0)" in message and "\n" not in message
+    assert (
+        "12 of 12 rows are malformed: line 1, line 2, line 3, line 4 and 3 more: no key "
+        "'answer' (its keys are 'question', 'level')" in message
+    )
+    assert (
+        "; line 8, line 9: 'answer' must be non-empty text, got None; line 10: not JSON on one line"
+        in message
+    )
+    assert (
+        "got nan; and 1 other kinds. Mend them, or leave them out (task.max_bad_fraction, now 0)"
+        in message
+        and "\n" not in message
+    )
     whole = tmp_path / "whole.json"
     whole.write_text(json.dumps([{"prompt": "p", "answer": "a"}], indent=1))
-    with pytest.raises(TaskError, match="one of which stands on every line of such a file|not JSON on one line"):
+    with pytest.raises(
+        TaskError, match=r"one of which stands on every line of such a file|not JSON on one line"
+    ):
         load_task(schema.Task(name="jsonl", train=str(whole)), 0)
 
 
 def test_files_as_editors_leave_them(tmp_path):
     row = json.dumps({"prompt": "p", "answer": "a"}).encode()
-    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + row + b"\r\n\r\n   \n" + row.replace(b'"p"', b'"q"'))
+    (tmp_path / "rows.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + row + b"\r\n\r\n   \n" + row.replace(b'"p"', b'"q"')
+    )
     task = load_task(schema.Task(name="jsonl", train=str(tmp_path / "rows.jsonl")), 0)
     assert [task.train(i).prompt for i in range(len(task))] == ["p", "q"]
     (tmp_path / "latin.jsonl").write_bytes(row.replace(b'"p"', b'"\xe9"'))
@@ -273,24 +340,45 @@ def test_files_as_editors_leave_them(tmp_path):
         load_task(schema.Task(name="jsonl", train=str(tmp_path / "latin.jsonl")), 0)
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(TaskError, match=r"task\.eval \(.*none\.jsonl\) has no problem"):
-        load_task(schema.Task(name="jsonl", train=str(tmp_path / "rows.jsonl"), eval=str(tmp_path / "none.jsonl")), 0).evaluation(1)
+        load_task(
+            schema.Task(
+                name="jsonl", train=str(tmp_path / "rows.jsonl"), eval=str(tmp_path / "none.jsonl")
+            ),
+            0,
+        ).evaluation(1)
 
 
 def test_options_are_answered_in_words():
-    with pytest.raises(TaskError, match=r"^task\.options\.mach is not an option \(the options of task jsonl are match\)$"):
+    with pytest.raises(
+        TaskError,
+        match=r"^task\.options\.mach is not an option \(the options of task jsonl are match\)$",
+    ):
         create_task(schema.Task(name="jsonl", options={"mach": "exact"}), 0)
     with pytest.raises(TaskError, match=r"^task\.options\.dataset is missing"):
         create_task(schema.Task(name="reasoning_gym"), 0)
-    with pytest.raises(TaskError, match=r"^task\.options\.max_digits is 12: Input should be less than or equal to 9 \("):
+    with pytest.raises(
+        TaskError,
+        match=r"^task\.options\.max_digits is 12: Input should be less than or equal to 9 \(",
+    ):
         create_task(schema.Task(options={"max_digits": 12}), 0)
 
 
-@pytest.mark.parametrize(("source", "message"), [
-    ("class Mine:\n    def __init__(self, settings, seed):\n        self.x = {}['x']\n", r"cannot be made: KeyError: 'x' \(.*own_task\.py, line 3\)"),
-    ("def Mine(:\n", r"cannot be imported: SyntaxError: .*own_task\.py, line 1"),
-    ("import numpy\nnumpy.nothing\n", "cannot be imported: AttributeError"),
-    ("class Mine:\n    def __init__(self, settings, seed): ...\n    def train(self, i): ...\n", "own_task:Mine is no task: it has no weights, __len__, evaluation"),
-])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "class Mine:\n    def __init__(self, settings, seed):\n        self.x = {}['x']\n",
+            r"cannot be made: KeyError: 'x' \(.*own_task\.py, line 3\)",
+        ),
+        ("def Mine(:\n", r"cannot be imported: SyntaxError: .*own_task\.py, line 1"),
+        ("import numpy\nnumpy.nothing\n", "cannot be imported: AttributeError"),
+        (
+            "class Mine:\n    def __init__(self, settings, seed): ...\n    def "
+            "train(self, i): ...\n",
+            "own_task:Mine is no task: it has no weights, __len__, evaluation",
+        ),
+    ],
+)
 def test_a_task_of_ones_own_that_does_not_work(source, message, tmp_path, monkeypatch):
     (tmp_path / "own_task.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -313,17 +401,24 @@ def test_missing_data_is_one_sentence(tmp_path):
 def test_held_out_problems_are_not_in_training(tmp_path):
     rows = [{"prompt": f"q{i}", "answer": "a"} for i in range(6)]
     train = jsonl(tmp_path / "train.jsonl", rows[:4])
-    task = load_task(schema.Task(name="jsonl", train=train, eval=jsonl(tmp_path / "eval.jsonl", rows[2:])), 0)
+    task = load_task(
+        schema.Task(name="jsonl", train=train, eval=jsonl(tmp_path / "eval.jsonl", rows[2:])), 0
+    )
     assert [problem.prompt for problem in task.evaluation(9)] == ["q4", "q5"]
-    with pytest.raises(TaskError, match="also in task.train"):
+    with pytest.raises(TaskError, match=r"also in task.train"):
         load_task(schema.Task(name="jsonl", train=train, eval=train), 0).evaluation(1)
 
 
 def test_fingerprint_follows_data_and_options(tmp_path):
     rows = [{"prompt": "q", "answer": "a"}, {"prompt": "r", "answer": "b"}]
     prints = [
-        load_task(schema.Task(name="jsonl", train=jsonl(tmp_path / f"{i}.jsonl", data), options=options), 0).fingerprint
-        for i, (data, options) in enumerate([(rows, {}), (rows, {}), (rows[::-1], {}), (rows, {"match": "contains"})])
+        load_task(
+            schema.Task(name="jsonl", train=jsonl(tmp_path / f"{i}.jsonl", data), options=options),
+            0,
+        ).fingerprint
+        for i, (data, options) in enumerate(
+            [(rows, {}), (rows, {}), (rows[::-1], {}), (rows, {"match": "contains"})]
+        )
     ]
     assert prints[0] == prints[1] and len(set(prints)) == 3
 
@@ -335,7 +430,9 @@ def test_hugging_face_data_sets(tmp_path, monkeypatch):
     folder = tmp_path / "data"
     folder.mkdir()
     for split in ("train", "test"):
-        jsonl(folder / f"{split}.jsonl", [{"prompt": f"{split} {i}", "answer": "a"} for i in range(3)])
+        jsonl(
+            folder / f"{split}.jsonl", [{"prompt": f"{split} {i}", "answer": "a"} for i in range(3)]
+        )
     task = load_task(schema.Task(name="jsonl", train=str(folder), eval=f"{folder}:default:test"), 0)
     assert [task.train(i).prompt for i in range(3)] == ["train 0", "train 1", "train 2"]
     assert [problem.prompt for problem in task.evaluation(2)] == ["test 0", "test 1"]
@@ -348,36 +445,62 @@ def test_hugging_face_data_sets(tmp_path, monkeypatch):
 
 def test_jsonl_matching(tmp_path):
     messages = [{"role": "user", "content": "capital of France?"}]
-    rows = [{"messages": messages, "answer": "Paris", "rewards": {"Lyon": 0.2}}, {"prompt": "n?", "answer": 4, "solution": "2+2 is 4"}]
+    rows = [
+        {"messages": messages, "answer": "Paris", "rewards": {"Lyon": 0.2}},
+        {"prompt": "n?", "answer": 4, "solution": "2+2 is 4"},
+    ]
     config = schema.Task(name="jsonl", train=jsonl(tmp_path / "rows.jsonl", rows))
     task = load_task(config, 0)
     reference = task.train(0).reference
-    assert task.train(0).prompt == messages and task.train(0).solution == "Paris" and task.train(1).solution == "2+2 is 4"
+    assert (
+        task.train(0).prompt == messages
+        and task.train(0).solution == "Paris"
+        and task.train(1).solution == "2+2 is 4"
+    )
     assert [task.score(text, reference) for text in (" Paris\n", "Lyon", "in Paris")] == [
-        Score({"correct": 1.0}, 1.0), Score({"correct": 0.2}, 0.0), Score({"correct": 0.0}, 0.0),
-    ]  # fmt: skip
+        Score({"correct": 1.0}, 1.0),
+        Score({"correct": 0.2}, 0.0),
+        Score({"correct": 0.0}, 0.0),
+    ]
     assert task.score("4", task.train(1).reference).verdict == 1.0
     contains = create_task(config.model_copy(update={"options": {"match": "contains"}}), 0)
     assert contains.score("in Paris", reference).verdict == 1.0
     regex = create_task(config.model_copy(update={"options": {"match": "regex"}}), 0)
     assert regex.score("in Paris", {"answer": "P.r[a-i]s$", "rewards": {}}).verdict == 1.0
     with pytest.raises(TaskError, match="not a regular expression"):
-        load_task(schema.Task(name="jsonl", train=jsonl(tmp_path / "bad.jsonl", [{"prompt": "p", "answer": "("}]), options={"match": "regex"}), 0)
+        load_task(
+            schema.Task(
+                name="jsonl",
+                train=jsonl(tmp_path / "bad.jsonl", [{"prompt": "p", "answer": "("}]),
+                options={"match": "regex"},
+            ),
+            0,
+        )
 
 
 def test_reasoning_gym():
-    config = schema.Task(name="reasoning_gym", options={"dataset": "chain_sum", "params": {"min_terms": 3, "max_terms": 3}, "size": 500})
+    config = schema.Task(
+        name="reasoning_gym",
+        options={"dataset": "chain_sum", "params": {"min_terms": 3, "max_terms": 3}, "size": 500},
+    )
     task = load_task(config, 0)
     problem = task.train(3)
     assert task.train(3) == problem and len(task) == 500
     assert task.score(problem.solution, problem.reference) == Score({"correct": 1.0}, 1.0)
     assert task.score("<answer>no</answer>", problem.reference).verdict == 0.0
     held_out = task.evaluation(20)
-    assert held_out == load_task(config, 7).evaluation(20) and load_task(config, 7).train(3) != problem
-    assert not {json.dumps(p.prompt) for p in held_out} & {json.dumps(task.train(i).prompt) for i in range(500)}
+    assert (
+        held_out == load_task(config, 7).evaluation(20) and load_task(config, 7).train(3) != problem
+    )
+    assert not {json.dumps(p.prompt) for p in held_out} & {
+        json.dumps(task.train(i).prompt) for i in range(500)
+    }
     for options, message in [
         ({"dataset": "chain_sums"}, "no data set 'chain_sums'"),
-        ({"dataset": "chain_sum", "params": {"min_terms": 9, "max_terms": 3}}, "params does not fit"),
+        (
+            {"dataset": "chain_sum", "params": {"min_terms": 9, "max_terms": 3}},
+            "params does not fit",
+        ),
         ({"dataset": "chain_sum", "params": {"seed": 3}}, "may not hold seed"),
     ]:
         with pytest.raises(TaskError, match=message):
@@ -386,12 +509,18 @@ def test_reasoning_gym():
 
 def test_partial_scores_and_unusual_metadata_survive():
     # knights_knaves carries numpy strings, which have no Python literal, and gives partial credit.
-    task = load_task(schema.Task(name="reasoning_gym", options={"dataset": "knights_knaves", "size": 5}), 0)
+    task = load_task(
+        schema.Task(name="reasoning_gym", options={"dataset": "knights_knaves", "size": 5}), 0
+    )
     problem = task.train(0)
     assert task.score(problem.solution, problem.reference).verdict == 1.0
     flipped = problem.solution.split("<answer>")[1].split("</answer>")[0]
     terms = ast.literal_eval(problem.reference)["metadata"]["knight_knave_terms"]
-    flipped = flipped.replace(terms["a_knight"], "KNAVE", 1) if terms["a_knight"] in flipped else flipped.replace(terms["a_knave"], "KNIGHT", 1)
+    flipped = (
+        flipped.replace(terms["a_knight"], "KNAVE", 1)
+        if terms["a_knight"] in flipped
+        else flipped.replace(terms["a_knave"], "KNIGHT", 1)
+    )
     flipped = flipped.replace("KNAVE", terms["a_knave"]).replace("KNIGHT", terms["a_knight"])
     partial = task.score(f"<answer>{flipped}</answer>", problem.reference)
     assert 0.0 < partial.rewards["correct"] < 1.0 and partial.verdict == 0.0
@@ -410,14 +539,26 @@ def test_weights():
     task = Arithmetic(schema.Task(), 0)
     assert task_weights(schema.Task(), task) == {"correct": 1.0, "format": 0.0}
     weighted = create_task(GSM8K, 0)
-    assert task_weights(schema.Task(rewards={"format": 0.5}), weighted) == {"correct": 0.0, "format": 0.5}
-    with pytest.raises(TaskError, match="names formal; the components of this task are correct, format"):
+    assert task_weights(schema.Task(rewards={"format": 0.5}), weighted) == {
+        "correct": 0.0,
+        "format": 0.5,
+    }
+    with pytest.raises(
+        TaskError, match="names formal; the components of this task are correct, format"
+    ):
         task_weights(schema.Task(rewards={"formal": 1.0}), weighted)
 
 
 def test_check_score():
-    assert check_score(Score({"a": 1, "b": True}, None), {"a", "b"}) == Score({"a": 1.0, "b": 1.0}, None)
-    for bad in (1.0, Score({"a": 1.0}, None), Score({"a": 1.0, "b": "x"}, None), Score({"a": 1.0, "b": 0.0}, "yes")):
+    assert check_score(Score({"a": 1, "b": True}, None), {"a", "b"}) == Score(
+        {"a": 1.0, "b": 1.0}, None
+    )
+    for bad in (
+        1.0,
+        Score({"a": 1.0}, None),
+        Score({"a": 1.0, "b": "x"}, None),
+        Score({"a": 1.0, "b": 0.0}, "yes"),
+    ):
         with pytest.raises(TypeError):
             check_score(bad, {"a", "b"})
     for number in (float("nan"), float("inf")):
@@ -427,12 +568,16 @@ def test_check_score():
 
 def test_the_documented_task_works(tmp_path, monkeypatch):
     document = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
-    (tmp_path / "word_count.py").write_text(re.search(r"```python\n(.*?)```", document, re.DOTALL)[1])
+    (tmp_path / "word_count.py").write_text(
+        re.search(r"```python\n(.*?)```", document, re.DOTALL)[1]
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "word_count", raising=False)
     task = load_task(schema.Task(name="word_count:WordCount", options={"longest": 8}), 0)
     assert len(task) == 5 and len(task.evaluation(5)) == 2
-    assert not {p.prompt for p in task.evaluation(2)} & {task.train(i).prompt for i in range(len(task))}
+    assert not {p.prompt for p in task.evaluation(2)} & {
+        task.train(i).prompt for i in range(len(task))
+    }
     score = check_score(task.score("Just four words here.", 4), task.weights)
     assert score == Score({"count": 1.0, "ends": 1.0}, 1.0)
     for name in BUILT_IN:

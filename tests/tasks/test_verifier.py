@@ -1,4 +1,6 @@
-"""The verifier pool against a task that hangs, crashes, prints, lies and eats memory, and against parents that vanish."""
+"""The verifier pool against a task that hangs, crashes, prints, lies and eats memory, and against
+parents that vanish.
+"""
 
 import ast
 import asyncio
@@ -114,7 +116,9 @@ class Misbehaving:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # one call in C that does not come back
 
     def variables(self, argument):
-        return float(len(set(os.environ) - {"PATH", "HOME", "LANG", "LC_CTYPE", "PYTHONPATH", *_ONE_THREAD}))
+        return float(
+            len(set(os.environ) - {"PATH", "HOME", "LANG", "LC_CTYPE", "PYTHONPATH", *_ONE_THREAD})
+        )
 
     def environment(self, argument):
         return float(argument in os.environ)
@@ -124,7 +128,11 @@ class Misbehaving:
 
 
 def settings(*, options=None, **verifier):
-    return schema.Task(name=f"{__name__}:Misbehaving", options=options or {}, verifier=schema.Verifier(**({"timeout_s": TIMEOUT_S} | verifier)))
+    return schema.Task(
+        name=f"{__name__}:Misbehaving",
+        options=options or {},
+        verifier=schema.Verifier(**({"timeout_s": TIMEOUT_S} | verifier)),
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -150,12 +158,16 @@ def block(seconds):
 
 def start_parent():
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=root, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=root, text=True
+    )
 
 
 def start_child():
     command = [sys.executable, "-m", "async_grpo.tasks.verifier_child", str(os.getpid())]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
 
 
 async def value(pool, response):
@@ -210,12 +222,25 @@ async def test_one_bad_response_harms_nothing_else(pool, response, reason, detai
 
 async def test_batch_keeps_its_order_around_failures(pair):
     responses = [f"echo {i}" for i in range(200)]
-    responses[20], responses[21], responses[90], responses[150] = "crash", "fail", "echo nan", "bomb"
+    responses[20], responses[21], responses[90], responses[150] = (
+        "crash",
+        "fail",
+        "echo nan",
+        "bomb",
+    )
     before = pair.errors.total()
-    outcomes = await pair.score_many([(response, {"index": i}) for i, response in enumerate(responses)])
-    failed = {i: outcome.reason for i, outcome in enumerate(outcomes) if isinstance(outcome, VerifierError)}
+    outcomes = await pair.score_many(
+        [(response, {"index": i}) for i, response in enumerate(responses)]
+    )
+    failed = {
+        i: outcome.reason
+        for i, outcome in enumerate(outcomes)
+        if isinstance(outcome, VerifierError)
+    }
     assert failed == {20: "crash", 21: "exception", 90: "non_finite", 150: "memory"}
-    assert all(outcomes[i] == Score({"value": float(i)}, None) for i in range(200) if i not in failed)
+    assert all(
+        outcomes[i] == Score({"value": float(i)}, None) for i in range(200) if i not in failed
+    )
     assert pair.errors.total() == before + 4
     assert await pair.score_many([]) == []
 
@@ -223,7 +248,9 @@ async def test_batch_keeps_its_order_around_failures(pair):
 async def test_concurrent_batches_get_their_own_answers(pair):
     batches = [[(f"echo {100 * k + i}", None) for i in range(8)] for k in range(40)]
     outcomes = await asyncio.gather(*(pair.score_many(batch) for batch in batches))
-    assert [[score.rewards["value"] for score in batch] for batch in outcomes] == [[100.0 * k + i for i in range(8)] for k in range(40)]
+    assert [[score.rewards["value"] for score in batch] for batch in outcomes] == [
+        [100.0 * k + i for i in range(8)] for k in range(40)
+    ]
 
 
 async def test_deadline_counts_per_response_not_per_batch(pool):
@@ -239,7 +266,10 @@ async def test_output_of_task_code_stays_out_of_the_protocol(pool):
 
 async def test_large_and_odd_text_crosses_and_unsendable_references_do_not(pool):
     long = "ä" * 5_000_000
-    outcomes = await pool.score_many([(f"length {long}", None)] * 3 + [("length \ud800\n", None), ("echo 1", object()), ("echo 1", 2**70)])
+    outcomes = await pool.score_many(
+        [(f"length {long}", None)] * 3
+        + [("length \ud800\n", None), ("echo 1", object()), ("echo 1", 2**70)]
+    )
     assert [outcome.rewards["value"] for outcome in outcomes[:4]] == [5e6, 5e6, 5e6, 2.0]
     assert [outcome.reason for outcome in outcomes[4:]] == ["not_sendable"] * 2
     with pytest.raises(VerifierError, match="not_sendable"):
@@ -269,13 +299,23 @@ async def test_cancelled_scoring_leaves_no_answer_behind(pool):
 
 
 async def test_environment_is_clean_and_close_is_final(monkeypatch):
-    for name in ("A_SECRET_OF_THE_PARENT", "MY_API_KEY", "HF_TOKEN", "AWS_SESSION_TOKEN", "MLFLOW_TRACKING_PASSWORD", "RAY_AUTH_TOKEN"):
+    for name in (
+        "A_SECRET_OF_THE_PARENT",
+        "MY_API_KEY",
+        "HF_TOKEN",
+        "AWS_SESSION_TOKEN",
+        "MLFLOW_TRACKING_PASSWORD",
+        "RAY_AUTH_TOKEN",
+    ):
         monkeypatch.setenv(name, "1")
     core = min(os.sched_getaffinity(0))
     pool = VerifierPool(settings(workers=1), seed=0, cpu={core})
     await pool.start()
     try:
-        assert await value(pool, "variables") == 0.0 and await value(pool, "environment HF_TOKEN") == 0.0
+        assert (
+            await value(pool, "variables") == 0.0
+            and await value(pool, "environment HF_TOKEN") == 0.0
+        )
         assert await value(pool, "environment OMP_NUM_THREADS") == 1.0
         assert await value(pool, "cores") == float(1 << core)
         pid = await value(pool, "pid")
@@ -299,11 +339,18 @@ async def test_start_says_why_it_failed():
 
 
 async def test_built_in_task_through_the_pool():
-    pool = VerifierPool(schema.Task(name="gsm8k", verifier=schema.Verifier(timeout_s=30.0)), seed=0, cpu=None)
+    pool = VerifierPool(
+        schema.Task(name="gsm8k", verifier=schema.Verifier(timeout_s=30.0)), seed=0, cpu=None
+    )
     await pool.start()
     try:
-        outcomes = await pool.score_many([("<reasoning>r</reasoning><answer>0.5</answer>", "1/2"), ("9**9**9**9", "1")])
-        assert outcomes == [Score({"correct": 1.0, "format": 1.0}, 1.0), Score({"correct": 0.0, "format": 0.0}, 0.0)]
+        outcomes = await pool.score_many(
+            [("<reasoning>r</reasoning><answer>0.5</answer>", "1/2"), ("9**9**9**9", "1")]
+        )
+        assert outcomes == [
+            Score({"correct": 1.0, "format": 1.0}, 1.0),
+            Score({"correct": 0.0, "format": 0.0}, 0.0),
+        ]
     finally:
         await pool.close()
 
@@ -317,7 +364,9 @@ class Touches:
 
 FORGED = {
     "a pickle": lambda: pickle.dumps(Touches()),
-    "a pickle inside": lambda: msgpack.packb(["ok", msgpack.ExtType(1, pickle.dumps(Touches())), None]),
+    "a pickle inside": lambda: msgpack.packb(
+        ["ok", msgpack.ExtType(1, pickle.dumps(Touches())), None]
+    ),
     "a map with a list as key": lambda: b"\x93\xa2ok\x81\x91\x01\x01\xc0",
     "not a finite number": lambda: msgpack.packb(["ok", {"value": math.nan}, None]),
     "another component": lambda: msgpack.packb(["ok", {"value": 1.0, "bonus": 1e9}, None]),
@@ -356,23 +405,63 @@ async def test_the_kernel_ends_a_busy_child_whose_parent_is_not_there_to_do_it()
 
 
 HOSTILE_ANSWERS = [
-    "9**9**9", "9^{9^{9^9}}", "9^9^9^9", "(" * 100_000, "(" * 5000 + "1" + ")" * 5000, "\\frac{1}{" * 100_000 + "2" + "}" * 100_000,
-    "\\sqrt{" * 40 + "2" + "}" * 40, "1" * 10_000_000, "1+" * 2_000_000 + "1", "__import__('os').system('true')", "().__class__.__base__",
-    "99999999!", "10^{999999999}", "(((9^{99})^{99})^{99})^{99}", "2^{-99999999}", "1e999999999", "\u0661\u0662\u0663", "\uff11", "\u00b2",
-    "\\sum_{i=1}^{999999999}i", "\\int_0^1 x^{999}dx", "\\binom{99999}{5000}", "\\prod_{i=1}^{9999}i", "{" * 100_000, "\\text{" * 1000, "$" * 10_000_000,
-    "1/0", "\\frac{1}{0}", "0/0", "\x00", "\ud800", "\\begin{pmatrix}" * 20, "x" * 299, "x^{99}+y^{99}=z^{99}", "(x+1)^{99}(y+1)^{99}",
-    "\\sin(\\cos(\\tan(\\sin(\\cos(\\tan(x))))))", "\\{1,2,3,\\ldots,99999999\\}", "[0,1)\\cup(2,3)" * 20, "1,2,3," * 50, "50\\%\\%\\%",
+    "9**9**9",
+    "9^{9^{9^9}}",
+    "9^9^9^9",
+    "(" * 100_000,
+    "(" * 5000 + "1" + ")" * 5000,
+    "\\frac{1}{" * 100_000 + "2" + "}" * 100_000,
+    "\\sqrt{" * 40 + "2" + "}" * 40,
+    "1" * 10_000_000,
+    "1+" * 2_000_000 + "1",
+    "__import__('os').system('true')",
+    "().__class__.__base__",
+    "99999999!",
+    "10^{999999999}",
+    "(((9^{99})^{99})^{99})^{99}",
+    "2^{-99999999}",
+    "1e999999999",
+    "\u0661\u0662\u0663",
+    "\uff11",
+    "\u00b2",
+    "\\sum_{i=1}^{999999999}i",
+    "\\int_0^1 x^{999}dx",
+    "\\binom{99999}{5000}",
+    "\\prod_{i=1}^{9999}i",
+    "{" * 100_000,
+    "\\text{" * 1000,
+    "$" * 10_000_000,
+    "1/0",
+    "\\frac{1}{0}",
+    "0/0",
+    "\x00",
+    "\ud800",
+    "\\begin{pmatrix}" * 20,
+    "x" * 299,
+    "x^{99}+y^{99}=z^{99}",
+    "(x+1)^{99}(y+1)^{99}",
+    "\\sin(\\cos(\\tan(\\sin(\\cos(\\tan(x))))))",
+    "\\{1,2,3,\\ldots,99999999\\}",
+    "[0,1)\\cup(2,3)" * 20,
+    "1,2,3," * 50,
+    "50\\%\\%\\%",
 ]
 
 
 async def test_no_answer_takes_the_machine_or_the_next_answer():
-    """Under a verifier's usual limits every one is judged wrong, or is an error of its own; the honest answer after it is right."""
-    pool = VerifierPool(schema.Task(name="math", verifier=schema.Verifier(workers=1)), seed=0, cpu=None)
+    """Under a verifier's usual limits every one is judged wrong, or is an error of its own; the
+    honest answer after it is right.
+    """
+    pool = VerifierPool(
+        schema.Task(name="math", verifier=schema.Verifier(workers=1)), seed=0, cpu=None
+    )
     await pool.start()
     try:
         for answer in HOSTILE_ANSWERS:
             async with asyncio.timeout(60):
-                [hostile, honest] = await pool.score_many([(f"\\boxed{{{answer}}}", "7"), ("\\boxed{\\frac{14}{2}}", "7")])
+                [hostile, honest] = await pool.score_many(
+                    [(f"\\boxed{{{answer}}}", "7"), ("\\boxed{\\frac{14}{2}}", "7")]
+                )
             assert isinstance(hostile, VerifierError) or hostile.verdict == 0.0, answer[:80]
             assert isinstance(honest, Score) and honest.verdict == 1.0, answer[:80]
     finally:
@@ -380,8 +469,28 @@ async def test_no_answer_takes_the_machine_or_the_next_answer():
 
 
 NO_CODE_FROM_DATA = ("wire", "groups", "replay/*", "tasks/*")
-REFUSED_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
-REFUSED_CALLS = {"eval", "exec", "compile", "__import__", "fork", "forkpty", "system", "popen", "load_module"}
+REFUSED_MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "multiprocessing",
+}
+REFUSED_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "fork",
+    "forkpty",
+    "system",
+    "popen",
+    "load_module",
+}
 
 
 async def test_wire_journal_and_verifiers_make_no_code_of_data_and_never_fork():
@@ -390,14 +499,28 @@ async def test_wire_journal_and_verifiers_make_no_code_of_data_and_never_fork():
     assert len(files) > 20
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
-            names |= {(node.module or "").split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+            names = (
+                {alias.name.split(".")[0] for alias in node.names}
+                if isinstance(node, ast.Import)
+                else set()
+            )
+            names |= (
+                {(node.module or "").split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+            )
             assert not names & REFUSED_MODULES, f"{path.name}:{node.lineno}"
             if isinstance(node, ast.Call):
-                called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+                called = (
+                    node.func.id
+                    if isinstance(node.func, ast.Name)
+                    else getattr(node.func, "attr", "")
+                )
                 owner = getattr(getattr(node.func, "value", None), "id", "")
-                assert called not in REFUSED_CALLS or owner == "re", f"{path.name}:{node.lineno} calls {called}"
-                assert not [k for k in node.keywords if k.arg in ("allow_pickle", "preexec_fn", "shell")], f"{path.name}:{node.lineno}"
+                assert called not in REFUSED_CALLS or owner == "re", (
+                    f"{path.name}:{node.lineno} calls {called}"
+                )
+                assert not [
+                    k for k in node.keywords if k.arg in ("allow_pickle", "preexec_fn", "shell")
+                ], f"{path.name}:{node.lineno}"
 
 
 PARENT = """
@@ -407,7 +530,8 @@ from async_grpo.tasks.verifier import VerifierPool
 
 async def main():
     verifier = schema.Verifier(workers=2, timeout_s=600.0)
-    pool = VerifierPool(schema.Task(name="tests.tasks.test_verifier:Misbehaving", verifier=verifier), seed=0, cpu=None)
+    task = schema.Task(name="tests.tasks.test_verifier:Misbehaving", verifier=verifier)
+    pool = VerifierPool(task, seed=0, cpu=None)
     await pool.start()
     pids = [int(child._process.pid) for child in pool._children]
     busy = asyncio.create_task(pool.score("sleep 600", None))
@@ -422,7 +546,9 @@ asyncio.run(main())
 async def test_children_die_with_a_killed_parent():
     parent = start_parent()
     try:
-        pids = [int(word) for word in parent.stdout.readline().split()]  # one of them idle, one busy
+        pids = [
+            int(word) for word in parent.stdout.readline().split()
+        ]  # one of them idle, one busy
         assert len(pids) == 2 and all(map(exists, pids))
     finally:
         parent.kill()

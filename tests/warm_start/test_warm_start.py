@@ -1,4 +1,6 @@
-"""The warm start's cache, child process, tokenizer and training, with a few steps of a very small model."""
+"""The warm start's cache, child process, tokenizer and training, with a few steps of a very small
+model.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _config(cache: Path, *, seed: int = 0, digits: int = 1, **settings: object) -> Config:
     small: dict[str, object] = {
-        "hidden_size": 32, "intermediate_size": 32, "layers": 1, "heads": 1, "batch_size": 32, "max_steps": 3, "blur_max_steps": 2,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "layers": 1,
+        "heads": 1,
+        "batch_size": 32,
+        "max_steps": 3,
+        "blur_max_steps": 2,
+    }
     return Config(
         seed=seed,
         run=Run(total_steps=1),
@@ -49,19 +57,36 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, str, list[s
     config = _config(tmp_path_factory.mktemp("cache"))
     lines: list[str] = []
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # two threads on a busy machine wait for each other, for minutes at this size
+    os.sched_setaffinity(
+        0, {min(cores)}
+    )  # two threads on a busy machine wait for each other, for minutes at this size
     try:
-        return config, warm_start.ensure_warm_start(config, progress=lines.append, timeout_s=300.0), lines
+        return (
+            config,
+            warm_start.ensure_warm_start(config, progress=lines.append, timeout_s=300.0),
+            lines,
+        )
     finally:
         os.sched_setaffinity(0, cores)
 
 
-def test_the_child_builds_a_model_that_transformers_loads(built: tuple[Config, str, list[str]]) -> None:
+def test_the_child_builds_a_model_that_transformers_loads(
+    built: tuple[Config, str, list[str]],
+) -> None:
     _, directory, lines = built
     model = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    assert (model.config.model_type, model.dtype, model.config.max_position_embeddings) == ("qwen2", torch.float32, 512)
-    assert model.config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id == model.config.pad_token_id
+    assert (model.config.model_type, model.dtype, model.config.max_position_embeddings) == (
+        "qwen2",
+        torch.float32,
+        512,
+    )
+    assert (
+        model.config.eos_token_id
+        == tokenizer.eos_token_id
+        != tokenizer.pad_token_id
+        == model.config.pad_token_id
+    )
     assert model.config.vocab_size == len(tokenizer) == 64
     report = json.loads((Path(directory) / "warm_start.json").read_text())
     assert (report["clean_steps"], 1 <= report["blur_steps"] <= 2) == (3, True)
@@ -89,11 +114,18 @@ from async_grpo.config.schema import Config
 from async_grpo.warm_start.cache import ensure_warm_start
 def refuse(*args, **kwargs): raise AssertionError("a child was started")
 subprocess.Popen = refuse
-print(ensure_warm_start(Config.model_validate_json(sys.stdin.read()), progress=lambda text: None, timeout_s=1.0))
+config = Config.model_validate_json(sys.stdin.read())
+print(ensure_warm_start(config, progress=lambda text: None, timeout_s=1.0))
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], input=config.model_dump_json(), text=True, capture_output=True, cwd=ROOT, timeout=120, check=True
+        [sys.executable, "-c", program],
+        input=config.model_dump_json(),
+        text=True,
+        capture_output=True,
+        cwd=ROOT,
+        timeout=120,
+        check=True,
     )
     assert run.stdout.strip() == directory
 
@@ -104,7 +136,12 @@ def test_the_key_covers_what_the_weights_depend_on(tmp_path: Path) -> None:
 
     base = path(_config(tmp_path))
     assert path(_config(tmp_path)) == base
-    others = [_config(tmp_path, seed=1), _config(tmp_path, digits=2), _config(tmp_path, lr=0.1), _config(tmp_path, tie_embeddings=True)]
+    others = [
+        _config(tmp_path, seed=1),
+        _config(tmp_path, digits=2),
+        _config(tmp_path, lr=0.1),
+        _config(tmp_path, tie_embeddings=True),
+    ]
     assert len({base, *(path(config) for config in others)}) == 5
     assert path(_config(tmp_path / "elsewhere")).name == base.name
 
@@ -119,7 +156,10 @@ def test_two_builders_at_once_end_with_one_model_and_the_same_weights(tmp_path: 
 
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda: found.append(warm_start.warm_start(config, progress=wait_for_the_other)), daemon=True)
+        threading.Thread(
+            target=lambda: found.append(warm_start.warm_start(config, progress=wait_for_the_other)),
+            daemon=True,
+        )
         for _ in range(2)
     ]
     for thread in threads:
@@ -134,7 +174,11 @@ def test_two_builders_at_once_end_with_one_model_and_the_same_weights(tmp_path: 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
     first, again, other = (
-        _weights(warm_start.warm_start(_config(tmp_path / name, seed=seed, tie_embeddings=True), progress=_quiet))
+        _weights(
+            warm_start.warm_start(
+                _config(tmp_path / name, seed=seed, tie_embeddings=True), progress=_quiet
+            )
+        )
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
     )
     assert first == again != other
@@ -151,9 +195,19 @@ def test_tied_embeddings_are_stored_once_and_load(tmp_path: Path) -> None:
 
 def test_it_learns_and_the_blur_takes_accuracy_away_again(tmp_path: Path) -> None:
     config = _config(
-        tmp_path, hidden_size=64, intermediate_size=64, heads=2, batch_size=64, max_steps=300, lr=5e-3, blur_noise=1.0, blur_max_steps=40
+        tmp_path,
+        hidden_size=64,
+        intermediate_size=64,
+        heads=2,
+        batch_size=64,
+        max_steps=300,
+        lr=5e-3,
+        blur_noise=1.0,
+        blur_max_steps=40,
     )
-    report = json.loads((Path(warm_start.warm_start(config, progress=_quiet)) / "warm_start.json").read_text())
+    report = json.loads(
+        (Path(warm_start.warm_start(config, progress=_quiet)) / "warm_start.json").read_text()
+    )
     settings = config.model.warm_start
     assert settings is not None
     assert report["clean"]["greedy"] >= settings.target_accuracy
@@ -163,15 +217,23 @@ def test_it_learns_and_the_blur_takes_accuracy_away_again(tmp_path: Path) -> Non
     assert report["blurred"]["sampled"] <= settings.blur_sampled_accuracy
 
 
-def test_teacher_forced_accuracy_is_the_accuracy_of_generated_answers(built: tuple[Config, str, list[str]]) -> None:
+def test_teacher_forced_accuracy_is_the_accuracy_of_generated_answers(
+    built: tuple[Config, str, list[str]],
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(built[1]).eval()
     encoder = warm_start_model.Encoder(AutoTokenizer.from_pretrained(built[1]))
     prompts = [f"{a}+{b}=" for a in range(4) for b in range(4)]
     ids = encoder.encode([(prompt, "") for prompt in prompts]).tokens[:, :-1]
     answers = model.generate(ids, do_sample=False, max_new_tokens=3)[:, ids.shape[1] :]
-    # Its own greedy answers, where they end in time, are right by definition; anything else is wrong.
-    texts = ["".join(warm_start_model.ALPHABET[token - 2] for token in row.tolist() if token > 1) for row in answers]
-    measured = warm_start_model.measure(model, encoder.encode(list(zip(prompts, texts, strict=True))))
+    # Its own greedy answers, where they end in time, are right by definition; anything else is
+    # wrong.
+    texts = [
+        "".join(warm_start_model.ALPHABET[token - 2] for token in row.tolist() if token > 1)
+        for row in answers
+    ]
+    measured = warm_start_model.measure(
+        model, encoder.encode(list(zip(prompts, texts, strict=True)))
+    )
     ended = [encoder.eos in row for row in answers.tolist()]
     assert measured.greedy == pytest.approx(sum(ended) / len(ended))
     assert 0.0 <= measured.sampled <= 1.0

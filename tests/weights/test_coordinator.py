@@ -15,19 +15,45 @@ from async_grpo.errors import SetupError, Stalled
 from async_grpo.weights import delivery
 from async_grpo.weights.checks import SelfCheckFailed
 from async_grpo.weights.coordinator import Coordinator
-from async_grpo.weights.transport import SELF_CHECK, Announcement, Receipt, Staged, TokenSequence, TornTransfer, TransferMismatch
+from async_grpo.weights.transport import (
+    SELF_CHECK,
+    Announcement,
+    Receipt,
+    Staged,
+    TokenSequence,
+    TornTransfer,
+    TransferMismatch,
+)
 
 PROMPT, RESPONSE = [1, 2, 3], [4, 5]
 
 
-def config(*, self_check: bool = False, overlap: bool = True, acknowledge_s: float = 5.0, every: int = 1, verify_every: int = 0) -> Config:
-    return Config.model_validate({
-        "run": {"total_steps": 9}, "model": {"path": "m"}, "replay": {"max_staleness": every - 1},
-        "weight_sync": {
-            "self_check": self_check, "overlap": overlap, "every_steps": every, "verify_every": verify_every,
-            "deadlines": {"acknowledge_s": acknowledge_s, "rendezvous_s": 0.1, "bucket_s": 0.05},
-        },
-    })
+def config(
+    *,
+    self_check: bool = False,
+    overlap: bool = True,
+    acknowledge_s: float = 5.0,
+    every: int = 1,
+    verify_every: int = 0,
+) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 9},
+            "model": {"path": "m"},
+            "replay": {"max_staleness": every - 1},
+            "weight_sync": {
+                "self_check": self_check,
+                "overlap": overlap,
+                "every_steps": every,
+                "verify_every": verify_every,
+                "deadlines": {
+                    "acknowledge_s": acknowledge_s,
+                    "rendezvous_s": 0.1,
+                    "bucket_s": 0.05,
+                },
+            },
+        }
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +92,18 @@ class FakeLearner:
         self.events.append(f"stage {label}")
         if verify:
             self.verified.append(label)
-        return Staged(self._announcement(label, self.weight), [logprobs_of(self.weight, response) for _, response in sequences])
+        return Staged(
+            self._announcement(label, self.weight),
+            [logprobs_of(self.weight, response) for _, response in sequences],
+        )
 
-    async def stage_perturbed(self, label: str, *, scale: float, sequences: list[TokenSequence]) -> Staged:
+    async def stage_perturbed(
+        self, label: str, *, scale: float, sequences: list[TokenSequence]
+    ) -> Staged:
         perturbed = self.weight + scale * self.moves
         return Staged(
-            self._announcement(label, perturbed), [logprobs_of(perturbed, response) for _, response in sequences],
+            self._announcement(label, perturbed),
+            [logprobs_of(perturbed, response) for _, response in sequences],
             [logprobs_of(self.weight, response) for _, response in sequences],
         )
 
@@ -92,7 +124,9 @@ class FakeLearner:
 
 @dataclass
 class FakeEngine:
-    """deaf: acknowledges weights and keeps its own. failures: receipts that it gives in turn, before it obeys. error: raised instead, for ever."""
+    """deaf: acknowledges weights and keeps its own. failures: receipts that it gives in turn,
+    before it obeys. error: raised instead, for ever.
+    """
 
     actor_id: str
     events: list[str]
@@ -148,14 +182,22 @@ class FakeEngine:
         return [(labels, self._logprobs(response)) for _, response in sequences]
 
     def _logprobs(self, response: list[int]) -> np.ndarray:
-        return logprobs_of(self.weight, response) + np.float32(self.noise) * np.array([1.0, -1.0], np.float32)
+        return logprobs_of(self.weight, response) + np.float32(self.noise) * np.array(
+            [1.0, -1.0], np.float32
+        )
 
 
 class Fixture:
     """A coordinator with everything around it faked, and what happened, in order."""
 
     def __init__(
-        self, settings: Config | None = None, *, engines: int = 2, backend: str = "shared_memory", moves: float = 1.0, exact: bool = True
+        self,
+        settings: Config | None = None,
+        *,
+        engines: int = 2,
+        backend: str = "shared_memory",
+        moves: float = 1.0,
+        exact: bool = True,
     ) -> None:
         self.events: list[str] = []
         self.learner = FakeLearner(self.events, moves=moves, backend=backend)
@@ -164,7 +206,13 @@ class Fixture:
         self.notes: list[str] = []
         self.live_error: BaseException | None = None
         self.coordinator = Coordinator(
-            settings or config(), learner=self.learner, engines=self, backend=backend, live=self.live, exact=exact, note=self.notes.append
+            settings or config(),
+            learner=self.learner,
+            engines=self,
+            backend=backend,
+            live=self.live,
+            exact=exact,
+            note=self.notes.append,
         )
 
     def alive(self) -> tuple[FakeEngine, ...]:
@@ -178,7 +226,9 @@ class Fixture:
         if self.live_error is not None and version > 0:
             raise self.live_error
         served = {engine.actor_id: engine.label for engine in self.members if engine.group}
-        assert set(served.values()) <= {f"v0.{version}"}, f"v{version} is declared live, engines serve {served}"
+        assert set(served.values()) <= {f"v0.{version}"}, (
+            f"v{version} is declared live, engines serve {served}"
+        )
         self.events.append(f"live {version}")
 
 
@@ -201,8 +251,15 @@ def test_a_publication_is_staged_received_and_then_live(overlap: bool) -> None:
         await run.coordinator.publish(4)
         await run.coordinator.wait()
         assert run.events == [
-            "rendezvous", "stage v0.3", "a0 takes v0.3", "a1 takes v0.3", "live 3",
-            "stage v0.4", "a0 takes v0.4", "a1 takes v0.4", "live 4",
+            "rendezvous",
+            "stage v0.3",
+            "a0 takes v0.3",
+            "a1 takes v0.3",
+            "live 3",
+            "stage v0.4",
+            "a0 takes v0.4",
+            "a1 takes v0.4",
+            "live 4",
         ]
         assert [engine.weight for engine in run.members] == [2.0, 2.0]
         measured = run.coordinator.measurements()
@@ -224,20 +281,29 @@ def test_with_overlap_the_learner_waits_for_the_one_before_only() -> None:
         await until(lambda: "a0 takes v0.1" in run.events)
         second = asyncio.create_task(run.coordinator.publish(2))
         await asyncio.sleep(0.01)
-        assert "stage v0.2" not in run.events, "at most one publication is under way: a segment may still be read"
+        assert "stage v0.2" not in run.events, (
+            "at most one publication is under way: a segment may still be read"
+        )
         assert "live 1" not in run.events, "a0 does not serve it yet"
         gate.set()
         await second
         await run.coordinator.wait()
         assert [event for event in run.events if event.startswith(("live", "stage"))] == [
-            "stage v0.0", "live 0", "stage v0.1", "live 1", "stage v0.2", "live 2",
+            "stage v0.0",
+            "live 0",
+            "stage v0.1",
+            "live 1",
+            "stage v0.2",
+            "live 2",
         ]
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("overlap", "streamed"), [(False, False), (True, True)])
-def test_without_overlap_and_without_a_copy_publish_is_complete(overlap: bool, streamed: bool) -> None:
+def test_without_overlap_and_without_a_copy_publish_is_complete(
+    overlap: bool, streamed: bool
+) -> None:
     async def scenario() -> None:
         run = Fixture(config(overlap=overlap), backend="nccl")
         run.learner.streamed = streamed
@@ -276,7 +342,9 @@ def test_an_engine_that_dies_or_says_nothing_is_dropped_and_the_others_go_live(l
         await run.coordinator.wait()
         assert list(run.dropped) == ["a0"]
         if late:
-            assert "a0 did not answer publication v0.1 within its deadline (0.1 s at most)" in str(run.dropped["a0"])
+            assert "a0 did not answer publication v0.1 within its deadline (0.1 s at most)" in str(
+                run.dropped["a0"]
+            )
         assert run.members[0].label == "v0.1"
         assert run.events[-1] == "live 1"
         assert run.coordinator.measurements()["weights/dropped_engines"] == 1
@@ -335,7 +403,9 @@ def test_a_torn_engine_takes_the_publication_again_before_it_is_live() -> None:
         await run.coordinator.publish(1)
         await run.coordinator.wait()
         assert not run.dropped
-        assert [engine.received[1:] for engine in run.members] == [["v0.1"]] * 2, "the other one took it once"
+        assert [engine.received[1:] for engine in run.members] == [["v0.1"]] * 2, (
+            "the other one took it once"
+        )
         assert run.members[1].weight == 2.0
         assert run.events[-1] == "live 1"
         assert run.coordinator.measurements()["weights/repeated"] == 2
@@ -382,7 +452,9 @@ def test_nccl_forms_the_group_again_without_the_culprit_and_repeats_for_all() ->
         await run.coordinator.wait()
         assert list(run.dropped) == ["a1"], "those that say that they are torn are not to blame"
         assert run.learner.groups == [[1, 1, 1], [1, 1]]
-        assert [(engine.group, engine.weight, engine.label) for engine in run.members] == [(2, 2.0, "v0.1")] * 2
+        assert [(engine.group, engine.weight, engine.label) for engine in run.members] == [
+            (2, 2.0, "v0.1")
+        ] * 2
         assert run.events[-1] == "live 1"
 
     asyncio.run(scenario())
@@ -431,7 +503,9 @@ def test_the_last_engine_may_die_and_the_publication_still_ends() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("failure", "error"), [("mismatch", TransferMismatch), ("names", SetupError)])
+@pytest.mark.parametrize(
+    ("failure", "error"), [("mismatch", TransferMismatch), ("names", SetupError)]
+)
 def test_wrong_bytes_and_wrong_names_end_the_run(failure: str, error: type[Exception]) -> None:
     async def scenario() -> None:
         run = Fixture()
@@ -468,12 +542,16 @@ def test_no_publication_slips_between_a_newcomers_weights_and_its_admission() ->
         run = Fixture()
         await run.coordinator.start(0)
         newcomer = FakeEngine("b0", run.events, gate=asyncio.Event())
-        joining = asyncio.create_task(run.coordinator.join(newcomer, lambda: run.members.append(newcomer)))
+        joining = asyncio.create_task(
+            run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
+        )
         await until(lambda: "b0 takes v0.0" in run.events)
         run.learner.weight = 2.0
         publishing = asyncio.create_task(run.coordinator.publish(1))
         await asyncio.sleep(0.01)
-        assert "stage v0.1" not in run.events, "a publication began while a newcomer was reading the one before"
+        assert "stage v0.1" not in run.events, (
+            "a publication began while a newcomer was reading the one before"
+        )
         newcomer.gate.set()
         await asyncio.gather(joining, publishing)
         await run.coordinator.wait()
@@ -489,7 +567,9 @@ def test_a_newcomer_is_checked_while_a_publication_goes_on_and_learns_of_it() ->
         await run.coordinator.start(0)
         newcomer = FakeEngine("b0", run.events)
         newcomer.gate = asyncio.Event()
-        joining = asyncio.create_task(run.coordinator.join(newcomer, lambda: run.members.append(newcomer)))
+        joining = asyncio.create_task(
+            run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
+        )
         await until(lambda: f"b0 takes {SELF_CHECK}" in run.events)
         run.learner.weight = 2.0
         await run.coordinator.publish(1)
@@ -545,7 +625,9 @@ def test_nccl_forms_a_new_group_when_a_member_is_gone() -> None:
         assert len(run.learner.groups) == 1, "the same members keep their group"
         run.members.pop(1)
         await run.coordinator.refresh(1)
-        assert len(run.learner.groups) == 1, "a member less needs nothing before the next publication"
+        assert len(run.learner.groups) == 1, (
+            "a member less needs nothing before the next publication"
+        )
         await run.coordinator.publish(2)
         assert run.learner.groups[1:] == [[1, 1]]
         assert [engine.group for engine in run.members] == [2, 2]
@@ -561,13 +643,20 @@ def test_nccl_refresh_serves_a_newcomer_and_makes_the_version_live(self_check: b
         newcomer = FakeEngine("b0", run.events)
         await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
         assert newcomer.label == "unpublished"
-        assert newcomer not in run.coordinator.serving(), "an evaluation must not ask an engine that holds the first weights"
-        # The learner is one step past the last publication: what is sent now is version 1 and has to be live, or nobody gets tickets.
+        assert newcomer not in run.coordinator.serving(), (
+            "an evaluation must not ask an engine that holds the first weights"
+        )
+        # The learner is one step past the last publication: what is sent now is version 1 and has
+        # to be live, or nobody gets tickets.
         await run.coordinator.refresh(1)
         assert run.learner.groups[-1] == [1, 1, 1]
         assert [engine.label for engine in run.members] == ["v0.1"] * 3
-        assert newcomer.received == [SELF_CHECK] * self_check + ["v0.1"], "the check is its own, in a group of its own"
-        assert [engine.received.count(SELF_CHECK) for engine in run.members] == [int(self_check)] * 3
+        assert newcomer.received == [SELF_CHECK] * self_check + ["v0.1"], (
+            "the check is its own, in a group of its own"
+        )
+        assert [engine.received.count(SELF_CHECK) for engine in run.members] == [
+            int(self_check)
+        ] * 3
         assert newcomer in run.coordinator.serving()
         assert run.events[-1] == "live 1"
         sent = len(run.events)
@@ -582,7 +671,9 @@ def test_nccl_newcomer_that_arrives_while_weights_are_staged_waits_for_its_group
         run = Fixture(backend="nccl")
         await run.coordinator.start(0)
         newcomer = FakeEngine("b0", run.events)
-        run.learner.at_stage = lambda: None if newcomer in run.members else run.members.append(newcomer)
+        run.learner.at_stage = lambda: (
+            None if newcomer in run.members else run.members.append(newcomer)
+        )
         await run.coordinator.publish(1)
         await run.coordinator.wait()
         assert not run.dropped
@@ -627,7 +718,9 @@ def test_self_check_allows_rounding_and_looks_harder_when_it_hides_the_test() ->
     async def scenario() -> None:
         run = Fixture(config(self_check=True), moves=1.2, exact=False)
         run.members[0].noise = 0.02
-        measured = await run.coordinator.start(0)  # the first perturbation moves 0.09 on average, less than four times the 0.03 allowed
+        measured = await run.coordinator.start(
+            0
+        )  # the first perturbation moves 0.09 on average, less than four times the 0.03 allowed
         assert run.members[0].received == [SELF_CHECK, SELF_CHECK, "v0.0"]
         assert measured["weights/self_check_moved"] == pytest.approx(0.18, rel=1e-3)
         assert measured["weights/self_check_sampler_error"] == pytest.approx(0.02, rel=1e-3)
@@ -636,7 +729,9 @@ def test_self_check_allows_rounding_and_looks_harder_when_it_hides_the_test() ->
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("noise", "exact"), [(1e-3, True), (float("nan"), True), (0.1, False), (float("nan"), False)])
+@pytest.mark.parametrize(
+    ("noise", "exact"), [(1e-3, True), (float("nan"), True), (0.1, False), (float("nan"), False)]
+)
 def test_self_check_refuses_wrong_logprobs(noise: float, exact: bool) -> None:
     async def scenario() -> None:
         run = Fixture(config(self_check=True), exact=exact)
@@ -647,7 +742,10 @@ def test_self_check_refuses_wrong_logprobs(noise: float, exact: bool) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("moves", "message"), [(0.0, "too little to tell"), (1e-4, "too little to tell"), (float("nan"), "disagree")])
+@pytest.mark.parametrize(
+    ("moves", "message"),
+    [(0.0, "too little to tell"), (1e-4, "too little to tell"), (float("nan"), "disagree")],
+)
 def test_self_check_refuses_a_perturbation_that_shows_nothing(moves: float, message: str) -> None:
     async def scenario() -> None:
         run = Fixture(config(self_check=True), moves=moves)
@@ -664,7 +762,9 @@ def test_a_newcomer_is_checked_when_the_noise_has_raised_the_bound() -> None:
         await run.coordinator.start(0)
         newcomer = FakeEngine("b0", run.events)
         await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
-        assert newcomer.received == [SELF_CHECK] * 3 + ["v0.0"], "what showed enough at the start is not enough for a bound of 0.1"
+        assert newcomer.received == [SELF_CHECK] * 3 + ["v0.0"], (
+            "what showed enough at the start is not enough for a bound of 0.1"
+        )
 
     asyncio.run(scenario())
 
@@ -695,7 +795,9 @@ def test_the_last_probes_are_waited_for_and_their_findings_raised() -> None:
         await run.coordinator.publish(1)
         run.learner.weight, run.members[1].deaf = 5.0, True
         await run.coordinator.publish(2)
-        with pytest.raises(TransferMismatch, match=r"engine a1 does not compute with the weights v0\.2"):
+        with pytest.raises(
+            TransferMismatch, match=r"engine a1 does not compute with the weights v0\.2"
+        ):
             await run.coordinator.settle()
 
     asyncio.run(scenario())
@@ -736,7 +838,11 @@ def test_the_drift_alarm_ends_the_run_at_the_next_boundary(way: str) -> None:
         else:
             run.members[1].noise = 1e-3
         await train(run, 1, 2)
-        with pytest.raises(TransferMismatch, match=r"engine a1 does not compute with the weights v0\.2 that it acknowledged: log-probs differ by"):
+        with pytest.raises(
+            TransferMismatch,
+            match=r"engine a1 does not compute with the weights v0\.2 that it acknowledged: "
+            r"log-probs differ by",
+        ):
             await run.coordinator.refresh(2)
         with pytest.raises(TransferMismatch):
             await run.coordinator.publish(3)

@@ -1,4 +1,6 @@
-"""Publications reach a running engine: one response lives through several, and every token's stamp and log-prob are true."""
+"""Publications reach a running engine: one response lives through several, and every token's stamp
+and log-prob are true.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,17 @@ def perturbed(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(0.1 * parameter.pow(2).mean().sqrt().clamp_min(0.05) * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(
+                0.1
+                * parameter.pow(2).mean().sqrt().clamp_min(0.05)
+                * torch.randn(parameter.shape, generator=generator)
+            )
     return other
 
 
-def learner_logprobs(model: torch.nn.Module, prompt: list[int], response: np.ndarray, temperature: float) -> np.ndarray:
+def learner_logprobs(
+    model: torch.nn.Module, prompt: list[int], response: np.ndarray, temperature: float
+) -> np.ndarray:
     """Log-probs of a response by one plain forward pass."""
     ids = torch.tensor([prompt + response.tolist()])
     with torch.no_grad():
@@ -37,7 +45,9 @@ def learner_logprobs(model: torch.nn.Module, prompt: list[int], response: np.nda
     return logits.float().log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
-async def generate_through_publications(engine: Engine, sender: SharedMemorySender, owner: ModuleOwner, models: list) -> list:
+async def generate_through_publications(
+    engine: Engine, sender: SharedMemorySender, owner: ModuleOwner, models: list
+) -> list:
     """Start long responses, publish models 1 and 2 while they run, return them."""
     sampling = Sampling(n=6, max_tokens=600, temperature=0.8)
     task = asyncio.create_task(engine.generate(PROMPT, sampling))
@@ -46,7 +56,11 @@ async def generate_through_publications(engine: Engine, sender: SharedMemorySend
         assert not task.done(), "the responses ended before the publication; make them longer"
         owner.model = models[version]
         receipt = await engine.receive(sender.stage(Version(0, version).label, verify=version == 1))
-        assert receipt.serving == f"v0.{version}" and not receipt.failure and receipt.recomputed_tokens > 0
+        assert (
+            receipt.serving == f"v0.{version}"
+            and not receipt.failure
+            and receipt.recomputed_tokens > 0
+        )
     return await asyncio.wait_for(task, 60)
 
 
@@ -57,17 +71,26 @@ def test_a_response_lives_through_two_publications(tmp_path, tied):
     directory = write_model(tmp_path / "model", tied=tied, positions=1024, ends=False)
     base = AutoModelForCausalLM.from_pretrained(directory).float().eval()
     models = [base, perturbed(base, 1), perturbed(base, 2)]
-    config = Config.model_validate({
-        "run": {"total_steps": 1}, "model": {"path": directory},
-        "rollout": {"prompt_length": 32, "response_length": 700},
-        "cluster": {"engine": {"max_num_seqs": 8}},
-    })
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": directory},
+            "rollout": {"prompt_length": 32, "response_length": 700},
+            "cluster": {"engine": {"max_num_seqs": 8}},
+        }
+    )
     owner, key = ModuleOwner(base), f"test-{uuid.uuid4().hex[:8]}"
     sender = SharedMemorySender(owner, key=key, fallback=tmp_path / "weights")
 
     async def scenario():
         engine = await Engine.start(
-            config, model_dir=directory, device="cpu", backend="shared_memory", stop_token_ids=[], label=Version(0, 0).label, seed=1
+            config,
+            model_dir=directory,
+            device="cpu",
+            backend="shared_memory",
+            stop_token_ids=[],
+            label=Version(0, 0).label,
+            seed=1,
         )
         try:
             [payload] = sender.connect("127.0.0.1", [1])
@@ -77,13 +100,26 @@ def test_a_response_lives_through_two_publications(tmp_path, tied):
             sender.stage("v0.4", verify=False)
             newest = sender.stage("v0.5", verify=True)
             torn = await engine.receive(stale)
-            assert torn.failure == "torn" and "announcement is for write" in torn.reason and torn.serving == "v0.2"
+            assert (
+                torn.failure == "torn"
+                and "announcement is for write" in torn.reason
+                and torn.serving == "v0.2"
+            )
             assert (await engine.receive(newest)).serving == "v0.5"
-            with pytest.raises(ValueError, match="v0.3 was announced to an engine that serves v0.5"):
+            with pytest.raises(
+                ValueError, match=r"v0.3 was announced to an engine that serves v0.5"
+            ):
                 await engine.receive(stale)
-            [(labels, scored)] = await engine.score([(PROMPT, completions[0].token_ids[:50].tolist())])
+            [(labels, scored)] = await engine.score(
+                [(PROMPT, completions[0].token_ids[:50].tolist())]
+            )
             assert set(labels) == {"v0.5"}
-            assert np.abs(scored - learner_logprobs(models[2], PROMPT, completions[0].token_ids[:50], 1.0)).max() < 1e-4
+            assert (
+                np.abs(
+                    scored - learner_logprobs(models[2], PROMPT, completions[0].token_ids[:50], 1.0)
+                ).max()
+                < 1e-4
+            )
             return completions
         finally:
             engine.close()
@@ -94,12 +130,19 @@ def test_a_response_lives_through_two_publications(tmp_path, tied):
     spanning = 0
     for completion in completions:
         versions = [span.policy_version for span in completion.versions]
-        assert versions == sorted(versions) and completion.versions[-1].end == len(completion.token_ids)
+        assert versions == sorted(versions) and completion.versions[-1].end == len(
+            completion.token_ids
+        )
         spanning += len(set(versions)) >= 3
-        by_version = [learner_logprobs(model, PROMPT, completion.token_ids, 0.8) for model in models]
+        by_version = [
+            learner_logprobs(model, PROMPT, completion.token_ids, 0.8) for model in models
+        ]
         for span in completion.versions:
             recorded = completion.logprobs[span.start : span.end]
-            assert np.abs(recorded - by_version[span.policy_version][span.start : span.end]).max() < 1e-4
+            assert (
+                np.abs(recorded - by_version[span.policy_version][span.start : span.end]).max()
+                < 1e-4
+            )
             if span.policy_version > 0 and span.end - span.start > 20:
                 before = by_version[span.policy_version - 1][span.start : span.end]
                 assert np.abs(recorded - before).mean() > 1e-3
@@ -116,7 +159,9 @@ def test_a_torn_segment_is_refused(tmp_path):
         reader = SegmentReader(payload["metadata"])
         first = sender.stage("v0.1", verify=True).payload
         got = dict(reader.tensors(**first))
-        assert torch.equal(got["weight"], owner.model.weight) and torch.equal(got["bias"], owner.model.bias)
+        assert torch.equal(got["weight"], owner.model.weight) and torch.equal(
+            got["bias"], owner.model.bias
+        )
         sender.stage("v0.2", verify=False)
         sender.stage("check", verify=False, apart=True)
         reader.check(first["path"], first["sequence"])

@@ -1,4 +1,6 @@
-"""The `nccl` path: our sender and vLLM's engines on both sides; on CPU over the doubles of tests/support/nccl_over_gloo.py."""
+"""The `nccl` path: our sender and vLLM's engines on both sides; on CPU over the doubles of
+tests/support/nccl_over_gloo.py.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ BUFFER_BYTES = 64 * 1024
 """Packs of this size make several chunks of the test model."""
 PROMPT = list(range(5, 17))
 pytestmark = [pytest.mark.timeout(200), *([pytest.mark.gpu] if GPUS else [])]
-only_doubles = pytest.mark.skipif(GPUS > 0, reason="about the doubles, which are not used where there are GPUs")
+only_doubles = pytest.mark.skipif(
+    GPUS > 0, reason="about the doubles, which are not used where there are GPUs"
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,32 +72,64 @@ def in_thread(work: Callable[[], Any], *, device: int = 0) -> Future:
     return future
 
 
-def make_sender(owner: WeightOwner, *, packed: bool = True, overlap: bool = False, buffers: int = 2, deadlines: Deadlines | None = None) -> Any:
+def make_sender(
+    owner: WeightOwner,
+    *,
+    packed: bool = True,
+    overlap: bool = False,
+    buffers: int = 2,
+    deadlines: Deadlines | None = None,
+) -> Any:
     """The one place that builds our sender."""
     from async_grpo.weights.nccl import NcclSender
 
     deadlines = deadlines or Deadlines()
-    return NcclSender(owner, overlap=overlap, deadlines=deadlines, packed=packed, packed_bytes=BUFFER_BYTES, packed_buffers=buffers)
+    return NcclSender(
+        owner,
+        overlap=overlap,
+        deadlines=deadlines,
+        packed=packed,
+        packed_bytes=BUFFER_BYTES,
+        packed_buffers=buffers,
+    )
 
 
-# -- several ranks on either side ------------------------------------------------------------------------
+# -- several ranks on either side
+# ------------------------------------------------------------------------
 
 
 class Receiver:
-    """One worker of an engine: the engines' half of the transport around a model that keeps what it is given."""
+    """One worker of an engine: the engines' half of the transport around a model that keeps what it
+    is given.
+    """
 
-    def __init__(self, payload: dict[str, Any], directory: str | Path, *, rank: int = 0, size: int = 1, device: int | None = None) -> None:
+    def __init__(
+        self,
+        payload: dict[str, Any],
+        directory: str | Path,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        device: int | None = None,
+    ) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
 
         from async_grpo.weights.worker import NcclEngine
 
-        self.payload, self.device = payload, payload["group"]["rank_offset"] + rank if device is None else device
+        self.payload, self.device = (
+            payload,
+            payload["group"]["rank_offset"] + rank if device is None else device,
+        )
         self.received: dict[str, torch.Tensor] = {}
         parallel = SimpleNamespace(data_parallel_index=0, world_size=size, rank=rank)
-        model = SimpleNamespace(model=str(directory), hf_text_config=SimpleNamespace(tie_word_embeddings=False))
+        model = SimpleNamespace(
+            model=str(directory), hf_text_config=SimpleNamespace(tie_word_embeddings=False)
+        )
         self.engine = NcclEngine(
-            WeightTransferConfig(backend="nccl"), SimpleNamespace(parallel_config=parallel, model_config=model),
-            torch.device(f"cuda:{self.device}" if GPUS else "cpu"), self,
+            WeightTransferConfig(backend="nccl"),
+            SimpleNamespace(parallel_config=parallel, model_config=model),
+            torch.device(f"cuda:{self.device}" if GPUS else "cpu"),
+            self,
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -102,7 +138,10 @@ class Receiver:
             self.received[name] = tensor.cpu().clone()
 
     def join(self) -> Future:
-        return in_thread(lambda: self.engine.init_transfer_engine(self.engine.parse_init_info(self.payload)), device=self.device)
+        return in_thread(
+            lambda: self.engine.init_transfer_engine(self.engine.parse_init_info(self.payload)),
+            device=self.device,
+        )
 
     def receive(self, payload: dict[str, Any]) -> Future:
         self.received = {}
@@ -112,7 +151,8 @@ class Receiver:
 def bit_equal(received: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
     """Same names in the same order, same dtypes, same bits."""
     return list(received) == list(wanted) and all(
-        received[name].dtype == tensor.dtype and torch.equal(nccl_over_gloo._bytes_of(received[name]), nccl_over_gloo._bytes_of(tensor))
+        received[name].dtype == tensor.dtype
+        and torch.equal(nccl_over_gloo._bytes_of(received[name]), nccl_over_gloo._bytes_of(tensor))
         for name, tensor in wanted.items()
     )
 
@@ -122,22 +162,32 @@ class MixedModel(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for number, dtype in enumerate([torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]):
+        for number, dtype in enumerate(
+            [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
+        ):
             weight = torch.randn(61 + 40 * number, 97 + number).to(dtype)
             setattr(self, f"w{number}", torch.nn.Parameter(weight, requires_grad=False))
 
 
 @pytest.mark.skipif(GPUS in range(1, 4), reason="needs four GPUs")
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
-def test_every_worker_of_every_engine_has_its_rank_and_receives_all(control: Control, packed: bool, tmp_path: Path) -> None:
+def test_every_worker_of_every_engine_has_its_rank_and_receives_all(
+    control: Control, packed: bool, tmp_path: Path
+) -> None:
     owner = ModuleOwner(MixedModel().to("cuda:0" if GPUS else "cpu"))
     owner.device = "cuda:0" if GPUS else "cpu"
     save_file(owner.model.state_dict(), tmp_path / "model.safetensors")
     sender = make_sender(owner, packed=packed, deadlines=Deadlines(pause_s=0.5, bucket_s=2.0))
     try:
         one, two = sender.connect("127.0.0.1", [1, 2])
-        assert (one["group"]["rank_offset"], two["group"]["rank_offset"]) == (1, 2) and one["group"]["world_size"] == two["group"]["world_size"] == 4
-        receivers = [Receiver(one, tmp_path), Receiver(two, tmp_path, size=2), Receiver(two, tmp_path, rank=1, size=2)]
+        assert (one["group"]["rank_offset"], two["group"]["rank_offset"]) == (1, 2) and one[
+            "group"
+        ]["world_size"] == two["group"]["world_size"] == 4
+        receivers = [
+            Receiver(one, tmp_path),
+            Receiver(two, tmp_path, size=2),
+            Receiver(two, tmp_path, rank=1, size=2),
+        ]
         joined = [receiver.join() for receiver in receivers]
         for future in (in_thread(sender.rendezvous), *joined):
             future.result(DEADLINE_S)
@@ -158,25 +208,45 @@ def test_every_worker_of_every_engine_has_its_rank_and_receives_all(control: Con
         sender.close()
 
 
-def check_that_a_flipped_bit_is_seen(control: Control, sender: Any, receivers: list[Receiver], wanted: dict[str, torch.Tensor]) -> None:
-    """The comparison above can fail, only the rank with the fault is hit, and where checksums follow the buckets it loads nothing of it."""
+def check_that_a_flipped_bit_is_seen(
+    control: Control, sender: Any, receivers: list[Receiver], wanted: dict[str, torch.Tensor]
+) -> None:
+    """The comparison above can fail, only the rank with the fault is hit, and where checksums
+    follow the buckets it loads nothing of it.
+    """
     for verify in (False, True):
-        control.inject({"kind": "corrupt", "rank": 2, "bucket": 2})  # the third tensor or pack; with checksums between them, the second
+        control.inject(
+            {"kind": "corrupt", "rank": 2, "bucket": 2}
+        )  # the third tensor or pack; with checksums between them, the second
         announcement = sender.stage(Version(0, 3).label, verify=verify)
         receiving = [receiver.receive(announcement.payload) for receiver in receivers]
         sent = in_thread(sender.send)
         failures = [future.exception(DEADLINE_S) for future in receiving]
         if not verify:
             assert failures == [None] * 3 and sent.result(DEADLINE_S) == ""
-            assert [bit_equal(receiver.received, wanted) for receiver in receivers] == [True, False, True]
-    assert sent.result(DEADLINE_S).startswith("the learner's half: no bucket moved"), "who found it takes no more part, so the others are cut off"
+            assert [bit_equal(receiver.received, wanted) for receiver in receivers] == [
+                True,
+                False,
+                True,
+            ]
+    assert sent.result(DEADLINE_S).startswith("the learner's half: no bucket moved"), (
+        "who found it takes no more part, so the others are cut off"
+    )
     assert isinstance(failures[0], TornTransfer) and isinstance(failures[2], TornTransfer)
-    assert isinstance(failures[1], TransferMismatch) and "bucket 2 of the published weights arrived with other bytes than were sent" in str(failures[1])
-    assert list(receivers[1].received) and set(receivers[1].received).isdisjoint(str(failures[1]).split("it holds ")[1].split(", "))
+    assert isinstance(
+        failures[1], TransferMismatch
+    ) and "bucket 2 of the published weights arrived with other bytes than were sent" in str(
+        failures[1]
+    )
+    assert list(receivers[1].received) and set(receivers[1].received).isdisjoint(
+        str(failures[1]).split("it holds ")[1].split(", ")
+    )
 
 
 class WatchedOwner:
-    """A learner as the sender sees it, that notes when each tensor was gathered and how many bytes were whole at that moment."""
+    """A learner as the sender sees it, that notes when each tensor was gathered and how many bytes
+    were whole at that moment.
+    """
 
     def __init__(self, learner: Learner) -> None:
         self.learner, self.rank, self.device = learner, learner.rank, learner.device
@@ -197,15 +267,22 @@ class WatchedOwner:
         """Bytes of parameters that this rank holds whole."""
         parameters = list(self.learner.engine.module.parameters())
         assert all(hasattr(parameter, "ds_status") for parameter in parameters)
-        return sum(p.ds_numel * p.element_size() for p in parameters if p.ds_status.name == "AVAILABLE")
+        return sum(
+            p.ds_numel * p.element_size() for p in parameters if p.ds_status.name == "AVAILABLE"
+        )
 
     def total(self) -> int:
         return sum(p.ds_numel * p.element_size() for p in self.learner.engine.module.parameters())
 
 
 def overlapped(owner: WatchedOwner, ends: list[float]) -> list[bool]:
-    """Per packed bucket but the last: whether the first tensor of the next one was gathered before this one's broadcast ended."""
-    sizes = {name: int(np.prod(shape)) * getattr(torch, dtype).itemsize for name, shape, dtype in owner.weight_metadata()}
+    """Per packed bucket but the last: whether the first tensor of the next one was gathered before
+    this one's broadcast ended.
+    """
+    sizes = {
+        name: int(np.prod(shape)) * getattr(torch, dtype).itemsize
+        for name, shape, dtype in owner.weight_metadata()
+    }
     firsts, held = [], BUFFER_BYTES + 1
     for name, moment in owner.gathered:
         if held > BUFFER_BYTES:
@@ -224,11 +301,25 @@ def zero3_rank(rank: int, port: int, directory: str, scratch: str) -> None:
     nccl_over_gloo.install()
     zero._GATHER_BYTES = BUFFER_BYTES // 2
     set_rank(rank, 2, port)
-    config = Config.model_validate({
-        "run": {"total_steps": 1}, "model": {"path": directory, "dtype": "float32"}, "rollout": {"prompt_length": 16, "response_length": 32},
-        "learner": {"zero_stage": 3, "ranks": 2, "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
-    })
-    learner = Learner(config, model_dir=directory, fetch=lambda *_: b"", device=f"cuda:{rank}" if GPUS else "cpu", total_updates=1)
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": directory, "dtype": "float32"},
+            "rollout": {"prompt_length": 16, "response_length": 32},
+            "learner": {
+                "zero_stage": 3,
+                "ranks": 2,
+                "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+            },
+        }
+    )
+    learner = Learner(
+        config,
+        model_dir=directory,
+        fetch=lambda *_: b"",
+        device=f"cuda:{rank}" if GPUS else "cpu",
+        total_updates=1,
+    )
     try:
         publish_from_zero3(learner, Control(Path(scratch)), directory)
     finally:
@@ -236,7 +327,9 @@ def zero3_rank(rank: int, port: int, directory: str, scratch: str) -> None:
 
 
 def publish_from_zero3(learner: Learner, control: Control, directory: str) -> None:
-    """Publish with two buffers, where gather and broadcast overlap, and with one, where they cannot."""
+    """Publish with two buffers, where gather and broadcast overlap, and with one, where they
+    cannot.
+    """
     from vllm.distributed.device_communicators import pynccl
 
     groups = dict(dist.distributed_c10d._world.pg_map)
@@ -257,7 +350,9 @@ def publish_from_zero3(learner: Learner, control: Control, directory: str) -> No
         assert sender.send() == ""
         for future in futures:
             future.result(DEADLINE_S)
-        assert owner.live() == 0 and 0 < owner.most_live <= owner.total() / 3, "too much of the model was whole on one rank"
+        assert owner.live() == 0 and 0 < owner.most_live <= owner.total() / 3, (
+            "too much of the model was whole on one rank"
+        )
         if learner.rank == 0:
             assert bit_equal(receiver.received, wanted)
             if not GPUS:
@@ -265,22 +360,35 @@ def publish_from_zero3(learner: Learner, control: Control, directory: str) -> No
                 ends = [event.t for event in control.events("end", rank=0) if event.comm == comm]
                 assert set(overlapped(owner, ends)) == {buffers == 2}
         else:
-            assert not any(isinstance(one, pynccl.PyNcclCommunicator) for one in gc.get_objects()), "only rank 0 has a communicator"
+            assert not any(
+                isinstance(one, pynccl.PyNcclCommunicator) for one in gc.get_objects()
+            ), "only rank 0 has a communicator"
         sender.close()
     assert dict(dist.distributed_c10d._world.pg_map) == groups
     assert np.array_equal(learner.logprobs(probe)[0], before[0])
 
 
 @pytest.mark.skipif(GPUS in (1, 2), reason="needs three GPUs")
-def test_two_zero3_ranks_gather_while_they_send_and_never_hold_the_model(control: Control, tmp_path: Path) -> None:
+def test_two_zero3_ranks_gather_while_they_send_and_never_hold_the_model(
+    control: Control, tmp_path: Path
+) -> None:
     directory = write_model(tmp_path / "model", tied=False)
     control.inject({"kind": "slow", "rank": 0, "seconds": 0.1})
-    run_ranks(zero3_rank, free_port(), directory, str(control.log_path.parent), seconds=DEADLINE_S + START_S)
+    run_ranks(
+        zero3_rank,
+        free_port(),
+        directory,
+        str(control.log_path.parent),
+        seconds=DEADLINE_S + START_S,
+    )
     if not GPUS:
-        assert len({event.pid for event in control.events("init")}) == 1, "the second learner rank joined the group"
+        assert len({event.pid for event in control.events("init")}) == 1, (
+            "the second learner rank joined the group"
+        )
 
 
-# -- the doubles themselves -------------------------------------------------------------------------------------------
+# -- the doubles themselves
+# -------------------------------------------------------------------------------------------
 
 
 def communicators(count: int) -> list[GlooCommunicator]:
@@ -288,7 +396,12 @@ def communicators(count: int) -> list[GlooCommunicator]:
     from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
     port = free_port()
-    futures = [in_thread(lambda rank=rank: stateless_init_process_group("127.0.0.1", port, rank, count, rank)) for rank in range(count)]
+    futures = [
+        in_thread(
+            lambda rank=rank: stateless_init_process_group("127.0.0.1", port, rank, count, rank)
+        )
+        for rank in range(count)
+    ]
     return [future.result(DEADLINE_S) for future in futures]
 
 
@@ -305,7 +418,10 @@ def test_a_broadcast_is_asynchronous_at_the_root_and_in_order(control: Control) 
             root.broadcast(tensor, src=0)
     assert time.monotonic() - started < 0.2 and not streams[0].query()
     received = [[torch.empty(5) for _ in sent] for _ in others]
-    futures = [in_thread(lambda c=c, into=into: [c.broadcast(t, src=0) for t in into], device=c.rank) for c, into in zip(others, received, strict=True)]
+    futures = [
+        in_thread(lambda c=c, into=into: [c.broadcast(t, src=0) for t in into], device=c.rank)
+        for c, into in zip(others, received, strict=True)
+    ]
     for future in futures:
         future.result(DEADLINE_S)
     for stream in streams:
@@ -347,7 +463,9 @@ def test_faults(control: Control) -> None:
         for number in range(2):
             root.broadcast(torch.full((4,), 1.0 + number), src=0, stream=stream)
         received = [torch.zeros(4), torch.zeros(4)]
-        in_thread(lambda: [receiver.broadcast(t, src=0) for t in received], device=1).result(DEADLINE_S)
+        in_thread(lambda: [receiver.broadcast(t, src=0) for t in received], device=1).result(
+            DEADLINE_S
+        )
         stream.synchronize()
         return received
 
@@ -370,7 +488,8 @@ def test_faults(control: Control) -> None:
         control.inject({"kind": "nonsense"})
 
 
-# -- a real engine (the last test kills it) ---------------------------------------------------------------------------
+# -- a real engine (the last test kills it)
+# ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -390,14 +509,24 @@ def serving(control: Control, tmp_path_factory: pytest.TempPathFactory) -> Itera
     if GPUS == 1:
         pytest.skip("sender and engine need a GPU each")
     directory = write_model(tmp_path_factory.mktemp("model"), tied=True, ends=False)
-    config = Config.model_validate({
-        "run": {"total_steps": 1}, "model": {"path": directory, "dtype": "float32"},
-        "rollout": {"prompt_length": 32, "response_length": 100}, "cluster": {"engine": {"max_num_seqs": 8}},
-    })
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": directory, "dtype": "float32"},
+            "rollout": {"prompt_length": 32, "response_length": 100},
+            "cluster": {"engine": {"max_num_seqs": 8}},
+        }
+    )
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     start = Engine.start(
-        config, model_dir=directory, device="cuda" if GPUS else "cpu", backend="nccl", stop_token_ids=[], label=Version(0, 0).label, seed=1
+        config,
+        model_dir=directory,
+        device="cuda" if GPUS else "cpu",
+        backend="nccl",
+        stop_token_ids=[],
+        label=Version(0, 0).label,
+        seed=1,
     )
     engine = asyncio.run_coroutine_threadsafe(start, loop).result(START_S)
     try:
@@ -413,18 +542,27 @@ def sender_device() -> int:
 
 
 def publish(sender: Any, serving: Serving, version: int) -> None:
-    received = serving.submit(serving.engine.receive(sender.stage(Version(0, version).label, verify=True)))
+    received = serving.submit(
+        serving.engine.receive(sender.stage(Version(0, version).label, verify=True))
+    )
     sent = in_thread(sender.send, device=sender_device())
     assert sent.result(DEADLINE_S) == ""
     assert received.result(DEADLINE_S).serving == Version(0, version).label
 
 
 def assert_serves(serving: Serving, version: int, models: dict[int, torch.nn.Module]) -> None:
-    """Log-probs of fresh tokens are those of the version's model, and not those of the one before."""
-    completions = serving.submit(serving.engine.generate(PROMPT, Sampling(n=2, max_tokens=60, temperature=0.8))).result(DEADLINE_S)
+    """Log-probs of fresh tokens are those of the version's model, and not those of the one
+    before.
+    """
+    completions = serving.submit(
+        serving.engine.generate(PROMPT, Sampling(n=2, max_tokens=60, temperature=0.8))
+    ).result(DEADLINE_S)
     for completion in completions:
         assert [span.policy_version for span in completion.versions] == [version]
-        now, before = (learner_logprobs(models[v], PROMPT, completion.token_ids, 0.8) for v in (version, version - 1))
+        now, before = (
+            learner_logprobs(models[v], PROMPT, completion.token_ids, 0.8)
+            for v in (version, version - 1)
+        )
         assert np.abs(completion.logprobs - now).max() < 1e-4
         assert np.abs(completion.logprobs - before).mean() > 1e-3
 
@@ -433,7 +571,10 @@ def assert_serves(serving: Serving, version: int, models: dict[int, torch.nn.Mod
 def test_publications_reach_a_real_engine(serving: Serving, control: Control, packed: bool) -> None:
     device = f"cuda:{sender_device()}" if GPUS else "cpu"
     first = serving.engine.serving_version + 1
-    models = {version: perturbed(serving.model, version) if version else serving.model for version in (first - 1, first, first + 1)}
+    models = {
+        version: perturbed(serving.model, version) if version else serving.model
+        for version in (first - 1, first, first + 1)
+    }
     owner = ModuleOwner(serving.model)
     owner.device = device
     sender = make_sender(owner, packed=packed)
@@ -451,7 +592,9 @@ def test_publications_reach_a_real_engine(serving: Serving, control: Control, pa
     if not GPUS:
         ends = control.events("end", rank=1)
         tensors = len(owner.weight_metadata())
-        assert 2 * 2 * 3 <= len(ends) <= 2 * tensors if packed else len(ends) == 2 * 2 * tensors, "a checksum follows every bucket"
+        assert 2 * 2 * 3 <= len(ends) <= 2 * tensors if packed else len(ends) == 2 * 2 * tensors, (
+            "a checksum follows every bucket"
+        )
         assert {e.pid for e in ends}.isdisjoint({e.pid for e in control.events("end", rank=0)})
 
 
@@ -464,13 +607,17 @@ def test_an_engine_that_dies_is_noticed_by_both_sides(serving: Serving, control:
     assert in_thread(sender.rendezvous).result(DEADLINE_S) == ""
     joined.result(DEADLINE_S)
     control.inject({"kind": "exit", "rank": 1, "bucket": 1})
-    received = serving.submit(serving.engine.receive(sender.stage(Version(0, 99).label, verify=False)))
+    received = serving.submit(
+        serving.engine.receive(sender.stage(Version(0, 99).label, verify=False))
+    )
     assert sender.send() == "", "the copy is sent in the background"
     with pytest.raises(EngineError):  # vLLM never answers a call whose engine died
         received.result(DEADLINE_S)
     deadline = time.monotonic() + DEADLINE_S
     while not control.events("abort", rank=0):
-        assert time.monotonic() < deadline, "nobody tells NCCL that a peer is gone: the sender's watchdog must"
+        assert time.monotonic() < deadline, (
+            "nobody tells NCCL that a peer is gone: the sender's watchdog must"
+        )
         time.sleep(0.05)
     sender.stage(Version(0, 100).label, verify=False)  # it waits for the thread, which has ended
     sender.close()

@@ -21,8 +21,14 @@ class Run(Fixture):
 
     async def live(self, version: int, digest: str) -> None:
         present = {engine.actor_id for engine in self.coordinator._engines.alive()}
-        served = {engine.actor_id: engine.label for engine in self.members if engine.group and engine.actor_id in present}
-        assert {label.partition(".")[2] for label in served.values()} <= {str(version)}, f"v{version} is declared live, engines serve {served}"
+        served = {
+            engine.actor_id: engine.label
+            for engine in self.members
+            if engine.group and engine.actor_id in present
+        }
+        assert {label.partition(".")[2] for label in served.values()} <= {str(version)}, (
+            f"v{version} is declared live, engines serve {served}"
+        )
         self.events.append(f"live {version}")
 
 
@@ -40,7 +46,11 @@ def test_an_engine_that_is_away_keeps_its_version_while_publications_go_on() -> 
         await publish(run, 1)
         async with run.coordinator.pinned() as pin:
             away = pin.engine
-            assert pin.label == "v0.1" and away is run.members[2] and away not in run.coordinator.serving()
+            assert (
+                pin.label == "v0.1"
+                and away is run.members[2]
+                and away not in run.coordinator.serving()
+            )
             assert away in run.members, "it is alive, and watched"
             away.gate = asyncio.Event()  # were it asked, it would not answer
             await publish(run, 2)
@@ -49,7 +59,9 @@ def test_an_engine_that_is_away_keeps_its_version_while_publications_go_on() -> 
             assert [engine.label for engine in run.members] == ["v0.3", "v0.3", "v0.1"]
             assert pin.learner_waited_s == 0
             away.gate = None
-        assert away.received == ["v0.0", "v0.1", "v0.3"], "it comes back like a newcomer, to what is newest then"
+        assert away.received == ["v0.0", "v0.1", "v0.3"], (
+            "it comes back like a newcomer, to what is newest then"
+        )
         assert away.weight == 4.0 and away in run.coordinator.serving()
         await publish(run, 4)
         assert [engine.label for engine in run.members] == ["v0.4"] * 3
@@ -98,7 +110,7 @@ def test_with_one_engine_the_next_publication_waits_and_the_wait_is_the_evaluati
     asyncio.run(scenario())
 
 
-def test_the_learner_s_wait_for_an_evaluation_that_asked_during_a_publication_is_the_evaluations_too() -> None:
+def test_a_wait_for_an_evaluation_that_asked_during_a_publication_is_the_evaluations_too() -> None:
     async def scenario() -> None:
         run, held, moments = Run(engines=1), [], []
         await run.coordinator.start(0)
@@ -134,7 +146,9 @@ def test_the_learner_s_wait_for_an_evaluation_that_asked_during_a_publication_is
         stop.set()
         waited = await publishing
         await evaluating
-        assert held == 2 * ["waits", "goes on"] and run.events[-1] == "live 2" and min(moments) > 0.25
+        assert (
+            held == 2 * ["waits", "goes on"] and run.events[-1] == "live 2" and min(moments) > 0.25
+        )
         assert waited < 0.3, "what the publication cost is without them"
 
     asyncio.run(scenario())
@@ -181,7 +195,9 @@ def test_one_that_dies_is_not_waited_for(dies: str) -> None:
         with suppress(RuntimeError):
             async with run.coordinator.pinned() as pin:
                 if dies == "away":
-                    await run.drop(pin.engine.actor_id, RuntimeError("killed"))  # the manager noticed
+                    await run.drop(
+                        pin.engine.actor_id, RuntimeError("killed")
+                    )  # the manager noticed
                     raise RuntimeError("its call failed")
                 if dies == "on its way back":
                     pin.engine.gate = asyncio.Event()
@@ -241,15 +257,21 @@ def test_nccl_forms_its_group_without_it_and_with_it_again() -> None:
         groups = len(run.learner.groups)
         async with run.coordinator.pinned() as pin:
             away = pin.engine
-        assert away in run.coordinator.serving() and len(run.learner.groups) == groups, "the group is whole: there was no publication"
+        assert away in run.coordinator.serving() and len(run.learner.groups) == groups, (
+            "the group is whole: there was no publication"
+        )
         async with run.coordinator.pinned() as pin:
             assert pin.engine is away
             await publish(run, 1)
             assert run.learner.groups[groups:] == [[1, 1]] and away.label == "v0.0"
-        assert away not in run.coordinator.serving(), "it serves an old version until the next boundary"
+        assert away not in run.coordinator.serving(), (
+            "it serves an old version until the next boundary"
+        )
         await run.coordinator.refresh(2)
         assert run.learner.groups[groups:] == [[1, 1], [1, 1, 1]]
-        assert [engine.label for engine in run.members] == ["v0.2"] * 3 and run.events[-1] == "live 2"
+        assert [engine.label for engine in run.members] == ["v0.2"] * 3 and run.events[
+            -1
+        ] == "live 2"
         assert away in run.coordinator.serving()
 
     asyncio.run(scenario())
@@ -278,9 +300,13 @@ async def test_what_an_engine_that_is_away_holds_is_trained_in_time_and_it_gets_
     assert await take(queue, 4, actor="b", holding=ids(others)) == []
     mine = await take(queue, 4, actor="a", version=1)
     await queue.put("a", [frame_of(ticket, versions=(1,)) for ticket in mine])
-    assert len(mine) == 2 and await queue.get_batch(2) is None, "its groups are due: they must not wait behind an evaluation"
+    assert len(mine) == 2 and await queue.get_batch(2) is None, (
+        "its groups are due: they must not wait behind an evaluation"
+    )
     await queue.put("b", [frame_of(ticket) for ticket in others])
-    assert [group.group_id for group in (await queue.get_batch(2)).groups] == [ticket.group_id for ticket in others]
+    assert [group.group_id for group in (await queue.get_batch(2)).groups] == [
+        ticket.group_id for ticket in others
+    ]
     await queue.live(2)
     assert (await queue.metrics())["replay/lag_max"] == 1 and await take(queue, 4, actor="b") == []
     assert len(await take(queue, 1, actor="a", version=2)) == 1

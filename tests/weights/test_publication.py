@@ -1,7 +1,9 @@
-"""Publications end to end: real learner ranks under every ZeRO stage, the real sender, and a real engine that generates meanwhile.
+"""Publications end to end: real learner ranks under every ZeRO stage, the real sender, and a real
+engine that generates meanwhile.
 
-The learner ranks are processes of their own, the engine another, as in a run; only Ray is missing. What each version's weights were is
-read from the published segment and scored by a plain Hugging Face model.
+The learner ranks are processes of their own, the engine another, as in a run; only Ray is missing.
+What each version's weights were is read from the published segment and scored by a plain Hugging
+Face model.
 """
 
 from __future__ import annotations
@@ -52,18 +54,34 @@ EXACT, VISIBLE = 1e-4, 1e-3
 TEMPERATURE = 0.8
 TOKENS = 400
 PROMPT = list(range(5, 17))
-PROBES: list[TokenSequence] = [([7, 8, 9], list(range(20, 60))), (list(range(30, 50)), [90, 3, 44, 17, 80, 5]), ([60], list(range(99, 40, -1)))]
-VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "frozen": {"freeze": ["embed_tokens"]}, "lora": {"lora": {"rank": 4, "alpha": 16.0}}}
+PROBES: list[TokenSequence] = [
+    ([7, 8, 9], list(range(20, 60))),
+    (list(range(30, 50)), [90, 3, 44, 17, 80, 5]),
+    ([60], list(range(99, 40, -1))),
+]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "frozen": {"freeze": ["embed_tokens"]},
+    "lora": {"lora": {"rank": 4, "alpha": 16.0}},
+}
 pytestmark = pytest.mark.timeout(200)
 
 
 def config_of(directory: str, *, stage: int = 1, ranks: int = 1, variant: str = "plain") -> Config:
-    """Learner and engine of one run. The learning rate is so large that every step is seen in the log-probs."""
+    """Learner and engine of one run. The learning rate is so large that every step is seen in the
+    log-probs.
+    """
     return make_config(
         model={"path": directory, "dtype": "float32", **VARIANTS[variant]},
         rollout={"prompt_length": 128, "response_length": TOKENS + 100, "temperature": TEMPERATURE},
         algorithm={"use_kl_loss": False},
-        learner={"zero_stage": stage, "ranks": ranks, "lr": 1e-2, "tokens_per_micro_batch": 1024, "deepspeed": SHARD_ALL},
+        learner={
+            "zero_stage": stage,
+            "ranks": ranks,
+            "lr": 1e-2,
+            "tokens_per_micro_batch": 1024,
+            "deepspeed": SHARD_ALL,
+        },
         cluster={"engine": {"max_num_seqs": 16}},
     )
 
@@ -82,7 +100,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# -- the learner's processes ------------------------------------------------------------------------------------------
+# -- the learner's processes
+# ------------------------------------------------------------------------------------------
 
 
 class Rank:
@@ -100,7 +119,9 @@ class Rank:
         set_rank(self._rank, config.learner.ranks, port)
         self._case = make_case(directory)
         self._splits = share(self._case, self._rank, config.learner.ranks)
-        self._learner = Learner(config, model_dir=directory, fetch=self._case.fetch, device="cpu", total_updates=100)
+        self._learner = Learner(
+            config, model_dir=directory, fetch=self._case.fetch, device="cpu", total_updates=100
+        )
         self._sender = make_sender("shared_memory", self._learner, config=config, key=key)
         return self._sender.connect("127.0.0.1", [1])[0]
 
@@ -132,9 +153,11 @@ def rank_main(pipe: Connection, rank: int) -> None:
 
 
 class Gang:
-    """Rank processes that are started when they are first needed and serve one learner after the other.
+    """Rank processes that are started when they are first needed and serve one learner after the
+    other.
 
-    One rank and two have processes of their own: DeepSpeed numbers modules per process and compares the numbers between ranks.
+    One rank and two have processes of their own: DeepSpeed numbers modules per process and compares
+    the numbers between ranks.
     """
 
     def __init__(self) -> None:
@@ -147,7 +170,11 @@ class Gang:
         self._ranks = self._teams.setdefault(size, [])
         while len(self._ranks) < size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=forkserver.InThisEnvironment(rank_main), args=(theirs, len(self._ranks)), daemon=True)
+            process = self._context.Process(
+                target=forkserver.InThisEnvironment(rank_main),
+                args=(theirs, len(self._ranks)),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -158,7 +185,10 @@ class Gang:
         for pipe in pipes:
             pipe.send((name, args))
         while len(answers) < len(pipes):
-            ready = wait([pipe for pipe in pipes if pipe not in answers], max(0.0, deadline - time.monotonic()))
+            ready = wait(
+                [pipe for pipe in pipes if pipe not in answers],
+                max(0.0, deadline - time.monotonic()),
+            )
             assert ready, f"a learner rank did not answer {name} within {START_S:g} s"
             for pipe in ready:
                 answers[pipe], error = pipe.recv()
@@ -181,12 +211,15 @@ def gang() -> Iterator[Gang]:
         gang.kill()
 
 
-# -- stamps and the times of publications -----------------------------------------------------------------------------
+# -- stamps and the times of publications
+# -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Reign:
-    """A version: when the engine was told of it, and when it had said that it serves it (monotonic seconds)."""
+    """A version: when the engine was told of it, and when it had said that it serves it (monotonic
+    seconds).
+    """
 
     label: str
     began: float
@@ -226,16 +259,27 @@ def stamp_errors(answer: Answer, reigns: list[Reign]) -> list[str]:
         replaced = reigns[place + 1].began if place + 1 < len(reigns) else float("inf")
         if place in order and not (answer.submitted <= ended and answer.finished >= reign.began):
             errors.append(f"{reign.label} did not reign while the response ran")
-        if place not in order and answer.submitted < reign.acknowledged < replaced < answer.finished:
-            errors.append(f"no token is of {reign.label}, which began and ended while the response ran")
+        if (
+            place not in order
+            and answer.submitted < reign.acknowledged < replaced < answer.finished
+        ):
+            errors.append(
+                f"no token is of {reign.label}, which began and ended while the response ran"
+            )
     return errors
 
 
 def test_wrong_stamps_are_found() -> None:
     reigns = [Reign("v0.0", 0, 1), Reign("v0.1", 10, 11), Reign("v0.2", 20, 21)]
 
-    def answer(*labels: tuple[str, int, int], submitted: float = 5.0, finished: float = 25.0) -> Answer:
-        return Answer(submitted, finished, Completion(np.zeros(9, np.int32), np.zeros(9, np.float32), list(labels), "length", 0.0))
+    def answer(
+        *labels: tuple[str, int, int], submitted: float = 5.0, finished: float = 25.0
+    ) -> Answer:
+        return Answer(
+            submitted,
+            finished,
+            Completion(np.zeros(9, np.int32), np.zeros(9, np.float32), list(labels), "length", 0.0),
+        )
 
     right = ("v0.0", 0, 3), ("v0.1", 3, 6), ("v0.2", 6, 9)
     assert stamp_errors(answer(*right), reigns) == []
@@ -251,12 +295,15 @@ def test_wrong_stamps_are_found() -> None:
         assert any(message in error for error in stamp_errors(wrong, reigns)), message
 
 
-# -- the engine -------------------------------------------------------------------------------------------------------
+# -- the engine
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Published:
-    """A version's weights as a plain model, and the learner's log-probs of the probes under them."""
+    """A version's weights as a plain model, and the learner's log-probs of the probes under
+    them.
+    """
 
     model: torch.nn.Module
     probes: list[np.ndarray]
@@ -289,7 +336,9 @@ class Serving:
 
 
 class Engines:
-    """One engine at a time: of the `tied` or of the `untied` model. The process of the next one begins to import while this one serves."""
+    """One engine at a time: of the `tied` or of the `untied` model. The process of the next one
+    begins to import while this one serves.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._kind, self._next = directory, "", Engine.begin("cpu")
@@ -303,11 +352,21 @@ class Engines:
             self.close()
             directory = write_model(self._directory / kind, tied=kind == "tied", ends=False)
             start = Engine.start(
-                config_of(directory), model_dir=directory, device="cpu", backend="shared_memory", stop_token_ids=[],
-                label=Version(0, 0).label, seed=1, early=self._next,
+                config_of(directory),
+                model_dir=directory,
+                device="cpu",
+                backend="shared_memory",
+                stop_token_ids=[],
+                label=Version(0, 0).label,
+                seed=1,
+                early=self._next,
             )
             engine = asyncio.run_coroutine_threadsafe(start, self._loop).result(START_S)
-            self._kind, self._serving, self._next = kind, Serving(engine, self._loop, directory), Engine.begin("cpu")
+            self._kind, self._serving, self._next = (
+                kind,
+                Serving(engine, self._loop, directory),
+                Engine.begin("cpu"),
+            )
         return self._serving
 
     def close(self) -> None:
@@ -328,16 +387,35 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 
 class Run:
-    """A learner that publishes to a running engine. Each has its own run epoch, so versions only grow."""
+    """A learner that publishes to a running engine. Each has its own run epoch, so versions only
+    grow.
+    """
 
-    def __init__(self, serving: Serving, gang: Gang, tmp_path: Path, *, stage: int = 1, ranks: int = 1, variant: str = "plain") -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        gang: Gang,
+        tmp_path: Path,
+        *,
+        stage: int = 1,
+        ranks: int = 1,
+        variant: str = "plain",
+    ) -> None:
         self.serving, self._gang, self._epoch = serving, gang, next(serving.epochs)
         self._config = config_of(serving.directory, stage=stage, ranks=ranks, variant=variant)
-        self._config = self._config.model_copy(update={"run": self._config.run.model_copy(update={"dir": str(tmp_path)})})
+        self._config = self._config.model_copy(
+            update={"run": self._config.run.model_copy(update={"dir": str(tmp_path)})}
+        )
 
     def __enter__(self) -> Self:
         self._gang.resize(self._config.learner.ranks)
-        payload = self._gang.call("open", self._config, self.serving.directory, free_port(), f"test-{uuid.uuid4().hex[:8]}")
+        payload = self._gang.call(
+            "open",
+            self._config,
+            self.serving.directory,
+            free_port(),
+            f"test-{uuid.uuid4().hex[:8]}",
+        )
         self._reader = SegmentReader(payload["metadata"])
         assert not self.serving.run(self.serving.engine.connect(payload)).failure
         return self
@@ -351,23 +429,35 @@ class Run:
     def stage(self, step: int) -> Staged:
         """Version `step` of this run, of which a copy is kept."""
         staged = self._gang.call("stage", Version(self._epoch, step).label, step % 2 == 1)
-        model = AutoModelForCausalLM.from_pretrained(self.serving.directory, dtype=torch.float32).eval()
-        copied = {name: tensor.clone() for name, tensor in self._reader.tensors(**staged.announcement.payload)}
+        model = AutoModelForCausalLM.from_pretrained(
+            self.serving.directory, dtype=torch.float32
+        ).eval()
+        copied = {
+            name: tensor.clone()
+            for name, tensor in self._reader.tensors(**staged.announcement.payload)
+        }
         missing = model.load_state_dict(copied, strict=False)
         assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
         model.tie_weights()
         self.serving.versions[staged.announcement.label] = Published(model, staged.logprobs)
         for (prompt, response), values in zip(PROBES, staged.logprobs, strict=True):
-            assert np.abs(learner_logprobs(model, prompt, np.array(response), 1.0) - values).max() < EXACT, "the copy is not the learner's policy"
+            assert (
+                np.abs(learner_logprobs(model, prompt, np.array(response), 1.0) - values).max()
+                < EXACT
+            ), "the copy is not the learner's policy"
         return staged
 
     def publish(self, step: int) -> Receipt:
-        """Stage and receive; then the engine's log-probs of the probes are the learner's, and were others before."""
+        """Stage and receive; then the engine's log-probs of the probes are the learner's, and were
+        others before.
+        """
         before = self.serving.versions.get(Version(self._epoch, step - 1).label)
         staged = self.stage(step)
         receipt = self.serving.run(self.serving.receive(staged))
         assert (receipt.serving, receipt.failure) == (staged.announcement.label, "")
-        for index, (labels, values) in enumerate(self.serving.run(self.serving.engine.score(PROBES))):
+        for index, (labels, values) in enumerate(
+            self.serving.run(self.serving.engine.score(PROBES))
+        ):
             assert set(labels) == {staged.announcement.label}
             assert np.abs(values - staged.logprobs[index]).max() < EXACT
             if before is not None:
@@ -375,7 +465,8 @@ class Run:
         return receipt
 
 
-# -- publications while responses run ---------------------------------------------------------------------------------
+# -- publications while responses run
+# ---------------------------------------------------------------------------------
 
 
 class Traffic:
@@ -383,13 +474,20 @@ class Traffic:
 
     def __init__(self, serving: Serving, *, streams: int = 2) -> None:
         self._serving, self._stopping = serving, threading.Event()
-        self._streams = [asyncio.run_coroutine_threadsafe(self._stream(TOKENS - 70 * index), serving.loop) for index in range(streams)]
+        self._streams = [
+            asyncio.run_coroutine_threadsafe(self._stream(TOKENS - 70 * index), serving.loop)
+            for index in range(streams)
+        ]
 
     async def _stream(self, tokens: int) -> list[Answer]:
         answers: list[Answer] = []
         while not self._stopping.is_set():
-            answers += await self._serving.answers(PROMPT, Sampling(n=2, max_tokens=tokens, temperature=TEMPERATURE))
-            assert [len(answer.completion.token_ids) for answer in answers[-2:]] == [tokens] * 2, "tokens were lost"
+            answers += await self._serving.answers(
+                PROMPT, Sampling(n=2, max_tokens=tokens, temperature=TEMPERATURE)
+            )
+            assert [len(answer.completion.token_ids) for answer in answers[-2:]] == [tokens] * 2, (
+                "tokens were lost"
+            )
         return answers
 
     def stop(self) -> list[Answer]:
@@ -399,19 +497,30 @@ class Traffic:
 
 
 def check_answer(answer: Answer, serving: Serving) -> None:
-    """Stamps fit the times, and every token has the log-prob of the version it is stamped with, not of another."""
-    assert stamp_errors(answer, serving.reigns) == [] and answer.completion.finish_reason == "length"
+    """Stamps fit the times, and every token has the log-prob of the version it is stamped with, not
+    of another.
+    """
+    assert (
+        stamp_errors(answer, serving.reigns) == [] and answer.completion.finish_reason == "length"
+    )
     by_label = {
-        label: learner_logprobs(serving.versions[label].model, PROMPT, answer.completion.token_ids, TEMPERATURE) for label in answer.labels
+        label: learner_logprobs(
+            serving.versions[label].model, PROMPT, answer.completion.token_ids, TEMPERATURE
+        )
+        for label in answer.labels
     }
-    for (label, start, end), other in zip(answer.completion.labels, [*answer.labels[1:], answer.labels[0]], strict=True):
+    for (label, start, end), other in zip(
+        answer.completion.labels, [*answer.labels[1:], answer.labels[0]], strict=True
+    ):
         recorded = answer.completion.logprobs[start:end]
         assert np.abs(recorded - by_label[label][start:end]).max() < EXACT
         if other != label and end - start > 20:
             assert np.abs(recorded - by_label[other][start:end]).mean() > VISIBLE
 
 
-def test_kept_caches_mix_policies_but_not_records(engines: Engines, gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_caches_mix_policies_but_not_records(
+    engines: Engines, gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`kv_cache: keep`: running responses go on with the old cache; new requests never meet it."""
     serving = engines.get("untied")
     monkeypatch.setattr(serving.engine, "_recompute", False)
@@ -420,7 +529,9 @@ def test_kept_caches_mix_policies_but_not_records(engines: Engines, gang: Gang, 
 
     async def through(staged: Staged) -> tuple[list[Answer], Receipt]:
         """A response that runs through the publication."""
-        running = asyncio.create_task(serving.answers(PROMPT, Sampling(n=4, max_tokens=TOKENS, temperature=TEMPERATURE)))
+        running = asyncio.create_task(
+            serving.answers(PROMPT, Sampling(n=4, max_tokens=TOKENS, temperature=TEMPERATURE))
+        )
         await asyncio.sleep(0.4)
         assert not running.done(), "the response ended before the publication"
         receipt = await serving.receive(staged)
@@ -437,38 +548,72 @@ def test_kept_caches_mix_policies_but_not_records(engines: Engines, gang: Gang, 
         stale = serving.run(salted(serving.engine, prompt, old))
     new = serving.versions[staged.announcement.label].model
     assert fresh.labels == [staged.announcement.label]
-    assert np.abs(fresh.completion.logprobs - learner_logprobs(new, prompt, fresh.completion.token_ids, TEMPERATURE)).max() < EXACT
-    assert np.abs(stale[1] - learner_logprobs(new, prompt, stale[0], TEMPERATURE)).max() > VISIBLE, "the old prefix was not cached at all"
+    assert (
+        np.abs(
+            fresh.completion.logprobs
+            - learner_logprobs(new, prompt, fresh.completion.token_ids, TEMPERATURE)
+        ).max()
+        < EXACT
+    )
+    assert (
+        np.abs(stale[1] - learner_logprobs(new, prompt, stale[0], TEMPERATURE)).max() > VISIBLE
+    ), "the old prefix was not cached at all"
     for answer in answers:
-        assert stamp_errors(answer, serving.reigns) == [] and np.isfinite(answer.completion.logprobs).all()
+        assert (
+            stamp_errors(answer, serving.reigns) == []
+            and np.isfinite(answer.completion.logprobs).all()
+        )
         assert answer.labels == [old, staged.announcement.label]
         (_, _, switch), (_, start, end) = answer.completion.labels
         before, after = (
-            learner_logprobs(serving.versions[label].model, PROMPT, answer.completion.token_ids, TEMPERATURE) for label in answer.labels
+            learner_logprobs(
+                serving.versions[label].model, PROMPT, answer.completion.token_ids, TEMPERATURE
+            )
+            for label in answer.labels
         )
         assert np.abs(answer.completion.logprobs[:switch] - before[:switch]).max() < EXACT
         assert np.abs(answer.completion.logprobs[start:end] - after[start:end]).mean() > VISIBLE
 
 
 async def salted(engine: Engine, prompt: list[int], salt: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probs of a request with a salt of ours, which is what `generate` does not do."""
+    """Tokens and log-probs of a request with a salt of ours, which is what `generate` does
+    not do.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(max_tokens=8, temperature=TEMPERATURE, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-    async for output in engine._llm.generate({"prompt_token_ids": prompt, "cache_salt": salt}, params, f"salted-{uuid.uuid4().hex}"):
+    params = SamplingParams(
+        max_tokens=8,
+        temperature=TEMPERATURE,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    async for output in engine._llm.generate(
+        {"prompt_token_ids": prompt, "cache_salt": salt}, params, f"salted-{uuid.uuid4().hex}"
+    ):
         final = output.outputs[0]
-    return np.array(final.token_ids), np.array([row[token].logprob for row, token in zip(final.logprobs, final.token_ids, strict=True)], np.float32)
+    return np.array(final.token_ids), np.array(
+        [row[token].logprob for row, token in zip(final.logprobs, final.token_ids, strict=True)],
+        np.float32,
+    )
 
 
-def test_scores_name_every_version_that_they_may_be_of(engines: Engines, gang: Gang, tmp_path: Path) -> None:
+def test_scores_name_every_version_that_they_may_be_of(
+    engines: Engines, gang: Gang, tmp_path: Path
+) -> None:
     serving = engines.get("untied")
 
     async def scores(staged: Staged) -> list[tuple[list[str], np.ndarray]]:
         """Asked for before, while and after the weights are received."""
         receiving, asked = None, []
         for moment in range(60):
-            if moment == 10:  # more than it computes at once: some are submitted under the old weights and computed under the new
+            if (
+                moment == 10
+                # more than it computes at once: some are submitted under the old weights and
+                # computed
+                # under the new
+            ):
                 asked += [asyncio.create_task(serving.engine.score(PROBES[:1])) for _ in range(100)]
                 await asyncio.sleep(0)
                 receiving = asyncio.create_task(serving.receive(staged))
@@ -486,19 +631,40 @@ def test_scores_name_every_version_that_they_may_be_of(engines: Engines, gang: G
     new = staged.announcement.label
     kinds = {frozenset(labels) for labels, _ in found}
     assert kinds == {frozenset({old}), frozenset({new}), frozenset({old, new})}
-    assert np.abs(serving.versions[old].probes[0] - serving.versions[new].probes[0]).mean() > VISIBLE
+    assert (
+        np.abs(serving.versions[old].probes[0] - serving.versions[new].probes[0]).mean() > VISIBLE
+    )
     for labels, values in found:
-        assert min(np.abs(values - serving.versions[label].probes[0]).max() for label in set(labels)) < EXACT, f"a score of {labels} is of neither"
+        assert (
+            min(np.abs(values - serving.versions[label].probes[0]).max() for label in set(labels))
+            < EXACT
+        ), f"a score of {labels} is of neither"
 
 
-FAST = [("untied", "plain", 1, 1), ("untied", "frozen", 2, 2), ("untied", "plain", 3, 2), ("tied", "lora", 1, 2), ("tied", "plain", 2, 1), ("tied", "lora", 3, 1)]
+FAST = [
+    ("untied", "plain", 1, 1),
+    ("untied", "frozen", 2, 2),
+    ("untied", "plain", 3, 2),
+    ("tied", "lora", 1, 2),
+    ("tied", "plain", 2, 1),
+    ("tied", "lora", 3, 1),
+]
 """Every ZeRO stage with one rank and with two; the rest is slow."""
-ALL = [(model, variant, stage, ranks) for model in ("untied", "tied") for variant in VARIANTS for stage in (1, 2, 3) for ranks in (1, 2)]
-CELLS = sorted([*FAST, *(cell for cell in ALL if cell not in FAST)], key=lambda cell: cell[0], reverse=True)
+ALL = [
+    (model, variant, stage, ranks)
+    for model in ("untied", "tied")
+    for variant in VARIANTS
+    for stage in (1, 2, 3)
+    for ranks in (1, 2)
+]
+CELLS = sorted(
+    [*FAST, *(cell for cell in ALL if cell not in FAST)], key=lambda cell: cell[0], reverse=True
+)
 
 
 @pytest.mark.parametrize(
-    ("kind", "variant", "stage", "ranks"), [cell if cell in FAST else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS]
+    ("kind", "variant", "stage", "ranks"),
+    [cell if cell in FAST else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS],
 )
 def test_long_responses_live_through_publications(
     engines: Engines, gang: Gang, tmp_path: Path, kind: str, variant: str, stage: int, ranks: int
@@ -519,12 +685,15 @@ def test_long_responses_live_through_publications(
         check_answer(answer, serving)
 
 
-# -- overlap ----------------------------------------------------------------------------------------------------------
+# -- overlap
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Outcome:
-    """Losses and gradient norms of all steps, the weights at staging and at the end, what arrived, and when the steps after staging ran."""
+    """Losses and gradient norms of all steps, the weights at staging and at the end, what arrived,
+    and when the steps after staging ran.
+    """
 
     history: list[dict[str, float]]
     staged: dict[str, torch.Tensor]
@@ -534,7 +703,9 @@ class Outcome:
 
 
 class Nothing:
-    """No publication at all; the others do something between `start` and `finish`, while steps run."""
+    """No publication at all; the others do something between `start` and `finish`, while
+    steps run.
+    """
 
     def __init__(self, learner: Any, directory: Path) -> None:
         self.learner, self.directory = learner, directory
@@ -551,13 +722,18 @@ class Staging(Nothing):
     def start(self) -> None:
         from async_grpo.weights.shared_memory import SharedMemorySender
 
-        self.sender = SharedMemorySender(self.learner, key=f"test-{uuid.uuid4().hex[:8]}", fallback=self.directory)
+        self.sender = SharedMemorySender(
+            self.learner, key=f"test-{uuid.uuid4().hex[:8]}", fallback=self.directory
+        )
         [payload] = self.sender.connect("127.0.0.1", [1])
         self.announcement = self.sender.stage("v0.1", verify=True)
         self.reader = SegmentReader(payload["metadata"])
 
     def read(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.reader.tensors(**self.announcement.payload)}
+        return {
+            name: tensor.clone()
+            for name, tensor in self.reader.tensors(**self.announcement.payload)
+        }
 
     def finish(self) -> list[dict[str, torch.Tensor]]:
         try:
@@ -600,7 +776,11 @@ class Sending(Nothing):
 
         self.sender = make_sender(self.learner, overlap=self.overlap)
         [payload] = self.sender.connect("127.0.0.1", [1])
-        self.receiver = Receiver(payload, self.learner.config.model.path, device=1) if self.learner.rank == 0 else None
+        self.receiver = (
+            Receiver(payload, self.learner.config.model.path, device=1)
+            if self.learner.rank == 0
+            else None
+        )
         joined = self.receiver and self.receiver.join()
         assert self.sender.rendezvous() == ""
         if joined:
@@ -629,11 +809,22 @@ class Streaming(Sending):
     overlap = False
 
 
-def outcome_of(kind: type[Nothing], directory: str, scratch: Path, *, stage: int, rank: int = 0, world: int = 1, port: int = 0) -> Outcome:
+def outcome_of(
+    kind: type[Nothing],
+    directory: str,
+    scratch: Path,
+    *,
+    stage: int,
+    rank: int = 0,
+    world: int = 1,
+    port: int = 0,
+) -> Outcome:
     """A learner step, a publication, and two more steps before it is over."""
     case = make_case(directory, n_updates=2)
     config, splits = config_of(directory, stage=stage, ranks=world), share(case, rank, world)
-    with open_learner(config, {"plain": directory}, case, rank=rank, world=world, port=port) as learner:
+    with open_learner(
+        config, {"plain": directory}, case, rank=rank, world=world, port=port
+    ) as learner:
         history, publication = train(learner, case, splits), kind(learner, scratch)
         staged = copy_weights(learner)
         publication.start()
@@ -644,10 +835,19 @@ def outcome_of(kind: type[Nothing], directory: str, scratch: Path, *, stage: int
         return Outcome(history, staged, copy_weights(learner), received, trained)
 
 
-def check_overlap(control: Control, directory: str, scratch: Path, *, ports: Sequence[int] = (0,) * 4, **place: int) -> None:
-    """Steps are bit-equal whatever a publication does meanwhile, and what arrives is bit-equal to the weights at staging.
+def check_overlap(
+    control: Control,
+    directory: str,
+    scratch: Path,
+    *,
+    ports: Sequence[int] = (0,) * 4,
+    **place: int,
+) -> None:
+    """Steps are bit-equal whatever a publication does meanwhile, and what arrives is bit-equal to
+    the weights at staging.
 
-    ports: one for each of the four learners, where there are several ranks: a store that is used twice remembers the first group.
+    ports: one for each of the four learners, where there are several ranks: a store that is used
+    twice remembers the first group.
     """
     alone = outcome_of(Nothing, directory, scratch, port=ports[0], **place)
     assert not bitwise(alone.staged, alone.weights) and len(alone.history) == 6
@@ -656,12 +856,18 @@ def check_overlap(control: Control, directory: str, scratch: Path, *, ports: Seq
             control.clear()
             control.inject({"kind": "slow", "rank": 0, "seconds": 0.05})
         one = outcome_of(kind, directory, scratch, port=port, **place)
-        assert one.history == alone.history and bitwise(one.weights, alone.weights) and bitwise(one.staged, alone.staged)
+        assert (
+            one.history == alone.history
+            and bitwise(one.weights, alone.weights)
+            and bitwise(one.staged, alone.staged)
+        )
         if place.get("rank", 0) == 0:
             assert one.received and all(bitwise(copy, one.staged) for copy in one.received)
             if kind is Sending:
                 sent = [event.t for event in control.events("end", rank=0)]
-                assert any(one.trained[0] < moment < one.trained[1] for moment in sent), "nothing was sent while the steps ran"
+                assert any(one.trained[0] < moment < one.trained[1] for moment in sent), (
+                    "nothing was sent while the steps ran"
+                )
 
 
 @pytest.fixture
@@ -673,13 +879,17 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_steps_are_bit_equal_with_and_without_overlap(control: Control, tmp_path: Path, stage: int) -> None:
+def test_steps_are_bit_equal_with_and_without_overlap(
+    control: Control, tmp_path: Path, stage: int
+) -> None:
     directory = write_model(tmp_path / "model")
     check_overlap(control, directory, tmp_path, stage=stage)
     control.inject()
     streamed = outcome_of(Streaming, directory, tmp_path, stage=stage)
     [received] = streamed.received
-    assert bitwise(received, streamed.weights) and not bitwise(received, streamed.staged), "the comparison sees later weights"
+    assert bitwise(received, streamed.weights) and not bitwise(received, streamed.staged), (
+        "the comparison sees later weights"
+    )
 
 
 def overlap_rank(rank: int, ports: list[int], directory: str, scratch: str) -> None:
@@ -687,10 +897,22 @@ def overlap_rank(rank: int, ports: list[int], directory: str, scratch: str) -> N
     nccl_over_gloo.install()
     for stage in (1, 2, 3):
         own = ports[4 * stage - 4 : 4 * stage]
-        check_overlap(Control(Path(scratch)), directory, Path(scratch), ports=own, stage=stage, rank=rank, world=2)
+        check_overlap(
+            Control(Path(scratch)),
+            directory,
+            Path(scratch),
+            ports=own,
+            stage=stage,
+            rank=rank,
+            world=2,
+        )
 
 
 @pytest.mark.slow
-def test_steps_of_two_ranks_are_bit_equal_with_and_without_overlap(control: Control, tmp_path: Path) -> None:
+def test_steps_of_two_ranks_are_bit_equal_with_and_without_overlap(
+    control: Control, tmp_path: Path
+) -> None:
     directory = write_model(tmp_path / "model")
-    run_ranks(overlap_rank, [free_port() for _ in range(12)], directory, str(tmp_path), seconds=START_S)
+    run_ranks(
+        overlap_rank, [free_port() for _ in range(12)], directory, str(tmp_path), seconds=START_S
+    )

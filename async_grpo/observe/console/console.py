@@ -1,10 +1,13 @@
-"""What a person sees while a run goes on: phases with seconds, a panel or one line per interval of steps, a table at the end.
+"""What a person sees while a run goes on: phases with seconds, a panel or one line per interval of
+steps, a table at the end.
 
-Runs in: the driver. Hides the difference between a terminal (one panel that is refreshed, lines above it) and a file or pipe (plain lines
-without control characters), and how often a line is worth printing.
+Runs in: the driver. Hides the difference between a terminal (one panel that is refreshed, lines
+above it) and a file or pipe (plain lines without control characters), and how often a line is worth
+printing.
 
-Invariants: one line per call at most; the last step is always printed; text from outside (answers, error messages) can neither
-move the cursor nor change colours, nor can what other threads and children write to standard error; the cursor is back when the run has ended.
+Invariants: one line per call at most; the last step is always printed; text from outside (answers,
+error messages) can neither move the cursor nor change colours, nor can what other threads and
+children write to standard error; the cursor is back when the run has ended.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ def _share(value: float) -> str:
     return f"{value:.0%}"
 
 
-# Metric key, label, format: the columns of a step line in their order. `time/learner_idle` is a share of the step's time.
+# Metric key, label, format: the columns of a step line in their order. `time/learner_idle` is a
+# share of the step's time.
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("rollout/score", "score {}", _number),
     ("rollout/accuracy", "accuracy {}", _share),
@@ -69,11 +73,16 @@ class Screen:
 
     def __init__(self, stream: TextIO) -> None:
         self.terminal = stream.isatty()
-        # The stream alone decides: environment variables that force colours must not put control characters into log files.
+        # The stream alone decides: environment variables that force colours must not put control
+        # characters into log files.
         self.out = rich.console.Console(
-            file=stream, force_terminal=self.terminal, highlight=False, markup=False, emoji=False,
+            file=stream,
+            force_terminal=self.terminal,
+            highlight=False,
+            markup=False,
+            emoji=False,
             width=None if self.terminal else _PLAIN_WIDTH,
-        )  # fmt: skip
+        )
         self._live: Live | None = None
         self._stderr: StderrLines | None = None
         self._lock = threading.RLock()
@@ -84,13 +93,23 @@ class Screen:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def follow(self, facts: Callable[[], Mapping[str, Any]], *, title: str = "", now: Callable[[], float] = time.time) -> None:
+    def follow(
+        self,
+        facts: Callable[[], Mapping[str, Any]],
+        *,
+        title: str = "",
+        now: Callable[[], float] = time.time,
+    ) -> None:
         """On a terminal: keep a panel of `facts()` at the end of the stream until `stop`."""
         with self._lock:
             if self._live is None and self.terminal:
                 self._live = Live(
-                    get_renderable=lambda: self._panel(facts(), now(), title), console=self.out, refresh_per_second=1, transient=True,
-                    redirect_stdout=False, redirect_stderr=False,
+                    get_renderable=lambda: self._panel(facts(), now(), title),
+                    console=self.out,
+                    refresh_per_second=1,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
                 )
                 self._live.start(refresh=True)
                 if same_terminal(self.out.file.fileno()):
@@ -120,15 +139,23 @@ class Screen:
         self.stop()
         self.out.print(self._panel(facts, now, title))
 
-    def _panel(self, facts: Mapping[str, Any], now: float, title: str) -> rich.console.RenderableType:
+    def _panel(
+        self, facts: Mapping[str, Any], now: float, title: str
+    ) -> rich.console.RenderableType:
         width, height = self.out.size
-        return panel(facts, width=width, height=height if self.terminal else 1000, now=now, title=title)
+        return panel(
+            facts, width=width, height=height if self.terminal else 1000, now=now, title=title
+        )
 
 
 class Console:
-    """Prints to one stream (standard output if None). Thread-safe. `clock` gives seconds and only moves forward."""
+    """Prints to one stream (standard output if None). Thread-safe. `clock` gives seconds and only
+    moves forward.
+    """
 
-    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._screen = Screen(stream if stream is not None else sys.stdout)
         self._terminal = self._screen.terminal
         self._clock = clock
@@ -151,14 +178,25 @@ class Console:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Announce a phase of the start or the end, and print its seconds when the block is left."""
-        started, over, progress = self._clock(), threading.Event(), self.progress  # another run may begin inside
+        """Announce a phase of the start or the end, and print its seconds when the block is
+        left.
+        """
+        started, over, progress = (
+            self._clock(),
+            threading.Event(),
+            self.progress,
+        )  # another run may begin inside
         progress.enter(text)
         if self._terminal:
             self._screen.follow(lambda: self.progress.facts())
         else:
             self._screen.print(f"{text} ...")
-            threading.Thread(target=self._remind, args=(text, started, over), name="async_grpo-phase", daemon=True).start()
+            threading.Thread(
+                target=self._remind,
+                args=(text, started, over),
+                name="async_grpo-phase",
+                daemon=True,
+            ).start()
         failed = True
         try:
             yield
@@ -182,14 +220,18 @@ class Console:
         """Print what the check of the weight transport at the start measured, if there was one."""
         if measured:
             self.info(
-                "weights arrive: after a test publication the engines' log-probs differ from the learner's by at most "
-                f"{measured['weights/self_check_error']:.1e} (the test moved them by {measured['weights/self_check_moved']:.2f})"
+                "weights arrive: after a test publication the engines' log-probs differ "
+                "from the learner's by at most "
+                f"{measured['weights/self_check_error']:.1e} (the test moved them by "
+                f"{measured['weights/self_check_moved']:.2f})"
             )
 
     def logged(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Show what was logged of learner step `step` of `total`, unless a line was shown a moment ago; the last step always is.
+        """Show what was logged of learner step `step` of `total`, unless a line was shown a moment
+        ago; the last step always is.
 
-        Metrics that are missing or not finite are left out, unknown ones are ignored; those of an evaluation change the panel only.
+        Metrics that are missing or not finite are left out, unknown ones are ignored; those of an
+        evaluation change the panel only.
         """
         self.progress.logged(step, total, metrics)
         now, last = self._clock(), step >= total
@@ -204,7 +246,9 @@ class Console:
             self._screen.print(_step_line(step, total, metrics))
 
     def verdict(self, *, kind: str, text: str) -> None:
-        """Show in the panel who is the bottleneck; where there is none, as a line if it is another one, and now and then."""
+        """Show in the panel who is the bottleneck; where there is none, as a line if it is another
+        one, and now and then.
+        """
         self.progress.say(kind=kind, text=text)
         with self._lock:
             now, (said, said_at) = self._clock(), self._said
@@ -222,14 +266,18 @@ class Console:
             self._record.event(kind, **facts)
 
     def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Print a two-column table; outside a terminal every row is one line, whatever its length, so that commands can be copied."""
+        """Print a two-column table; outside a terminal every row is one line, whatever its length,
+        so that commands can be copied.
+        """
         self._screen.stop()
         if not self._terminal:
             width = max((len(visible(name)) for name, _ in rows), default=0)
             for line in (title, *(f"  {visible(name):{width}}   {value}" for name, value in rows)):
                 self._screen.print(line)
             return
-        table = Table(title=visible(title), title_justify="left", show_header=False, box=rich.box.SIMPLE)
+        table = Table(
+            title=visible(title), title_justify="left", show_header=False, box=rich.box.SIMPLE
+        )
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in rows:
@@ -261,5 +309,9 @@ class Console:
 
 def _step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    parts += [label.format(show(metrics[key])) for key, label, show in _COLUMNS if math.isfinite(metrics.get(key, math.nan))]
+    parts += [
+        label.format(show(metrics[key]))
+        for key, label, show in _COLUMNS
+        if math.isfinite(metrics.get(key, math.nan))
+    ]
     return "  ".join(parts)

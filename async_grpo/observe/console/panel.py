@@ -1,7 +1,8 @@
 """The panel of a run: what `progress` knows, as lines for a terminal of any size.
 
-Runs in: the driver and the status command. Hides layout. Invariants: what is not known has no place, so there is no empty frame; no line is
-longer than the terminal is wide, and there are no more lines than it has; no text from a run can move the cursor.
+Runs in: the driver and the status command. Hides layout. Invariants: what is not known has no
+place, so there is no empty frame; no line is longer than the terminal is wide, and there are no
+more lines than it has; no text from a run can move the cursor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from rich.console import Console, Group
 from rich.text import Text
 
 WIDEST = 110
-"""Columns: longer lines are hard to read, and none of them breaks when a wide terminal becomes narrower."""
+"""Columns: longer lines are hard to read, and none of them breaks when a wide terminal becomes
+narrower.
+"""
 BAR_CELLS, CURVE_CELLS = 20, 40
 COMPACT_ROWS, ROOMY_ROWS = 8, 16
 """A terminal with fewer rows gets a single line; one with at least so many, long lines in full."""
@@ -24,11 +27,18 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 def visible(text: str) -> str:
     """The text with control characters as escapes; newlines and tabs stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    return "".join(
+        c
+        if c.isprintable() or c in "\n\t"
+        else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in text
+    )
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
-    """The values as bars of eighths, lowest to highest, at most `cells` of them: neighbours are averaged. Equal values are a low line."""
+    """The values as bars of eighths, lowest to highest, at most `cells` of them: neighbours are
+    averaged. Equal values are a low line.
+    """
     values = [value for value in values if math.isfinite(value)]
     if not values or cells < 1:
         return ""
@@ -49,11 +59,21 @@ def duration(seconds: float) -> str:
 
 def rate(value: float) -> str:
     """1234 -> 1.2k."""
-    return f"{value / 1e6:.1f}M" if value >= 1e6 else f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+    return (
+        f"{value / 1e6:.1f}M"
+        if value >= 1e6
+        else f"{value / 1000:.1f}k"
+        if value >= 1000
+        else f"{value:.0f}"
+    )
 
 
-def panel(facts: Mapping[str, Any], *, width: int, height: int, now: float, title: str = "") -> Group | Text:
-    """The whole panel for a terminal of `width` columns and `height` rows, or one line where it is too low."""
+def panel(
+    facts: Mapping[str, Any], *, width: int, height: int, now: float, title: str = ""
+) -> Group | Text:
+    """The whole panel for a terminal of `width` columns and `height` rows, or one line where it is
+    too low.
+    """
     width = max(1, min(width, WIDEST))
     if height < COMPACT_ROWS:
         return _fit(Text(_headline(facts, now, bar=0)), width)
@@ -61,7 +81,11 @@ def panel(facts: Mapping[str, Any], *, width: int, height: int, now: float, titl
     lines = [_fit(Text(_headline(facts, now, bar=0 if narrow else BAR_CELLS), style="bold"), width)]
     for label, text, style in _rows(facts, now, cells=max(4, min(CURVE_CELLS, (width - 24) // 2))):
         line = Text(f"{label:9} ", style="dim").append_text(Text(visible(text), style=style))
-        lines += _folded(line, width) if label == "verdict" or (label != "reward" and height >= ROOMY_ROWS) else [_fit(line, width)]
+        lines += (
+            _folded(line, width)
+            if label == "verdict" or (label != "reward" and height >= ROOMY_ROWS)
+            else [_fit(line, width)]
+        )
     if title:
         lines.insert(0, _fit(Text(visible(title), style="dim"), width))
     return Group(*lines[: height - 1])
@@ -93,14 +117,26 @@ def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple
         curves.append(f"{sparkline(facts['reward'], cells)} {last:.2f}")
     if evaluations:
         step, accuracy = evaluations[-1]
-        curves.append(f"eval {sparkline([value for _, value in evaluations], cells // 2)} {accuracy:.1%} at step {step}")
+        curves.append(
+            f"eval {sparkline([value for _, value in evaluations], cells // 2)} "
+            f"{accuracy:.1%} at step {step}"
+        )
     if curves:
         yield "reward" if facts["reward"] else "", "   ".join(curves), "green"
-    for label, parts in (("tokens/s", _speed(metrics)), ("queue", _queue(metrics)), ("idle", _idle(metrics)), ("weights", _weights(facts, now))):
+    for label, parts in (
+        ("tokens/s", _speed(metrics)),
+        ("queue", _queue(metrics)),
+        ("idle", _idle(metrics)),
+        ("weights", _weights(facts, now)),
+    ):
         if parts:
             yield label, "   ".join(parts), ""
     if facts["verdict"]:
-        yield "verdict", facts["verdict"]["text"], "" if facts["verdict"]["kind"] == "balanced" else "yellow"
+        yield (
+            "verdict",
+            facts["verdict"]["text"],
+            "" if facts["verdict"]["kind"] == "balanced" else "yellow",
+        )
 
 
 def _named(metrics: Mapping[str, float], *columns: tuple[str, str, Any]) -> list[str]:
@@ -109,27 +145,39 @@ def _named(metrics: Mapping[str, float], *columns: tuple[str, str, Any]) -> list
 
 def _speed(metrics: Mapping[str, float]) -> list[str]:
     return _named(
-        metrics, ("tokens_generated_per_s", "{} generated", rate), ("tokens_trained_per_s", "{} trained", rate),
-        ("rollout/response_length", "length {}", "{:.1f}".format), ("rollout/truncated", "cut off {}", "{:.0%}".format),
+        metrics,
+        ("tokens_generated_per_s", "{} generated", rate),
+        ("tokens_trained_per_s", "{} trained", rate),
+        ("rollout/response_length", "length {}", "{:.1f}".format),
+        ("rollout/truncated", "cut off {}", "{:.0%}".format),
     )
 
 
 def _queue(metrics: Mapping[str, float]) -> list[str]:
     return _named(
-        metrics, ("replay/ready", "{} ready", "{:.0f}".format), ("replay/in_flight", "{} in flight", "{:.0f}".format),
-        ("replay/capacity", "of {} groups", "{:.0f}".format), ("train/lag_mean", "lag mean {}", "{:.2f}".format),
+        metrics,
+        ("replay/ready", "{} ready", "{:.0f}".format),
+        ("replay/in_flight", "{} in flight", "{:.0f}".format),
+        ("replay/capacity", "of {} groups", "{:.0f}".format),
+        ("train/lag_mean", "lag mean {}", "{:.2f}".format),
         ("train/lag_max", "max {}", "{:.0f}".format),
     )
 
 
 def _idle(metrics: Mapping[str, float]) -> list[str]:
     return _named(
-        metrics, ("learner_idle", "learner {}", "{:.0%}".format), ("engine_idle", "engines {}", "{:.0%}".format),
+        metrics,
+        ("learner_idle", "learner {}", "{:.0%}".format),
+        ("engine_idle", "engines {}", "{:.0%}".format),
         ("cluster/rollout_actors", "actors up {}", "{:.0f}".format),
     ) + [
-        f"{metrics[key]:.0f} {what}" for key, what in (
-            ("cluster/restarts", "actors restarted"), ("cluster/learner_restarts", "learner restarts"), ("replay/restarts", "queue restarts"),
-        ) if metrics.get(key)
+        f"{metrics[key]:.0f} {what}"
+        for key, what in (
+            ("cluster/restarts", "actors restarted"),
+            ("cluster/learner_restarts", "learner restarts"),
+            ("replay/restarts", "queue restarts"),
+        )
+        if metrics.get(key)
     ]
 
 
@@ -139,7 +187,9 @@ def _weights(facts: Mapping[str, Any], now: float) -> list[str]:
     if parts and facts["published_at"] is not None:
         parts = [f"{parts[0]} for {max(0.0, now - facts['published_at']):.0f} s"]
     return parts + _named(
-        metrics, ("weights/until_live_s", "{} s to publish", "{:.2f}".format), ("seconds_per_step", "{} s per step", "{:.2f}".format),
+        metrics,
+        ("weights/until_live_s", "{} s to publish", "{:.2f}".format),
+        ("seconds_per_step", "{} s per step", "{:.2f}".format),
     )
 
 
@@ -153,7 +203,14 @@ def _fit(line: Text, width: int) -> Text:
 def _folded(line: Text, width: int) -> list[Text]:
     """The line in as many lines as it takes, continued under its text."""
     indent = 10 if width > 40 else 0
-    parts = line[indent:].wrap(Console(width=width), max(1, width - indent)) if indent else line.wrap(Console(width=width), width)
+    parts = (
+        line[indent:].wrap(Console(width=width), max(1, width - indent))
+        if indent
+        else line.wrap(Console(width=width), width)
+    )
     if not indent:
         return list(parts)
-    return [(line[:indent] if index == 0 else Text(" " * indent)).append_text(part) for index, part in enumerate(parts)]
+    return [
+        (line[:indent] if index == 0 else Text(" " * indent)).append_text(part)
+        for index, part in enumerate(parts)
+    ]

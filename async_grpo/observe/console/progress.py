@@ -1,9 +1,11 @@
 """How a run is doing, in a few numbers: what the panel, `status.json` and the status command show.
 
-Runs in: the driver. Hides how rates and shares are computed from what a learner step logs, and how long histories are kept short.
+Runs in: the driver. Hides how rates and shares are computed from what a learner step logs, and how
+long histories are kept short.
 
-Invariants: memory does not grow with the run; a number that no metric gives is absent, so that nobody sees an invented 0; shares and rates are
-over the last `WINDOW_S` seconds of wall time, waiting included. Thread-safe.
+Invariants: memory does not grow with the run; a number that no metric gives is absent, so that
+nobody sees an invented 0; shares and rates are over the last `WINDOW_S` seconds of wall time,
+waiting included. Thread-safe.
 """
 
 from __future__ import annotations
@@ -21,10 +23,32 @@ EVALUATIONS = 120
 NOTES = 5
 
 SHOWN = (
-    "rollout/score", "rollout/accuracy", "rollout/response_length", "rollout/truncated", "train/lag_mean", "train/lag_max", "train/entropy",
-    "train/grad_norm", "train/tokens_per_s", "train/ess", "time/learner_idle", "replay/ready", "replay/training", "replay/in_flight",
-    "replay/waiting", "replay/outstanding", "replay/capacity", "replay/live_version", "weights/publications", "weights/until_live_s",
-    "weights/engine_paused_s", "cluster/rollout_actors", "cluster/restarts", "cluster/learner_restarts", "replay/restarts", "goodput/share",
+    "rollout/score",
+    "rollout/accuracy",
+    "rollout/response_length",
+    "rollout/truncated",
+    "train/lag_mean",
+    "train/lag_max",
+    "train/entropy",
+    "train/grad_norm",
+    "train/tokens_per_s",
+    "train/ess",
+    "time/learner_idle",
+    "replay/ready",
+    "replay/training",
+    "replay/in_flight",
+    "replay/waiting",
+    "replay/outstanding",
+    "replay/capacity",
+    "replay/live_version",
+    "weights/publications",
+    "weights/until_live_s",
+    "weights/engine_paused_s",
+    "cluster/rollout_actors",
+    "cluster/restarts",
+    "cluster/learner_restarts",
+    "replay/restarts",
+    "goodput/share",
 )
 """Metrics of the last learner step that are kept."""
 LEARNER_TIMES, ENGINE_TIMES = "time/learner/", "time/engine/"
@@ -47,7 +71,10 @@ class Curve:
             self.points.append(self._sum / self._count)
             self._sum, self._count = 0.0, 0
         if len(self.points) > CURVE_POINTS:
-            self.points = [(first + second) / 2 for first, second in zip(self.points[::2], self.points[1::2], strict=False)]
+            self.points = [
+                (first + second) / 2
+                for first, second in zip(self.points[::2], self.points[1::2], strict=False)
+            ]
             self._sum, self._count, self.stride = 0.0, 0, 2 * self.stride
 
     def values(self) -> list[float]:
@@ -78,8 +105,12 @@ class Progress:
     # ---- what happens ----
 
     def remember(self, facts: Mapping[str, Any]) -> None:
-        """What an earlier start in the same directory left: its curves are continued, if this one goes on from it."""
-        self._earlier = facts if {"evaluations", "step", "reward", "reward_stride"} <= facts.keys() else {}
+        """What an earlier start in the same directory left: its curves are continued, if this one
+        goes on from it.
+        """
+        self._earlier = (
+            facts if {"evaluations", "step", "reward", "reward_stride"} <= facts.keys() else {}
+        )
 
     def enter(self, text: str) -> None:
         """A phase of the start or the end begins; phases may be inside each other."""
@@ -121,27 +152,44 @@ class Progress:
             self._end = {"exit_code": code, "message": message, "ended": self._clock()}
 
     def _continue(self, step: int) -> None:
-        """Take over the curves before `step`, at which this start logs for the first time; one that logs the first step begins anew."""
+        """Take over the curves before `step`, at which this start logs for the first time; one that
+        logs the first step begins anew.
+        """
         earlier, self._earlier = self._earlier, {}
         if not earlier or step <= 1:
             return
-        self._evaluations.extend((int(at), float(value)) for at, value in earlier["evaluations"] if at < step)
+        self._evaluations.extend(
+            (int(at), float(value)) for at, value in earlier["evaluations"] if at < step
+        )
         share = min(1.0, (step - 1) / max(1, earlier["step"]))
-        self._reward.points, self._reward.stride = list(earlier["reward"][: round(share * len(earlier["reward"]))]), earlier["reward_stride"]
+        self._reward.points, self._reward.stride = (
+            list(earlier["reward"][: round(share * len(earlier["reward"]))]),
+            earlier["reward_stride"],
+        )
 
     def _logged_step(self, now: float, step: int, metrics: Mapping[str, float]) -> None:
         if self._step_at is None:
             self._first_step, self._phase_before = step - 1, ("training", now)
             self._rows.append((now - metrics["time/step"], step - 1, {}))
         self._step, self._step_at = step, now
-        self._metrics = {name: value for name in SHOWN if math.isfinite(value := metrics.get(name, math.nan))}
+        self._metrics = {
+            name: value for name in SHOWN if math.isfinite(value := metrics.get(name, math.nan))
+        }
         if "rollout/score" in self._metrics:
             self._reward.add(self._metrics["rollout/score"])
         if (version := metrics.get("replay/live_version", self._version)) != self._version:
             self._version, self._published = version, now
         kept = {
-            name: value for name, value in metrics.items()
-            if name in ("goodput/generated", "goodput/trained", "rollout/response_tokens", "time/wait", "time/step")
+            name: value
+            for name, value in metrics.items()
+            if name
+            in (
+                "goodput/generated",
+                "goodput/trained",
+                "rollout/response_tokens",
+                "time/wait",
+                "time/step",
+            )
             or name.startswith((LEARNER_TIMES, ENGINE_TIMES))
         }
         self._rows.append((now, step, kept))
@@ -160,10 +208,19 @@ class Progress:
         with self._lock:
             text, since = self._phases[-1] if self._phases else self._phase_before
             facts = {
-                "started": self.started, "phase": text, "phase_since": since, "step": self._step, "total": self._total,
-                "step_at": self._step_at, "metrics": self._metrics | self._rates(), "reward": self._reward.values(), "reward_stride": self._reward.stride,
-                "evaluations": [list(point) for point in self._evaluations], "published_at": self._published,
-                "verdict": self._verdict, "notes": list(self._notes),
+                "started": self.started,
+                "phase": text,
+                "phase_since": since,
+                "step": self._step,
+                "total": self._total,
+                "step_at": self._step_at,
+                "metrics": self._metrics | self._rates(),
+                "reward": self._reward.values(),
+                "reward_stride": self._reward.stride,
+                "evaluations": [list(point) for point in self._evaluations],
+                "published_at": self._published,
+                "verdict": self._verdict,
+                "notes": list(self._notes),
             }
             if (seconds := facts["metrics"].get("seconds_per_step")) is not None:
                 facts["eta_s"] = max(0, self._total - self._step) * seconds
@@ -175,16 +232,25 @@ class Progress:
             return {}
         (begin, first_step, _), (end, last_step, last) = self._rows[0], self._rows[-1]
         seconds, since = end - begin, list(self._rows)[1:]
-        counted, _, first = next((row for row in self._rows if row[2]), self._rows[-1])  # one without facts marks the beginning
+        counted, _, first = next(
+            (row for row in self._rows if row[2]), self._rows[-1]
+        )  # one without facts marks the beginning
         rates = {}
         if "rollout/response_tokens" in last:
-            rates["tokens_trained_per_s"] = sum(row.get("rollout/response_tokens", 0.0) for _, _, row in since) / seconds
+            rates["tokens_trained_per_s"] = (
+                sum(row.get("rollout/response_tokens", 0.0) for _, _, row in since) / seconds
+            )
         if last_step > first_step:
             rates["seconds_per_step"] = seconds / (last_step - first_step)
-        for name, key in (("goodput/generated", "tokens_generated_per_s"), ("goodput/trained", "tokens_trained_per_s")):
+        for name, key in (
+            ("goodput/generated", "tokens_generated_per_s"),
+            ("goodput/trained", "tokens_trained_per_s"),
+        ):
             if name in first and name in last and end > counted:
                 rates[key] = max(0.0, last[name] - first[name]) / (end - counted)
-        steps, waited = (sum(row.get(name, 0.0) for _, _, row in since) for name in ("time/step", "time/wait"))
+        steps, waited = (
+            sum(row.get(name, 0.0) for _, _, row in since) for name in ("time/step", "time/wait")
+        )
         if steps > 0 and "time/wait" in last:
             rates["learner_idle"] = waited / steps
         learner, engine = (_shares(first, last, prefix) for prefix in (LEARNER_TIMES, ENGINE_TIMES))
@@ -196,9 +262,12 @@ class Progress:
 
 
 def _shares(first: Mapping[str, float], last: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Share of each cause in the time between two rows of cumulative seconds; empty where they have none."""
+    """Share of each cause in the time between two rows of cumulative seconds; empty where they have
+    none.
+    """
     spent = {
-        name.removeprefix(prefix): max(0.0, value - first.get(name, 0.0)) for name, value in last.items()
+        name.removeprefix(prefix): max(0.0, value - first.get(name, 0.0))
+        for name, value in last.items()
         if name.startswith(prefix) and name.count("/") == prefix.count("/")
     }
     whole = sum(spent.values())

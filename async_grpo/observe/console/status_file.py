@@ -1,9 +1,11 @@
 """`status.json`: how a run is doing, for those who look at it from outside.
 
-Runs in: the driver, in a thread of its own (writing); the status command (reading). Hides how a reader finds out that the writer is gone.
+Runs in: the driver, in a thread of its own (writing); the status command (reading). Hides how a
+reader finds out that the writer is gone.
 
-Invariants: a reader sees a whole file, the one before or the new one; no learner step waits for it; it is written every `EVERY_S` while there is
-something new, else every `BEAT_S`, so that its age says whether the driver lives where its process cannot be seen.
+Invariants: a reader sees a whole file, the one before or the new one; no learner step waits for it;
+it is written every `EVERY_S` while there is something new, else every `BEAT_S`, so that its age
+says whether the driver lives where its process cannot be seen.
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ STATUS = "status.json"
 FORMAT = 1
 EVERY_S, BEAT_S = 2.0, 10.0
 SILENT_S = 60.0
-"""A file this old, of a process that nobody here can see, is of a run that is gone, or of a node that is."""
+"""A file this old, of a process that nobody here can see, is of a run that is gone, or of a node
+that is.
+"""
 SLOW_FACTOR, SLOW_S = 10.0, 120.0
-"""A learner step that takes this many times as long as the ones before it, and at least so long, is worth a word."""
+"""A learner step that takes this many times as long as the ones before it, and at least so long, is
+worth a word.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +48,12 @@ class StatusFile:
         self._path, self._progress = run_dir / STATUS, progress
         self._timeline = Timeline(run_dir)
         self._who = {
-            "format": FORMAT, "run": run, "run_dir": str(run_dir), "host": socket.gethostname(), "pid": os.getpid(), "owner": lifetime.owner(),
+            "format": FORMAT,
+            "run": run,
+            "run_dir": str(run_dir),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "owner": lifetime.owner(),
             "begun": stacks.begun(os.getpid()),
         }
         self._written, self._full = 0.0, False
@@ -82,12 +93,16 @@ class StatusFile:
                 if not force and facts == self._last and now - self._written < BEAT_S:
                     return
                 temporary = self._path.with_suffix(".tmp")
-                temporary.write_text(json.dumps(self._who | {"written": now} | facts) + "\n", encoding="utf-8")
+                temporary.write_text(
+                    json.dumps(self._who | {"written": now} | facts) + "\n", encoding="utf-8"
+                )
                 os.replace(temporary, self._path)
                 self._written, self._last, self._full = now, facts, False
             except OSError as error:
                 if not self._full:
-                    _log.warning("%s cannot be written (%s); training goes on", self._path, error.strerror)
+                    _log.warning(
+                        "%s cannot be written (%s); training goes on", self._path, error.strerror
+                    )
                 self._full = True
 
 
@@ -105,7 +120,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise SetupError(f"{run_dir} has no {STATUS}: it is no run directory (run.dir), or the run has not begun") from error
+        raise SetupError(
+            f"{run_dir} has no {STATUS}: it is no run directory (run.dir), or the run has not begun"
+        ) from error
     except (OSError, ValueError) as error:
         raise SetupError(f"{path} cannot be read: {error}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
@@ -118,18 +135,33 @@ def condition(facts: dict[str, Any], *, now: float) -> Condition:
     if "exit_code" in facts:
         code = facts["exit_code"]
         message = facts.get("message") or EXIT_MEANING.get(code, "")
-        return Condition("ended", f"ended {ago(now - facts['ended'])} ago with exit code {code}: {message}")
+        return Condition(
+            "ended", f"ended {ago(now - facts['ended'])} ago with exit code {code}: {message}"
+        )
     age, alive = now - facts["written"], _is_alive(facts)
     where = f"process {facts['pid']} on {facts['host']}"
     if alive is False:
         return Condition(
-            "killed", f"{where} is gone without saying how it ended: it was killed about {ago(age)} ago; the same command continues the run"
+            "killed",
+            f"{where} is gone without saying how it ended: it was killed about {ago(age)} "
+            "ago; the same command continues the run",
         )
     if age > SILENT_S:
-        return Condition("silent", f"{where} has written nothing for {ago(age)}: it is stopped or gone, or its storage is")
+        return Condition(
+            "silent",
+            f"{where} has written nothing for {ago(age)}: it is stopped or gone, or its storage is",
+        )
     usual, step_at = facts["metrics"].get("seconds_per_step"), facts["step_at"]
-    if usual is not None and facts["phase"] == "training" and now - step_at > max(SLOW_S, SLOW_FACTOR * usual):
-        return Condition("slow", f"the last learner step ended {ago(now - step_at)} ago; the ones before took {usual:.3g} s each")
+    if (
+        usual is not None
+        and facts["phase"] == "training"
+        and now - step_at > max(SLOW_S, SLOW_FACTOR * usual)
+    ):
+        return Condition(
+            "slow",
+            f"the last learner step ended {ago(now - step_at)} ago; the ones before took "
+            f"{usual:.3g} s each",
+        )
     return Condition("running", "")
 
 

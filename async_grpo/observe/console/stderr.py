@@ -1,10 +1,12 @@
-"""What is written to standard error while a panel is on the terminal, as lines that can be printed above it.
+"""What is written to standard error while a panel is on the terminal, as lines that can be printed
+above it.
 
-Runs in: the driver. Hides that the file descriptor itself is taken, for a traceback may come from another thread, from C++, or from a child:
-`sys.stderr` in its place would see the first of them only.
+Runs in: the driver. Hides that the file descriptor itself is taken, for a traceback may come from
+another thread, from C++, or from a child: `sys.stderr` in its place would see the first of them
+only.
 
-Invariants: only where standard error is the terminal that the panel is on; nothing that is written before `stop` gets lost, and a child that still
-has the descriptor afterwards can go on writing.
+Invariants: only where standard error is the terminal that the panel is on; nothing that is written
+before `stop` gets lost, and a child that still has the descriptor afterwards can go on writing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class StderrLines:
         reading, writing = os.pipe()
         os.dup2(writing, STDERR)
         os.close(writing)
-        self._thread = threading.Thread(target=self._read, args=(reading,), name="async_grpo-stderr", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read, args=(reading,), name="async_grpo-stderr", daemon=True
+        )
         self._thread.start()
         atexit.register(self.stop)  # the traceback of a script that ends with the panel on
 
@@ -48,7 +52,9 @@ class StderrLines:
     def _read(self, reading: int) -> None:
         with open(reading, encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:
-                if text := _COLOUR.sub("", line.rstrip("\r\n").rpartition("\r")[2].expandtabs()):  # of a bar that is drawn again, the last state
+                if text := _COLOUR.sub(
+                    "", line.rstrip("\r\n").rpartition("\r")[2].expandtabs()
+                ):  # of a bar that is drawn again, the last state
                     self._say(text)
 
 

@@ -1,12 +1,15 @@
 """When what happened in a run: `timeline.jsonl`, from which the report draws.
 
-Runs in: the driver (writing); the report (reading). Hides the file and its bound. One line per event:
+Runs in: the driver (writing); the report (reading). Hides the file and its bound. One line per
+event:
 
     {"time": Unix seconds, "kind": "start" | "phase" | "publication" | "note" | "end", ...}
 
-A `phase` has `begin`, `text` and `failed`, a `publication` `begin`, `version` and `paused_s`; both are written when they are over.
+A `phase` has `begin`, `text` and `failed`, a `publication` `begin`, `version` and `paused_s`; both
+are written when they are over.
 
-Invariants: events wait in memory, at most EVENTS of them, until `flush`; two files of PART_BYTES hold the newest ones, however long the run is.
+Invariants: events wait in memory, at most EVENTS of them, until `flush`; two files of PART_BYTES
+hold the newest ones, however long the run is.
 """
 
 from __future__ import annotations
@@ -61,5 +64,9 @@ def read_timeline(run_dir: Path) -> Iterator[dict[str, Any]]:
                 event = json.loads(line)
             except ValueError:
                 continue  # cut off by the death of its writer
-            if isinstance(event, dict) and isinstance(event.get("time"), int | float) and isinstance(event.get("kind"), str):
+            if (
+                isinstance(event, dict)
+                and isinstance(event.get("time"), int | float)
+                and isinstance(event.get("kind"), str)
+            ):
                 yield event

@@ -1,6 +1,7 @@
 """The files of tracking: rows that are only appended, and values that fit into them.
 
-Runs in: the driver. Hides what a killed process or a full disk leaves of a file, and what text may contain.
+Runs in: the driver. Hides what a killed process or a full disk leaves of a file, and what text may
+contain.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _TAIL_BYTES = 2**20
 
 
 class Lines:
-    """A file of lines that is only appended to. What a killed process left of a last line is removed."""
+    """A file of lines that is only appended to. What a killed process left of a last line is
+    removed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +34,9 @@ class Lines:
             os.ftruncate(self._file, self.size)
 
     def append(self, data: bytes) -> None:
-        """Write, after what could not be written before. Raises OSError, and keeps some megabytes to be written with the next call."""
+        """Write, after what could not be written before. Raises OSError, and keeps some megabytes
+        to be written with the next call.
+        """
         if len(self._unwritten) + len(data) <= UNWRITTEN_BYTES:
             self._unwritten += data
         while self._unwritten:
@@ -42,7 +47,9 @@ class Lines:
 
 
 def last_logged_step(run_dir: Path) -> int:
-    """The newest learner step in `metrics.jsonl`, 0 if there is none. Only the end of the file is read."""
+    """The newest learner step in `metrics.jsonl`, 0 if there is none. Only the end of the file is
+    read.
+    """
     try:
         with open(run_dir / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -71,20 +78,35 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def flat_sample(row: dict[str, Any]) -> dict[str, Any]:
-    """A response with a column for each component of its rewards, and nothing in it that a table cannot show."""
+    """A response with a column for each component of its rewards, and nothing in it that a table
+    cannot show.
+    """
     rewards = row.get("rewards")
     if isinstance(rewards, dict):
-        row = {key: value for key, value in row.items() if key != "rewards"} | {f"reward/{name}": value for name, value in rewards.items()}
+        row = {key: value for key, value in row.items() if key != "rewards"} | {
+            f"reward/{name}": value for name, value in rewards.items()
+        }
     return {key: clean(value) for key, value in row.items()}
 
 
 def clean(value: Any) -> Any:
-    """A value that JSON, a terminal and a web page can show: bounded text without control characters, finite numbers."""
+    """A value that JSON, a terminal and a web page can show: bounded text without control
+    characters, finite numbers.
+    """
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     text = value if isinstance(value, str) else repr(value)
     start = text[:_TEXT_LENGTH]
-    visible = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "backslashreplace").decode() for c in start)
-    return visible if len(text) <= _TEXT_LENGTH and len(visible) <= _TEXT_LENGTH else f"{visible[:_TEXT_LENGTH]}... ({len(text)} characters)"
+    visible = "".join(
+        c
+        if c.isprintable() or c == "\n"
+        else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in start
+    )
+    return (
+        visible
+        if len(text) <= _TEXT_LENGTH and len(visible) <= _TEXT_LENGTH
+        else f"{visible[:_TEXT_LENGTH]}... ({len(text)} characters)"
+    )

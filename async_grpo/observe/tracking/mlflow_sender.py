@@ -1,10 +1,11 @@
 """Sends to MLflow what an outbox says it does not have.
 
-Runs in: the tracker's sender thread, or `python -m async_grpo.report --sync`. Hides MLflow's client, which is imported when the
-first call is made.
+Runs in: the tracker's sender thread, or `python -m async_grpo.report --sync`. Hides MLflow's
+client, which is imported when the first call is made.
 
-Invariants: what is sent twice changes nothing, because a point keeps the time of its row, a run carries a key, and files replace each
-other; nothing is acknowledged before the server has it, except for what it refuses for good, which is counted.
+Invariants: what is sent twice changes nothing, because a point keeps the time of its row, a run
+carries a key, and files replace each other; nothing is acknowledged before the server has it,
+except for what it refuses for good, which is counted.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ _PARAMETERS_PER_CALL, _PARAMETER_LENGTH, _TAG_LENGTH = 100, 500, 5000
 _METRICS_PER_CALL = 900
 _RUN_KEY = "async_grpo.key"
 _ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "60",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true", "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "60",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Unless the user has set them: short time-outs, no retries (the tracker repeats), nothing printed, no host but the tracking server."""
+"""Unless the user has set them: short time-outs, no retries (the tracker repeats), nothing printed,
+no host but the tracking server.
+"""
 
 
 class Delivery:
@@ -38,7 +45,9 @@ class Delivery:
         self._outbox = outbox
         self._clients: dict[str, MlflowClient] = {}
         self.refused = 0
-        """Points and parameters that were refused for good, and lines that are no rows; they are not sent again."""
+        """Points and parameters that were refused for good, and lines that are no rows; they are
+        not sent again.
+        """
         self.refusal = ""
         """Why the last one was."""
 
@@ -47,7 +56,8 @@ class Delivery:
         self._connect(self._outbox.entries[-1])
 
     def send(self, stop: Callable[[], bool] = lambda: False, *, earlier: bool = True) -> None:
-        """Send what MLflow does not have, the newest run first and `earlier` ones if asked to; between calls, `stop()` ends it early.
+        """Send what MLflow does not have, the newest run first and `earlier` ones if asked to;
+        between calls, `stop()` ends it early.
 
         Raises what MLflow raises, except for what it refuses for good.
         """
@@ -56,7 +66,14 @@ class Delivery:
         for entry in reversed(self._outbox.entries[0 if earlier else -1 :]):
             client = self._connect(entry)
             try:
-                for part in (self._send_parameters, self._send_tags, self._send_rows, self._send_samples, self._send_artifacts, self._register):
+                for part in (
+                    self._send_parameters,
+                    self._send_tags,
+                    self._send_rows,
+                    self._send_samples,
+                    self._send_artifacts,
+                    self._register,
+                ):
                     if stop():
                         return
                     part(client, entry, stop)
@@ -83,8 +100,14 @@ class Delivery:
                 raise
             self._outbox.forget(entry)  # another server than before, or a run that somebody deleted
         experiment = self._experiment(client, entry)
-        found = client.search_runs([experiment], f"tags.`{_RUN_KEY}` = '{entry.key}'", max_results=1)  # created, but the answer was lost
-        run = found[0] if found else client.create_run(experiment, entry.created, {_RUN_KEY: entry.key}, entry.name)
+        found = client.search_runs(
+            [experiment], f"tags.`{_RUN_KEY}` = '{entry.key}'", max_results=1
+        )  # created, but the answer was lost
+        run = (
+            found[0]
+            if found
+            else client.create_run(experiment, entry.created, {_RUN_KEY: entry.key}, entry.name)
+        )
         entry.run_id, entry.status_sent = run.info.run_id, run.info.status
         self._tell_status(client, entry)
         self._outbox.save()
@@ -106,17 +129,22 @@ class Delivery:
         if uri not in self._clients:
             for name, value in _ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
-            # The schema migration of a new database logs a hundred lines through these, and every failed connection a page.
+            # The schema migration of a new database logs a hundred lines through these, and every
+            # failed connection a page.
             for name in ("alembic", "mlflow.tracking.fluent", "mlflow.store.db"):
                 logging.getLogger(name).setLevel(logging.WARNING)
             logging.getLogger("mlflow.store.db.utils").setLevel(logging.ERROR)
-            warnings.filterwarnings("ignore", module=r"mlflow\.")  # deprecations inside MLflow, none of which a user can act on
+            warnings.filterwarnings(
+                "ignore", module=r"mlflow\."
+            )  # deprecations inside MLflow, none of which a user can act on
             from mlflow import MlflowClient
 
             if not uri.startswith("http"):
                 from mlflow.store.db import utils
 
-                utils.MAX_RETRY_COUNT = 1  # else a database that is gone holds the thread for minutes
+                utils.MAX_RETRY_COUNT = (
+                    1  # else a database that is gone holds the thread for minutes
+                )
             self._clients[uri] = MlflowClient(tracking_uri=uri)
         return self._clients[uri]
 
@@ -125,7 +153,8 @@ class Delivery:
 
         if (found := client.get_experiment_by_name(entry.experiment)) is not None:
             return found.experiment_id
-        # A server decides where its artifacts go; a local database would put them into the working directory.
+        # A server decides where its artifacts go; a local database would put them into the working
+        # directory.
         location = (self._outbox.run_dir / "mlartifacts").as_uri() if entry.uri is None else None
         try:
             return client.create_experiment(entry.experiment, artifact_location=location)
@@ -135,21 +164,36 @@ class Delivery:
                 raise
             return found.experiment_id
 
-    def _send_parameters(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+    def _send_parameters(
+        self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]
+    ) -> None:
         from mlflow.entities import Param
 
-        parameters = [] if entry.parameters_sent else [Param(key, value[:_PARAMETER_LENGTH]) for key, value in entry.parameters.items()]
+        parameters = (
+            []
+            if entry.parameters_sent
+            else [Param(key, value[:_PARAMETER_LENGTH]) for key, value in entry.parameters.items()]
+        )
         for start in range(0, len(parameters), _PARAMETERS_PER_CALL):
-            self._send_halves(lambda part: client.log_batch(entry.run_id, params=part), parameters[start : start + _PARAMETERS_PER_CALL])
+            self._send_halves(
+                lambda part: client.log_batch(entry.run_id, params=part),
+                parameters[start : start + _PARAMETERS_PER_CALL],
+            )
         entry.parameters_sent = True
 
     def _send_tags(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
         from mlflow.entities import RunTag
 
         if not entry.tags_sent and entry.tags:
-            tags, entry.tags_sent = dict(entry.tags), True  # what is set meanwhile is sent the next time
+            tags, entry.tags_sent = (
+                dict(entry.tags),
+                True,
+            )  # what is set meanwhile is sent the next time
             try:
-                self._send_halves(lambda part: client.log_batch(entry.run_id, tags=part), [RunTag(k, v[:_TAG_LENGTH]) for k, v in tags.items()])
+                self._send_halves(
+                    lambda part: client.log_batch(entry.run_id, tags=part),
+                    [RunTag(k, v[:_TAG_LENGTH]) for k, v in tags.items()],
+                )
             except BaseException:
                 entry.tags_sent = False
                 raise
@@ -169,9 +213,14 @@ class Delivery:
                 points += more
             self._send_batch(client, entry, batch, points)
 
-    def _send_batch(self, client: MlflowClient, entry: Entry, lines: list[bytes], points: list[Any]) -> None:
+    def _send_batch(
+        self, client: MlflowClient, entry: Entry, lines: list[bytes], points: list[Any]
+    ) -> None:
         for start in range(0, len(points), _METRICS_PER_CALL):
-            self._send_halves(lambda part: client.log_batch(entry.run_id, metrics=part), points[start : start + _METRICS_PER_CALL])
+            self._send_halves(
+                lambda part: client.log_batch(entry.run_id, metrics=part),
+                points[start : start + _METRICS_PER_CALL],
+            )
         self._outbox.acknowledge(entry, lines)
 
     def _send_halves(self, call: Callable[[list[Any]], object], items: list[Any]) -> None:
@@ -195,7 +244,11 @@ class Delivery:
         try:
             row = json.loads(line)
             step, when = row.pop("step"), round(row.pop("time") * 1000)
-            return [Metric(key, float(value), when, step) for key, value in row.items() if value is not None]
+            return [
+                Metric(key, float(value), when, step)
+                for key, value in row.items()
+                if value is not None
+            ]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             self._refuse(f"a line of {METRICS} is not a row of metrics: {one_line(error)}")
             return []
@@ -207,9 +260,16 @@ class Delivery:
         rows, position = self._outbox.samples(entry)
         if rows:
             columns = list(dict.fromkeys(key for row in rows for key in row))
-            table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
+            table = {
+                "columns": columns,
+                "data": [[row.get(column) for column in columns] for row in rows],
+            }
             client.log_dict(entry.run_id, table, "samples.json")
-            client.set_tag(entry.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": "samples.json", "type": "table"}]))
+            client.set_tag(
+                entry.run_id,
+                "mlflow.loggedArtifacts",
+                json.dumps([{"path": "samples.json", "type": "table"}]),
+            )
         entry.samples_sent = position
 
     def _send_artifacts(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
@@ -217,13 +277,17 @@ class Delivery:
             name = entry.artifacts[0]
             path = self._outbox.run_dir / name
             if path.is_dir():
-                client.log_artifacts(entry.run_id, str(path), artifact_path=entry.places.get(name, path.name))
+                client.log_artifacts(
+                    entry.run_id, str(path), artifact_path=entry.places.get(name, path.name)
+                )
             elif path.exists():
                 client.log_artifact(entry.run_id, str(path))
             self._outbox.remove_artifact(entry, name)
 
     def _register(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
-        """Make versions of registered models, once each; one that this run has made already is left as it is."""
+        """Make versions of registered models, once each; one that this run has made already is left
+        as it is.
+        """
         from mlflow.exceptions import MlflowException
 
         for name, artifact in list(entry.models.items()) if not entry.artifacts else []:
@@ -233,9 +297,15 @@ class Delivery:
                 except MlflowException as error:
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
-                if not any(version.run_id == entry.run_id for version in client.search_model_versions(f"run_id = '{entry.run_id}'") if version.name == name):
+                if not any(
+                    version.run_id == entry.run_id
+                    for version in client.search_model_versions(f"run_id = '{entry.run_id}'")
+                    if version.name == name
+                ):
                     uri = f"{client.get_run(entry.run_id).info.artifact_uri}/{artifact}"
-                    client.create_model_version(name, uri, run_id=entry.run_id, tags={_RUN_KEY: entry.key})
+                    client.create_model_version(
+                        name, uri, run_id=entry.run_id, tags={_RUN_KEY: entry.key}
+                    )
             except MlflowException as error:
                 if error.get_http_status_code() != 400:
                     raise

@@ -1,11 +1,13 @@
 """What MLflow has of a run directory, and what it is still to get.
 
-Runs in: the driver, and `python -m async_grpo.report --sync`. Hides the file `mlflow_sent.json`: one entry per MLflow run of the directory,
-with how far into `metrics.jsonl` and `samples.jsonl` the server has acknowledged. Those files are the queue, so that nothing is kept in
-memory, however long a server is gone. Knows nothing of MLflow itself.
+Runs in: the driver, and `python -m async_grpo.report --sync`. Hides the file `mlflow_sent.json`:
+one entry per MLflow run of the directory, with how far into `metrics.jsonl` and `samples.jsonl` the
+server has acknowledged. Those files are the queue, so that nothing is kept in memory, however long
+a server is gone. Knows nothing of MLflow itself.
 
-Invariants: one process sends from a directory at a time (a lock on `metrics.jsonl`, which the kernel releases when the process dies); an
-entry without an end whose process is gone was killed; the file is replaced whole.
+Invariants: one process sends from a directory at a time (a lock on `metrics.jsonl`, which the
+kernel releases when the process dies); an entry without an end whose process is gone was killed;
+the file is replaced whole.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class TrackingError(SetupError):
 
 @dataclass
 class Entry:
-    """One MLflow run of a run directory. Positions are bytes; `None` as an end is the end of the file."""
+    """One MLflow run of a run directory. Positions are bytes; `None` as an end is the end of the
+    file.
+    """
 
     uri: str | None
     """None: the database in the run directory, wherever that is now."""
@@ -53,13 +57,16 @@ class Entry:
     run_id: str | None = None
     parameters_sent: bool = False
     artifacts: list[str] = field(default_factory=lambda: ["config.yaml"])
-    """Files and directories that are still to be sent; relative paths begin in the run directory."""
+    """Files and directories that are still to be sent; relative paths begin in the run directory.
+    """
     places: dict[str, str] = field(default_factory=dict)
     """Where in MLflow an artifact goes, for those that do not keep their name."""
     tags: dict[str, str] = field(default_factory=dict)
     tags_sent: bool = False
     models: dict[str, str] = field(default_factory=dict)
-    """Registered models that still get a version: name -> the artifact in MLflow that is to become it."""
+    """Registered models that still get a version: name -> the artifact in MLflow that is to become
+    it.
+    """
     status: str = "RUNNING"
     status_sent: str | None = None
     created: int = field(default_factory=lambda: int(time.time() * 1000))
@@ -67,8 +74,11 @@ class Entry:
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     """A tag of the MLflow run, by which it is found again."""
 
+
 class Outbox:
-    """The entries of one run directory. One thread sends; `conclude`, `add_artifact` and `close` are for any thread."""
+    """The entries of one run directory. One thread sends; `conclude`, `add_artifact` and `close`
+    are for any thread.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         """Nothing is read or locked before `open`."""
@@ -84,21 +94,37 @@ class Outbox:
         self._saved = 0.0
 
     def open(self) -> None:
-        """Lock the directory and read what MLflow has. Raises TrackingError, for example if another process sends from it."""
+        """Lock the directory and read what MLflow has. Raises TrackingError, for example if another
+        process sends from it.
+        """
         file = open(self.run_dir / METRICS, "r+b")  # noqa: SIM115 (closed by `close`)
         try:
             _lock(file)
             state = self.run_dir / STATE
-            entries = [Entry(**entry) for entry in json.loads(state.read_text(encoding="utf-8"))] if state.exists() else []
+            entries = (
+                [Entry(**entry) for entry in json.loads(state.read_text(encoding="utf-8"))]
+                if state.exists()
+                else []
+            )
         except BlockingIOError as error:
             file.close()
-            raise TrackingError(f"another process sends the metrics of {self.run_dir} to MLflow; wait until it has ended") from error
+            raise TrackingError(
+                f"another process sends the metrics of {self.run_dir} to MLflow; wait "
+                "until it has ended"
+            ) from error
         except (OSError, ValueError, TypeError) as error:
             file.close()
-            raise TrackingError(f"{self.run_dir / STATE} cannot be used ({one_line(error)}); move it away to begin a new MLflow run") from error
+            raise TrackingError(
+                f"{self.run_dir / STATE} cannot be used ({one_line(error)}); move it away "
+                "to begin a new MLflow run"
+            ) from error
         with self._lock:
             self._file = file
-            self.entries = [entry for entry in entries if entry.run_id is not None or self._limit(entry) > entry.begin]
+            self.entries = [
+                entry
+                for entry in entries
+                if entry.run_id is not None or self._limit(entry) > entry.begin
+            ]
 
     @property
     def is_open(self) -> bool:
@@ -106,37 +132,67 @@ class Outbox:
         return self._file is not None
 
     def begin(self, entry: Entry, *, run_id: str | None, resumed: bool) -> None:
-        """Make `entry` the current MLflow run, whose rows start at its `begin`; or continue the directory's last one if that is `run_id` or,
-        where the checkpoint of a `resumed` run knows none, whatever it is. Earlier runs that never ended were killed."""
+        """Make `entry` the current MLflow run, whose rows start at its `begin`; or continue the
+        directory's last one if that is `run_id` or, where the checkpoint of a `resumed` run knows
+        none, whatever it is. Earlier runs that never ended were killed.
+        """
         with self._lock:
             last = self.entries[-1] if self.entries else None
             if last is not None and (last.run_id == run_id if run_id is not None else resumed):
-                last.uri, last.status, last.status_sent, last.ended, last.end, last.samples_end = entry.uri, "RUNNING", None, None, None, None
+                last.uri, last.status, last.status_sent, last.ended, last.end, last.samples_end = (
+                    entry.uri,
+                    "RUNNING",
+                    None,
+                    None,
+                    None,
+                    None,
+                )
                 last.artifacts = list(dict.fromkeys([*last.artifacts, *entry.artifacts]))
                 last.tags, last.tags_sent = last.tags | entry.tags, False
                 # somebody may have removed the files in between
                 last.begin, last.sent = min(last.begin, entry.begin), min(last.sent, entry.begin)
-                last.samples_begin, last.samples_sent = min(last.samples_begin, entry.samples_begin), min(last.samples_sent, entry.samples_begin)
+                last.samples_begin, last.samples_sent = (
+                    min(last.samples_begin, entry.samples_begin),
+                    min(last.samples_sent, entry.samples_begin),
+                )
                 self.save()
                 return
             self.mark_killed()
             for earlier in self.entries:
                 earlier.end = entry.begin if earlier.end is None else earlier.end
-                earlier.samples_end = entry.samples_begin if earlier.samples_end is None else earlier.samples_end
+                earlier.samples_end = (
+                    entry.samples_begin if earlier.samples_end is None else earlier.samples_end
+                )
             entry.sent, entry.samples_sent = entry.begin, entry.samples_begin
-            if run_id is not None:  # begun in another directory: what is here is there, unless the run itself is not
-                entry.run_id, entry.parameters_sent, entry.begin, entry.samples_begin = run_id, True, 0, 0
+            if (
+                run_id is not None
+            ):  # begun in another directory: what is here is there, unless the run itself is not
+                entry.run_id, entry.parameters_sent, entry.begin, entry.samples_begin = (
+                    run_id,
+                    True,
+                    0,
+                    0,
+                )
                 for earlier in self.entries:
                     if earlier.run_id == run_id:
-                        earlier.status_sent = earlier.status  # the status is this entry's affair now
-            self.entries = [earlier for earlier in self.entries if not self.is_complete(earlier)] + [entry]
+                        earlier.status_sent = (
+                            earlier.status
+                        )  # the status is this entry's affair now
+            self.entries = [
+                earlier for earlier in self.entries if not self.is_complete(earlier)
+            ] + [entry]
             self.save()
 
     def mark_killed(self) -> None:
-        """End the newest run if it has no end: its process is gone, since this one holds the lock."""
+        """End the newest run if it has no end: its process is gone, since this one holds the
+        lock.
+        """
         for entry in self.entries[-1:]:  # those before it were ended when it began
             if entry.status == "RUNNING":
-                entry.status, entry.ended = "KILLED", int(os.stat(self.run_dir / METRICS).st_mtime * 1000)
+                entry.status, entry.ended = (
+                    "KILLED",
+                    int(os.stat(self.run_dir / METRICS).st_mtime * 1000),
+                )
 
     def conclude(self, status: str) -> None:
         """Note how the current run ended, on the disk at once."""
@@ -150,8 +206,12 @@ class Outbox:
         with self._lock:
             self.entries[-1].tags[name], self.entries[-1].tags_sent = value, False
 
-    def add_artifact(self, path: Path, *, name: str | None = None, register: str | None = None) -> None:
-        """A file or directory to be sent with the current run, a directory under `name`; then it becomes a version of the model `register`."""
+    def add_artifact(
+        self, path: Path, *, name: str | None = None, register: str | None = None
+    ) -> None:
+        """A file or directory to be sent with the current run, a directory under `name`; then it
+        becomes a version of the model `register`.
+        """
         path = path.absolute()
         own = str(path.relative_to(self.run_dir) if path.is_relative_to(self.run_dir) else path)
         with self._lock:
@@ -175,7 +235,9 @@ class Outbox:
         limit, position, lines = self._limit(entry), entry.sent, []
         with open(self.run_dir / METRICS, "rb") as file:
             file.seek(position)
-            for line in file.readlines(min(_READ_BYTES, limit - position)) if limit > position else []:
+            for line in (
+                file.readlines(min(_READ_BYTES, limit - position)) if limit > position else []
+            ):
                 position += len(line)
                 if position <= limit and line.endswith(b"\n"):
                     lines.append(line)
@@ -191,13 +253,20 @@ class Outbox:
         """The server does not have this run (any more): everything is to be sent to a new one."""
         with self._lock:
             self.rows_forgotten += self._rows(entry.begin, entry.sent)
-            entry.run_id, entry.parameters_sent, entry.tags_sent, entry.status_sent = None, False, False, None
+            entry.run_id, entry.parameters_sent, entry.tags_sent, entry.status_sent = (
+                None,
+                False,
+                False,
+                None,
+            )
             entry.sent, entry.samples_sent = entry.begin, entry.samples_begin
             entry.artifacts = list(dict.fromkeys(["config.yaml", *entry.artifacts]))
             self.save()  # its key is on the disk before there is a run with it
 
     def samples(self, entry: Entry) -> tuple[list[dict[str, Any]], int]:
-        """The newest samples of the run, those included that MLflow has, and the position after them; none if MLflow has them all."""
+        """The newest samples of the run, those included that MLflow has, and the position after
+        them; none if MLflow has them all.
+        """
         limit = self._samples_limit(entry)
         if limit <= entry.samples_sent:
             return [], entry.samples_sent
@@ -208,12 +277,20 @@ class Outbox:
         end = limit - len(lines[-1])  # what follows the last newline is being written
         if end <= entry.samples_sent:
             return [], entry.samples_sent
-        return [json.loads(line) for line in lines[int(start > entry.samples_begin) : -1]][-_SAMPLE_ROWS:], end
+        return [json.loads(line) for line in lines[int(start > entry.samples_begin) : -1]][
+            -_SAMPLE_ROWS:
+        ], end
 
     def rows_waiting(self, before: int | None = None) -> int:
-        """Rows of `metrics.jsonl` that MLflow has not acknowledged, of those before byte `before`."""
+        """Rows of `metrics.jsonl` that MLflow has not acknowledged, of those before byte
+        `before`.
+        """
         return sum(
-            self._rows(entry.sent, self._limit(entry) if before is None else min(before, self._limit(entry))) for entry in self.entries
+            self._rows(
+                entry.sent,
+                self._limit(entry) if before is None else min(before, self._limit(entry)),
+            )
+            for entry in self.entries
         )
 
     def _rows(self, start: int, end: int) -> int:
@@ -227,7 +304,12 @@ class Outbox:
 
     def is_complete(self, entry: Entry) -> bool:
         """Whether MLflow has everything of this run, the status included."""
-        sent = entry.run_id is not None and entry.status_sent == entry.status and entry.parameters_sent and not entry.artifacts
+        sent = (
+            entry.run_id is not None
+            and entry.status_sent == entry.status
+            and entry.parameters_sent
+            and not entry.artifacts
+        )
         sent = sent and not entry.models and (entry.tags_sent or not entry.tags)
         return sent and not self.lines(entry) and not self.samples(entry)[0]
 
@@ -256,7 +338,9 @@ class Outbox:
             self._saved = time.monotonic()
 
     def save_sometimes(self) -> None:
-        """Write the file if that was some seconds ago: what is sent twice after a crash changes nothing."""
+        """Write the file if that was some seconds ago: what is sent twice after a crash changes
+        nothing.
+        """
         if time.monotonic() - self._saved > _SAVE_EVERY_S:
             self.save()
 
@@ -275,12 +359,18 @@ def _lock(file: BinaryIO) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # a network file system that has no locks
+        if error.errno not in (
+            errno.ENOLCK,
+            errno.EOPNOTSUPP,
+            errno.ENOSYS,
+        ):  # a network file system that has no locks
             raise
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, short and without passwords: the operating system's reason where there is one."""
+    """What went wrong, short and without passwords: the operating system's reason where there is
+    one.
+    """
     if isinstance(error, TrackingError):
         return str(error)
     inner = error
@@ -293,7 +383,9 @@ def one_line(error: BaseException) -> str:
 def _below(error: BaseException) -> BaseException | None:
     """The error behind this one; libraries also put it among the arguments."""
     behind = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return behind or next((argument for argument in error.args if isinstance(argument, BaseException)), None)
+    return behind or next(
+        (argument for argument in error.args if isinstance(argument, BaseException)), None
+    )
 
 
 def without_password(text: str) -> str:

