@@ -43,14 +43,14 @@ POLL_S = 0.005
 BETWEEN = "between two learner steps"
 
 
-class QueueSide(Protocol):
+class BatchQueue(Protocol):
     """The queue as the loop sees it."""
 
     async def get_batch(self, step: int) -> Batch | None: ...
     async def metrics(self) -> dict[str, float]: ...
 
 
-class LearnerSide(Protocol):
+class TrainingLearner(Protocol):
     """The learner group as the loop sees it."""
 
     async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]: ...
@@ -75,8 +75,8 @@ class Loop:
         self,
         config: Config,
         *,
-        queue: QueueSide,
-        learner: LearnerSide,
+        queue: BatchQueue,
+        learner: TrainingLearner,
         publisher: Publisher,
         weights: dict[str, float],
         total_steps: int,

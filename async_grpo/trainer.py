@@ -34,7 +34,7 @@ from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError, SetupError, StopRequested
-from async_grpo.observe.bottleneck import Observer, Setup, Verdict
+from async_grpo.observe.bottleneck import Bottleneck, BottleneckWatch, ThroughputModel
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.observe.tracking.files import last_logged_step
@@ -72,7 +72,7 @@ class Trainer:
         self._checkpoint: Path | None = None
         self._changes = Changes()
         self._stop_requested = Stop()
-        self._verdicts = Observer(Setup.of(self.config))
+        self._verdicts = BottleneckWatch(ThroughputModel.of(self.config))
         self._saver: Saver | None = None
         self._rl_seconds = 0.0
         self._loop = asyncio.new_event_loop()
@@ -453,7 +453,7 @@ class Trainer:
         return self._running()
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Bottleneck | None:
         """Who limited the last interval of learner steps, and what to change; None while none is
         complete.
         """

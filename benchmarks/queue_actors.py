@@ -22,8 +22,7 @@ import msgpack
 import numpy as np
 import ray
 
-from async_grpo.cluster.processes import QueueHandle
-from async_grpo.cluster.queue import BATCH_PATIENCE_S, BATCH_POLL_S
+from async_grpo.cluster.queue import BATCH_PATIENCE_S, BATCH_POLL_S, ActorQueue
 from async_grpo.groups import Group, GroupTicket, Rollout, VersionSpan
 from async_grpo.replay.queue import Verdict
 from async_grpo.rollout.actor import POLL_S
@@ -122,7 +121,7 @@ class Producer:
     async def produce(self, queue: Any, shape: Shape, version: int) -> list[tuple[int, float]]:
         """Until `stop`: (groups, seconds) of each put."""
         self._queue, self._shape, self._version, self._stopping = (
-            QueueHandle(queue),
+            ActorQueue(queue),
             shape,
             version,
             False,

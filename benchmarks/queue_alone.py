@@ -16,8 +16,8 @@ from typing import Any
 
 import ray
 
-from async_grpo.cluster.processes import MAX_CALLS, QueueHandle
-from async_grpo.cluster.queue import QueueProcess
+from async_grpo.cluster.processes import MAX_CALLS
+from async_grpo.cluster.queue import ActorQueue, QueueProcess
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
@@ -149,7 +149,7 @@ async def crowd(settings: QueueSettings, shape: Shape, *, actors: int, waves: in
     process = (
         ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(settings)
     )
-    queue, frames = QueueHandle(process), Frames(shape, ACTOR, shape.call)
+    queue, frames = ActorQueue(process), Frames(shape, ACTOR, shape.call)
     tickets = await queue.acquire(ACTOR, 0, [], settings.capacity) or []
     found = []
     for wave in range(waves):

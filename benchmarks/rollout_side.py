@@ -23,7 +23,7 @@ import torch
 
 from async_grpo.config.schema import Config
 from async_grpo.replay.queue import Verdict
-from async_grpo.replay.token_ledger import Report
+from async_grpo.replay.token_ledger import ActorReport
 from async_grpo.rollout.actor import RolloutActor, _hash63
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import Buffer, GroupTicket, decode_group
@@ -109,7 +109,7 @@ class Tickets:
         version: int,
         holding: list[tuple[int, int]],
         want: int,
-        report: Report | None,
+        report: ActorReport | None,
     ) -> list[GroupTicket] | None:
         if len(self.frames) == self._count:
             return None

@@ -18,7 +18,7 @@ import numpy as np
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
 from async_grpo.groups import Group, GroupTicket, Rollout, VersionSpan
-from async_grpo.observe.bottleneck import Setup
+from async_grpo.observe.bottleneck import ThroughputModel
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import encode_group
 
@@ -140,9 +140,9 @@ class Scenario:
         """A group takes as long as its longest response."""
         return max(self.lengths(group_id, attempt)) / self.tokens_per_s
 
-    def setup(self) -> Setup:
+    def setup(self) -> ThroughputModel:
         """What a verdict needs to know of it; the learner counts as one rank."""
-        return Setup(
+        return ThroughputModel(
             batch=self.rollout_batch_size,
             max_staleness=self.max_staleness,
             every_steps=self.publish_every,

@@ -27,7 +27,7 @@ from async_grpo.planning import durations
 from async_grpo.replay.limits import NoSignal
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
-from async_grpo.replay.token_ledger import PLACES, Report, Told
+from async_grpo.replay.token_ledger import PLACES, ActorReport, TokenTotals
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, LEARNER_CAUSES, TimeByCause
 from async_grpo.wire import unpack_frames
@@ -332,7 +332,7 @@ class Simulation:
         """
         return not self.journaled
 
-    def report(self, actor: Actor) -> Report:
+    def report(self, actor: Actor) -> ActorReport:
         """What its engine sampled by now."""
         under_way = [
             min(length, int((self.now - job.started) * self.scenario.tokens_per_s))
@@ -340,7 +340,7 @@ class Simulation:
             for length in job.lengths
         ]
         self.told[actor.name] = actor.ended + sum(under_way)
-        return Report(Told(sampled=self.told[actor.name]))
+        return ActorReport(TokenTotals(sampled=self.told[actor.name]))
 
     def brings(self, actor: Actor, job: Job, *, missing: int = 0) -> None:
         """The queue hears of the tokens of this attempt: they count once. missing: responses that

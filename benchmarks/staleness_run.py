@@ -30,7 +30,7 @@ from async_grpo.planning import shaping
 from async_grpo.replay.ledger import Ledger
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.replay.token_ledger import Report
+from async_grpo.replay.token_ledger import ActorReport
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.tasks.base import task_weights
 from async_grpo.tasks.registry import load_task
@@ -57,7 +57,7 @@ class Switch:
         version: int,
         holding: list[tuple[int, int]],
         want: int,
-        report: Report | None,
+        report: ActorReport | None,
     ) -> list[GroupTicket] | None:
         return await self.queue.acquire(actor_id, version, holding, want, report)
 

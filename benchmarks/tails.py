@@ -108,7 +108,7 @@ class Tails:
     weights: ClassVar[dict[str, float]] = {"correct": 1.0}
     fingerprint = "tails-1"
 
-    def __init__(self, settings: schema.Task, seed: int) -> None:
+    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         """There are no options."""
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ Z = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProblemOutcome:
     """One held-out problem: whether the greedy response is right, how many of the samples are;
     responses with a verdict, and those that could not be scored; tokens of the greedy response and
     of the samples.
@@ -76,7 +76,7 @@ def powers_of_two(n: int) -> Iterator[int]:
         k *= 2
 
 
-def metrics(outcomes: Sequence[Outcome], *, n: int) -> dict[str, float]:
+def metrics(outcomes: Sequence[ProblemOutcome], *, n: int) -> dict[str, float]:
     """`eval/...` of one or more problems with `n` samples each."""
     out = {
         "eval/problems": float(len(outcomes)),

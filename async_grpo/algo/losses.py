@@ -34,7 +34,7 @@ MAX_LOG_RATIO = 20.0
 M2PO_OPEN = 1e5
 """Upper bound of the ratio where M2PO does not clip."""
 
-Outcome = tuple[Tensor, dict[str, Tensor]]
+LossAndDiagnostics = tuple[Tensor, dict[str, Tensor]]
 """Loss per token, and the diagnostics in which this loss differs from r and from "nothing clipped".
 """
 
@@ -202,7 +202,7 @@ def clipped_sides(
 
 def _clipped(
     ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor, dual: float | None = None
-) -> Outcome:
+) -> LossAndDiagnostics:
     """-min(ratio A, clip(ratio) A), written as a choice of the ratio: `minimum` would halve the
     gradient of a ratio on a bound, which matters for an interval that has shrunk to the point 1.
     `dual` c: the loss is at most -c A where A < 0.
@@ -217,7 +217,7 @@ def _clipped(
     return loss, diagnostics
 
 
-def ppo_clip(terms: Terms) -> Outcome:
+def ppo_clip(terms: Terms) -> LossAndDiagnostics:
     """l = -min(r A, clip(r) A) (arXiv 1707.06347); with dual clip l <= -c A where A < 0 (arXiv
     1912.09729).
     """
@@ -226,7 +226,7 @@ def ppo_clip(terms: Terms) -> Outcome:
     )
 
 
-def gspo(terms: Terms) -> Outcome:
+def gspo(terms: Terms) -> LossAndDiagnostics:
     """l = -min(s A, clip(s) A) on every token, s = exp(mean of x over the response) (arXiv
     2507.18071).
     """
@@ -234,7 +234,7 @@ def gspo(terms: Terms) -> Outcome:
     return _clipped(ratio, terms.advantages, 1 - terms.low, 1 + terms.high)
 
 
-def gspo_token(terms: Terms) -> Outcome:
+def gspo_token(terms: Terms) -> LossAndDiagnostics:
     """GSPO with an advantage per token: the value of s, each token's gradient on itself: sg(s)
     exp(current - sg(current)).
     """
@@ -243,7 +243,7 @@ def gspo_token(terms: Terms) -> Outcome:
     return _clipped(ratio, terms.advantages, 1 - terms.low, 1 + terms.high)
 
 
-def cispo(terms: Terms) -> Outcome:
+def cispo(terms: Terms) -> LossAndDiagnostics:
     """l = -sg(clip(r)) A current: the clip bounds the weight, every token keeps gradient (arXiv
     2506.13585).
 
@@ -254,7 +254,7 @@ def cispo(terms: Terms) -> Outcome:
     return loss, {"clipped_low": ratio < lower, "clipped_high": ratio > upper}
 
 
-def sapo(terms: Terms) -> Outcome:
+def sapo(terms: Terms) -> LossAndDiagnostics:
     """l = -f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A
     (arXiv 2511.20347).
     """
@@ -263,7 +263,7 @@ def sapo(terms: Terms) -> Outcome:
     return -4 / tau * torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * terms.advantages, {}
 
 
-def gmpo(terms: Terms) -> Outcome:
+def gmpo(terms: Terms) -> LossAndDiagnostics:
     """l = -A exp(mean of clipped x over the response) on every token (arXiv 2507.20673).
 
     x is clipped on one side and in log space: min(x, high) where A > 0, max(x, -low) where A < 0.
@@ -284,14 +284,14 @@ def gmpo(terms: Terms) -> Outcome:
     }
 
 
-def policy_gradient(terms: Terms) -> Outcome:
+def policy_gradient(terms: Terms) -> LossAndDiagnostics:
     """l = -A current: GPG (arXiv 2504.02546), REINFORCE (a correction comes as weights), asymmetric
     REINFORCE (arXiv 2506.20520).
     """
     return -terms.advantages * terms.current, {}
 
 
-def clip_cov(terms: Terms) -> Outcome:
+def clip_cov(terms: Terms) -> LossAndDiagnostics:
     """PPO's loss, 0 on the selected tokens (arXiv 2505.22617)."""
     loss, diagnostics = _clipped(
         terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high
@@ -299,7 +299,7 @@ def clip_cov(terms: Terms) -> Outcome:
     return torch.where(terms.selection, 0, loss), diagnostics
 
 
-def kl_cov(terms: Terms) -> Outcome:
+def kl_cov(terms: Terms) -> LossAndDiagnostics:
     """l = -r A, plus coef |x| on the selected tokens (arXiv 2505.22617). No clamp on |x|: a penalty
     must not let go of far tokens.
     """
@@ -307,7 +307,7 @@ def kl_cov(terms: Terms) -> Outcome:
     return -terms.log_ratio.exp() * terms.advantages + torch.where(terms.selection, penalty, 0), {}
 
 
-def m2po(terms: Terms) -> Outcome:
+def m2po(terms: Terms) -> LossAndDiagnostics:
     """PPO's loss with the interval widened to at least [exp(-T), exp(T)], T from the selection
     (arXiv 2510.01161).
 
@@ -321,7 +321,7 @@ def m2po(terms: Terms) -> Outcome:
     return _clipped(terms.log_ratio.exp(), terms.advantages, lower, upper, terms.clip.dual)
 
 
-def dppo(terms: Terms) -> Outcome:
+def dppo(terms: Terms) -> LossAndDiagnostics:
     """l = -r A, or -sg(min(r, cap)) A current; 0 for tokens whose probability has moved too far
     (arXiv 2602.04879).
 
@@ -356,7 +356,7 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_p.exp() * (log_p - log_q) - torch.expm1(log_p) * (log_not_p - log_not_q)
 
 
-def opmd(terms: Terms) -> Outcome:
+def opmd(terms: Terms) -> LossAndDiagnostics:
     """l = -A current + tau / 2 d^2, d = current - behavior (arXiv 2501.12599 eq. 3, without its
     division by tau).
 
@@ -371,7 +371,7 @@ def opmd(terms: Terms) -> Outcome:
     return -terms.advantages * terms.current + terms.options.opmd_tau / 2 * squared, {}
 
 
-def topr(terms: Terms) -> Outcome:
+def topr(terms: Terms) -> LossAndDiagnostics:
     """l = -A current where A >= 0, else -sg(min(S, 1)) A current, S = exp(sum of current - behavior
     over the response).
 
@@ -404,7 +404,7 @@ __all__ = [
 
 DEFAULT_OPTIONS = LossOptions()
 
-POLICY_LOSSES: dict[str, Callable[[Terms], Outcome]] = {
+POLICY_LOSSES: dict[str, Callable[[Terms], LossAndDiagnostics]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "gspo_token": gspo_token,

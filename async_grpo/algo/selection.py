@@ -19,7 +19,7 @@ from torch import Tensor
 
 from async_grpo.algo.losses import SELECTING, Clip, LossOptions, Terms, clean_terms, clipped_sides
 
-Collective = Callable[[Tensor], Tensor]
+SelectionCollective = Callable[[Tensor], Tensor]
 
 
 def token_hashes(
@@ -86,8 +86,8 @@ def select_tokens(
     clip: Clip,
     hashes: Tensor,
     options: LossOptions,
-    reduce: Collective | None = None,
-    gather: Collective | None = None,
+    reduce: SelectionCollective | None = None,
+    gather: SelectionCollective | None = None,
 ) -> Tensor:
     """The `selection` that `policy_loss(name, ...)` needs, in the shape of `logprobs`: all tokens
     of this rank, [B, T] or packed [N].
@@ -152,7 +152,7 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _covariance(terms: Terms, reduce: Collective) -> tuple[Tensor, int]:
+def _covariance(terms: Terms, reduce: SelectionCollective) -> tuple[Tensor, int]:
     """(A - mean A)(current - mean current) per token in float64, and the number of valid tokens of
     all ranks.
     """
@@ -164,7 +164,7 @@ def _covariance(terms: Terms, reduce: Collective) -> tuple[Tensor, int]:
     return (advantages - first / divisor) * (current - second / divisor), int(count)
 
 
-def _lowest(keys: Tensor, hashes: Tensor, *, count: int, gather: Collective) -> Tensor:
+def _lowest(keys: Tensor, hashes: Tensor, *, count: int, gather: SelectionCollective) -> Tensor:
     """Which of this rank's [n] entries are among the `count` lowest of all ranks by (key, hash);
     bool [n].
     """
@@ -182,7 +182,7 @@ def _order(keys: Tensor, hashes: Tensor) -> Tensor:
     return by_hash[keys[by_hash].argsort(stable=True)]
 
 
-def _second_moment_bound(terms: Terms, gather: Collective) -> float:
+def _second_moment_bound(terms: Terms, gather: SelectionCollective) -> float:
     """M2PO's T (arXiv 2510.01161): a bound on |x|, x = current - anchor, that keeps the second
     moment of harmful tokens in the budget.
 

@@ -19,7 +19,7 @@ from async_grpo.config.schema import Config
 
 
 @dataclass(eq=False)
-class Place:
+class EngineSlot:
     """Room for one engine. `option` are the Ray options of its reservation, `engine` the process in
     it, once there is one.
     """
@@ -39,7 +39,7 @@ class Place:
         return f"actor-{self.index}.{self.incarnations - 1}"
 
 
-class Places:
+class EngineSlots:
     """All places by index. `limit` is how many there may be without being asked for; None is as
     many as have room.
     """
@@ -54,7 +54,7 @@ class Places:
     ) -> None:
         self._config, self._session, self._placement = config, session, placement
         self._places = {
-            index: Place(index, slot, option)
+            index: EngineSlot(index, slot, option)
             for index, (slot, option) in enumerate(zip(placement.engines, options, strict=True))
         }
         self._opened = len(self._places)
@@ -68,11 +68,11 @@ class Places:
     def __len__(self) -> int:
         return len(self._places)
 
-    def all(self) -> list[Place]:
+    def all(self) -> list[EngineSlot]:
         """In the order in which they were opened."""
         return list(self._places.values())
 
-    def get(self, index: int) -> Place | None:
+    def get(self, index: int) -> EngineSlot | None:
         """The place with this index, unless it was given back."""
         return self._places.get(index)
 
@@ -92,13 +92,13 @@ class Places:
         usable = [node for node in nodes if self._sees_run_dir.get(node.node_id, True)]
         return another(self._config, self._placement, usable, taken, crowd=crowd)
 
-    def open(self, slot: Slot) -> Place:
+    def open(self, slot: Slot) -> EngineSlot:
         """A new place, not yet reserved."""
-        place = self._places[self._opened] = Place(self._opened, slot)
+        place = self._places[self._opened] = EngineSlot(self._opened, slot)
         self._opened += 1
         return place
 
-    async def reserve(self, place: Place) -> None:
+    async def reserve(self, place: EngineSlot) -> None:
         """Reserve a new place, on a node that sees the run's directory. Raises SetupError, or
         RayError when the node goes away meanwhile.
         """
@@ -110,7 +110,7 @@ class Places:
             self._sees_run_dir[node_id] = True
         [place.option] = await self._session.reserve([place.slot], timeout_s=timeout_s)
 
-    async def reserved_again(self, place: Place) -> bool:
+    async def reserved_again(self, place: EngineSlot) -> bool:
         """Whether the place still has its resources, or has them again within
         `cluster.resources_timeout_s`.
         """
@@ -118,17 +118,17 @@ class Places:
             place.option, timeout_s=self._config.cluster.resources_timeout_s
         )
 
-    async def node_serves(self, place: Place) -> bool:
+    async def node_serves(self, place: EngineSlot) -> bool:
         """Whether the place's node still runs processes."""
         return await self._session.node_serves(
             place.slot.node_id, timeout_s=self._config.cluster.resources_timeout_s
         )
 
-    def drop(self, place: Place) -> None:
+    def drop(self, place: EngineSlot) -> None:
         """The place is none any more. Its reservation stays until `release`."""
         self._places.pop(place.index, None)
 
-    def give_up(self, place: Place) -> None:
+    def give_up(self, place: EngineSlot) -> None:
         """Open no other place in this room."""
         self._given_up.append(place.slot)
 
@@ -136,7 +136,7 @@ class Places:
         """Open no place on this node, which does not see the run's directory."""
         self._sees_run_dir.setdefault(node_id, False)
 
-    def release(self, place: Place) -> None:
+    def release(self, place: EngineSlot) -> None:
         """Give the reservation back."""
         if (
             place.option is not None and not self._placement.colocated

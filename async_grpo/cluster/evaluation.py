@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import ray
 
-from async_grpo.algo.accuracy import Outcome, metrics
+from async_grpo.algo.accuracy import ProblemOutcome, metrics
 from async_grpo.cluster.samples import EvaluationSamples
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
@@ -37,7 +37,7 @@ from async_grpo.weights.transport import parse_label
 HEALTH_TIMEOUT_S = 10.0
 POLL_S = 0.1
 Rows = list[dict[str, Any]]
-Done = Callable[[int, dict[str, float], Rows], None]
+WhenDone = Callable[[int, dict[str, float], Rows], None]
 
 
 class Evaluator(Protocol):
@@ -111,7 +111,7 @@ class Evaluations:
             step, rows
         )
 
-    async def begin(self, total: int, done: Done) -> None:
+    async def begin(self, total: int, done: WhenDone) -> None:
         """Evaluate the newest version beside training: `done(step, metrics, responses)` is called
         when it is. Returns at once.
         """
@@ -138,7 +138,7 @@ class Evaluations:
         if self._beside is not None:
             self._beside.cancel()
 
-    async def _evaluate_beside(self, total: int, done: Done) -> None:
+    async def _evaluate_beside(self, total: int, done: WhenDone) -> None:
         started, deadline = (
             time.perf_counter(),
             asyncio.get_running_loop().time() + self._config.evaluation.timeout_s,
@@ -183,7 +183,7 @@ class Evaluations:
                 f"the evaluation of step {version.step} begins again with the weights of now: {why}"
             )
 
-    async def _by(self, pin: Pin, total: int) -> tuple[list[Outcome], Rows] | None:
+    async def _by(self, pin: Pin, total: int) -> tuple[list[ProblemOutcome], Rows] | None:
         """The answers of the engines that keep the version; None when one of them died."""
         problems = list(range(total))
         if pin.engine is None:
@@ -220,7 +220,7 @@ class Evaluations:
 
     async def _share(
         self, engines: Sequence[Evaluator], problems: list[int], *, total: int
-    ) -> tuple[list[int], list[Outcome], Rows]:
+    ) -> tuple[list[int], list[ProblemOutcome], Rows]:
         """The problems that dead engines left undone; outcomes and some responses of the others."""
         samples = -(-self._samples.each // len(engines))
         parts = [problems[index :: len(engines)] for index in range(len(engines))]
@@ -251,7 +251,7 @@ class Evaluations:
         return left, outcomes, rows
 
     def _metrics(
-        self, outcomes: list[Outcome], *, seconds: float, waited: float
+        self, outcomes: list[ProblemOutcome], *, seconds: float, waited: float
     ) -> dict[str, float]:
         own = {
             "eval/seconds": seconds,

@@ -37,7 +37,7 @@ from async_grpo.weights.transport import TransferStuck, Version
 Result = TypeVar("Result")
 
 
-class QueueSide(Protocol):
+class RecoverableQueue(Protocol):
     """The queue as the gang sees it."""
 
     async def digests(self) -> dict[int, str]: ...
@@ -47,7 +47,7 @@ class QueueSide(Protocol):
     ) -> tuple[str, int]: ...
 
 
-class Gang:
+class LearnerSupervisor:
     """Keeps the learner of one run alive. `restarts`: how often its ranks were started again."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Gang:
         learner: LearnerGroup,
         loop: Loop,
         coordinator: Coordinator,
-        queue: QueueSide,
+        queue: RecoverableQueue,
         origin: Origin,
         nodes_serve: Callable[[], Awaitable[bool]],
         idle: Callable[[], Awaitable[None]],

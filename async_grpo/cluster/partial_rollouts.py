@@ -21,14 +21,14 @@ from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.cluster.rollout_actors import RemoteEngine
 from async_grpo.config.schema import Config
 from async_grpo.replay.ledger import State
-from async_grpo.replay.partial import Beginning
+from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.partial import FILE, PartialError, PartialFile, write_file
 
 PATIENCE_S = 10.0
-Groups = list[tuple[Beginning, bytes]]
+GroupsInPart = list[tuple[PartialStart, bytes]]
 
 
-class UnderWay:
+class PartialCollector:
     """The beginnings of one start of the run; without `checkpoint.partial_rollouts` there are
     none.
     """
@@ -37,7 +37,7 @@ class UnderWay:
         """origin: the checkpoint that the run continues, its sums verified."""
         self._on, self._note = config.checkpoint.partial_rollouts, note
         self._restored = self._read(origin) if self._on and origin is not None else None
-        self._gathering: asyncio.Task[Groups] | None = None
+        self._gathering: asyncio.Task[GroupsInPart] | None = None
         self.silent = 0
         self.path = None if self._restored is None else str(origin / FILE)
         """What rollout actors continue from."""
@@ -76,7 +76,9 @@ class UnderWay:
             self._note(f"responses that were under way are generated from their beginning: {error}")
             return None
 
-    async def _gather(self, engines: Sequence[RemoteEngine], snapshot: dict[str, Any]) -> Groups:
+    async def _gather(
+        self, engines: Sequence[RemoteEngine], snapshot: dict[str, Any]
+    ) -> GroupsInPart:
         rows = [
             tuple(row[:5]) for row in snapshot["ledger"]["groups"]
         ]  # id, attempt, version, state, actor
@@ -105,7 +107,7 @@ class UnderWay:
             ]
         return found
 
-    async def _ask(self, engine: RemoteEngine) -> Groups:
+    async def _ask(self, engine: RemoteEngine) -> GroupsInPart:
         try:
             return await asyncio.wait_for(engine.partials(), PATIENCE_S)
         except (TimeoutError, ray.exceptions.RayError) as error:

@@ -56,7 +56,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Report:
+class PostMortemReport:
     """`where`: one line that says what the run was doing and who is to blame, if that is known.
     `path`: the bundle; None if it could not be written.
     """
@@ -65,7 +65,9 @@ class Report:
     path: Path | None
 
 
-def write(run_dir: str | Path, scene: Scene, *, code: int, meaning: str, message: str) -> Report:
+def write(
+    run_dir: str | Path, scene: Scene, *, code: int, meaning: str, message: str
+) -> PostMortemReport:
     """Look at everything and write the bundle."""
     facts: dict[str, Any] = {
         "exit_code": code,
@@ -79,9 +81,11 @@ def write(run_dir: str | Path, scene: Scene, *, code: int, meaning: str, message
     except Exception as error:  # noqa: BLE001 - the run ends for another reason, which must be told
         facts["where"] = f"(the post-mortem itself failed: {type(error).__name__}: {error})"
     try:
-        return Report(facts["where"], _write(Path(run_dir), facts, REASONS[code]))
+        return PostMortemReport(facts["where"], _write(Path(run_dir), facts, REASONS[code]))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        return Report(f"{facts['where']} (the post-mortem could not be written: {error})", None)
+        return PostMortemReport(
+            f"{facts['where']} (the post-mortem could not be written: {error})", None
+        )
 
 
 async def examine(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from async_grpo.cluster.queue import CALL_TIMEOUT_S, QueueHandle, queue_died
+from async_grpo.cluster.queue import CALL_TIMEOUT_S, ActorQueue, queue_died
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.rollout.actor import RolloutActor
@@ -49,7 +49,7 @@ class RolloutProcess(RolloutActor):
     ) -> None:
         die_with_parent()
         stacks.register(actor_id, stacks.home(config.run.dir))
-        handle = QueueHandle(queue, patience_s=config.watchdog.step_timeout_s)
+        handle = ActorQueue(queue, patience_s=config.watchdog.step_timeout_s)
         super().__init__(
             config,
             actor_id=actor_id,

@@ -24,7 +24,7 @@ from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.replay.token_ledger import Report, Spent
+from async_grpo.replay.token_ledger import ActorReport, TimeTotals
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_frames
@@ -123,7 +123,7 @@ class QueueProcess(ReplayQueue):
             self.begin_segment()
         return str(self.report), self._ledger.run_epoch
 
-    async def measurements(self) -> tuple[dict[str, float], dict[str, Spent]]:
+    async def measurements(self) -> tuple[dict[str, float], dict[str, TimeTotals]]:
         """`metrics`, and the time of every engine that told of it."""
         return await self.metrics(), self._reports.seconds()
 
@@ -154,7 +154,7 @@ class QueueProcess(ReplayQueue):
         serving_version: int,
         holding: Sequence[tuple[int, int]],
         want: int,
-        report: Report | None = None,
+        report: ActorReport | None = None,
     ) -> list[GroupTicket] | None:
         """As the queue's; where there is no ticket it is asked again here for a moment, unless the
         actor has missed a publication.
@@ -190,12 +190,12 @@ REOPEN_TIMEOUT_S = 600.0
 """Longest time the queue may take to read its journal again."""
 
 
-class QueueClient:
+class DriverQueue:
     """The queue as the loop sees it."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self.engine_seconds: dict[str, Spent] = {}
+        self.engine_seconds: dict[str, TimeTotals] = {}
         """Of every actor that told, by the time of the last `metrics`."""
 
     async def get_batch(self, step: int) -> Batch | None:
@@ -209,7 +209,7 @@ class QueueClient:
         metrics, self.engine_seconds = await self._call(self._handle.measurements.remote())
         return metrics
 
-    async def tell(self, actor_id: str, report: Report) -> None:
+    async def tell(self, actor_id: str, report: ActorReport) -> None:
         await self._call(self._handle.tell.remote(actor_id, report))
 
     async def live(self, version: int, digest: str) -> None:
@@ -271,7 +271,7 @@ class QueueClient:
             raise queue_died(error) from error
 
 
-class QueueHandle:
+class ActorQueue:
     """The queue as a rollout actor sees it; every call has a deadline, and may be repeated, so it
     is, for `patience_s` at most.
     """
@@ -285,7 +285,7 @@ class QueueHandle:
         version: int,
         holding: list[tuple[int, int]],
         want: int,
-        report: Report | None = None,
+        report: ActorReport | None = None,
     ) -> list[GroupTicket] | None:
         return await self._call(
             lambda: self._handle.acquire.remote(actor_id, version, holding, want, report)

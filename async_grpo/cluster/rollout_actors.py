@@ -41,7 +41,7 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from async_grpo.cluster.engine_slots import Place, Places
+from async_grpo.cluster.engine_slots import EngineSlot, EngineSlots
 from async_grpo.cluster.placement import Placement, PlacementError, Slot, describe
 from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
@@ -49,8 +49,8 @@ from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
-from async_grpo.replay.partial import Beginning
-from async_grpo.replay.token_ledger import Report, Spent
+from async_grpo.replay.partial import PartialStart
+from async_grpo.replay.token_ledger import ActorReport, TimeTotals
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES
 from async_grpo.weights.transport import (
     UNPUBLISHED,
@@ -71,7 +71,7 @@ def back_off_s(deaths: int) -> float:
 FINAL_REPORT_S = 5.0
 
 
-class Engine(Protocol):
+class EngineView(Protocol):
     """`handle` is its Ray actor."""
 
     actor_id: str
@@ -79,12 +79,12 @@ class Engine(Protocol):
 
 
 def engine_times(
-    spent: Mapping[str, Spent],
+    spent: Mapping[str, TimeTotals],
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """`time/engine/...`: means over all places that there were; and the seconds by cause of each
     place, under the name of its actors.
     """
-    places: dict[str, list[Spent]] = {}
+    places: dict[str, list[TimeTotals]] = {}
     for actor_id, one in spent.items():
         places.setdefault(actor_id.partition(".")[0], []).append(one)  # `actor-<place>.<process>`
     seconds = {
@@ -99,7 +99,7 @@ def engine_times(
     }, seconds
 
 
-def _of_place(processes: Sequence[Spent]) -> dict[str, float]:
+def _of_place(processes: Sequence[TimeTotals]) -> dict[str, float]:
     out, until = dict.fromkeys(ENGINE_CAUSES, 0.0), processes[0][0]
     for began, seconds in processes:
         out["restarting"] += max(began - until, 0.0)
@@ -109,12 +109,12 @@ def _of_place(processes: Sequence[Spent]) -> dict[str, float]:
     return out
 
 
-async def final_reports(engines: Sequence[Engine]) -> dict[str, Report]:
+async def final_reports(engines: Sequence[EngineView]) -> dict[str, ActorReport]:
     """What they did in all, of those that answer: the queue is closed, so they produce nothing
     more.
     """
 
-    async def ask(engine: Engine) -> Report | None:
+    async def ask(engine: EngineView) -> ActorReport | None:
         try:
             return await asyncio.wait_for(engine.handle.final_report.remote(), FINAL_REPORT_S)
         except (TimeoutError, ray.exceptions.RayError):
@@ -160,7 +160,7 @@ class RemoteEngine:
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
         return await self.handle.score.remote(sequences)
 
-    async def partials(self) -> list[tuple[Beginning, bytes]]:
+    async def partials(self) -> list[tuple[PartialStart, bytes]]:
         return await self.handle.partials.remote()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
@@ -174,7 +174,7 @@ DRAIN_TIMEOUT_S = 60.0
 EXAMINED = 8
 
 
-class QueueSide(Protocol):
+class ForfeitQueue(Protocol):
     """The queue as the manager sees it."""
 
     async def forfeit(self, actor_id: str) -> None: ...
@@ -195,7 +195,7 @@ class ActorManager:
         placement: Placement,
         options: list[dict[str, Any]],
         queue: Any,
-        client: QueueSide,
+        client: ForfeitQueue,
         relays: Relays,
         model_dir: str,
         backend: str,
@@ -203,7 +203,7 @@ class ActorManager:
         note: Callable[[str], None],
         partials: str | None = None,
     ) -> None:
-        """partials: what the actors continue from (`UnderWay.path`)."""
+        """partials: what the actors continue from (`PartialCollector.path`)."""
         self._config, self._device, self._queue, self._client, self._partials = (
             config,
             placement.device,
@@ -217,7 +217,7 @@ class ActorManager:
             on_fatal,
             note,
         )
-        self._places = Places(config, session=session, placement=placement, options=options)
+        self._places = EngineSlots(config, session=session, placement=placement, options=options)
         self._relays = relays
         self._alive: list[RemoteEngine] = []
         self._processes: dict[str, RemoteEngine] = {}
@@ -400,7 +400,7 @@ class ActorManager:
             self._kill(engine)
         self._alive = []
 
-    def _create(self, place: Place) -> RemoteEngine:
+    def _create(self, place: EngineSlot) -> RemoteEngine:
         actor_id = place.next_id()
         actor = ray.remote(RolloutProcess).options(max_concurrency=MAX_CALLS, **place.option)
         handle = actor.remote(
@@ -520,13 +520,13 @@ class ActorManager:
                 "rollout actors can be added and removed once the first learner step has begun"
             )
 
-    def _open(self, slot: Slot) -> Place:
+    def _open(self, slot: Slot) -> EngineSlot:
         """A new place, which fills itself."""
         place = self._places.open(slot)
         place.filling = self._spawn(self._settle(place))
         return place
 
-    async def _settle(self, place: Place) -> None:
+    async def _settle(self, place: EngineSlot) -> None:
         """Reserve a new place and start an actor there."""
         address = self._places.address(place.slot.node_id)
         try:
@@ -543,7 +543,7 @@ class ActorManager:
         if fault is not None:
             await self._replace(place, fault)
 
-    async def _replace(self, place: Place, fault: str) -> None:
+    async def _replace(self, place: EngineSlot, fault: str) -> None:
         """Start processes in this place until one serves, the place is of no use any more or the
         budget is spent.
         """
@@ -554,7 +554,7 @@ class ActorManager:
             if fault is None:
                 return
 
-    async def _may_restart(self, place: Place, fault: str) -> bool:
+    async def _may_restart(self, place: EngineSlot, fault: str) -> bool:
         """Count a fault; False when it ended the place."""
         cluster = self._config.cluster
         if not await self._places.node_serves(place):
@@ -577,7 +577,7 @@ class ActorManager:
         await asyncio.sleep(back_off_s(place.incarnations))
         return True
 
-    async def _serve(self, place: Place, engine: RemoteEngine) -> str | None:
+    async def _serve(self, place: EngineSlot, engine: RemoteEngine) -> str | None:
         """Bring a new process to the live weights and into the set; the fault that it met, if it
         did.
         """
@@ -617,12 +617,12 @@ class ActorManager:
         self._note(f"{self.deaths[-1]}; {len(self._alive)} rollout actors go on")
         self._look.set()
 
-    async def _retire(self, place: Place, why: str) -> None:
+    async def _retire(self, place: EngineSlot, why: str) -> None:
         await self._vacate(place)
         self._note(f"{why}; {len(self._alive)} rollout actors go on")
         self._look.set()
 
-    async def _vacate(self, place: Place) -> None:
+    async def _vacate(self, place: EngineSlot) -> None:
         """End what is in this place and give its reservation back."""
         self._places.drop(place)
         if place.filling is not None and place.filling is not asyncio.current_task():

@@ -30,7 +30,7 @@ FINISH_S = 10.0
 Decode = Callable[[Sequence[int]], str]
 
 
-class QueueSide(Protocol):
+class PayloadQueue(Protocol):
     """The queue as far as samples need it."""
 
     async def payload(self, step: int, group_ids: list[int]) -> np.ndarray: ...
@@ -43,7 +43,7 @@ class TrainingSamples:
         self,
         config: Config,
         *,
-        queue: QueueSide,
+        queue: PayloadQueue,
         model_dir: str,
         total_steps: int,
         weights: Mapping[str, float],

@@ -19,15 +19,15 @@ import ray
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.checkpoint.directory import Origin
-from async_grpo.cluster.evaluation import Done, Evaluations, Rows
+from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
 from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.learner_recovery import Gang
-from async_grpo.cluster.partial_rollouts import UnderWay
+from async_grpo.cluster.learner_recovery import LearnerSupervisor
+from async_grpo.cluster.partial_rollouts import PartialCollector
 from async_grpo.cluster.placement import Placement, refuse
 from async_grpo.cluster.post_mortem import Scene
 from async_grpo.cluster.processes import MAX_CALLS
 from async_grpo.cluster.prometheus import Exported
-from async_grpo.cluster.queue import QueueClient, QueueProcess
+from async_grpo.cluster.queue import DriverQueue, QueueProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.rollout_actors import ActorManager, engine_times, final_reports
 from async_grpo.cluster.samples import TrainingSamples
@@ -86,7 +86,7 @@ class System:
         self._queue_handle: Any = None
         self.loop: Loop | None = None
         self.coordinator: Coordinator | None = None
-        self.gang: Gang | None = None
+        self.gang: LearnerSupervisor | None = None
         self.evaluations: Evaluations | None = None
         self._samples: TrainingSamples | None = None
         self._relays: Relays | None = None
@@ -138,7 +138,7 @@ class System:
         backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
         refuse(config, device=placement.device, backend=backend)
         learner_options, engine_options = await self._reserve(placement)
-        self._under_way = UnderWay(config, origin.path, note)
+        self._under_way = PartialCollector(config, origin.path, note)
         self._create_queue(origin)
         self._relays = Relays(
             home=placement.learners[0].node_id,
@@ -209,7 +209,7 @@ class System:
                 log=lambda step, metrics: log(step, self._with_faults(metrics)),
                 taken=self._samples.take,
             )
-            self.gang = Gang(
+            self.gang = LearnerSupervisor(
                 config,
                 learner=self.learner,
                 loop=self.loop,
@@ -287,7 +287,7 @@ class System:
         while not await self.evaluations.finish(POLL_S):
             await self.coordinator.refresh(self.steps_done)
 
-    async def evaluate_beside(self, total: int, done: Done) -> None:
+    async def evaluate_beside(self, total: int, done: WhenDone) -> None:
         """Begin to evaluate the newest weights; `done(step, metrics, responses)` is called while
         training goes on.
         """
@@ -483,7 +483,7 @@ class System:
             self._under_way.snapshot(origin.snapshot()),
             config.run.dir,
         )
-        self.queue = QueueClient(self._queue_handle)
+        self.queue = DriverQueue(self._queue_handle)
 
     def _with_faults(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of a step with what the actors count; a queue that had to be started again is

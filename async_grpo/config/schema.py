@@ -249,7 +249,7 @@ class Verifier(Section):
     """
 
 
-class Task(Section):
+class TaskConfig(Section):
     on_resume = warn(
         "which problems are posed: groups completed before are generated again, and "
         "problems may come twice in an epoch"
@@ -279,7 +279,7 @@ class Task(Section):
     verifier: Verifier = Verifier()
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     on_resume = warn(
         "how responses are sampled: groups completed before are generated again", trains=True
     )
@@ -385,7 +385,7 @@ class Replay(Section):
     journal: Journal = Journal()
 
 
-class Learner(Section):
+class LearnerConfig(Section):
     on_resume = warn("how the weights are updated, from the next step on", trains=True)
     ranks: Annotated[
         Positive,
@@ -547,7 +547,7 @@ class RolloutActors(Section):
     """
 
 
-class Engine(Section):
+class EngineConfig(Section):
     tensor_parallel_size: Positive = 1
     """GPUs per engine."""
     max_num_seqs: Positive = 256
@@ -573,7 +573,7 @@ class Cluster(Section):
     where there are too few GPUs to split.
     """
     rollout_actors: RolloutActors = RolloutActors()
-    engine: Engine = Engine()
+    engine: EngineConfig = EngineConfig()
     restart_budget: NonNegative = 3
     """Faults after which rollout actors are not started again; a node that is lost is one. The run
     ends with exit code 4 below `min`. The queue, and the learner, may die as often as well, each
@@ -595,12 +595,12 @@ class Config(Section):
     """
     run: Run = Run()
     model: Model = Model()
-    task: Task = Task()
-    rollout: Rollout = Rollout()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
     wire: Wire = Wire()
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()
-    learner: Learner = Learner()
+    learner: LearnerConfig = LearnerConfig()
     weight_sync: WeightSync = WeightSync()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
@@ -638,12 +638,12 @@ class Config(Section):
         return (self.replay.max_staleness + 1) * self.rollout.rollout_batch_size
 
     @property
-    def evaluated_task(self) -> Task:
+    def evaluated_task(self) -> TaskConfig:
         """The task whose held-out problems are evaluated; verified like the one that is trained."""
         other = self.evaluation.task
         if other is None:
             return self.task
-        return Task(
+        return TaskConfig(
             name=other.name,
             eval=other.eval,
             options=other.options,

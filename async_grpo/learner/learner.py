@@ -33,7 +33,7 @@ from async_grpo.learner import adapters, checkpoint, zero
 from async_grpo.learner.model import PolicyModel, load_model
 from async_grpo.learner.packing import Packed, pack
 from async_grpo.learner.rows import (
-    Row,
+    LearnerRow,
     Stopwatch,
     TokenBatch,
     decode_rows,
@@ -96,7 +96,7 @@ class Learner:
         self.updates = 0
         self._reference_moved = False
         self._plan: RankPlan | None = None
-        self._rows: dict[RowKey, Row] = {}
+        self._rows: dict[RowKey, LearnerRow] = {}
         self._metrics = MetricSums()
         self._torch_device = torch.device(device)
         wanted = config.model.dtype

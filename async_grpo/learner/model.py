@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.algo.logprobs import token_logprobs
-from async_grpo.learner.packing import Bucket, Packed, RowLayout
+from async_grpo.learner.packing import LengthBucket, Packed, RowLayout
 
 ATTENTION = "async_grpo_varlen"
 # Logits are scaled inside these models' own forward, which the head below replaces.
@@ -72,7 +72,7 @@ def varlen_attention(
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, bucket: LengthBucket, scaling: float | None
 ) -> Tensor:
     """Attention of one bucket [rows * width, heads, D] -> [rows * width, H, D]. Padding lies behind
     each row, where causality hides it.

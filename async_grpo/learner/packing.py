@@ -33,7 +33,7 @@ forward and backward.
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class LengthBucket:
     """Rows of similar length, `width` positions each."""
 
     rows: int
@@ -70,7 +70,7 @@ class RowLayout:
     own: Tensor
     foreign: Tensor
     copies: tuple[Copies, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[LengthBucket, ...]
     tokens: int
 
     @property
@@ -255,7 +255,7 @@ def _runs(
     return runs
 
 
-def _buckets(lengths: list[int]) -> tuple[Bucket, ...]:
+def _buckets(lengths: list[int]) -> tuple[LengthBucket, ...]:
     """Cut descending lengths where a row is at most half as long as the bucket's first, or would
     bring its padding above SPARE_POSITIONS.
     """
@@ -265,6 +265,6 @@ def _buckets(lengths: list[int]) -> tuple[Bucket, ...]:
             spare += lengths[first] - lengths[last]
             if spare <= SPARE_POSITIONS and 2 * lengths[last] > lengths[first]:
                 continue
-        buckets.append(Bucket(rows=last - first, width=lengths[first]))
+        buckets.append(LengthBucket(rows=last - first, width=lengths[first]))
         first, spare = last, 0
     return tuple(buckets)

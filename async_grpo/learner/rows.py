@@ -23,7 +23,7 @@ from async_grpo.replay.rules import StalenessError
 
 
 @dataclass(slots=True)
-class Row:
+class LearnerRow:
     """One response of L tokens with its prompt; arrays are views into the payload.
 
     behavior [L] float32; mask [L] uint8; lag [L] int64; once computed: anchor, reference,
@@ -90,7 +90,7 @@ class TokenBatch:
 
 def decode_rows(
     plan: RankPlan, payload: wire.Buffer, *, max_staleness: int, mask_stale: bool = False
-) -> dict[RowKey, Row]:
+) -> dict[RowKey, LearnerRow]:
     """The planned rows by (group_id, row). mask_stale: tokens older than `max_staleness` are not
     trained instead of refused. Raises StalenessError, and ValueError for a payload that is not what
     the plan names.
@@ -103,7 +103,7 @@ def decode_rows(
             f"step {plan.step}: the payload holds groups {sorted(groups)}, the plan needs "
             f"{sorted(plan.group_ids)}"
         )
-    rows: dict[RowKey, Row] = {}
+    rows: dict[RowKey, LearnerRow] = {}
     for key, planned in plan.rows.items():
         group = groups[planned.group_id]
         rollout = group.rollouts[planned.row]
@@ -128,7 +128,7 @@ def decode_rows(
                 f"replay.max_staleness {max_staleness}; this is a bug in admission or "
                 "labelling, please report it"
             )
-        rows[key] = Row(
+        rows[key] = LearnerRow(
             group.prompt_ids,
             rollout.response_ids,
             rollout.behavior_logprobs,
@@ -140,7 +140,7 @@ def decode_rows(
 
 
 def token_batch(
-    planned: Sequence[PlanRow], rows: Sequence[Row], device: torch.device
+    planned: Sequence[PlanRow], rows: Sequence[LearnerRow], device: torch.device
 ) -> TokenBatch:
     """Token tensors of rows in packed order; without rows, those of the one dummy token, outside
     mask and loss.

@@ -37,7 +37,7 @@ from async_grpo.algo.metrics import MetricSums, loss_metrics
 from async_grpo.algo.selection import select_tokens, token_hashes
 from async_grpo.batching import RowKey, RowValue
 from async_grpo.config.schema import Config
-from async_grpo.learner.rows import Row, TokenBatch
+from async_grpo.learner.rows import LearnerRow, TokenBatch
 from async_grpo.learner.zero import Collectives
 
 
@@ -51,7 +51,7 @@ class TokenMath:
         self.selects = config.algorithm.policy_loss in SELECTING
         """Whether `loss` needs the result of `select`."""
 
-    def reward_kl(self, row: Row) -> float:
+    def reward_kl(self, row: LearnerRow) -> float:
         """Compute and keep the row's token KL to the reference, under the recomputed policy if
         there is one; its sum over the mask.
         """
@@ -63,7 +63,7 @@ class TokenMath:
 
     def assign(
         self,
-        rows: Mapping[RowKey, Row],
+        rows: Mapping[RowKey, LearnerRow],
         *,
         owned: Collection[RowKey],
         values: Mapping[RowKey, RowValue],

@@ -62,7 +62,7 @@ MIN_STEPS, MIN_S = 5, 5.0
 
 
 @dataclass(frozen=True)
-class Setup:
+class ThroughputModel:
     """What the model needs to know of a configuration. places: groups that one rollout actor has
     room for; whole: a group keeps its place until its last response is verified, otherwise each
     response keeps its own until it ends.
@@ -78,7 +78,7 @@ class Setup:
     whole: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> Setup:
+    def of(cls, config: Config) -> ThroughputModel:
         responses = config.rollout.group_size + (config.algorithm.adv_estimator == "remax")
         return cls(
             batch=config.rollout.rollout_batch_size,
@@ -92,7 +92,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bottleneck:
     """kind: who limits. text: one sentence. advice: setting -> value. predicted_gain: in groups per
     second; rate: what there is now.
     """
@@ -170,7 +170,7 @@ def _shares(
     return {cause: value / max(seconds, 1e-9) for cause, value in spent.items()}, seconds
 
 
-def judge(setup: Setup, seen: Interval) -> Verdict:
+def diagnose(setup: ThroughputModel, seen: Interval) -> Bottleneck:
     """The verdict on an interval."""
     found = _busy(setup, seen) if seen.learner["starved"] < LITTLE else _starved(setup, seen)
     if found is None or found.predicted_gain < WORTH * seen.rate:
@@ -178,7 +178,7 @@ def judge(setup: Setup, seen: Interval) -> Verdict:
             f"learner idle {seen.learner['starved']:.0%}, engines without tickets "
             f"{seen.engine.get('blocked', 0.0):.0%}"
         )
-        return Verdict(
+        return Bottleneck(
             "balanced",
             f"balanced: {idle}; no single change promises more than {WORTH:.0%}",
             seen.rate,
@@ -186,7 +186,7 @@ def judge(setup: Setup, seen: Interval) -> Verdict:
     return found
 
 
-def _busy(setup: Setup, seen: Interval) -> Verdict | None:
+def _busy(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
     """The learner has batches: it is the limit, or its publications are."""
     published = seen.learner["publishing"]
     if published >= MUCH:
@@ -210,7 +210,7 @@ def _busy(setup: Setup, seen: Interval) -> Verdict | None:
     )
 
 
-def _starved(setup: Setup, seen: Interval) -> Verdict | None:
+def _starved(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
     """The learner waits for groups."""
     idle, limit = (
         f"learner idle {seen.learner['starved']:.0%}",
@@ -246,7 +246,7 @@ def _starved(setup: Setup, seen: Interval) -> Verdict | None:
     return _more_slots(setup, seen, idle, limit)
 
 
-def _more_engines(setup: Setup, seen: Interval, idle: str, limit: float) -> Verdict:
+def _more_engines(setup: ThroughputModel, seen: Interval, idle: str, limit: float) -> Bottleneck:
     actors = math.ceil(seen.actors * min(limit / seen.rate, AT_MOST))
     rate = min(limit, seen.rate * actors / seen.actors)
     advice = {"cluster.rollout_actors.max": actors}
@@ -277,7 +277,7 @@ def _more_engines(setup: Setup, seen: Interval, idle: str, limit: float) -> Verd
     )
 
 
-def _more_slots(setup: Setup, seen: Interval, idle: str, limit: float) -> Verdict:
+def _more_slots(setup: ThroughputModel, seen: Interval, idle: str, limit: float) -> Bottleneck:
     slots = setup.max_staleness + 1
     factor = min(limit / seen.rate, _engines_limit(setup, seen) / seen.rate, AT_MOST)
     bound = math.ceil(slots * factor) - 1
@@ -299,7 +299,7 @@ def _more_slots(setup: Setup, seen: Interval, idle: str, limit: float) -> Verdic
     )
 
 
-def _publications(setup: Setup, seen: Interval, share: float, why: str) -> Verdict:
+def _publications(setup: ThroughputModel, seen: Interval, share: float, why: str) -> Bottleneck:
     every = min(
         math.ceil(setup.every_steps * share / _rest(share) / LITTLE), AT_MOST * setup.every_steps
     )
@@ -319,22 +319,22 @@ def _publications(setup: Setup, seen: Interval, share: float, why: str) -> Verdi
     )
 
 
-def _taken(setup: Setup, seen: Interval) -> float:
+def _taken(setup: ThroughputModel, seen: Interval) -> float:
     """Share of the places for groups at the engines that are taken, by Little's law."""
     taken_s = seen.generate_s + seen.verify_s if setup.whole else seen.response_s
     return seen.completed * taken_s / (seen.actors * setup.places)
 
 
-def _engines_limit(setup: Setup, seen: Interval) -> float:
+def _engines_limit(setup: ThroughputModel, seen: Interval) -> float:
     """Trained groups per second when all places are taken."""
     return seen.rate / min(max(_taken(setup, seen), 1e-3), 1.0)
 
 
 def _verdict(
     kind: Kind, why: str, seen: Interval, rate: float, advice: dict[str, int], what: str
-) -> Verdict:
+) -> Bottleneck:
     gain = rate - seen.rate
-    return Verdict(
+    return Bottleneck(
         kind,
         f"{why}: {what}; about {gain:+.2g} groups/s ({gain / seen.rate:+.0%})",
         seen.rate,
@@ -343,20 +343,22 @@ def _verdict(
     )
 
 
-class Observer:
+class BottleneckWatch:
     """Collects the lines of learner steps and judges one interval after the other. `latest`: the
     last verdict.
     """
 
-    def __init__(self, setup: Setup, *, min_steps: int = MIN_STEPS, min_s: float = MIN_S) -> None:
+    def __init__(
+        self, setup: ThroughputModel, *, min_steps: int = MIN_STEPS, min_s: float = MIN_S
+    ) -> None:
         """An interval has at least so many steps and seconds."""
         self._setup, self._min_steps, self._min_s = setup, min_steps, min_s
         self._first: Mapping[str, float] | None = None
         self._sums: dict[str, float] = {}
         self._steps = 0
-        self.latest: Verdict | None = None
+        self.latest: Bottleneck | None = None
 
-    def observe(self, metrics: Mapping[str, float]) -> Verdict | None:
+    def observe(self, metrics: Mapping[str, float]) -> Bottleneck | None:
         """Take the metrics of a learner step; a verdict when an interval is complete."""
         if "time/engine/working" not in metrics or "time/learner/working" not in metrics:
             return None  # no engine has told anything yet, or the step was repeated
@@ -373,7 +375,7 @@ class Observer:
         if self._steps < self._min_steps or self._passed(metrics) < self._min_s:
             return None
         means = {name: total / self._steps for name, total in self._sums.items()}
-        self.latest = judge(
+        self.latest = diagnose(
             self._setup,
             Interval.between(
                 self._first, metrics, means, steps=self._steps, batch=self._setup.batch

@@ -51,7 +51,7 @@ from async_grpo.replay.journal import segments
 from async_grpo.replay.ledger import State
 from async_grpo.wire import Group, Rollout, WireError
 
-Decode = Callable[[Sequence[int]], str]
+DecodeTokens = Callable[[Sequence[int]], str]
 
 PLAIN_WIDTH = 100_000
 """Columns off a terminal, where no line is to wrap."""
@@ -309,7 +309,7 @@ def _history(run_dir: Path, config: dict[str, Any]) -> History:
     return read_history(run_dir / "journal")
 
 
-def _decoder(options: argparse.Namespace, config: dict[str, Any]) -> Decode | None:
+def _decoder(options: argparse.Namespace, config: dict[str, Any]) -> DecodeTokens | None:
     """Token ids -> text, special tokens included. None where no tokenizer is at hand and no option
     insists on one.
     """
@@ -356,7 +356,7 @@ def _snippet(text: str) -> str:
     return text if len(text) <= SNIPPET else text[: SNIPPET - 3] + "..."
 
 
-def _indented(ids: Sequence[int], decode: Decode | None) -> str:
+def _indented(ids: Sequence[int], decode: DecodeTokens | None) -> str:
     lines = decode(ids).split("\n") if decode else [" ".join(map(str, ids))]
     return "\n".join(f"    {visible(line)}" for line in lines)
 
@@ -446,7 +446,12 @@ def _narrowed(columns: list[Column], width: int) -> list[Column]:
 
 
 def _texts(
-    history: History, facts: Facts, weights: Mapping[str, float], decode: Decode, *, whole: bool
+    history: History,
+    facts: Facts,
+    weights: Mapping[str, float],
+    decode: DecodeTokens,
+    *,
+    whole: bool,
 ) -> Facts:
     """Prompt and best response, short enough for the table; or, `whole`, the prompt and all
     responses to train.
@@ -476,7 +481,7 @@ def _one_group(
     options: argparse.Namespace,
     history: History,
     weights: Mapping[str, float],
-    decode: Decode | None,
+    decode: DecodeTokens | None,
 ) -> Iterator[str]:
     record = history.groups.get(options.group)
     if record is None:
@@ -504,7 +509,7 @@ def _one_group(
         yield from (f"response {index}: {_row_line(row)}", _indented(row.response_ids, decode))
 
 
-def _whole(group: Group, decode: Decode | None) -> Facts:
+def _whole(group: Group, decode: DecodeTokens | None) -> Facts:
     rollouts = [
         {
             "role": row.role,

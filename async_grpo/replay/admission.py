@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from async_grpo.algo.filters import accuracy
 from async_grpo.replay.ledger import Ledger, State
-from async_grpo.replay.partial import Continued
+from async_grpo.replay.partial import PartialGroups
 from async_grpo.replay.rules import QueueSettings, fair_share, rows_to_train
 from async_grpo.wire import GroupMeta
 
@@ -92,7 +92,11 @@ class Admission:
     """Divides the free slots of a ledger among the actors that ask."""
 
     def __init__(
-        self, settings: QueueSettings, ledger: Ledger, retirement: Retirement, continued: Continued
+        self,
+        settings: QueueSettings,
+        ledger: Ledger,
+        retirement: Retirement,
+        continued: PartialGroups,
     ) -> None:
         self._settings, self._ledger, self._retirement, self._continued = (
             settings,

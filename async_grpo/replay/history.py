@@ -67,12 +67,12 @@ from async_grpo.replay.events import (
 from async_grpo.replay.journal import (
     JournalDamage,
     JournalError,
-    Record,
+    JournalRecord,
     Segment,
     segment_path,
     segments,
 )
-from async_grpo.replay.ledger import Entry, Ledger, Place, State
+from async_grpo.replay.ledger import FramePosition, GroupEntry, Ledger, State
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import (
     Batch,
@@ -94,7 +94,7 @@ class Link:
     segment: Segment
     until: int | None
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[JournalRecord]:
         """The records after the snapshot. Raises JournalDamage where one is damaged or the segment
         ends before its successor begins.
         """
@@ -175,7 +175,7 @@ class GroupRecord:
     actor_id: str = ""
     step: int | None = None
     reason: str = ""
-    frames: tuple[tuple[int, Place], ...] = ()
+    frames: tuple[tuple[int, FramePosition], ...] = ()
     """(attempt, place) of each result, the latest last."""
 
 
@@ -387,7 +387,7 @@ class _Reader:
 
     # ---- events ----
 
-    def _take(self, event: Event, record: Record) -> None:
+    def _take(self, event: Event, record: JournalRecord) -> None:
         self._ledger.apply(event, place=record.place)
         if isinstance(event, Issue):
             self._issue(event)
@@ -426,7 +426,9 @@ class _Reader:
         )
         self._unfinished[event.group_id] = record
 
-    def _change(self, event: Put | Reject | Fail | Expire | Drop, place: Place | None) -> None:
+    def _change(
+        self, event: Put | Reject | Fail | Expire | Drop, place: FramePosition | None
+    ) -> None:
         """The ledger knows where the group went; it remembers those that ended just now."""
         record = self._groups[event.group_id]
         record.state = self._ledger.record(event.group_id)[1]
@@ -463,7 +465,7 @@ def _ended(record: GroupRecord, ledger: Ledger) -> State | None:
     return None
 
 
-def _add_frame(record: GroupRecord, place: Place) -> None:
+def _add_frame(record: GroupRecord, place: FramePosition) -> None:
     others = tuple(
         (attempt, known) for attempt, known in record.frames if attempt != record.attempt
     )
@@ -481,7 +483,7 @@ class Past:
         self.batches: dict[int, list[int]] = {}
         self.weighed: dict[int, tuple[int, int]] = {}
         """Learner step -> tokens of its batch with weight in the loss, and without."""
-        self.results: dict[int, Entry] = {}
+        self.results: dict[int, GroupEntry] = {}
         """Group -> as it was when its latest result came; in the order of completion."""
         self.last: Segment | None = None
         self.notes: list[str] = []
@@ -528,7 +530,7 @@ class Past:
         if self.ledger.training_step is not None:
             self._takes(self.ledger.training_step, sorted(self.ledger.training))
 
-    def _note(self, event: Event, place: Place | None, segment: Segment) -> None:
+    def _note(self, event: Event, place: FramePosition | None, segment: Segment) -> None:
         apply_record(self.ledger, event, place, segment)
         if isinstance(event, Put) and place is not None:
             self.results.pop(event.group_id, None)  # the last one now
@@ -585,7 +587,7 @@ class Results:
         self._segments: dict[int, Segment] = {}
 
     def read(
-        self, place: Place | None, group_id: int, attempt: int, settings: QueueSettings
+        self, place: FramePosition | None, group_id: int, attempt: int, settings: QueueSettings
     ) -> tuple[GroupMeta, bytes]:
         """Metadata and frame of this very attempt. Raises WireError."""
         if place is None:
@@ -605,7 +607,7 @@ class Results:
         return meta, frame
 
 
-def event_of(record: Record, segment: Segment) -> Event:
+def event_of(record: JournalRecord, segment: Segment) -> Event:
     try:
         return from_wire(record.body)
     except (ValueError, TypeError, LookupError) as error:
@@ -614,7 +616,9 @@ def event_of(record: Record, segment: Segment) -> Event:
         ) from error
 
 
-def apply_record(ledger: Ledger, event: Event, place: Place | None, segment: Segment) -> None:
+def apply_record(
+    ledger: Ledger, event: Event, place: FramePosition | None, segment: Segment
+) -> None:
     try:
         ledger.apply(event, place=place)
     except (RuntimeError, TypeError, LookupError) as error:
@@ -659,12 +663,12 @@ class RecordedQueue:
 
 
 @dataclass(slots=True)
-class Result:
+class GroupResult:
     """Where a result is; the learner `step` that took it, None for none so far; `waits`: it is
     ready for one.
     """
 
-    place: Place
+    place: FramePosition
     step: int | None = None
     waits: bool = True
 
@@ -677,7 +681,7 @@ class Stretch:
     def __init__(self, directory: Path, *, first: int, last: int) -> None:
         self._first, self._last = first, last
         self.steps: dict[int, tuple[int, ...]] = {}
-        self.results: dict[int, Result] = {}
+        self.results: dict[int, GroupResult] = {}
         links, self.notes = lineage(directory)
         self._segments: dict[int, Segment] = {}
         chosen = _part(links, first=first, last=last)
@@ -722,13 +726,13 @@ class Stretch:
                 result.step, result.waits = None, False
         for group_id, entry in ledger.entries.items():
             if entry.place is not None:
-                self.results[group_id] = Result(entry.place)
+                self.results[group_id] = GroupResult(entry.place)
         if ledger.training_step is not None:
             self._batch(ledger.training_step, tuple(sorted(ledger.training)))
 
-    def _take(self, event: Event, place: Place | None) -> None:
+    def _take(self, event: Event, place: FramePosition | None) -> None:
         if isinstance(event, Put) and place is not None:
-            self.results[event.group_id] = Result(place)
+            self.results[event.group_id] = GroupResult(place)
         elif isinstance(event, TakeBatch):
             self._batch(event.step, event.group_ids)
         elif isinstance(event, Expire | Drop) and event.group_id in self.results:
@@ -754,6 +758,6 @@ def _part(links: list[Link], *, first: int, last: int) -> list[Link]:
     return links[start : end + 1]
 
 
-def _events(link: Link) -> Iterator[tuple[Event, Place | None]]:
+def _events(link: Link) -> Iterator[tuple[Event, FramePosition | None]]:
     for record in link.records():
         yield from_wire(record.body), record.place

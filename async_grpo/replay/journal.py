@@ -43,7 +43,7 @@ import msgpack
 
 from async_grpo.errors import RunError
 from async_grpo.replay.events import Event, to_wire
-from async_grpo.replay.ledger import Place
+from async_grpo.replay.ledger import FramePosition
 from async_grpo.runtime.storage import settle_folder
 from async_grpo.wire import Buffer
 
@@ -92,12 +92,12 @@ class JournalDamage(JournalError):
     """A record in the middle of a segment does not add up."""
 
 
-class Record(NamedTuple):
+class JournalRecord(NamedTuple):
     """One record: its sequence number, its plain body, and where its payload is, if it has one."""
 
     sequence: int
     body: Any
-    place: Place | None
+    place: FramePosition | None
 
 
 def segments(directory: Path) -> list[int]:
@@ -185,13 +185,13 @@ class Writer:
         except OSError as error:
             raise self._broken(error) from error
 
-    def append_event(self, event: Event, payload: Buffer = b"") -> Place | None:
+    def append_event(self, event: Event, payload: Buffer = b"") -> FramePosition | None:
         """Write an event; where its payload is. Raises JournalError, and then nothing was
         written.
         """
         return self.append(to_wire(event), payload)
 
-    def append(self, body: Any, payload: Buffer = b"") -> Place | None:
+    def append(self, body: Any, payload: Buffer = b"") -> FramePosition | None:
         """Write one record; where its payload is. Raises JournalError, and then nothing was
         written.
         """
@@ -202,7 +202,7 @@ class Writer:
         offset = self.nbytes + _RECORD_BYTES + len(packed)
         self._write([head + _CRC.pack(zlib.crc32(packed, zlib.crc32(head))) + packed, view])
         self._written += 1
-        return Place(self.segment, offset, len(view)) if len(view) else None
+        return FramePosition(self.segment, offset, len(view)) if len(view) else None
 
     async def commit(self) -> None:
         """Return when everything appended so far is as safe as `fsync` says. Many callers share one
@@ -335,7 +335,7 @@ class Segment:
         self.parent: tuple[int, int] | None = None if parent is None else (parent[0], parent[1])
         """The segment and the record after which it goes on; None for the first one of a run."""
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[JournalRecord]:
         """The records after the snapshot, up to the end or a cut-off one. Raises JournalDamage at a
         damaged one.
         """
@@ -343,11 +343,11 @@ class Segment:
             self.sequence = record.sequence
             yield record
 
-    def payload(self, place: Place) -> memoryview:
+    def payload(self, place: FramePosition) -> memoryview:
         """The bytes at a place in this segment; fewer when the file is shorter."""
         return memoryview(self._data)[place.offset : place.offset + place.length]
 
-    def _next(self, expected: int | None) -> Record | None:
+    def _next(self, expected: int | None) -> JournalRecord | None:
         at, end = self.size, len(self._data)
         if at == end:
             return None
@@ -366,10 +366,10 @@ class Segment:
                     self.cut_off = end - at
                     return None
                 self.size = stop + payload
-                return Record(
+                return JournalRecord(
                     sequence,
                     self._unpack(start, stop),
-                    Place(self.number, stop, payload) if payload else None,
+                    FramePosition(self.number, stop, payload) if payload else None,
                 )
         if expected is not None and (found := self._later_record(expected)) is not None:
             raise JournalDamage(

@@ -53,7 +53,7 @@ class State(StrEnum):
 SLOT_STATES = (State.WAITING, State.IN_FLIGHT, State.READY, State.TRAINING, State.TRAINED)
 
 
-class Place(NamedTuple):
+class FramePosition(NamedTuple):
     """Where the journal keeps a frame: segment number, byte offset, length."""
 
     segment: int
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class GroupEntry:
     """One group that holds a slot. `policy_version` is the live version at its latest issue; `step`
     the learner step that takes it.
 
@@ -80,7 +80,7 @@ class Entry:
     ready_at: float = 0.0
     meta: GroupMeta | None = None
     frame: bytes | None = None
-    place: Place | None = None
+    place: FramePosition | None = None
     step: int | None = None
     failures: int = 0
     slow: bool | None = None
@@ -99,9 +99,9 @@ class Ledger:
         """How often learner steps were discarded, and the step at which that happened last."""
         self.max_attempts = max_attempts
         self.over = False
-        self.slots: dict[State, dict[int, Entry]] = {state: {} for state in SLOT_STATES}
-        self.entries: dict[int, Entry] = {}
-        self.held: dict[str, dict[int, Entry]] = {}
+        self.slots: dict[State, dict[int, GroupEntry]] = {state: {} for state in SLOT_STATES}
+        self.entries: dict[int, GroupEntry] = {}
+        self.held: dict[str, dict[int, GroupEntry]] = {}
         self.closed: Counter[State] = Counter()
         self.totals: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
@@ -117,7 +117,7 @@ class Ledger:
         self.forfeited: set[str] = set()
         self.segment_steps: dict[int, int] = {}
         """Segment of the journal -> the latest learner step that took a group from it."""
-        self.unused: dict[int, Entry] = {}
+        self.unused: dict[int, GroupEntry] = {}
         """Groups that the end of the run left over: a run that goes on later takes them up again.
         """
         self.tokens = Tokens()
@@ -151,7 +151,7 @@ class Ledger:
         now: float = 0.0,
         meta: GroupMeta | None = None,
         frame: bytes | None = None,
-        place: Place | None = None,
+        place: FramePosition | None = None,
     ) -> None:
         """Take one step. meta, frame, place: of the group that a Put brings. Raises RuntimeError
         for what cannot happen in this state.
@@ -172,7 +172,7 @@ class Ledger:
         return self.steps if self.training_step is None else self.training_step
 
     @property
-    def training(self) -> dict[int, Entry]:
+    def training(self) -> dict[int, GroupEntry]:
         """The groups of the step under way."""
         return self.slots[State.TRAINING]
 
@@ -218,11 +218,11 @@ class Ledger:
             else (entry.attempt, entry.state, entry.step)
         )
 
-    def ticket(self, entry: Entry) -> GroupTicket:
+    def ticket(self, entry: GroupEntry) -> GroupTicket:
         """The ticket of a group in flight."""
         return GroupTicket(entry.group_id, entry.attempt, entry.policy_version, self.run_epoch)
 
-    def held_by(self, actor_id: str) -> list[Entry]:
+    def held_by(self, actor_id: str) -> list[GroupEntry]:
         """Groups in flight at an actor."""
         return list(self.held.get(actor_id, {}).values())
 
@@ -240,7 +240,7 @@ class Ledger:
     def _issue(self, event: events.Issue, *, now: float) -> None:
         if event.group_id == self.next_group_id:
             self._expect(event, event.attempt == 1)
-            entry = Entry(event.group_id, 1, event.version, State.IN_FLIGHT)
+            entry = GroupEntry(event.group_id, 1, event.version, State.IN_FLIGHT)
             self.next_group_id += 1
             self.entries[entry.group_id] = self.slots[State.IN_FLIGHT][entry.group_id] = entry
         else:
@@ -262,7 +262,7 @@ class Ledger:
         now: float,
         meta: GroupMeta | None,
         frame: bytes | None,
-        place: Place | None,
+        place: FramePosition | None,
     ) -> None:
         entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
         self._release(entry)
@@ -354,7 +354,7 @@ class Ledger:
         *,
         attempt: int | None = None,
         group_id: int | None = None,
-    ) -> Entry:
+    ) -> GroupEntry:
         entry = self.slots[state].get(event.group_id if group_id is None else group_id)
         self._expect(event, entry is not None and attempt in (None, entry.attempt))
         return entry
@@ -366,7 +366,7 @@ class Ledger:
                 f"{self.live}); this is a bug, please report it"
             )
 
-    def _move(self, entry: Entry, to: State) -> None:
+    def _move(self, entry: GroupEntry, to: State) -> None:
         del self.slots[entry.state][entry.group_id]
         entry.state = to
         if to in self.slots:
@@ -374,19 +374,19 @@ class Ledger:
         else:
             self._finish(entry)
 
-    def _close(self, entry: Entry) -> None:
+    def _close(self, entry: GroupEntry) -> None:
         """Free the slot of a trained group."""
         del self.slots[entry.state][entry.group_id]
         self._finish(entry)
 
-    def _finish(self, entry: Entry) -> None:
+    def _finish(self, entry: GroupEntry) -> None:
         del self.entries[entry.group_id]
         self.closed[entry.state] += 1
         self._recent[entry.group_id] = (entry.attempt, entry.state, entry.step)
         if len(self._recent) > RECENT_GROUPS:
             self._recent.popitem(last=False)
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: GroupEntry) -> None:
         held = self.held[entry.actor_id]
         del held[entry.group_id]
         if not held:
@@ -394,7 +394,7 @@ class Ledger:
         entry.actor_id = ""
 
     @staticmethod
-    def _forget_result(entry: Entry) -> None:
+    def _forget_result(entry: GroupEntry) -> None:
         entry.meta = entry.frame = entry.place = None
 
     # ---- as plain values ----
@@ -444,7 +444,7 @@ class Ledger:
 
     @classmethod
     def from_snapshot(
-        cls, snapshot: dict[str, Any], *, entries: Iterable[Entry] | None = None
+        cls, snapshot: dict[str, Any], *, entries: Iterable[GroupEntry] | None = None
     ) -> Ledger:
         """The ledger that `snapshot` described; results are not there until somebody reads them.
         `entries` take the place of its groups.
@@ -481,10 +481,10 @@ class Ledger:
         return ledger
 
 
-def _entries(rows: Iterable[list[Any]]) -> Iterable[Entry]:
+def _entries(rows: Iterable[list[Any]]) -> Iterable[GroupEntry]:
     for group_id, attempt, version, state, actor_id, step, place, failures in rows:
-        known = None if place is None else Place(*place)
-        yield Entry(
+        known = None if place is None else FramePosition(*place)
+        yield GroupEntry(
             group_id,
             attempt,
             version,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from async_grpo.replay.ledger import Entry
+from async_grpo.replay.ledger import GroupEntry
 from async_grpo.replay.rules import QueueSettings, rows_to_train
 
 WINDOW, WARM, EVERY = 1000, 100, 25
@@ -18,7 +18,7 @@ with a border renewed every so often.
 """
 
 
-class Pressure:
+class QueueWaits:
     """Waits, summed up since the queue began."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Pressure:
 
 
 def batch_metrics(
-    chosen: Sequence[Entry], settings: QueueSettings, *, step: int, now: float
+    chosen: Sequence[GroupEntry], settings: QueueSettings, *, step: int, now: float
 ) -> dict[str, float]:
     """How old the batch of `step` is: lags in learner steps over what is trained with weight,
     tokens that are too old, seconds ready.

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from async_grpo.replay.admission import Admission
 from async_grpo.replay.events import Event, Expire
-from async_grpo.replay.ledger import Entry, Ledger, State
+from async_grpo.replay.ledger import GroupEntry, Ledger, State
 from async_grpo.replay.rules import QueueSettings, can_leave, in_order, is_too_old
 
 
-class Departure:
+class BatchPicker:
     """Chooses batches. `record` makes an event happen."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Departure:
         )
         self._tried: tuple[int, int] | None = None
 
-    def choose(self, step: int) -> list[Entry] | None:
+    def choose(self, step: int) -> list[GroupEntry] | None:
         """The batch of `step` sorted by group_id, or None while it must wait."""
         if self._tried == (step, self._ledger.changes):
             return None
@@ -41,7 +41,7 @@ class Departure:
         self._tried = (step, self._ledger.changes) if chosen is None else None
         return chosen
 
-    def _choose(self, step: int) -> list[Entry] | None:
+    def _choose(self, step: int) -> list[GroupEntry] | None:
         settings, slots = self._settings, self._ledger.slots
         size = settings.rollout_batch_size
         if settings.on_stale != "wait":
@@ -63,7 +63,7 @@ class Departure:
             if is_too_old(entry.meta, **rule):
                 self._record(Expire(entry.group_id, entry.attempt, step))
 
-    def _can_wait(self, chosen: list[Entry], ready: list[Entry], step: int) -> bool:
+    def _can_wait(self, chosen: list[GroupEntry], ready: list[GroupEntry], step: int) -> bool:
         """Whether the groups that stay behind, ready or not, are trained in time when these
         leave.
         """

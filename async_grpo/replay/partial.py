@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from async_grpo.replay.ledger import Entry, Ledger, State
+from async_grpo.replay.ledger import GroupEntry, Ledger, State
 from async_grpo.replay.rules import QueueSettings, can_leave
 
 
-class Beginning(NamedTuple):
+class PartialStart(NamedTuple):
     """What the queue knows of the responses of one group in a checkpoint. `version`: of its ticket;
     `newest`: of its newest token.
     """
@@ -38,26 +38,26 @@ class Beginning(NamedTuple):
     tokens: int
 
 
-class Continued:
+class PartialGroups:
     """The groups that go on, as tickets see them."""
 
-    def __init__(self, beginnings: Sequence[Beginning] = ()) -> None:
-        self._known: Mapping[int, Beginning] = {one.group_id: one for one in beginnings}
+    def __init__(self, beginnings: Sequence[PartialStart] = ()) -> None:
+        self._known: Mapping[int, PartialStart] = {one.group_id: one for one in beginnings}
 
-    def version(self, entry: Entry) -> int | None:
+    def version(self, entry: GroupEntry) -> int | None:
         """The version under which a waiting group goes on; None if it is issued from scratch."""
         known = self._known.get(entry.group_id)
         return known.version if known is not None and entry.attempt == known.attempt - 1 else None
 
 
 def choose(
-    beginnings: Sequence[Beginning],
+    beginnings: Sequence[PartialStart],
     ledger: Ledger,
     *,
     end: Ledger,
     settings: QueueSettings,
     free: int,
-) -> tuple[list[Beginning], int]:
+) -> tuple[list[PartialStart], int]:
     """Mark in `ledger`, which a resumed run begins with, the groups that continue; they, and how
     many had a beginning of no use any more.
 
@@ -82,14 +82,14 @@ def choose(
     return chosen, len(under_way) - len(chosen)
 
 
-def told(chosen: list[Beginning], useless: int) -> str:
+def told(chosen: list[PartialStart], useless: int) -> str:
     """What became of them, in words."""
     responses, tokens = sum(one.responses for one in chosen), sum(one.tokens for one in chosen)
     text = f"{responses:,} responses of {len(chosen):,} groups continue from {tokens:,} tokens"
     return text + (f", {useless:,} groups are too old to" if useless else "")
 
 
-def _in_flight(one: Beginning, end: Ledger) -> bool:
+def _in_flight(one: PartialStart, end: Ledger) -> bool:
     """Whether this very attempt had not come to a result when the run ended, or was about to
     go on.
     """
@@ -104,7 +104,9 @@ def _in_flight(one: Beginning, end: Ledger) -> bool:
     ) == (one.attempt, one.version)
 
 
-def _in_time(fresh: list[Beginning], ledger: Ledger, settings: QueueSettings) -> list[Beginning]:
+def _in_time(
+    fresh: list[PartialStart], ledger: Ledger, settings: QueueSettings
+) -> list[PartialStart]:
     """Those that can be trained in time with what is ready; with `mask` and `expire` nothing has to
     be.
     """
@@ -125,13 +127,13 @@ def _in_time(fresh: list[Beginning], ledger: Ledger, settings: QueueSettings) ->
         ]
     ready = [entry.policy_version for entry in ledger.slots[State.READY].values()]
 
-    def fits(some: list[Beginning]) -> bool:
+    def fits(some: list[PartialStart]) -> bool:
         versions = ready + [one.version for one in some]
         return can_leave(versions, step=step, max_staleness=settings.max_staleness, batch_size=size)
 
     if fits(fresh):
         return fresh
-    chosen: list[Beginning] = []
+    chosen: list[PartialStart] = []
     for one in reversed(fresh):  # the newest first: they have most time
         if fits([one, *chosen]):
             chosen.insert(0, one)

@@ -47,13 +47,13 @@ from async_grpo.replay import events
 from async_grpo.replay.admission import Admission, Retirement
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.journal import Writer, snapshot_facts
-from async_grpo.replay.ledger import Entry, Ledger, State
+from async_grpo.replay.ledger import GroupEntry, Ledger, State
 from async_grpo.replay.limits import check_signal
-from async_grpo.replay.metrics import Pressure, batch_metrics
-from async_grpo.replay.order import Departure
-from async_grpo.replay.partial import Continued
+from async_grpo.replay.metrics import QueueWaits, batch_metrics
+from async_grpo.replay.order import BatchPicker
+from async_grpo.replay.partial import PartialGroups
 from async_grpo.replay.rules import QueueSettings, Verdict, check_bound, problem_of, rejection
-from async_grpo.replay.token_ledger import Report, Reports, masked_tokens, token_counts
+from async_grpo.replay.token_ledger import ActorReport, Reports, masked_tokens, token_counts
 from async_grpo.wire import (
     Batch,
     Buffer,
@@ -91,7 +91,7 @@ class ReplayQueue:
         journal: Writer | None = None,
         facts: dict[str, Any] | None = None,
         report: object = None,
-        continued: Continued | None = None,
+        continued: PartialGroups | None = None,
     ) -> None:
         """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what
         a resumed queue took over, as text. `rolls_to` is the step to which the run rolls forward,
@@ -106,10 +106,10 @@ class ReplayQueue:
         )
         self._retirement = Retirement(settings, self._ledger.retired)
         self._admission = Admission(
-            settings, self._ledger, self._retirement, continued or Continued()
+            settings, self._ledger, self._retirement, continued or PartialGroups()
         )
-        self._pressure, self._reports = Pressure(), Reports()
-        self._departure = Departure(settings, self._ledger, self._admission, self.record)
+        self._pressure, self._reports = QueueWaits(), Reports()
+        self._departure = BatchPicker(settings, self._ledger, self._admission, self.record)
         self._batch: Batch | None = None
         self._last_batch: dict[str, float] = {}
         self._recorded: RecordedQueue | None = None
@@ -122,7 +122,7 @@ class ReplayQueue:
         serving_version: int,
         holding: Sequence[tuple[int, int]],
         want: int,
-        report: Report | None = None,
+        report: ActorReport | None = None,
     ) -> list[GroupTicket] | None:
         """Tickets for an actor: at most `want`, [] means ask again, None that the run is over or
         the actor was declared dead.
@@ -302,7 +302,7 @@ class ReplayQueue:
             self.record(events.Close())
             await self._commit()
 
-    async def tell(self, actor_id: str, report: Report) -> None:
+    async def tell(self, actor_id: str, report: ActorReport) -> None:
         """What an actor's engine did so far, and its process: tokens, and seconds by cause."""
         self._reports.tell(actor_id, report)
 
@@ -456,7 +456,7 @@ class ReplayQueue:
         for entry in late:
             self._lose(entry, events.OVERDUE)
 
-    def _lose(self, entry: Entry, reason: str, tokens: int | None = None) -> None:
+    def _lose(self, entry: GroupEntry, reason: str, tokens: int | None = None) -> None:
         self.record(events.Fail(entry.group_id, entry.attempt, events.plain_text(reason), tokens))
 
     def _note_reports(self) -> None:

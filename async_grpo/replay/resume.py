@@ -50,15 +50,15 @@ from async_grpo.replay.journal import (
     segments,
     snapshot_facts,
 )
-from async_grpo.replay.ledger import Entry, Ledger, State
-from async_grpo.replay.partial import Beginning, Continued, choose, told
+from async_grpo.replay.ledger import GroupEntry, Ledger, State
+from async_grpo.replay.partial import PartialGroups, PartialStart, choose, told
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import WireError
 
 
 @dataclass
-class Report:
+class ResumeReport:
     """What a resumed queue took over: groups ready, and groups that wait to be issued again, by
     reason.
     """
@@ -123,12 +123,12 @@ def obstacle(past: Past, settings: QueueSettings, results: Results) -> str:
     return ""
 
 
-def forward(past: Past, settings: QueueSettings, results: Results) -> tuple[Ledger, Report]:
+def forward(past: Past, settings: QueueSettings, results: Results) -> tuple[Ledger, ResumeReport]:
     """The ledger as it was at the end, for a learner that will come to the same step; see
     `obstacle`. What was in flight waits.
     """
     end = past.ledger
-    report = Report(
+    report = ResumeReport(
         from_step=settings.trained_steps,
         rolled=end.steps - settings.trained_steps,
         note="; ".join(past.notes),
@@ -154,7 +154,7 @@ def forward(past: Past, settings: QueueSettings, results: Results) -> tuple[Ledg
 
 def rewind(
     past: Past, settings: QueueSettings, *, results: Results | None = None, why: str
-) -> tuple[Ledger, Report]:
+) -> tuple[Ledger, ResumeReport]:
     """The ledger for a learner at `settings.trained_steps`, and what became of the groups. Without
     `results`, all are issued again.
 
@@ -164,7 +164,7 @@ def rewind(
     step, end, report = (
         settings.trained_steps,
         past.ledger,
-        Report(note="; ".join(past.notes), why=why),
+        ResumeReport(note="; ".join(past.notes), why=why),
     )
     closed = Counter(end.closed)
     closed[State.UNUSED] -= len(end.unused)  # a run that goes on has use for them
@@ -173,7 +173,7 @@ def rewind(
         group_id: after for after, ids in past.batches.items() if after > step for group_id in ids
     }
     report.lost_steps, report.from_step = max(end.steps - step, 0), step
-    kept: list[Entry] = []
+    kept: list[GroupEntry] = []
     for group_id in sorted({*known, *lost}):
         entry = known.get(group_id)
         if entry is None:
@@ -182,7 +182,9 @@ def rewind(
             closed[State.TRAINED] += 1
             continue
         if group_id in lost or entry is None:
-            entry = past.results.get(group_id, entry) or Entry(group_id, 1, step, State.WAITING)
+            entry = past.results.get(group_id, entry) or GroupEntry(
+                group_id, 1, step, State.WAITING
+            )
         kept.append(_taken_over(entry, step, settings, results, report))
     completed = {group_id: place for place, group_id in enumerate(past.results)}
     kept.sort(key=lambda entry: completed[entry.group_id] if entry.state == State.READY else -1)
@@ -210,7 +212,7 @@ def rewind(
 def _started_again(
     end: Ledger,
     then: dict[str, object],
-    entries: Sequence[Entry],
+    entries: Sequence[GroupEntry],
     *,
     lost: Iterable[tuple[int, int]] = (),
 ) -> Ledger:
@@ -241,10 +243,16 @@ def _started_again(
 
 
 def _taken_over(
-    entry: Entry, step: int, settings: QueueSettings, results: Results | None, report: Report
-) -> Entry:
+    entry: GroupEntry,
+    step: int,
+    settings: QueueSettings,
+    results: Results | None,
+    report: ResumeReport,
+) -> GroupEntry:
     """Ready if its result can be trained when the learner is at `step`, otherwise waiting."""
-    waiting = Entry(entry.group_id, entry.attempt, step, State.WAITING, failures=entry.failures)
+    waiting = GroupEntry(
+        entry.group_id, entry.attempt, step, State.WAITING, failures=entry.failures
+    )
     if entry.place is None:
         report.waits("in flight")
     elif results is None:
@@ -268,7 +276,7 @@ def _taken_over(
 
 
 def _keep_what_can_be_trained(
-    entries: list[Entry], settings: QueueSettings, report: Report
+    entries: list[GroupEntry], settings: QueueSettings, report: ResumeReport
 ) -> None:
     """With `wait`, ready groups that a smaller bound or batch than before cannot train in time wait
     for another attempt.
@@ -355,7 +363,7 @@ def open_queue(
             f"the journal's directory {directory} cannot be made: {error.strerror or error}"
         ) from error
     own = _own_segment(directory, journal.start)
-    beginnings = [Beginning(*one) for one in (snapshot or {}).get("beginnings", ())]
+    beginnings = [PartialStart(*one) for one in (snapshot or {}).get("beginnings", ())]
     if own is None:
         return _resume(settings, journal, snapshot, beginnings, clock=clock)
     return _go_on(
@@ -392,7 +400,7 @@ def _go_on(
     settings: QueueSettings,
     journal: JournalSettings,
     last: Segment,
-    beginnings: list[Beginning],
+    beginnings: list[PartialStart],
     *,
     clock: Callable[[], float],
 ) -> ReplayQueue:
@@ -426,7 +434,7 @@ def _resume(
     settings: QueueSettings,
     journal: JournalSettings,
     snapshot: dict[str, Any] | None,
-    beginnings: list[Beginning],
+    beginnings: list[PartialStart],
     *,
     clock: Callable[[], float],
 ) -> ReplayQueue:
@@ -441,7 +449,7 @@ def _resume(
         else find_past(directory, snapshot, settings, journal.identity)
     )
     ledger = report = rolls_to = None
-    continued: list[Beginning] = []
+    continued: list[PartialStart] = []
     facts = snapshot_facts(
         journal.identity, journal.training, start=journal.start, from_step=settings.trained_steps
     )
@@ -470,7 +478,7 @@ def _resume(
     ):
         ledger.tokens.new_actors(over=past is not None and past.ledger.over)
     if note:
-        report = report or Report()
+        report = report or ResumeReport()
         report.note = note
     writer = _writer(
         journal,
@@ -522,7 +530,7 @@ def _opened(
     ledger: Ledger | None,
     writer: Writer,
     facts: dict[str, Any],
-    continued: list[Beginning],
+    continued: list[PartialStart],
     *,
     clock: Callable[[], float],
 ) -> ReplayQueue:
@@ -537,7 +545,7 @@ def _opened(
         journal=writer,
         facts=facts,
         clock=clock,
-        continued=Continued(continued),
+        continued=PartialGroups(continued),
     )
     queue.begin_segment()
     return queue

@@ -48,7 +48,7 @@ from async_grpo.replay.rules import rows_to_train
 from async_grpo.wire import GroupMeta
 
 if TYPE_CHECKING:
-    from async_grpo.replay.ledger import Entry, Ledger
+    from async_grpo.replay.ledger import GroupEntry, Ledger
 
 
 REMEMBERED = 2048
@@ -71,7 +71,7 @@ PLACES = (
 """They add up to `generated`."""
 
 
-class Told(NamedTuple):
+class TokenTotals(NamedTuple):
     """Running totals of one actor's process. continued: tokens of beginnings that it took from a
     checkpoint, sampled by an earlier engine. reprefilled: cached tokens that were computed again
     after publications.
@@ -113,7 +113,7 @@ class Tokens:
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()
         self.results: dict[int, int] = {}
-        self.told: dict[str, Told] = {}
+        self.told: dict[str, TokenTotals] = {}
         self.arrived: Counter[str] = Counter()
         self.masked = 0
         """Of the batch in training."""
@@ -151,7 +151,7 @@ class Tokens:
                 for group_id in ledger.training:
                     self.results.pop(group_id, None)
             case Sampled(totals):
-                self.told |= {actor_id: Told(*numbers) for actor_id, *numbers in totals}
+                self.told |= {actor_id: TokenTotals(*numbers) for actor_id, *numbers in totals}
 
     def _arrives(self, event: Put | Reject, ledger: Ledger) -> None:
         entry = ledger.entries.get(event.group_id)
@@ -190,7 +190,9 @@ class Tokens:
 
     # ---- another start of the run ----
 
-    def taken_over(self, entries: Iterable[Entry], *, trained: int = 0, masked: int = 0) -> None:
+    def taken_over(
+        self, entries: Iterable[GroupEntry], *, trained: int = 0, masked: int = 0
+    ) -> None:
         """The run starts again with these groups; of what was trained, so many tokens were taken
         back. What is gone is generated again.
         """
@@ -281,7 +283,7 @@ class Tokens:
             {group_id: count for group_id, count in snapshot["results"]},
             snapshot["masked"],
         )
-        tokens.told = {actor_id: Told(*numbers) for actor_id, *numbers in snapshot["told"]}
+        tokens.told = {actor_id: TokenTotals(*numbers) for actor_id, *numbers in snapshot["told"]}
         tokens.arrived.update(snapshot["arrived"])
         tokens._seen.update(
             dict.fromkeys((group_id, attempt) for group_id, attempt in snapshot["seen"])
@@ -289,37 +291,37 @@ class Tokens:
         return tokens
 
 
-Spent = tuple[float, dict[str, float]]
+TimeTotals = tuple[float, dict[str, float]]
 """When an engine's time began to count (Unix seconds), and its seconds by cause."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ActorReport:
     """One actor's process so far: tokens; seconds by cause, and when they began to count (Unix
     seconds, 0.0: not yet).
     """
 
-    told: Told
+    told: TokenTotals
     began: float = 0.0
     seconds: tuple[tuple[str, float], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Report, (Told(*self.told), self.began, self.seconds)
+        return ActorReport, (TokenTotals(*self.told), self.began, self.seconds)
 
 
 class Reports:
     """The latest report of every actor, also of those that are dead."""
 
     def __init__(self) -> None:
-        self._latest: dict[str, Report] = {}
+        self._latest: dict[str, ActorReport] = {}
 
-    def tell(self, actor_id: str, report: Report) -> None:
+    def tell(self, actor_id: str, report: ActorReport) -> None:
         """Take a report. Totals never fall, so an older one that comes late is left aside."""
         known = self._latest.get(actor_id)
         if known is None or report.told.sampled >= known.told.sampled:
             self._latest[actor_id] = report
 
-    def news(self, known: Mapping[str, Told]) -> tuple[tuple[Any, ...], ...]:
+    def news(self, known: Mapping[str, TokenTotals]) -> tuple[tuple[Any, ...], ...]:
         """Rows of a `Sampled` event: what differs from what is known."""
         return tuple(
             (actor_id, *report.told)
@@ -327,7 +329,7 @@ class Reports:
             if known.get(actor_id) != report.told
         )
 
-    def seconds(self) -> dict[str, Spent]:
+    def seconds(self) -> dict[str, TimeTotals]:
         """By actor, of those whose time counts."""
         return {
             actor_id: (report.began, dict(report.seconds))

@@ -34,7 +34,7 @@ _STEP = re.compile(rb'\{"step": (\d+),')
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricsRow:
     """Metrics of one learner step, logged at `time` (Unix seconds)."""
 
     step: int
@@ -48,15 +48,15 @@ class RunData:
 
     directory: Path
     config: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[MetricsRow] = field(default_factory=list)
     """Learner steps, thinned; the last one is always there."""
-    evaluations: list[Row] = field(default_factory=list)
+    evaluations: list[MetricsRow] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
     """The newest value of what only grows or is a state, whichever line has it: an orderly end
     writes one more.
     """
     samples: list[dict[str, Any]] = field(default_factory=list)
-    checkpoints: list[Row] = field(default_factory=list)
+    checkpoints: list[MetricsRow] = field(default_factory=list)
     """The newest ones, logged when they were complete."""
     events: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class RunData:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
-    def between(self, first: int, last: int) -> list[Row]:
+    def between(self, first: int, last: int) -> list[MetricsRow]:
         """The rows of these learner steps, none left out."""
-        found: dict[int, Row] = {}
+        found: dict[int, MetricsRow] = {}
         for line in _lines(self.directory / METRICS):
             match = _STEP.match(line)
             if (
@@ -107,7 +107,7 @@ def read_run(run_dir: Path) -> RunData:
         )
     data = RunData(run_dir, _config(run_dir / "config.yaml"))
     stride = 1
-    newest: Row | None = None
+    newest: MetricsRow | None = None
     for line in _lines(run_dir / METRICS):
         row = _row(line)
         if row is None:
@@ -140,11 +140,11 @@ def read_run(run_dir: Path) -> RunData:
     return data
 
 
-def _row(line: bytes) -> Row | None:
+def _row(line: bytes) -> MetricsRow | None:
     try:
         read = json.loads(line)
         step, when = int(read.pop("step")), float(read.pop("time"))
-        return Row(
+        return MetricsRow(
             step,
             when,
             {

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from async_grpo.errors import RunError
 from async_grpo.replay.history import Stretch
 from async_grpo.replay.journal import segments
-from async_grpo.report.data import Row, RunData
+from async_grpo.report.data import MetricsRow, RunData
 from async_grpo.report.plots import BLUE, CAUSES, GREEN, GREY, ORANGE, PURPLE, WIDTH
 from async_grpo.wire import WireError
 
@@ -87,7 +87,7 @@ def _middle(data: RunData) -> tuple[int, int]:
     return start, min(last, start + count - 1)
 
 
-def _learner_spans(window: Window, row: Row) -> None:
+def _learner_spans(window: Window, row: MetricsRow) -> None:
     at = row.time - row.values["time/step"]
     for cause in ("wait", "train", "publish"):
         seconds = row.values.get(f"time/{cause}", 0.0)
@@ -95,7 +95,7 @@ def _learner_spans(window: Window, row: Row) -> None:
         at += seconds
 
 
-def _groups(window: Window, rows: list[Row], journal: Path) -> None:
+def _groups(window: Window, rows: list[MetricsRow], journal: Path) -> None:
     """Engines and queue, from the results of these steps."""
     if not segments(journal):
         window.notes.append(

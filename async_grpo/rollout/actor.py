@@ -27,15 +27,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from async_grpo.algo.accuracy import Outcome
+from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, VerifierFailed
-from async_grpo.replay.partial import Beginning
+from async_grpo.replay.partial import PartialStart
 from async_grpo.replay.queue import Verdict
-from async_grpo.replay.token_ledger import Report
+from async_grpo.replay.token_ledger import ActorReport
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
-from async_grpo.rollout.evaluator import Answering, PromptTooLong, probe_sequences
-from async_grpo.rollout.partial import Growing, PartialFile, encode_all
+from async_grpo.rollout.evaluator import EngineEvaluator, PromptTooLong, probe_sequences
+from async_grpo.rollout.partial import PartialFile, PartialGeneration, encode_all
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.chat import prompt_ids
@@ -51,7 +51,7 @@ answer.
 HEARTBEAT_S = 0.5
 
 
-class QueueClient(Protocol):
+class TicketQueue(Protocol):
     """The queue as a rollout actor sees it."""
 
     async def acquire(
@@ -60,7 +60,7 @@ class QueueClient(Protocol):
         version: int,
         holding: list[tuple[int, int]],
         want: int,
-        report: Report | None,
+        report: ActorReport | None,
     ) -> list[GroupTicket] | None: ...
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]: ...
     async def fail(
@@ -76,7 +76,7 @@ class RolloutActor:
         config: Config,
         *,
         actor_id: str,
-        queue: QueueClient,
+        queue: TicketQueue,
         model_dir: str,
         device: str,
         cores: Sequence[int],
@@ -85,7 +85,7 @@ class RolloutActor:
         """partials: file with beginnings of responses, for the tickets that continue them."""
         self.actor_id = actor_id
         self._partials = None if partials is None else PartialFile.at(Path(partials))
-        self._growing: dict[tuple[int, int], Growing] = {}
+        self._growing: dict[tuple[int, int], PartialGeneration] = {}
         self._config, self._queue, self._model_dir, self._device = config, queue, model_dir, device
         self._cores = set(cores)
         self._baselines = int(
@@ -144,7 +144,7 @@ class RolloutActor:
             seed=_hash63(config.seed, self.actor_id) >> 32,
         )
         await starting
-        self._answering = Answering(
+        self._answering = EngineEvaluator(
             config,
             engine=self._engine,
             task=self._task,
@@ -228,9 +228,9 @@ class RolloutActor:
 
     async def evaluate(
         self, *, indices: Sequence[int], total: int, label: str, samples: int
-    ) -> tuple[list[Outcome], list[dict[str, Any]]]:
+    ) -> tuple[list[ProblemOutcome], list[dict[str, Any]]]:
         """Outcomes of these held-out problems from the weights `label`, and some responses as text
-        (`Answering.answer`).
+        (`EngineEvaluator.answer`).
         """
         with self._time.during("evaluating"):
             return await self._answering.answer(
@@ -254,7 +254,7 @@ class RolloutActor:
         """
         return await probe_sequences(self._engine, self._task, self._encode, self._config.rollout)
 
-    async def final_report(self) -> Report:
+    async def final_report(self) -> ActorReport:
         """What it did in all, after the queue was closed: it waits until what was under way is
         dropped.
         """
@@ -302,7 +302,7 @@ class RolloutActor:
             "verifying": self._verifiers.busy() if started else [],
         }
 
-    async def partials(self) -> list[tuple[Beginning, bytes]]:
+    async def partials(self) -> list[tuple[PartialStart, bytes]]:
         """The beginnings of all groups that are under way, while they go on; of one that the queue
         has got meanwhile, perhaps too.
         """
@@ -449,7 +449,7 @@ class RolloutActor:
             if self._partials is None
             else self._partials.take(ticket, prompt_ids, wanted, self._counts)
         )
-        growing = Growing(self._engine, ticket, prompt_ids, wanted, known=known)
+        growing = PartialGeneration(self._engine, ticket, prompt_ids, wanted, known=known)
         self._growing[ticket.group_id, ticket.attempt] = growing
         return await growing.finish()
 

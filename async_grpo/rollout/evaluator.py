@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from async_grpo.algo.accuracy import Outcome
-from async_grpo.config.schema import Config, Rollout
+from async_grpo.algo.accuracy import ProblemOutcome
+from async_grpo.config.schema import Config, RolloutConfig
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine import Completion, EngineError, Purpose, Sampling
 from async_grpo.tasks.base import Problem, Score, Task
@@ -57,7 +57,7 @@ class _Answer:
     refused: PromptTooLong | None = None
 
 
-class Answering:
+class EngineEvaluator:
     """Answers the held-out problems of one task."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Answering:
 
     async def answer(
         self, *, indices: Sequence[int], total: int, label: str, samples: int
-    ) -> tuple[list[Outcome], list[dict[str, Any]]]:
+    ) -> tuple[list[ProblemOutcome], list[dict[str, Any]]]:
         """Outcomes of these held-out problems (of the first `total`), from the weights `label`; and
         some greedy responses as text.
 
@@ -175,16 +175,16 @@ class Answering:
         return self._verifiers
 
 
-def _outcome(answer: _Answer, results: list[Score | VerifierError], *, n: int) -> Outcome:
+def _outcome(answer: _Answer, results: list[Score | VerifierError], *, n: int) -> ProblemOutcome:
     if answer.refused is not None:
-        return Outcome(
+        return ProblemOutcome(
             greedy=False, right=0, judged=0, errors=1 + n, greedy_tokens=0, sampled_tokens=0
         )
     scores = [result if isinstance(result, Score) else None for result in results]
     right = [
         score is not None and score.verdict is not None and score.verdict >= 1.0 for score in scores
     ]
-    return Outcome(
+    return ProblemOutcome(
         greedy=right[0],
         right=sum(right[1:]),
         judged=sum(score is not None and score.verdict is not None for score in scores),
@@ -224,7 +224,7 @@ class ProbedEngine(Protocol):
 
 
 async def probe_sequences(
-    engine: ProbedEngine, task: Task, encode: Callable[[Problem], list[int]], rollout: Rollout
+    engine: ProbedEngine, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
 ) -> list[tuple[list[int], list[int], np.ndarray]]:
     """A few short responses to the first problems, as (prompt, response, log-probs [L] at the
     training temperature).

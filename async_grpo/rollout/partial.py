@@ -2,8 +2,8 @@
 them.
 
 Runs in: rollout actors (what is under way; continuing) and the driver (the file). Hides the file
-`partial.msgpack` in a checkpoint: a msgpack list with one row per group (`Beginning`, and how many
-bytes it has), and behind it the groups, msgpack maps of plain values and arrays as bytes.
+`partial.msgpack` in a checkpoint: a msgpack list with one row per group (`PartialStart`, and how
+many bytes it has), and behind it the groups, msgpack maps of plain values and arrays as bytes.
 
     generate --so far--> encode -> driver -> partial.msgpack -> PartialFile.take -> known
         -> prompt + tokens so far -> generate -> joined
@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, Protocol
 import msgpack
 import numpy as np
 
-from async_grpo.replay.partial import Beginning
+from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine import Completion, Sampling
 from async_grpo.weights.transport import parse_label
 from async_grpo.wire import GroupTicket
@@ -38,7 +38,7 @@ from async_grpo.wire import GroupTicket
 FILE = "partial.msgpack"
 _NUMBERS = itertools.count()
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
-_ROW = len(Beginning._fields) + 1
+_ROW = len(PartialStart._fields) + 1
 _MAX_NAME = 64
 
 
@@ -46,7 +46,7 @@ class PartialError(ValueError):
     """A file of beginnings that is not one."""
 
 
-class Engine(Protocol):
+class PartialEngine(Protocol):
     """The engine as responses see it."""
 
     async def generate(
@@ -66,12 +66,12 @@ class _Request:
     first: int
 
 
-class Growing:
+class PartialGeneration:
     """The responses to one prompt while they are generated."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PartialEngine,
         ticket: GroupTicket,
         prompt_ids: list[int],
         wanted: Sequence[Sampling],
@@ -170,7 +170,7 @@ def join(start: Completion, rest: Completion) -> Completion:
     )
 
 
-def encode(growing: Growing, *, max_bytes: int) -> tuple[Beginning, bytes] | None:
+def encode(growing: PartialGeneration, *, max_bytes: int) -> tuple[PartialStart, bytes] | None:
     """The beginnings of one group; None where there is no token yet, or more than `max_bytes`."""
     ticket, responses = growing.ticket, growing.so_far()
     tokens = sum(len(one.token_ids) for one in responses)
@@ -194,12 +194,14 @@ def encode(growing: Growing, *, max_bytes: int) -> tuple[Beginning, bytes] | Non
     )
     if len(packed) > max_bytes:
         return None
-    return Beginning(
+    return PartialStart(
         ticket.group_id, ticket.attempt, ticket.policy_version, newest, open_ones, tokens
     ), packed
 
 
-async def encode_all(groups: Sequence[Growing], *, max_bytes: int) -> list[tuple[Beginning, bytes]]:
+async def encode_all(
+    groups: Sequence[PartialGeneration], *, max_bytes: int
+) -> list[tuple[PartialStart, bytes]]:
     """`encode` of those that have something to tell."""
     found = []
     for growing in groups:
@@ -209,7 +211,7 @@ async def encode_all(groups: Sequence[Growing], *, max_bytes: int) -> list[tuple
     return found
 
 
-def write_file(directory: Path, groups: Sequence[tuple[Beginning, bytes]]) -> None:
+def write_file(directory: Path, groups: Sequence[tuple[PartialStart, bytes]]) -> None:
     """Write the file of a checkpoint; no file where there is nothing."""
     if groups:
         rows = msgpack.packb([[*beginning, len(packed)] for beginning, packed in groups])
@@ -240,7 +242,7 @@ class PartialFile:
             return None
 
     @property
-    def beginnings(self) -> list[Beginning]:
+    def beginnings(self) -> list[PartialStart]:
         """What the queue has to know."""
         return [beginning for beginning, _, _ in self._places.values()]
 
@@ -294,7 +296,7 @@ class PartialFile:
         """Give the file back."""
         self._file.close()
 
-    def _index(self, size: int) -> dict[int, tuple[Beginning, int, int]]:
+    def _index(self, size: int) -> dict[int, tuple[PartialStart, int, int]]:
         unpacker = _unpacker(self._file, size)
         try:
             rows, offset = unpacker.unpack(), unpacker.tell()
@@ -312,7 +314,7 @@ class PartialFile:
                     "a list of groups"
                 )
             *facts, length = row
-            places[row[0]] = Beginning(*facts), offset, length
+            places[row[0]] = PartialStart(*facts), offset, length
             offset += length
         if offset != size:
             raise PartialError(f"{self._file.name} announces {offset} bytes and has {size}")

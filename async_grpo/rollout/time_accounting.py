@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from async_grpo.replay.token_ledger import Report, Told
+from async_grpo.replay.token_ledger import ActorReport, TokenTotals
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, TimeByCause
 
 
@@ -61,7 +61,7 @@ class EngineTime:
 
     def report(
         self, sampled: Mapping[str, int], counts: Mapping[str, float], *, every_s: float = 0.0
-    ) -> Report | None:
+    ) -> ActorReport | None:
         """What the queue is told: tokens that the engine `sampled`, what the actor `counts`, and
         seconds. None if it was told less than `every_s` ago.
         """
@@ -69,14 +69,14 @@ class EngineTime:
         if every_s and now - self._told_at < every_s:
             return None
         self._told_at = now
-        told = Told(
+        told = TokenTotals(
             sampled=sampled["total"],
             probes=sampled["probes"],
             evaluated=sampled["evaluated"],
             continued=int(counts["continued_tokens"]),
             reprefilled=int(counts["reprefilled"]),
         )
-        return Report(told, self._time.began, tuple(self._time.seconds().items()))
+        return ActorReport(told, self._time.began, tuple(self._time.seconds().items()))
 
     def _look(self) -> None:
         cause = self._cause()

@@ -33,7 +33,7 @@ class Arithmetic:
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0, "format": 0.0}
 
-    def __init__(self, settings: schema.Task, seed: int) -> None:
+    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         """`seed` changes the order in which problems are posed, which is not decided here, and
         nothing else.
         """

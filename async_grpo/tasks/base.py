@@ -86,7 +86,7 @@ class WarmsUp(Protocol):
     def warm_up(self) -> None: ...
 
 
-def task_weights(settings: schema.Task, task: Task) -> dict[str, float]:
+def task_weights(settings: schema.TaskConfig, task: Task) -> dict[str, float]:
     """Weight of every reward component: the configured ones (a component that is not named weighs
     0), else the task's own.
 
@@ -103,7 +103,7 @@ def task_weights(settings: schema.Task, task: Task) -> dict[str, float]:
     return {name: settings.rewards.get(name, 0.0) for name in task.weights}
 
 
-def parse_options(model: type[Options], settings: schema.Task) -> Options:
+def parse_options(model: type[Options], settings: schema.TaskConfig) -> Options:
     """`task.options` checked by the task's own model. Raises TaskError that names the option."""
     try:
         return model.model_validate(settings.options)

@@ -112,7 +112,7 @@ class RowTask(ABC):
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0}
 
-    def __init__(self, settings: schema.Task, seed: int) -> None:
+    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         """`seed` plays no part: the order of problems is decided by `problem_index`."""
         self._settings = settings
         self._bad: dict[str, int] = {}

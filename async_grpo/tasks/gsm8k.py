@@ -26,7 +26,7 @@ class Gsm8k(RowTask):
 
     weights: ClassVar[dict[str, float]] = {"correct": 2.0, "format": 0.8}
 
-    def __init__(self, settings: schema.Task, seed: int) -> None:
+    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         super().__init__(settings, seed)
         self._options = parse_options(PromptOptions, settings)
 

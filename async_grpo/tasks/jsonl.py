@@ -27,7 +27,7 @@ class JsonlOptions(schema.Section):
 class Jsonl(RowTask):
     """Rows with a prompt and an answer, compared as text."""
 
-    def __init__(self, settings: schema.Task, seed: int) -> None:
+    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         super().__init__(settings, seed)
         self._match = parse_options(JsonlOptions, settings).match
 

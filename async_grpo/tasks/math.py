@@ -20,7 +20,7 @@ from async_grpo.tasks.data import BadRow, RowTask, text_of
 class Math(RowTask):
     """MATH-style rows from a data set or a JSONL file."""
 
-    def __init__(self, settings: schema.Task, seed: int) -> None:
+    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         super().__init__(settings, seed)
         self._options = parse_options(PromptOptions, settings)
 

@@ -44,7 +44,7 @@ class ReasoningGym:
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0}
 
-    def __init__(self, settings: schema.Task, seed: int) -> None:
+    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         self._options = parse_options(ReasoningGymOptions, settings)
         reserved = sorted({"seed", "size"} & set(self._options.params))
         if reserved:

@@ -26,7 +26,7 @@ _ROUNDS = 6
 _PARTS = ("weights", "__len__", "train", "evaluation", "score")
 
 
-def load_task(settings: schema.Task, seed: int) -> Task:
+def load_task(settings: schema.TaskConfig, seed: int) -> Task:
     """The configured task with its training data read and checked. Raises TaskError."""
     task = create_task(settings, seed)
     if len(task) < 1:
@@ -34,7 +34,7 @@ def load_task(settings: schema.Task, seed: int) -> Task:
     return task
 
 
-def create_task(settings: schema.Task, seed: int) -> Task:
+def create_task(settings: schema.TaskConfig, seed: int) -> Task:
     """The configured task without reading its data (what a verifier child needs). Raises
     TaskError.
     """

@@ -35,7 +35,7 @@ _CHUNK_BYTES = pipe.MAX_MESSAGE // 2
 _KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG")
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
-Item = tuple[str, Any]
+ScoreRequest = tuple[str, Any]
 
 
 class VerifierError(RuntimeError):
@@ -61,7 +61,9 @@ class VerifierPool:
         "closed",
     )
 
-    def __init__(self, settings: schema.Task, *, seed: int, cpu: set[int] | None = None) -> None:
+    def __init__(
+        self, settings: schema.TaskConfig, *, seed: int, cpu: set[int] | None = None
+    ) -> None:
         """`cpu`: cores the children may run on; None leaves that to the system. Nothing starts
         before `start`.
         """
@@ -100,7 +102,7 @@ class VerifierPool:
             raise outcome
         return outcome
 
-    async def score_many(self, items: list[Item]) -> list[Score | VerifierError]:
+    async def score_many(self, items: list[ScoreRequest]) -> list[Score | VerifierError]:
         """Score (response, reference) pairs on all free children; the answers are in the order of
         `items`.
 

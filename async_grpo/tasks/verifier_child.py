@@ -69,7 +69,7 @@ def _prepare(setup: dict[str, Any]) -> Any:
     from async_grpo.tasks.base import WarmsUp
     from async_grpo.tasks.registry import create_task
 
-    task = create_task(schema.Task.model_validate(setup["settings"]), setup["seed"])
+    task = create_task(schema.TaskConfig.model_validate(setup["settings"]), setup["seed"])
     if isinstance(task, WarmsUp):
         task.warm_up()
     return task

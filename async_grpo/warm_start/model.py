@@ -58,7 +58,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class WarmStartReport:
     """What the training did: optimizer steps, wall seconds and accuracy on training problems of
     both phases.
     """
@@ -123,7 +123,7 @@ def train(
     batch: Callable[[int, int], list[Pair]],
     progress: Callable[[str], None],
     out: Path,
-) -> Report:
+) -> WarmStartReport:
     """Build, teach and save a model with its tokenizer into `out`; `batch(start, count)` gives
     training pairs by position.
 
@@ -142,7 +142,7 @@ def train(
     clean = measure(model, probe)
     blur_steps = trainer.blur(progress, seed) if clean_steps else 0
     blurred = measure(model, probe)
-    report = Report(clean_steps, clean, blur_steps, blurred, time.monotonic() - started)
+    report = WarmStartReport(clean_steps, clean, blur_steps, blurred, time.monotonic() - started)
     _save(model, tokenizer, out)
     return report
 

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_grpo.config.schema import Config
-from async_grpo.weights.delivery import EngineHandle, Outcome
+from async_grpo.weights.delivery import DeliveryOutcome, EngineHandle
 from async_grpo.weights.transport import (
     SELF_CHECK,
     Announcement,
@@ -116,7 +116,7 @@ class SelfCheckFailed(TransferMismatch):
     """An engine does not compute with the weights that it was sent."""
 
 
-class LearnerSide(Protocol):
+class CheckedLearner(Protocol):
     """The learner group as the check sees it."""
 
     async def stage_perturbed(
@@ -135,7 +135,7 @@ class SelfCheck:
         self,
         config: Config,
         *,
-        learner: LearnerSide,
+        learner: CheckedLearner,
         tolerance: Tolerance,
         backend: str,
         deliver: Callable[[Sequence[EngineHandle], Announcement], Awaitable[None]],
@@ -256,7 +256,7 @@ class PublicationTimes:
     repeated: int = 0
     dropped: int = 0
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: DeliveryOutcome) -> None:
         """Count what the engines say about one delivery."""
         receipts = outcome.done.values()
         self.engines_paused += sum(receipt.seconds["total"] for receipt in receipts) / max(

@@ -30,18 +30,18 @@ from typing import Any, Protocol
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import LearnerLost, RunError, SetupError, Stalled
-from async_grpo.weights.checks import LearnerSide as CheckedLearner
+from async_grpo.weights.checks import CheckedLearner as CheckedLearner
 from async_grpo.weights.checks import Probes, PublicationTimes, SelfCheck, Tolerance
 from async_grpo.weights.delivery import (
     GRACE_S,
+    DeliveryOutcome,
     EngineHandle,
-    Outcome,
-    demand,
-    everybody,
+    call_all,
+    consume_exception,
     grace,
-    looked_at,
+    require_complete,
 )
-from async_grpo.weights.pinning import EngineSet, Pin, Present, unpinned
+from async_grpo.weights.pinning import EngineSet, Pin, ServingEngines, wait_unpinned
 from async_grpo.weights.transport import (
     Announcement,
     Receipt,
@@ -56,7 +56,7 @@ from async_grpo.weights.transport import (
 ATTEMPTS = 3
 
 
-class LearnerSide(CheckedLearner, Protocol):
+class PublishingLearner(CheckedLearner, Protocol):
     """The learner group as the coordinator sees it."""
 
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]: ...
@@ -75,7 +75,7 @@ class Coordinator:
         self,
         config: Config,
         *,
-        learner: LearnerSide,
+        learner: PublishingLearner,
         engines: EngineSet,
         backend: str,
         live: Callable[[int, str], Awaitable[None]],
@@ -89,7 +89,7 @@ class Coordinator:
         self._config, self._learner, self._engines, self._backend, self._live = (
             config,
             learner,
-            Present(engines),
+            ServingEngines(engines),
             backend,
             live,
         )
@@ -146,7 +146,7 @@ class Coordinator:
         started = time.perf_counter()
         await self.wait()
         self._probes.raise_findings()
-        started += await unpinned(
+        started += await wait_unpinned(
             lambda: self._pin, self.held
         )  # it may have asked while the publication before was under way
         await self._lock.acquire()  # `_finish` releases it
@@ -169,7 +169,7 @@ class Coordinator:
         self._running = asyncio.create_task(
             self._finish(staged.announcement, version, verify=verify)
         )
-        self._running.add_done_callback(looked_at)
+        self._running.add_done_callback(consume_exception)
         if not self._config.weight_sync.overlap or staged.announcement.streamed:
             await self.wait()
         waited = time.perf_counter() - started
@@ -226,7 +226,7 @@ class Coordinator:
         async with self._joining:
             [payload] = await self._learner.connect([engine.tensor_parallel_size])
             seconds = self._config.weight_sync.deadlines.rendezvous_s
-            demand(
+            require_complete(
                 await self._ask(
                     [engine], lambda one: one.connect(payload), seconds=seconds, what="connecting"
                 )
@@ -237,7 +237,7 @@ class Coordinator:
                 await self._check.load_path([engine])
             async with self._lock:
                 assert self._newest is not None, "start() comes first"
-                demand(await self._receive([engine], self._newest))
+                require_complete(await self._receive([engine], self._newest))
                 self._connected.add(engine.actor_id)
                 admit()
 
@@ -407,7 +407,7 @@ class Coordinator:
                 patient=True,
             )
             if strict:
-                demand(outcome, Stalled)
+                require_complete(outcome, Stalled)
             await self._drop(outcome)
             engines = [engine for engine in engines if engine.actor_id not in outcome.lost]
             if outcome.complete or not (self._pushes and engines):
@@ -426,7 +426,7 @@ class Coordinator:
     def _members(self) -> set[str]:
         return {engine.actor_id for engine in self._engines.alive()}
 
-    async def _drop(self, outcome: Outcome) -> None:
+    async def _drop(self, outcome: DeliveryOutcome) -> None:
         for actor_id, error in outcome.lost.items():
             self._connected.discard(actor_id)
             self.times.dropped += 1
@@ -444,7 +444,7 @@ class Coordinator:
         for attempt in range(1, ATTEMPTS + 1 if engines else 1):
             outcome = await self._receive(engines, announcement, sent=sent and attempt == 1)
             if strict:
-                demand(outcome, Stalled)
+                require_complete(outcome, Stalled)
             self.times.add(outcome)
             await self._drop(outcome)
             engines = [engine for engine in engines if engine.actor_id in outcome.failed]
@@ -463,7 +463,7 @@ class Coordinator:
                 )
             if attempt == ATTEMPTS:
                 await self._drop(
-                    Outcome(
+                    DeliveryOutcome(
                         lost={
                             name: TornTransfer(receipt.reason)
                             for name, receipt in outcome.failed.items()
@@ -479,7 +479,7 @@ class Coordinator:
 
     async def _receive(
         self, engines: Sequence[EngineHandle], announcement: Announcement, *, sent: bool = False
-    ) -> Outcome:
+    ) -> DeliveryOutcome:
         async def receive(engine: EngineHandle) -> Receipt:
             receipt = await engine.receive(announcement)
             if not receipt.failure and receipt.serving != announcement.label:
@@ -502,7 +502,7 @@ class Coordinator:
     async def _deliver_to(
         self, engines: Sequence[EngineHandle], announcement: Announcement
     ) -> None:
-        demand(await self._receive(engines, announcement))
+        require_complete(await self._receive(engines, announcement))
 
     async def _ask(
         self,
@@ -513,7 +513,7 @@ class Coordinator:
         what: str,
         learner: Awaitable[str] | None = None,
         patient: bool = False,
-    ) -> Outcome:
+    ) -> DeliveryOutcome:
         """The call's outcome; wrong bytes and wrong names raise here, because no repetition mends
         them; so does a learner that hangs.
 
@@ -522,7 +522,7 @@ class Coordinator:
         grace_s = (
             grace(self._config.weight_sync.deadlines) if self._pushes and not patient else None
         )
-        outcome = await everybody(
+        outcome = await call_all(
             engines, call, learner=learner, seconds=seconds, grace_s=grace_s, what=what
         )
         if outcome.learner_hangs:

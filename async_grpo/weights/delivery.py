@@ -38,7 +38,7 @@ class EngineHandle(Protocol):
 
 
 @dataclass(slots=True)
-class Outcome:
+class DeliveryOutcome:
     """By actor id: receipts of those that did it, why others failed, and the errors of those that
     died or said nothing.
 
@@ -65,7 +65,7 @@ class Outcome:
         return "; ".join(said + [self.learner] * bool(self.learner))
 
 
-async def everybody(
+async def call_all(
     engines: Sequence[EngineHandle],
     call: Callable[[EngineHandle], Awaitable[Receipt]],
     *,
@@ -73,14 +73,14 @@ async def everybody(
     seconds: float,
     grace_s: float | None,
     what: str,
-) -> Outcome:
+) -> DeliveryOutcome:
     """Call all engines (and the learner) at once. seconds: for everything, named `what` in
     messages.
 
     grace_s: what the others get once one has failed, where all depend on each other; None where
     they do not.
     """
-    outcome = Outcome()
+    outcome = DeliveryOutcome()
     tasks: dict[asyncio.Future[Any], EngineHandle | None] = {
         asyncio.ensure_future(call(engine)): engine for engine in engines
     }
@@ -115,7 +115,7 @@ async def everybody(
     return outcome
 
 
-def _note(outcome: Outcome, engine: EngineHandle | None, task: asyncio.Future[Any]) -> None:
+def _note(outcome: DeliveryOutcome, engine: EngineHandle | None, task: asyncio.Future[Any]) -> None:
     error = task.exception()
     if engine is None:
         if error is not None:
@@ -132,7 +132,7 @@ def grace(deadlines: Deadlines) -> float:
     return deadlines.pause_s + UNDER_WAY * deadlines.bucket_s + GRACE_S
 
 
-def demand(outcome: Outcome, kind: type[Exception] = TornTransfer) -> None:
+def require_complete(outcome: DeliveryOutcome, kind: type[Exception] = TornTransfer) -> None:
     """Raise unless everybody did it: what an engine raised, or this kind with the reasons."""
     for error in outcome.lost.values():
         raise error
@@ -140,7 +140,7 @@ def demand(outcome: Outcome, kind: type[Exception] = TornTransfer) -> None:
         raise kind(outcome.reasons())
 
 
-def looked_at(task: asyncio.Task[None]) -> None:
+def consume_exception(task: asyncio.Task[None]) -> None:
     """Whoever waits gets the error; when the run ends first, nobody does."""
     if not task.cancelled():
         task.exception()

@@ -51,7 +51,7 @@ def within(seconds: float, what: str, work: Callable[[], T]) -> T:
         raise TimeoutError(f"{what} took longer than {seconds:g} s") from None
 
 
-class GuardedGroup:
+class WatchedGroup:
     """vLLM's communicator (`broadcast`, `destroy`) for one publication at a time: `begin`,
     broadcasts, `end`. `aborted`: why, or "".
     """

@@ -31,7 +31,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor: bytes [offset, offset + nbytes) of the buffer."""
 
     name: str
@@ -46,7 +46,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class WeightBucket:
     """Whole tensors `names` in bytes [start, end) of the buffer; both are multiples of 64."""
 
     start: int
@@ -59,10 +59,10 @@ class Layout:
 
     def __init__(self, metadata: Iterable[tuple[str, Sequence[int], str]]) -> None:
         self.metadata = [(name, tuple(shape), dtype) for name, shape, dtype in metadata]
-        self.entries: list[Entry] = []
+        self.entries: list[TensorEntry] = []
         offset = 0
         for name, shape, dtype in self.metadata:
-            self.entries.append(Entry(name, getattr(torch, dtype), shape, offset))
+            self.entries.append(TensorEntry(name, getattr(torch, dtype), shape, offset))
             offset += -(-self.entries[-1].nbytes // _ALIGN) * _ALIGN
         self.nbytes = offset
         self.buckets = tuple(self._cut())
@@ -94,7 +94,7 @@ class Layout:
             if views is not None:
                 views[index].copy_(weight)
 
-    def view(self, buffer: Tensor, entry: Entry) -> Tensor:
+    def view(self, buffer: Tensor, entry: TensorEntry) -> Tensor:
         """The tensor of `entry` inside `buffer`."""
         return (
             buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
@@ -132,16 +132,16 @@ class Layout:
             self._views[buffer.data_ptr()] = [self.view(buffer, entry) for entry in self.entries]
         return self._views[buffer.data_ptr()]
 
-    def _cut(self) -> Iterator[Bucket]:
+    def _cut(self) -> Iterator[WeightBucket]:
         start, names = 0, []
         for index, entry in enumerate(self.entries):
             end = self.entries[index + 1].offset if index + 1 < len(self.entries) else self.nbytes
             if names and end - start > BUCKET_BYTES:
-                yield Bucket(start, entry.offset, tuple(names))
+                yield WeightBucket(start, entry.offset, tuple(names))
                 start, names = entry.offset, []
             names.append(entry.name)
         if names:
-            yield Bucket(start, self.nbytes, tuple(names))
+            yield WeightBucket(start, self.nbytes, tuple(names))
 
 
 def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:

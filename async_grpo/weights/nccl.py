@@ -32,7 +32,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from async_grpo.config.schema import Deadlines
 from async_grpo.errors import SetupError
-from async_grpo.weights.guard import UNDER_WAY, GuardedGroup, within
+from async_grpo.weights.guard import UNDER_WAY, WatchedGroup, within
 from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
 from async_grpo.weights.transport import Announcement, TornTransfer, TransferStuck, WeightOwner
 
@@ -116,7 +116,7 @@ class NcclSender:
             return f"the learner could not form a group with the engines: {error}"
         if engine.model_update_group is not None:
             deadlines = self._deadlines
-            engine.model_update_group = GuardedGroup(
+            engine.model_update_group = WatchedGroup(
                 engine.model_update_group, quiet_s=deadlines.bucket_s, first_s=deadlines.pause_s
             )
         self._engine = engine

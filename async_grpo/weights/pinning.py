@@ -29,7 +29,7 @@ class EngineSet(Protocol):
     async def drop(self, actor_id: str, error: BaseException) -> None: ...
 
 
-class Present:
+class ServingEngines:
     """An engine set without those that are away."""
 
     def __init__(self, engines: EngineSet) -> None:
@@ -92,7 +92,7 @@ class Pin:
         return 0.0 if self._asked is None else time.perf_counter() - self._asked
 
 
-async def unpinned(
+async def wait_unpinned(
     newest: Callable[[], Pin | None], held: Callable[[], AbstractContextManager[None]]
 ) -> float:
     """Wait while the `newest` pin holds, and another one that follows at once, inside `held()`; the

@@ -49,7 +49,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with
-from async_grpo.weights.guard import GuardedGroup, within
+from async_grpo.weights.guard import WatchedGroup, within
 from async_grpo.weights.layout import Layout
 from async_grpo.weights.names import NamesDiffer, check_names
 from async_grpo.weights.shared_memory import SegmentReader
@@ -233,7 +233,7 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
             joined = within(init_info.rendezvous_s, "joining the learner's group", join)
         except RuntimeError as error:
             raise TornTransfer(f"the engine could not join the learner's group: {error}") from error
-        self.model_update_group = GuardedGroup(
+        self.model_update_group = WatchedGroup(
             joined, quiet_s=init_info.bucket_s, first_s=init_info.pause_s
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from async_grpo.algo.accuracy import (
-    Outcome,
+    ProblemOutcome,
     mean_interval,
     metrics,
     pass_at_k,
@@ -24,14 +24,14 @@ from async_grpo.config.load import ConfigError, load_config
 from async_grpo.config.schema import Config
 from async_grpo.rollout import evaluator
 from async_grpo.rollout.engine import Completion, EngineError, Sampling
-from async_grpo.rollout.evaluator import Answering, PromptTooLong
+from async_grpo.rollout.evaluator import EngineEvaluator, PromptTooLong
 from async_grpo.tasks.base import Problem, Score, TaskError
 from async_grpo.tasks.registry import held_out, load_task
 from async_grpo.tasks.verifier import VerifierError
 
 
-def outcome(right: int, *, greedy: bool = False, judged: int = 1) -> Outcome:
-    return Outcome(
+def outcome(right: int, *, greedy: bool = False, judged: int = 1) -> ProblemOutcome:
+    return ProblemOutcome(
         greedy=greedy, right=right, judged=judged, errors=0, greedy_tokens=2, sampled_tokens=8
     )
 
@@ -244,7 +244,7 @@ def answers(parts: Parts, settings: Config, indices: list[int]) -> Any:
         return [1]
 
     async def scenario() -> Any:
-        one = Answering(
+        one = EngineEvaluator(
             settings,
             engine=parts,
             task=Held(),
@@ -265,9 +265,13 @@ def test_every_problem_has_a_greedy_response_and_n_samples() -> None:
     parts = Parts()
     outcomes, rows = answers(parts, config(n=4), [0, 1, 2])
     assert outcomes == [
-        Outcome(greedy=True, right=2, judged=5, errors=0, greedy_tokens=1, sampled_tokens=4),
-        Outcome(greedy=False, right=0, judged=0, errors=5, greedy_tokens=0, sampled_tokens=0),
-        Outcome(greedy=False, right=1, judged=4, errors=1, greedy_tokens=1, sampled_tokens=4),
+        ProblemOutcome(greedy=True, right=2, judged=5, errors=0, greedy_tokens=1, sampled_tokens=4),
+        ProblemOutcome(
+            greedy=False, right=0, judged=0, errors=5, greedy_tokens=0, sampled_tokens=0
+        ),
+        ProblemOutcome(
+            greedy=False, right=1, judged=4, errors=1, greedy_tokens=1, sampled_tokens=4
+        ),
     ]
     assert (
         sorted((one.n, one.temperature, one.max_tokens) for one in parts.asked)

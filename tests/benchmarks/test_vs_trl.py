@@ -37,7 +37,9 @@ def responses() -> list[str]:
 
 @pytest.mark.parametrize(("rule", "task"), [("exact", Arithmetic), ("checksum", Tails)])
 def test_both_sides_score_alike(rule: str, task: Any) -> None:
-    scores = [task(schema.Task(), 0).score(text, "59").rewards["correct"] for text in responses()]
+    scores = [
+        task(schema.TaskConfig(), 0).score(text, "59").rewards["correct"] for text in responses()
+    ]
     assert [vs_trl_side.RULES[rule](text, "59") for text in responses()] == scores
     assert 0 < sum(scores) < len(scores)
 

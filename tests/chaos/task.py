@@ -20,7 +20,7 @@ class Chaotic(Mixed):
     for ever, and leaves `hangs-<pid>`.
     """
 
-    def __init__(self, settings: schema.Task, seed: int) -> None:
+    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         options = dict(settings.options)
         self._side = Path(options.pop("side"))
         Arithmetic.__init__(self, settings.model_copy(update={"options": options}), seed)

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from async_grpo import run as command
-from async_grpo.algo.accuracy import Outcome
+from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.cluster import samples
 from async_grpo.cluster.evaluation import Evaluations
 from async_grpo.cluster.samples import EVALUATED, ROWS, EvaluationSamples, TrainingSamples, interval
@@ -37,7 +37,7 @@ from tests.support.models import write_model
 from tests.weights.test_coordinator import FakeEngine, until
 from tests.weights.test_pinning import Run, publish
 
-RIGHT = Outcome(greedy=True, right=1, judged=2, errors=0, greedy_tokens=3, sampled_tokens=3)
+RIGHT = ProblemOutcome(greedy=True, right=1, judged=2, errors=0, greedy_tokens=3, sampled_tokens=3)
 
 
 class Method:
@@ -80,7 +80,7 @@ class Answerer(FakeEngine):
 
     async def evaluate(
         self, *, indices: list[int], total: int, label: str, samples: int
-    ) -> tuple[list[Outcome], list[dict[str, Any]]]:
+    ) -> tuple[list[ProblemOutcome], list[dict[str, Any]]]:
         self.asked.append((list(indices), label))
         await self.answering.wait()
         if self.fault is not None:

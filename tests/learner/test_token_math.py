@@ -19,7 +19,7 @@ from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.schema import Config
-from async_grpo.learner.rows import Row, StalenessError, TokenBatch, decode_rows, token_batch
+from async_grpo.learner.rows import LearnerRow, StalenessError, TokenBatch, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.wire import GroupTicket, pack_frames
 from tests.support.frames import frame_of
@@ -47,7 +47,7 @@ def config_of(**algorithm: Any) -> Config:
     return config.model_copy(update={"algorithm": Algorithm.model_validate(algorithm)})
 
 
-def make_rows(seed: int = 0) -> dict[RowKey, Row]:
+def make_rows(seed: int = 0) -> dict[RowKey, LearnerRow]:
     rng = np.random.default_rng(seed)
     rows = {}
     for index, length in enumerate(LENGTHS):
@@ -55,7 +55,7 @@ def make_rows(seed: int = 0) -> dict[RowKey, Row]:
         if length > 3:
             mask[length // 2] = 0
         behavior = -rng.gamma(2, 0.5, length)
-        rows[10 + index // 4, index % 4] = Row(
+        rows[10 + index // 4, index % 4] = LearnerRow(
             prompt=np.zeros(2, np.int32),
             response=np.zeros(length, np.int32),
             behavior=behavior.astype(np.float32),
@@ -67,7 +67,7 @@ def make_rows(seed: int = 0) -> dict[RowKey, Row]:
     return rows
 
 
-def logprobs_of(batch: TokenBatch, rows: dict[RowKey, Row], theta: Tensor) -> Tensor:
+def logprobs_of(batch: TokenBatch, rows: dict[RowKey, LearnerRow], theta: Tensor) -> Tensor:
     """Log-probs that depend on shared parameters and on which token it is, not on its place in the
     pack.
     """
@@ -80,10 +80,10 @@ def logprobs_of(batch: TokenBatch, rows: dict[RowKey, Row], theta: Tensor) -> Te
 
 def gradient(
     config: Config,
-    rows: dict[RowKey, Row],
+    rows: dict[RowKey, LearnerRow],
     split: Sequence[Sequence[RowKey]],
     *,
-    counted: dict[RowKey, Row] | None = None,
+    counted: dict[RowKey, LearnerRow] | None = None,
     metrics: MetricSums | None = None,
 ) -> tuple[float, Tensor]:
     """Loss and gradient of one update, its rows cut into these micro-batches. The divisors are

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from async_grpo.config.schema import Config
-from async_grpo.observe.bottleneck import MIN_STEPS, Observer, Setup, Verdict
+from async_grpo.observe.bottleneck import MIN_STEPS, Bottleneck, BottleneckWatch, ThroughputModel
 from benchmarks.scenario import Scenario
 from benchmarks.simulator import simulate
 
@@ -41,9 +41,9 @@ CASES = {
 }
 
 
-def verdict_on(scenario: Scenario) -> Verdict:
+def verdict_on(scenario: Scenario) -> Bottleneck:
     lines = simulate(scenario).lines[SKIPPED - 1 : -SKIPPED]
-    observer = Observer(scenario.setup(), min_steps=len(lines) - 1, min_s=0.0)
+    observer = BottleneckWatch(scenario.setup(), min_steps=len(lines) - 1, min_s=0.0)
     *before, verdict = [observer.observe(line) for line in lines]
     assert not any(before) and verdict is not None
     return verdict
@@ -118,8 +118,8 @@ def lines(*, steps: int, starved: float, blocked: float, length: float) -> list[
     return out
 
 
-def observed(told: list[dict[str, float]]) -> list[Verdict | None]:
-    observer = Observer(Setup.of(config(max_num_seqs=16)))
+def observed(told: list[dict[str, float]]) -> list[Bottleneck | None]:
+    observer = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16)))
     return [observer.observe(line) for line in told]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.replay.partial import Beginning
+from async_grpo.replay.partial import PartialStart
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.wire import GroupTicket
@@ -21,9 +21,9 @@ from tests.support.frames import frame_of
 from tests.support.journal_life import RULES, journal_in, queue_settings
 
 
-def beginning_of(ticket: GroupTicket, *, newest: int | None = None) -> Beginning:
+def beginning_of(ticket: GroupTicket, *, newest: int | None = None) -> PartialStart:
     version = ticket.policy_version
-    return Beginning(
+    return PartialStart(
         ticket.group_id,
         ticket.attempt,
         version,
@@ -33,7 +33,7 @@ def beginning_of(ticket: GroupTicket, *, newest: int | None = None) -> Beginning
     )
 
 
-async def saved(queue: ReplayQueue, *beginnings: Beginning) -> dict[str, Any]:
+async def saved(queue: ReplayQueue, *beginnings: PartialStart) -> dict[str, Any]:
     return json.loads(json.dumps(await queue.snapshot() | {"beginnings": beginnings}))
 
 
@@ -169,7 +169,7 @@ async def test_a_beginning_that_does_not_fit_is_not_used(
     assert tickets is None or all(ticket.policy_version == 2 for ticket in tickets)
 
 
-def replace_attempt(one: Beginning) -> Beginning:
+def replace_attempt(one: PartialStart) -> PartialStart:
     return one._replace(attempt=one.attempt + 1)
 
 

@@ -806,7 +806,7 @@ async def test_rejections_beside_a_slow_group_do_not_end_the_run() -> None:
 
 def test_a_lag_above_the_bound_would_show() -> None:
     meta = decode_meta(frame_of(GroupTicket(0, 1, 0), versions=(0, 3)))
-    entries = [ledger.Entry(0, 1, 0, ledger.State.READY, meta=meta)]
+    entries = [ledger.GroupEntry(0, 1, 0, ledger.State.READY, meta=meta)]
     seen = {
         on_stale: batch_metrics(entries, queue_settings(on_stale=on_stale), step=4, now=0.0)
         for on_stale in ("wait", "mask", "expire")

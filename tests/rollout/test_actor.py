@@ -16,7 +16,7 @@ import pytest
 from async_grpo.config.schema import Config
 from async_grpo.errors import VerifierFailed
 from async_grpo.replay.queue import Verdict
-from async_grpo.replay.token_ledger import Report
+from async_grpo.replay.token_ledger import ActorReport
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import Completion, CountedRequests, EngineError, Sampling
 from async_grpo.tasks.base import Problem, Score
@@ -71,7 +71,7 @@ class Parts:
         self.asked: list[tuple[list[int], Sampling]] = []
         self.scored: list[int] = []
         self.running = self.most_running = self.cancelled = 0
-        self.reports: list[Report] = []
+        self.reports: list[ActorReport] = []
         self.wasted: dict[int, int] = {}
         self.sampled: Counter[str] = Counter(total=7, probes=3)
 
@@ -119,7 +119,7 @@ class Parts:
         version: int,
         holding: list[tuple[int, int]],
         want: int,
-        report: Report | None,
+        report: ActorReport | None,
     ) -> list[GroupTicket] | None:
         self.reports += [report] * (report is not None)
         given, self.tickets = self.tickets[:want], self.tickets[want:]
@@ -278,7 +278,7 @@ def asked_for_300() -> tuple[Parts, list[int]]:
         version: int,
         holding: list[tuple[int, int]],
         want: int,
-        report: Report | None,
+        report: ActorReport | None,
     ) -> list[GroupTicket]:
         wanted.append(want)
         return await acquire(actor_id, version, holding, want, report) or []
@@ -349,7 +349,7 @@ def test_long_responses_hold_their_own_places_only() -> None:
         version: int,
         holding: list[tuple[int, int]],
         want: int,
-        report: Report | None,
+        report: ActorReport | None,
     ) -> list[GroupTicket]:
         wanted.append(want)
         return [next(tickets) for _ in range(want)]

@@ -16,16 +16,16 @@ import ray
 
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.cluster import partial_rollouts
-from async_grpo.cluster.partial_rollouts import UnderWay
+from async_grpo.cluster.partial_rollouts import PartialCollector
 from async_grpo.config.load import ConfigError
 from async_grpo.config.schema import Config
-from async_grpo.replay.partial import Beginning
+from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine import Completion, Engine, Sampling
 from async_grpo.rollout.partial import (
     FILE,
-    Growing,
     PartialError,
     PartialFile,
+    PartialGeneration,
     encode,
     join,
     write_file,
@@ -112,7 +112,7 @@ def test_the_parts_of_a_response_keep_their_log_probs_and_versions() -> None:
 
 async def test_responses_are_told_while_they_grow() -> None:
     engine = Streams()
-    growing = Growing(engine, TICKET, PROMPT, WANTED)
+    growing = PartialGeneration(engine, TICKET, PROMPT, WANTED)
     assert growing.so_far() == [] and encode(growing, max_bytes=10**6) is None, (
         "there is nothing yet"
     )
@@ -127,7 +127,7 @@ async def test_responses_are_told_while_they_grow() -> None:
     told = growing.so_far()
     assert same(told[0], KNOWN[0]) and same(told[1], KNOWN[1]) and len(told[2].token_ids) == 0
     beginning, packed = encode(growing, max_bytes=10**6)
-    assert beginning == Beginning(0, 1, 0, newest=1, responses=2, tokens=6)
+    assert beginning == PartialStart(0, 1, 0, newest=1, responses=2, tokens=6)
     assert encode(growing, max_bytes=len(packed) - 1) is None, "what is too large is left out"
     engine.go.set()
     assert [len(one.token_ids) for one in await asyncio.wait_for(task, 10)] == [3, 3, 3]
@@ -135,7 +135,7 @@ async def test_responses_are_told_while_they_grow() -> None:
 
 async def test_responses_continue_behind_their_tokens_and_are_told_again() -> None:
     engine = Streams()
-    growing = Growing(engine, TICKET, PROMPT, WANTED, known=KNOWN)
+    growing = PartialGeneration(engine, TICKET, PROMPT, WANTED, known=KNOWN)
     assert all(map(same, growing.so_far(), KNOWN)), (
         "a checkpoint before the first new token keeps what there was"
     )
@@ -157,7 +157,9 @@ async def test_responses_continue_behind_their_tokens_and_are_told_again() -> No
     assert (
         all(
             map(
-                same, await Growing(engine, TICKET, PROMPT, WANTED[1:], known=ended).finish(), ended
+                same,
+                await PartialGeneration(engine, TICKET, PROMPT, WANTED[1:], known=ended).finish(),
+                ended,
             )
         )
         and len(engine.asked) == 2
@@ -174,14 +176,14 @@ def file_of(
     ticket: GroupTicket = TICKET,
     prompt: list[int] = PROMPT,
 ) -> Path:
-    other = Growing(
+    other = PartialGeneration(
         Streams(),
         GroupTicket(7, 2, 1),
         [9],
         [Sampling(n=1, max_tokens=8, temperature=1.0)],
         known=KNOWN[2:],
     )
-    growing = Growing(Streams(), ticket, prompt, WANTED[: len(known) - 1], known=known)
+    growing = PartialGeneration(Streams(), ticket, prompt, WANTED[: len(known) - 1], known=known)
     write_file(directory, [encode(one, max_bytes=10**6) for one in (other, growing)])
     return directory / FILE
 
@@ -190,7 +192,7 @@ def test_a_file_gives_back_what_was_written_once(tmp_path: Path) -> None:
     write_file(tmp_path, [])
     assert PartialFile.at(tmp_path / FILE) is None, "no file where there is nothing"
     file = PartialFile.at(file_of(tmp_path))
-    assert file.beginnings == [Beginning(7, 2, 1, 1, 1, 3), Beginning(0, 1, 0, 1, 2, 9)]
+    assert file.beginnings == [PartialStart(7, 2, 1, 1, 1, 3), PartialStart(0, 1, 0, 1, 2, 9)]
     (tmp_path / FILE).unlink()
     assert all(map(same, file.take(TICKET, PROMPT, WANTED, Counter()), KNOWN)), (
         "its checkpoint was pruned"
@@ -261,7 +263,7 @@ def test_a_response_that_breaks_the_format_is_refused(
         "labels": [["v0.1", 0, 3]],
         "finish": "",
     }
-    wanted, row = [Sampling(n=1, max_tokens=8, temperature=1.0)], Beginning(0, 1, 0, 1, 1, 3)
+    wanted, row = [Sampling(n=1, max_tokens=8, temperature=1.0)], PartialStart(0, 1, 0, 1, 1, 3)
     for one, fits in ((plain, True), (plain | change, False)):
         write_file(
             tmp_path,
@@ -395,9 +397,9 @@ async def test_a_checkpoint_gets_the_tickets_that_were_out_and_those_that_wait(
     new, said = tmp_path / "new", []
     new.mkdir()
     old = sealed(tmp_path)
-    parts = UnderWay(config(), old, said.append)
+    parts = PartialCollector(config(), old, said.append)
     assert parts.path == str(old / FILE) and parts.snapshot({"a": 1})["beginnings"][1].group_id == 0
-    ours, other = Beginning(3, 1, 0, 1, 2, 9), Beginning(4, 1, 0, 1, 2, 9)
+    ours, other = PartialStart(3, 1, 0, 1, 2, 9), PartialStart(4, 1, 0, 1, 2, 9)
     rows = [
         [3, 1, 0, "in_flight", "a", None, None, 0],
         [4, 2, 1, "in_flight", "a", None, None, 0],
@@ -438,15 +440,17 @@ def test_a_file_that_the_checkpoint_does_not_know_or_that_is_of_another_format_i
     said: list[str] = []
     origin = checkpoint.commit(checkpoint.begin(tmp_path, 1), {})
     file_of(origin)
-    assert UnderWay(config(), origin, said.append).path is None and not said
+    assert PartialCollector(config(), origin, said.append).path is None and not said
     assert (
-        UnderWay(config(), sealed(tmp_path, content=b"other"), said.append).path is None
+        PartialCollector(config(), sealed(tmp_path, content=b"other"), said.append).path is None
         and "generated from their beginning" in said[0]
     )
 
 
 async def test_without_the_setting_nobody_is_asked(tmp_path: Path) -> None:
-    parts = UnderWay(config(checkpoint={"partial_rollouts": False}), sealed(tmp_path), print)
+    parts = PartialCollector(
+        config(checkpoint={"partial_rollouts": False}), sealed(tmp_path), print
+    )
     parts.begin([Told("a", RuntimeError("asked"))], {})
     await parts.write(tmp_path / "nowhere")
     assert (
@@ -506,7 +510,7 @@ def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_mo
         ],
     )
 
-    async def until(growing: Growing, tokens: int) -> list[Completion]:
+    async def until(growing: PartialGeneration, tokens: int) -> list[Completion]:
         async with asyncio.timeout(60):
             while min((len(one.token_ids) for one in growing.so_far()), default=0) < tokens:
                 await asyncio.sleep(0.01)
@@ -523,7 +527,7 @@ def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_mo
             seed=1,
         )
         try:
-            growing = Growing(engine, TICKET, prompt, wanted)
+            growing = PartialGeneration(engine, TICKET, prompt, wanted)
             task = asyncio.create_task(growing.finish())
             await until(growing, 20)
             beginning, packed = encode(growing, max_bytes=10**6)
@@ -542,7 +546,7 @@ def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_mo
                 )
                 for one in wanted
             ]
-            again = Growing(engine, TICKET, prompt, short, known=known)
+            again = PartialGeneration(engine, TICKET, prompt, short, known=known)
             task = asyncio.create_task(again.finish())
             halfway = await until(again, min(len(start.token_ids) for start in known) + 3)
             return known, halfway, await asyncio.wait_for(task, 60)

@@ -14,7 +14,7 @@ from tests.support.mixed_task import Mixed
 class Hanging(Mixed):
     """Mixed, with a verifier that can be held up."""
 
-    def __init__(self, settings: schema.Task, seed: int) -> None:
+    def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         super().__init__(settings, seed)
         self._file = Path(settings.train)
 

@@ -15,8 +15,8 @@ import numpy as np
 import ray
 
 from async_grpo.algo.rewards import Shaping
-from async_grpo.cluster.processes import MAX_CALLS, QueueHandle
-from async_grpo.cluster.queue import QueueProcess
+from async_grpo.cluster.processes import MAX_CALLS
+from async_grpo.cluster.queue import ActorQueue, QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import Group, Rollout, VersionSpan, encode_group, unpack_frames
@@ -44,7 +44,7 @@ class Producer:
     """Acquires tickets and puts groups of a given size, like a rollout actor."""
 
     def __init__(self, queue, tokens: int) -> None:
-        self._queue, self._tokens = QueueHandle(queue), tokens
+        self._queue, self._tokens = ActorQueue(queue), tokens
 
     async def produce(self, version: int) -> int:
         tickets = await self._queue.acquire("producer", version, [], 2 * R)

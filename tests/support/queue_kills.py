@@ -27,8 +27,7 @@ from typing import Any
 import ray
 
 from async_grpo.algo.rewards import Shaping
-from async_grpo.cluster.processes import QueueHandle
-from async_grpo.cluster.queue import QueueProcess
+from async_grpo.cluster.queue import ActorQueue, QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
@@ -57,7 +56,7 @@ class Host:
 
     async def produce(self, handle: Any, name: str, version: int, side: str, seed: int) -> None:
         """Take tickets, work a moment, put or fail, until the queue is closed."""
-        rng, queue, holding = random.Random(seed), QueueHandle(handle), {}
+        rng, queue, holding = random.Random(seed), ActorQueue(handle), {}
         self._versions[name] = max(
             version, self._versions.get(name, 0)
         )  # calls to a new process may overtake each other

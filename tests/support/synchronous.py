@@ -23,7 +23,7 @@ from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
-from async_grpo.learner.rows import Row, decode_rows, token_batch
+from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath
 from async_grpo.loop import Loop
 from async_grpo.planning import shaping
@@ -171,7 +171,7 @@ class Policy:
         self.math = TokenMath(config, collectives=None)  # type: ignore[arg-type]  # this estimator and this loss call none
         self._optimizer = torch.optim.Adam([self.table], lr=config.learner.lr)
 
-    def update(self, micro_batches: Sequence[Sequence[tuple[PlanRow, Row]]]) -> Update:
+    def update(self, micro_batches: Sequence[Sequence[tuple[PlanRow, LearnerRow]]]) -> Update:
         """One optimizer update over these rows; a micro-batch without rows adds nothing."""
         self._optimizer.zero_grad()
         filled = [list(part) for part in micro_batches if part]
@@ -189,7 +189,7 @@ class Policy:
             total,
         )
 
-    def _loss(self, planned: list[PlanRow], rows: list[Row]) -> torch.Tensor:
+    def _loss(self, planned: list[PlanRow], rows: list[LearnerRow]) -> torch.Tensor:
         batch = token_batch(planned, rows, torch.device("cpu"))
         distribution = torch.log_softmax(self.table, -1)[before(rows)]
         logprobs = distribution.gather(-1, tokens_of(rows).unsqueeze(-1)).squeeze(-1)
@@ -201,12 +201,12 @@ class Policy:
         return hashlib.blake2b(self.table.detach().numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def tokens_of(rows: Sequence[Row]) -> torch.Tensor:
+def tokens_of(rows: Sequence[LearnerRow]) -> torch.Tensor:
     """Response tokens of the rows, one after the other."""
     return torch.from_numpy(np.concatenate([row.response for row in rows]).astype(np.int64))
 
 
-def before(rows: Sequence[Row]) -> torch.Tensor:
+def before(rows: Sequence[LearnerRow]) -> torch.Tensor:
     """The token before each response token, which is all that the policy looks at."""
     return torch.from_numpy(
         np.concatenate([[*row.prompt[-1:], *row.response[:-1]] for row in rows]).astype(np.int64)

@@ -23,7 +23,7 @@ import torch
 
 from async_grpo import batching
 from async_grpo.batching import PlanRow, deal, minibatches
-from async_grpo.learner.rows import Row
+from async_grpo.learner.rows import LearnerRow
 from tests.support.synchronous import (
     BATCH_GROUPS,
     EPOCHS,
@@ -112,10 +112,10 @@ def group_advantages(responses: list[Response]) -> list[float]:
     return [(score - mean(scores)) / (stdev(scores) + 1e-6) for score in scores]
 
 
-def row_of(prompt: np.ndarray, response: Response, advantage: float) -> Row:
+def row_of(prompt: np.ndarray, response: Response, advantage: float) -> LearnerRow:
     """What the model trains on: no token is older than the weights that train it."""
     length = len(response.tokens)
-    return Row(
+    return LearnerRow(
         prompt,
         response.tokens,
         response.logprobs,
@@ -125,7 +125,7 @@ def row_of(prompt: np.ndarray, response: Response, advantage: float) -> Row:
     )
 
 
-def plain_loss(table: torch.Tensor, rows: Sequence[Row]) -> float:
+def plain_loss(table: torch.Tensor, rows: Sequence[LearnerRow]) -> float:
     """The clipped loss, mean over tokens, in float64."""
     distribution = torch.log_softmax(table.detach().double(), -1)
     ratio = (

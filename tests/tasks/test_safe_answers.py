@@ -53,7 +53,9 @@ HOSTILE = [
 
 
 def task(name: str):
-    return load_task(schema.Task(name="reasoning_gym", options={"dataset": name, "size": 40}), 0)
+    return load_task(
+        schema.TaskConfig(name="reasoning_gym", options={"dataset": name, "size": 40}), 0
+    )
 
 
 def test_the_table_names_every_data_set_that_evaluates_answers() -> None:

@@ -20,7 +20,7 @@ from async_grpo.tasks.gsm8k import final_answer, has_format
 from async_grpo.tasks.registry import BUILT_IN, create_task, load_task, problem_index
 
 DATA = Path(__file__).parents[1] / "data"
-GSM8K = schema.Task(
+GSM8K = schema.TaskConfig(
     name="gsm8k", train=str(DATA / "gsm8k_train.jsonl"), eval=str(DATA / "gsm8k_test.jsonl")
 )
 
@@ -82,7 +82,7 @@ def test_order_is_spread_over_all_positions():
 
 
 def test_arithmetic_held_out_pairs_are_never_trained():
-    task = Arithmetic(schema.Task(), 0)
+    task = Arithmetic(schema.TaskConfig(), 0)
     held_out = {problem.prompt for problem in task.evaluation(1500)}
     assert len(held_out) == 1500
     trained = [task.train(index) for index in [*range(4000), TRAIN_PROBLEMS - 1]]
@@ -97,17 +97,19 @@ def test_arithmetic_held_out_pairs_are_never_trained():
 
 
 def test_arithmetic_is_deterministic_and_checks_its_options():
-    first, second = Arithmetic(schema.Task(), 0), Arithmetic(schema.Task(), 9)
+    first, second = Arithmetic(schema.TaskConfig(), 0), Arithmetic(schema.TaskConfig(), 9)
     assert [first.train(i) for i in range(20)] == [second.train(i) for i in range(20)]
     assert first.evaluation(10) == second.evaluation(30)[:10]
-    assert len(Arithmetic(schema.Task(options={"max_digits": 2}), 0).evaluation(1000)) == 1000
-    assert first.fingerprint != Arithmetic(schema.Task(options={"max_digits": 2}), 0).fingerprint
+    assert len(Arithmetic(schema.TaskConfig(options={"max_digits": 2}), 0).evaluation(1000)) == 1000
+    assert (
+        first.fingerprint != Arithmetic(schema.TaskConfig(options={"max_digits": 2}), 0).fingerprint
+    )
     with pytest.raises(TaskError, match=r"task\.options\.digits.*max_digits"):
-        create_task(schema.Task(options={"digits": 2}), 0)
+        create_task(schema.TaskConfig(options={"digits": 2}), 0)
 
 
 def test_arithmetic_scores_reversed_digits():
-    task = Arithmetic(schema.Task(), 0)
+    task = Arithmetic(schema.TaskConfig(), 0)
     assert task.score("131\n", "131") == Score({"correct": 1.0, "format": 1.0}, 1.0)
     assert task.score("131 ", "31").verdict == 0.0
 
@@ -237,7 +239,7 @@ def test_hostile_mathematics_never_reaches_the_library(monkeypatch, hostile):
         raise AssertionError("reached math-verify")
 
     monkeypatch.setattr(answers, "_engine", unreachable)
-    task = create_task(schema.Task(name="math"), 0)
+    task = create_task(schema.TaskConfig(name="math"), 0)
     began = time.process_time()
     assert task.score(f"so \\boxed{{{hostile}}}", "1").verdict == 0.0
     assert (
@@ -256,7 +258,7 @@ def test_math_rows(tmp_path, gsm8k):
         {"problem": "two?", "solution": "$\\boxed 2$", "level": "1"},
         {"problem": "three?", "solution": "obvious", "answer": "3"},
     ]
-    task = load_task(schema.Task(name="math", train=jsonl(tmp_path / "train.jsonl", rows)), 0)
+    task = load_task(schema.TaskConfig(name="math", train=jsonl(tmp_path / "train.jsonl", rows)), 0)
     assert [task.train(i).reference for i in range(3)] == ["\\frac{1}{2}", "2", "3"]
     assert task.score("\\boxed{1} then \\boxed{0.5}", "\\frac{1}{2}").verdict == 1.0
     assert (
@@ -283,7 +285,7 @@ def test_malformed_rows_are_named_or_skipped(tmp_path):
             good | {"prompt": "z"},
         ],
     )
-    config = schema.Task(name="jsonl", train=path)
+    config = schema.TaskConfig(name="jsonl", train=path)
     with pytest.raises(
         TaskError,
         match=r"rows\.jsonl: 3 of 6 rows .*line 2: not JSON.*line 3: no key 'answer'.*line 5: "
@@ -305,7 +307,7 @@ def test_what_is_wrong_with_rows_is_told_by_kind(tmp_path):
         {"prompt": "p", "answer": "a", "rewards": {"b": float("inf")}},
     ]
     with pytest.raises(TaskError) as caught:
-        load_task(schema.Task(name="jsonl", train=jsonl(tmp_path / "rows.jsonl", rows)), 0)
+        load_task(schema.TaskConfig(name="jsonl", train=jsonl(tmp_path / "rows.jsonl", rows)), 0)
     message = str(caught.value)
     assert (
         "12 of 12 rows are malformed: line 1, line 2, line 3, line 4 and 3 more: no key "
@@ -325,7 +327,7 @@ def test_what_is_wrong_with_rows_is_told_by_kind(tmp_path):
     with pytest.raises(
         TaskError, match=r"one of which stands on every line of such a file|not JSON on one line"
     ):
-        load_task(schema.Task(name="jsonl", train=str(whole)), 0)
+        load_task(schema.TaskConfig(name="jsonl", train=str(whole)), 0)
 
 
 def test_files_as_editors_leave_them(tmp_path):
@@ -333,15 +335,15 @@ def test_files_as_editors_leave_them(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(
         b"\xef\xbb\xbf" + row + b"\r\n\r\n   \n" + row.replace(b'"p"', b'"q"')
     )
-    task = load_task(schema.Task(name="jsonl", train=str(tmp_path / "rows.jsonl")), 0)
+    task = load_task(schema.TaskConfig(name="jsonl", train=str(tmp_path / "rows.jsonl")), 0)
     assert [task.train(i).prompt for i in range(len(task))] == ["p", "q"]
     (tmp_path / "latin.jsonl").write_bytes(row.replace(b'"p"', b'"\xe9"'))
     with pytest.raises(TaskError, match="line 1: not UTF-8 text"):
-        load_task(schema.Task(name="jsonl", train=str(tmp_path / "latin.jsonl")), 0)
+        load_task(schema.TaskConfig(name="jsonl", train=str(tmp_path / "latin.jsonl")), 0)
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(TaskError, match=r"task\.eval \(.*none\.jsonl\) has no problem"):
         load_task(
-            schema.Task(
+            schema.TaskConfig(
                 name="jsonl", train=str(tmp_path / "rows.jsonl"), eval=str(tmp_path / "none.jsonl")
             ),
             0,
@@ -353,14 +355,14 @@ def test_options_are_answered_in_words():
         TaskError,
         match=r"^task\.options\.mach is not an option \(the options of task jsonl are match\)$",
     ):
-        create_task(schema.Task(name="jsonl", options={"mach": "exact"}), 0)
+        create_task(schema.TaskConfig(name="jsonl", options={"mach": "exact"}), 0)
     with pytest.raises(TaskError, match=r"^task\.options\.dataset is missing"):
-        create_task(schema.Task(name="reasoning_gym"), 0)
+        create_task(schema.TaskConfig(name="reasoning_gym"), 0)
     with pytest.raises(
         TaskError,
         match=r"^task\.options\.max_digits is 12: Input should be less than or equal to 9 \(",
     ):
-        create_task(schema.Task(options={"max_digits": 12}), 0)
+        create_task(schema.TaskConfig(options={"max_digits": 12}), 0)
 
 
 @pytest.mark.parametrize(
@@ -384,36 +386,39 @@ def test_a_task_of_ones_own_that_does_not_work(source, message, tmp_path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_task", raising=False)
     with pytest.raises(TaskError, match=message) as caught:
-        create_task(schema.Task(name="own_task:Mine"), 0)
+        create_task(schema.TaskConfig(name="own_task:Mine"), 0)
     assert "\n" not in str(caught.value)
 
 
 def test_missing_data_is_one_sentence(tmp_path):
     with pytest.raises(TaskError, match=r"there is no file .*absent\.jsonl") as caught:
-        load_task(schema.Task(name="gsm8k", train=str(tmp_path / "absent.jsonl")), 0)
+        load_task(schema.TaskConfig(name="gsm8k", train=str(tmp_path / "absent.jsonl")), 0)
     assert "\n" not in str(caught.value)
     with pytest.raises(TaskError, match=r"gsm8k needs task\.train"):
-        load_task(schema.Task(name="gsm8k"), 0)
+        load_task(schema.TaskConfig(name="gsm8k"), 0)
     with pytest.raises(TaskError, match="no training problem"):
-        load_task(schema.Task(name="jsonl", train=jsonl(tmp_path / "empty.jsonl", [])), 0)
+        load_task(schema.TaskConfig(name="jsonl", train=jsonl(tmp_path / "empty.jsonl", [])), 0)
 
 
 def test_held_out_problems_are_not_in_training(tmp_path):
     rows = [{"prompt": f"q{i}", "answer": "a"} for i in range(6)]
     train = jsonl(tmp_path / "train.jsonl", rows[:4])
     task = load_task(
-        schema.Task(name="jsonl", train=train, eval=jsonl(tmp_path / "eval.jsonl", rows[2:])), 0
+        schema.TaskConfig(name="jsonl", train=train, eval=jsonl(tmp_path / "eval.jsonl", rows[2:])),
+        0,
     )
     assert [problem.prompt for problem in task.evaluation(9)] == ["q4", "q5"]
     with pytest.raises(TaskError, match=r"also in task.train"):
-        load_task(schema.Task(name="jsonl", train=train, eval=train), 0).evaluation(1)
+        load_task(schema.TaskConfig(name="jsonl", train=train, eval=train), 0).evaluation(1)
 
 
 def test_fingerprint_follows_data_and_options(tmp_path):
     rows = [{"prompt": "q", "answer": "a"}, {"prompt": "r", "answer": "b"}]
     prints = [
         load_task(
-            schema.Task(name="jsonl", train=jsonl(tmp_path / f"{i}.jsonl", data), options=options),
+            schema.TaskConfig(
+                name="jsonl", train=jsonl(tmp_path / f"{i}.jsonl", data), options=options
+            ),
             0,
         ).fingerprint
         for i, (data, options) in enumerate(
@@ -433,11 +438,13 @@ def test_hugging_face_data_sets(tmp_path, monkeypatch):
         jsonl(
             folder / f"{split}.jsonl", [{"prompt": f"{split} {i}", "answer": "a"} for i in range(3)]
         )
-    task = load_task(schema.Task(name="jsonl", train=str(folder), eval=f"{folder}:default:test"), 0)
+    task = load_task(
+        schema.TaskConfig(name="jsonl", train=str(folder), eval=f"{folder}:default:test"), 0
+    )
     assert [task.train(i).prompt for i in range(3)] == ["train 0", "train 1", "train 2"]
     assert [problem.prompt for problem in task.evaluation(2)] == ["test 0", "test 1"]
     with pytest.raises(TaskError, match=r"could not load data set .* split 'other'"):
-        load_task(schema.Task(name="jsonl", train=f"{folder}:default:other"), 0)
+        load_task(schema.TaskConfig(name="jsonl", train=f"{folder}:default:other"), 0)
 
 
 # --- jsonl, reasoning-gym, the registry
@@ -449,7 +456,7 @@ def test_jsonl_matching(tmp_path):
         {"messages": messages, "answer": "Paris", "rewards": {"Lyon": 0.2}},
         {"prompt": "n?", "answer": 4, "solution": "2+2 is 4"},
     ]
-    config = schema.Task(name="jsonl", train=jsonl(tmp_path / "rows.jsonl", rows))
+    config = schema.TaskConfig(name="jsonl", train=jsonl(tmp_path / "rows.jsonl", rows))
     task = load_task(config, 0)
     reference = task.train(0).reference
     assert (
@@ -469,7 +476,7 @@ def test_jsonl_matching(tmp_path):
     assert regex.score("in Paris", {"answer": "P.r[a-i]s$", "rewards": {}}).verdict == 1.0
     with pytest.raises(TaskError, match="not a regular expression"):
         load_task(
-            schema.Task(
+            schema.TaskConfig(
                 name="jsonl",
                 train=jsonl(tmp_path / "bad.jsonl", [{"prompt": "p", "answer": "("}]),
                 options={"match": "regex"},
@@ -479,7 +486,7 @@ def test_jsonl_matching(tmp_path):
 
 
 def test_reasoning_gym():
-    config = schema.Task(
+    config = schema.TaskConfig(
         name="reasoning_gym",
         options={"dataset": "chain_sum", "params": {"min_terms": 3, "max_terms": 3}, "size": 500},
     )
@@ -510,7 +517,7 @@ def test_reasoning_gym():
 def test_partial_scores_and_unusual_metadata_survive():
     # knights_knaves carries numpy strings, which have no Python literal, and gives partial credit.
     task = load_task(
-        schema.Task(name="reasoning_gym", options={"dataset": "knights_knaves", "size": 5}), 0
+        schema.TaskConfig(name="reasoning_gym", options={"dataset": "knights_knaves", "size": 5}), 0
     )
     problem = task.train(0)
     assert task.score(problem.solution, problem.reference).verdict == 1.0
@@ -528,25 +535,25 @@ def test_partial_scores_and_unusual_metadata_survive():
 
 def test_registry_errors():
     with pytest.raises(TaskError, match=r"no task 'gsm8'.*did you mean 'gsm8k'"):
-        create_task(schema.Task(name="gsm8"), 0)
+        create_task(schema.TaskConfig(name="gsm8"), 0)
     with pytest.raises(TaskError, match="no module 'nowhere_to_be_found'"):
-        create_task(schema.Task(name="nowhere_to_be_found.tasks:Mine"), 0)
+        create_task(schema.TaskConfig(name="nowhere_to_be_found.tasks:Mine"), 0)
     with pytest.raises(TaskError, match=r"no class 'Arithmetics' \(did you mean 'Arithmetic'\?\)"):
-        create_task(schema.Task(name="async_grpo.tasks.arithmetic:Arithmetics"), 0)
+        create_task(schema.TaskConfig(name="async_grpo.tasks.arithmetic:Arithmetics"), 0)
 
 
 def test_weights():
-    task = Arithmetic(schema.Task(), 0)
-    assert task_weights(schema.Task(), task) == {"correct": 1.0, "format": 0.0}
+    task = Arithmetic(schema.TaskConfig(), 0)
+    assert task_weights(schema.TaskConfig(), task) == {"correct": 1.0, "format": 0.0}
     weighted = create_task(GSM8K, 0)
-    assert task_weights(schema.Task(rewards={"format": 0.5}), weighted) == {
+    assert task_weights(schema.TaskConfig(rewards={"format": 0.5}), weighted) == {
         "correct": 0.0,
         "format": 0.5,
     }
     with pytest.raises(
         TaskError, match="names formal; the components of this task are correct, format"
     ):
-        task_weights(schema.Task(rewards={"formal": 1.0}), weighted)
+        task_weights(schema.TaskConfig(rewards={"formal": 1.0}), weighted)
 
 
 def test_check_score():
@@ -573,7 +580,7 @@ def test_the_documented_task_works(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "word_count", raising=False)
-    task = load_task(schema.Task(name="word_count:WordCount", options={"longest": 8}), 0)
+    task = load_task(schema.TaskConfig(name="word_count:WordCount", options={"longest": 8}), 0)
     assert len(task) == 5 and len(task.evaluation(5)) == 2
     assert not {p.prompt for p in task.evaluation(2)} & {
         task.train(i).prompt for i in range(len(task))

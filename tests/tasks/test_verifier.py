@@ -128,7 +128,7 @@ class Misbehaving:
 
 
 def settings(*, options=None, **verifier):
-    return schema.Task(
+    return schema.TaskConfig(
         name=f"{__name__}:Misbehaving",
         options=options or {},
         verifier=schema.Verifier(**({"timeout_s": TIMEOUT_S} | verifier)),
@@ -340,7 +340,7 @@ async def test_start_says_why_it_failed():
 
 async def test_built_in_task_through_the_pool():
     pool = VerifierPool(
-        schema.Task(name="gsm8k", verifier=schema.Verifier(timeout_s=30.0)), seed=0, cpu=None
+        schema.TaskConfig(name="gsm8k", verifier=schema.Verifier(timeout_s=30.0)), seed=0, cpu=None
     )
     await pool.start()
     try:
@@ -453,7 +453,7 @@ async def test_no_answer_takes_the_machine_or_the_next_answer():
     honest answer after it is right.
     """
     pool = VerifierPool(
-        schema.Task(name="math", verifier=schema.Verifier(workers=1)), seed=0, cpu=None
+        schema.TaskConfig(name="math", verifier=schema.Verifier(workers=1)), seed=0, cpu=None
     )
     await pool.start()
     try:

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_grpo.config.schema import Config, Model, Run, Task, WarmStart
+from async_grpo.config.schema import Config, Model, Run, TaskConfig, WarmStart
 from async_grpo.tasks.registry import load_task
 from async_grpo.warm_start import cache as warm_start
 from async_grpo.warm_start import model as warm_start_model
@@ -39,7 +39,7 @@ def _config(cache: Path, *, seed: int = 0, digits: int = 1, **settings: object) 
         seed=seed,
         run=Run(total_steps=1),
         model=Model(warm_start=WarmStart(cache_dir=str(cache), **{**small, **settings})),
-        task=Task(options={"max_digits": digits}),
+        task=TaskConfig(options={"max_digits": digits}),
     )
 
 

@@ -61,7 +61,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-class Record(Protocol):
+class RunRecord(Protocol):
     """What keeps the progress for others; see `status_file`."""
 
     def event(self, kind: str, /, **facts: Any) -> None: ...
@@ -163,7 +163,7 @@ class Console:
         self._last_line = -math.inf
         self._said = ("", -math.inf)
         self._lock = threading.RLock()
-        self._record: Record | None = None
+        self._record: RunRecord | None = None
         self.progress = Progress()
         """What the panel shows, for a status file."""
 
@@ -172,7 +172,7 @@ class Console:
         self.progress = Progress()
         return self.progress
 
-    def attach(self, record: Record) -> None:
+    def attach(self, record: RunRecord) -> None:
         """From now on `record` is told what happens and when."""
         self._record = record
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.observe.tracking.outbox import METRICS, Entry, Outbox, one_line
+from async_grpo.observe.tracking.outbox import METRICS, Outbox, OutboxEntry, one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -83,11 +83,11 @@ class Delivery:
                 raise
         self._outbox.save_sometimes()
 
-    def uri(self, entry: Entry) -> str:
+    def uri(self, entry: OutboxEntry) -> str:
         """The entry's tracking URI."""
         return entry.uri or f"sqlite:///{self._outbox.run_dir / 'mlflow.db'}"
 
-    def _connect(self, entry: Entry) -> MlflowClient:
+    def _connect(self, entry: OutboxEntry) -> MlflowClient:
         from mlflow.exceptions import MlflowException
 
         client = self._client(self.uri(entry))
@@ -113,7 +113,7 @@ class Delivery:
         self._outbox.save()
         return client
 
-    def _tell_status(self, client: MlflowClient, entry: Entry) -> None:
+    def _tell_status(self, client: MlflowClient, entry: OutboxEntry) -> None:
         """Before anything else is sent: it is to be right even if time runs out."""
         status = entry.status
         if status == entry.status_sent:
@@ -148,7 +148,7 @@ class Delivery:
             self._clients[uri] = MlflowClient(tracking_uri=uri)
         return self._clients[uri]
 
-    def _experiment(self, client: MlflowClient, entry: Entry) -> str:
+    def _experiment(self, client: MlflowClient, entry: OutboxEntry) -> str:
         from mlflow.exceptions import MlflowException
 
         if (found := client.get_experiment_by_name(entry.experiment)) is not None:
@@ -165,7 +165,7 @@ class Delivery:
             return found.experiment_id
 
     def _send_parameters(
-        self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]
+        self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
     ) -> None:
         from mlflow.entities import Param
 
@@ -181,7 +181,9 @@ class Delivery:
             )
         entry.parameters_sent = True
 
-    def _send_tags(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+    def _send_tags(
+        self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
+    ) -> None:
         from mlflow.entities import RunTag
 
         if not entry.tags_sent and entry.tags:
@@ -198,7 +200,9 @@ class Delivery:
                 entry.tags_sent = False
                 raise
 
-    def _send_rows(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+    def _send_rows(
+        self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
+    ) -> None:
         while not stop() and (lines := self._outbox.lines(entry)):
             batch: list[bytes] = []
             points: list[Any] = []
@@ -214,7 +218,7 @@ class Delivery:
             self._send_batch(client, entry, batch, points)
 
     def _send_batch(
-        self, client: MlflowClient, entry: Entry, lines: list[bytes], points: list[Any]
+        self, client: MlflowClient, entry: OutboxEntry, lines: list[bytes], points: list[Any]
     ) -> None:
         for start in range(0, len(points), _METRICS_PER_CALL):
             self._send_halves(
@@ -256,7 +260,9 @@ class Delivery:
     def _refuse(self, reason: str) -> None:
         self.refused, self.refusal = self.refused + 1, reason
 
-    def _send_samples(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+    def _send_samples(
+        self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
+    ) -> None:
         rows, position = self._outbox.samples(entry)
         if rows:
             columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -272,7 +278,9 @@ class Delivery:
             )
         entry.samples_sent = position
 
-    def _send_artifacts(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+    def _send_artifacts(
+        self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
+    ) -> None:
         while entry.artifacts and not stop():
             name = entry.artifacts[0]
             path = self._outbox.run_dir / name
@@ -284,7 +292,7 @@ class Delivery:
                 client.log_artifact(entry.run_id, str(path))
             self._outbox.remove_artifact(entry, name)
 
-    def _register(self, client: MlflowClient, entry: Entry, stop: Callable[[], bool]) -> None:
+    def _register(self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]) -> None:
         """Make versions of registered models, once each; one that this run has made already is left
         as it is.
         """

@@ -38,7 +38,7 @@ class TrackingError(SetupError):
 
 
 @dataclass
-class Entry:
+class OutboxEntry:
     """One MLflow run of a run directory. Positions are bytes; `None` as an end is the end of the
     file.
     """
@@ -83,7 +83,7 @@ class Outbox:
     def __init__(self, run_dir: Path) -> None:
         """Nothing is read or locked before `open`."""
         self.run_dir = run_dir.absolute()
-        self.entries: list[Entry] = []
+        self.entries: list[OutboxEntry] = []
         """The MLflow runs that are not complete, and last the newest."""
         self.rows_sent = 0
         """Rows that MLflow has acknowledged to this object."""
@@ -102,7 +102,7 @@ class Outbox:
             _lock(file)
             state = self.run_dir / STATE
             entries = (
-                [Entry(**entry) for entry in json.loads(state.read_text(encoding="utf-8"))]
+                [OutboxEntry(**entry) for entry in json.loads(state.read_text(encoding="utf-8"))]
                 if state.exists()
                 else []
             )
@@ -131,7 +131,7 @@ class Outbox:
         """Whether this object holds the directory's lock."""
         return self._file is not None
 
-    def begin(self, entry: Entry, *, run_id: str | None, resumed: bool) -> None:
+    def begin(self, entry: OutboxEntry, *, run_id: str | None, resumed: bool) -> None:
         """Make `entry` the current MLflow run, whose rows start at its `begin`; or continue the
         directory's last one if that is `run_id` or, where the checkpoint of a `resumed` run knows
         none, whatever it is. Earlier runs that never ended were killed.
@@ -223,14 +223,14 @@ class Outbox:
             if register is not None:
                 entry.models[register] = name or path.name
 
-    def remove_artifact(self, entry: Entry, name: str) -> None:
+    def remove_artifact(self, entry: OutboxEntry, name: str) -> None:
         """It has been sent."""
         with self._lock:
             entry.artifacts.remove(name)
 
     # ---- what is to be sent ----
 
-    def lines(self, entry: Entry) -> list[bytes]:
+    def lines(self, entry: OutboxEntry) -> list[bytes]:
         """The next rows that MLflow does not have: about a MiB of whole lines."""
         limit, position, lines = self._limit(entry), entry.sent, []
         with open(self.run_dir / METRICS, "rb") as file:
@@ -243,13 +243,13 @@ class Outbox:
                     lines.append(line)
         return lines
 
-    def acknowledge(self, entry: Entry, lines: list[bytes]) -> None:
+    def acknowledge(self, entry: OutboxEntry, lines: list[bytes]) -> None:
         """MLflow has these rows, the first ones of `lines`, or never will."""
         entry.sent += sum(map(len, lines))
         self.rows_sent += len(lines)
         self.save_sometimes()
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: OutboxEntry) -> None:
         """The server does not have this run (any more): everything is to be sent to a new one."""
         with self._lock:
             self.rows_forgotten += self._rows(entry.begin, entry.sent)
@@ -263,7 +263,7 @@ class Outbox:
             entry.artifacts = list(dict.fromkeys(["config.yaml", *entry.artifacts]))
             self.save()  # its key is on the disk before there is a run with it
 
-    def samples(self, entry: Entry) -> tuple[list[dict[str, Any]], int]:
+    def samples(self, entry: OutboxEntry) -> tuple[list[dict[str, Any]], int]:
         """The newest samples of the run, those included that MLflow has, and the position after
         them; none if MLflow has them all.
         """
@@ -302,7 +302,7 @@ class Outbox:
                 left -= len(chunk)
         return count
 
-    def is_complete(self, entry: Entry) -> bool:
+    def is_complete(self, entry: OutboxEntry) -> bool:
         """Whether MLflow has everything of this run, the status included."""
         sent = (
             entry.run_id is not None
@@ -313,11 +313,11 @@ class Outbox:
         sent = sent and not entry.models and (entry.tags_sent or not entry.tags)
         return sent and not self.lines(entry) and not self.samples(entry)[0]
 
-    def _limit(self, entry: Entry) -> int:
+    def _limit(self, entry: OutboxEntry) -> int:
         size = os.stat(self.run_dir / METRICS).st_size
         return size if entry.end is None else min(size, entry.end)
 
-    def _samples_limit(self, entry: Entry) -> int:
+    def _samples_limit(self, entry: OutboxEntry) -> int:
         path = self.run_dir / SAMPLES
         size = path.stat().st_size if path.exists() else 0
         return size if entry.samples_end is None else min(size, entry.samples_end)

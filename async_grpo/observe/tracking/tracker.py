@@ -37,8 +37,8 @@ from async_grpo.observe.tracking.mlflow_sender import Delivery
 from async_grpo.observe.tracking.outbox import (
     METRICS,
     SAMPLES,
-    Entry,
     Outbox,
+    OutboxEntry,
     TrackingError,
     one_line,
     without_password,
@@ -84,7 +84,7 @@ class Tracker:
         self._late = 0
         self._metrics, self._samples = Lines(run_dir / METRICS), Lines(run_dir / SAMPLES)
         if config.tracking.mlflow:
-            entry = Entry(
+            entry = OutboxEntry(
                 config.tracking.uri,
                 config.tracking.experiment,
                 config.run.name,
@@ -262,7 +262,7 @@ class _Sender:
         self,
         config: Config,
         run_dir: Path,
-        entry: Entry,
+        entry: OutboxEntry,
         resume_run_id: str | None,
         resumed: bool,
         note: Callable[[str], None],
