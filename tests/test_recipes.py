@@ -19,23 +19,8 @@ from async_grpo.learner.learner import Learner
 from async_grpo.planning import RowMath
 from tests.support.learners import free_port, picked, plain_model, row_distribution, set_rank
 from tests.support.models import write_model
+from tests.support.recipes import CONFIGS, RECIPES
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-RECIPES = [
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo_scalerl",
-    "rloo",
-    "reinforce_plus_plus",
-    "remax",
-    "decoupled_ppo",
-    "roll_grpo",
-    "verl_grpo",
-    "lmbook_grpo",
-    "quickstart",
-]
 WEIGHTS = {"correct": 1.0, "format": 0.2}
 
 

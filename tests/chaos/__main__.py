@@ -30,7 +30,7 @@ from typing import Any
 from tests.chaos import account, case
 from tests.chaos.faults import KINDS, Chaos, end
 from tests.chaos.harness import Run
-from tests.observe.test_tracking import Server
+from tests.support.mlflow_server import Server
 
 LEFT_S = 30.0
 

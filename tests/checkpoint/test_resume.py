@@ -15,8 +15,8 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.replay.journal import segment_path, segments
 from async_grpo.replay.resume import JournalSettings, open_queue
-from tests.replay.test_queue import queue_settings
 from tests.support.frames import frame_of
+from tests.support.queues import queue_settings
 
 
 def record(run_dir: Path, *, steps: int, saved: tuple[int, ...]) -> None:

@@ -34,8 +34,8 @@ from async_grpo.wire import (
     pack_frames,
 )
 from tests.support.models import write_model
-from tests.weights.test_coordinator import FakeEngine, until
-from tests.weights.test_pinning import Run, publish
+from tests.support.pinned import Run, publish
+from tests.support.publishing import FakeEngine, until
 
 RIGHT = ProblemOutcome(greedy=True, right=1, judged=2, errors=0, greedy_tokens=3, sampled_tokens=3)
 

@@ -14,7 +14,7 @@ import pytest
 from async_grpo.cluster import queue as queue_module
 from async_grpo.cluster.queue import QueueProcess
 from async_grpo.replay.queue import ReplayQueue
-from tests.replay.test_queue import ids, queue_settings
+from tests.support.queues import ids, queue_settings
 
 
 @pytest.fixture(scope="module")

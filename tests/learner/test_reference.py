@@ -23,8 +23,8 @@ from tests.support.learners import (
     split,
     write_neighbour,
 )
+from tests.support.loops import WEIGHTS, batch_of, config
 from tests.support.models import write_model
-from tests.test_loop import WEIGHTS, batch_of, config
 
 SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 

@@ -19,8 +19,8 @@ from async_grpo.replay.token_ledger import PLACES, ActorReport, TokenTotals, mas
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, TimeByCause
 from async_grpo.wire import decode_meta
-from tests.replay.test_queue import Clock, queue_settings, take
 from tests.support.frames import frame_of
+from tests.support.queues import Clock, queue_settings, take
 
 
 def size(frame: bytes) -> int:

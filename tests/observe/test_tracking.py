@@ -4,11 +4,8 @@ the way.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
-import random
 import resource
 import shutil
 import signal
@@ -22,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.config.schema import Config, Model, Run, Tracking
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking import tracker as tracking
 from async_grpo.observe.tracking.files import flatten
@@ -36,9 +32,9 @@ from async_grpo.observe.tracking.tracker import (
     write_code_state,
 )
 from async_grpo.report import __main__ as report
+from tests.support.mlflow_server import WITHIN_S, Server, _config, _tracker, _until
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHIN_S = 120.0
 
 HOSTILE = {
     "ansi": "\x1b[2J\x1b]0;owned\x07",
@@ -62,37 +58,8 @@ HOSTILE = {
 }
 
 
-def _config(**tracking: object) -> Config:
-    return Config(
-        run=Run(name="tracked", total_steps=3),
-        model=Model(path="somewhere"),
-        tracking=Tracking(**{"system_metrics": False} | tracking),
-    )
-
-
-def _tracker(
-    run_dir: Path,
-    *,
-    resume: str | None = None,
-    notes: list[str] | None = None,
-    resumed: bool = False,
-    **settings: object,
-) -> Tracker:
-    note = (lambda line: None) if notes is None else notes.append
-    return Tracker(
-        _config(**settings), run_dir=run_dir, resume_run_id=resume, resumed=resumed, note=note
-    )
-
-
 def _rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
     return [json.loads(line) for line in (run_dir / name).read_bytes().split(b"\n")[:-1]]
-
-
-def _until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {WITHIN_S:.0f} s: {what}"
-        time.sleep(0.02)
 
 
 def _history(uri: str, run_id: str, name: str = "score") -> list[tuple[int, float, int]]:
@@ -221,7 +188,7 @@ def test_a_run_that_was_killed_is_completed_by_sync_or_by_the_next_one(
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from tests.observe.test_tracking import _tracker, _until
+from tests.support.mlflow_server import _tracker, _until
 from async_grpo.observe.tracking.outbox import Outbox
 tracker = _tracker(Path({str(tmp_path)!r}), uri={finished[0].uri!r})
 tracker.start()
@@ -356,78 +323,6 @@ assert not [name for name in sys.modules if name.split(".")[0] == "mlflow"]
 
 # ---- servers
 # --------------------------------------------------------------------------------------------------
-
-
-def _lasting_port() -> int:
-    """A free port that the system gives to nobody meanwhile: the server takes it seconds later, and
-    again after its restart.
-    """
-    for port in random.sample(range(10_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no port is free")
-
-
-class Server:
-    """`mlflow server` on a port of its own, which can be killed and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        self._port = _lasting_port()
-        self.uri, self._folder, self._process = f"http://127.0.0.1:{self._port}", folder, None
-
-    def start(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "mlflow",
-            "server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self._port),
-            "--workers",
-            "1",
-            "--backend-store-uri",
-            f"sqlite:///{self._folder}/server.db",
-            "--artifacts-destination",
-            str(self._folder / "artifacts"),
-        ]
-        log = open(self._folder / "log", "ab")  # noqa: SIM115 (closed below)
-        environment = os.environ | {
-            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"
-        }  # eight processes that nobody needs here
-        self._process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            cwd=self._folder,
-            env=environment,
-            start_new_session=True,
-        )
-        log.close()
-
-    def wait(self) -> None:
-        _until(self._answers, "mlflow server answers")
-
-    def kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=WITHIN_S)
-
-    def stop_answering(self) -> None:
-        os.killpg(self._process.pid, signal.SIGSTOP)
-
-    def answer_again(self) -> None:
-        os.killpg(self._process.pid, signal.SIGCONT)
-
-    def _answers(self) -> bool:
-        from urllib.error import URLError
-        from urllib.request import urlopen
-
-        try:
-            return urlopen(f"{self.uri}/health", timeout=1).status == 200
-        except (URLError, OSError):
-            assert self._process.poll() is None, (self._folder / "log").read_text()[-2000:]
-            return False
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,6 @@ nothing.
 
 from __future__ import annotations
 
-import gc
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import torch
 
 from async_grpo import run
 from async_grpo.config.load import load_config
-from async_grpo.config.schema import Config
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack
 from async_grpo.preflight.memory import (
@@ -25,7 +23,7 @@ from async_grpo.preflight.memory import (
     learner_memory,
     shape_of,
 )
-from tests.support.learners import free_port, make_case, make_config, set_rank
+from tests.support.dry_run_states import config_of
 from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,13 +43,6 @@ SEVEN = Shape(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return write_model(tmp_path_factory.mktemp("model") / "model")
-
-
-def config_of(**changes) -> Config:
-    return make_config(
-        algorithm={"anchor": "behavior", "importance": {"level": "none"}, "use_kl_loss": False},
-        **changes,
-    )
 
 
 def test_states_are_those_of_the_zero_paper() -> None:
@@ -179,7 +170,7 @@ def test_activations_are_about_what_autograd_keeps(model, checkpointing) -> None
 
 STATES = """
 import sys
-from tests.preflight.test_dry_run import held, learner_and_case
+from tests.support.dry_run_states import held, learner_and_case
 learner, case, parameters, most = *learner_and_case(sys.argv[1], int(sys.argv[2]), sys.argv[3]), []
 step = learner._step
 def watched():
@@ -189,40 +180,6 @@ learner.begin(case.plan([[list(range(len(case.updates[0])))]]))
 learner.assign(case.values, 0.0); learner.update(0); learner.end()
 print("bytes per parameter", max(most) / parameters)
 """
-
-
-def held() -> int:
-    """Bytes of all tensors that Python can reach, each storage once."""
-    gc.collect()
-    tensors = [
-        one
-        for one in gc.get_objects()
-        if isinstance(one, torch.Tensor) and one.device.type == "cpu"
-    ]
-    return sum(
-        {
-            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors
-        }.values()
-    )
-
-
-def learner_and_case(directory: str, stage: int, dtype: str) -> tuple:
-    from async_grpo.learner.learner import Learner
-
-    buckets = {
-        "reduce_bucket_size": 1000,
-        "allgather_bucket_size": 1000,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_prefetch_bucket_size": 0,
-    }
-    config = config_of(
-        model={"path": directory, "dtype": dtype},
-        learner={"zero_stage": stage, "deepspeed": {"zero_optimization": buckets}},
-    )
-    case = make_case(directory)
-    set_rank(0, 1, free_port())
-    learner = Learner(config, model_dir=directory, fetch=case.fetch, device="cpu", total_updates=10)
-    return learner, case, shape_of(config, directory).parameters
 
 
 @pytest.mark.slow

@@ -27,49 +27,16 @@ from async_grpo.replay.rules import QueueSettings, StalenessError, can_leave, fa
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import GroupTicket, VersionSpan, decode_meta, encode_group, unpack_frames
 from tests.support.frames import frame_of, make_group, with_header
+from tests.support.queues import Clock, ids, queue_settings, take
 
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")
-
-
-def queue_settings(**changes: object) -> QueueSettings:
-    base = QueueSettings(
-        rollout_batch_size=2,
-        max_staleness=1,
-        total_steps=4,
-        group_size=2,
-        max_attempts=2,
-        max_num_gen_batches=0,
-        shaping=Shaping({"correct": 1.0}, 64),
-        filter=FilterRule(),
-    )
-    return replace(base, **changes)
 
 
 # ---- one rule at a time ----
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 async def state_of(queue: ReplayQueue, group_id: int) -> str | int | None:
     return (await queue.history([group_id]))[group_id]["state"]
-
-
-async def take(
-    queue: ReplayQueue, want: int, *, actor: str = "a", version: int = 0, holding: tuple = ()
-) -> list[GroupTicket]:
-    tickets = await queue.acquire(actor, version, list(holding), want)
-    assert tickets is not None
-    return tickets
-
-
-def ids(tickets: list[GroupTicket]) -> list[tuple[int, int]]:
-    return [(ticket.group_id, ticket.attempt) for ticket in tickets]
 
 
 async def test_synchronous_training_admits_nothing_before_the_weights_are_live() -> None:

@@ -32,8 +32,8 @@ from async_grpo.weights.transport import (
     TokenSequence,
     TransferMismatch,
 )
+from tests.support.engine_weights import PROMPT, learner_logprobs, perturbed
 from tests.support.models import ModuleOwner, write_model
-from tests.weights.test_inflight import PROMPT, learner_logprobs, perturbed
 
 PAUSE_S, ACKNOWLEDGE_S, LATE_S, START_S = 2.0, 5.0, 10.0, 120.0
 RESPONSE = list(range(20, 60))

@@ -31,9 +31,9 @@ from async_grpo.rollout.partial import (
     write_file,
 )
 from async_grpo.wire import GroupTicket, decode_group
-from tests.rollout.test_actor import Parts, actor_of
+from tests.support.engine_weights import learner_logprobs
 from tests.support.models import write_model
-from tests.weights.test_inflight import learner_logprobs
+from tests.support.rollout_parts import Parts, actor_of
 
 PROMPT = [0, 1, 2]
 WANTED = [

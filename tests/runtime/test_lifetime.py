@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from async_grpo.runtime import lifetime
+from tests.support.waiting import alive, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 CHAIN = """
@@ -32,21 +32,6 @@ else:
     print(os.getpid(), flush=True)
 time.sleep(600)
 """
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pids: list[int], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if alive(pid)]}"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(("tie", "length", "stop"), [("parent", 2, True), ("ancestor", 3, False)])

@@ -24,7 +24,7 @@ from async_grpo.learner.learner import NonFinite
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.rules import StalenessError
 from async_grpo.runtime import stopping
-from tests.runtime.test_lifetime import wait_until_gone
+from tests.support.waiting import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 

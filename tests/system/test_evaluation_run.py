@@ -21,7 +21,7 @@ from async_grpo.replay.ledger import State
 from async_grpo.trainer import Trainer
 from tests.support.models import write_model
 from tests.support.recorded_run import PROBLEMS, STEPS, lines
-from tests.system.test_system import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 

@@ -16,63 +16,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.history import read_history
 from async_grpo.replay.ledger import State
 from async_grpo.rollout.partial import FILE, PartialFile
 from async_grpo.trainer import Trainer
+from tests.support.engine_weights import learner_logprobs
 from tests.support.models import write_model
-from tests.weights.test_inflight import learner_logprobs
+from tests.support.partial_run import STEPS, settings
 
-STEPS, TOKENS = 4, 600
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = re.compile(r"(\d+) responses of (\d+) groups continue from ([\d,]+) tokens")
-
-
-def settings(home: Path) -> Config:
-    return Config.model_validate(
-        {
-            "seed": 5,
-            "run": {"name": "partial", "dir": str(home / "run"), "total_steps": STEPS},
-            "model": {"path": str(home / "model")},
-            "task": {"name": "tests.support.mixed_task:Mixed"},
-            "rollout": {
-                "rollout_batch_size": 2,
-                "group_size": 8,
-                "prompt_length": 32,
-                "response_length": TOKENS,
-            },
-            "replay": {"max_staleness": 1, "filter_groups": {"enable": False}},
-            "algorithm": {"use_kl_loss": False},
-            "learner": {"lr": 1e-9, "tokens_per_micro_batch": 4096},
-            "weight_sync": {"self_check": False},
-            "evaluation": {"before": False, "max_samples": 4},
-            "tracking": {"mlflow": False, "report": False},
-            "checkpoint": {"partial_rollouts": True},
-            "cluster": {"rollout_actors": {"min": 1, "max": 1}, "engine": {"max_num_seqs": 32}},
-        }
-    )
-
-
-def first_start(home: Path) -> None:
-    """One step, then a checkpoint in the middle of long responses, and the end of the process."""
-
-    async def under_way(trainer: Trainer) -> None:
-        async with asyncio.timeout(60):
-            while not [
-                one
-                for one, _ in await trainer.system.actors.alive()[0].partials()
-                if one.responses == 8 and one.tokens > 40
-            ]:
-                await asyncio.sleep(0.02)
-
-    with open(home / "first.txt", "w") as log:
-        trainer = Trainer(settings(home), console=Console(log))
-        trainer.train(steps=1)
-        asyncio.run_coroutine_threadsafe(under_way(trainer), trainer._loop).result(timeout=90)
-        trainer.save(keep_groups=True)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -87,7 +41,7 @@ def test_a_run_that_was_killed_continues_the_responses_of_its_checkpoint(tmp_pat
         [
             sys.executable,
             "-c",
-            "from pathlib import Path; from tests.system.test_partial_run import "
+            "from pathlib import Path; from tests.support.partial_run import "
             f"first_start; first_start(Path({str(tmp_path)!r}))",
         ],
         cwd=ROOT,

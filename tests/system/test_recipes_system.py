@@ -15,7 +15,7 @@ from async_grpo.config.load import load_config
 from async_grpo.observe.console.console import Console
 from async_grpo.trainer import Trainer
 from tests.support.models import write_model
-from tests.test_recipes import CONFIGS, RECIPES
+from tests.support.recipes import CONFIGS, RECIPES
 
 STEPS = 4
 GOES_ON = "decoupled_ppo"

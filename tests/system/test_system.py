@@ -8,9 +8,8 @@ import asyncio
 import json
 import os
 import signal
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.trainer import Trainer
 from tests.support.models import write_model
+from tests.support.waiting import wait_until
 
 DATA = Path(__file__).parents[1] / "data"
 STEPS, SAVED = 7, 2
@@ -67,16 +67,6 @@ def settings(directory: Path, model: str, **changes) -> Config:
         "checkpoint": {"resume": "auto", "every_steps": 3, "keep": 4},
     }
     return Config.model_validate(values | changes)
-
-
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> object:
-    """The first true value of `condition`, within a deadline."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen within {seconds} s")
 
 
 def ask(trainer: Trainer, work) -> object:

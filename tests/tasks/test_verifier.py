@@ -530,7 +530,7 @@ from async_grpo.tasks.verifier import VerifierPool
 
 async def main():
     verifier = schema.Verifier(workers=2, timeout_s=600.0)
-    task = schema.Task(name="tests.tasks.test_verifier:Misbehaving", verifier=verifier)
+    task = schema.TaskConfig(name="tests.tasks.test_verifier:Misbehaving", verifier=verifier)
     pool = VerifierPool(task, seed=0, cpu=None)
     await pool.start()
     pids = [int(child._process.pid) for child in pool._children]

@@ -42,7 +42,7 @@ from async_grpo.weights.transport import (
 from tests.support import forkserver, nccl_over_gloo
 from tests.support.models import ModuleOwner
 from tests.support.nccl_over_gloo import Control
-from tests.weights.test_nccl import GPUS, MixedModel, bit_equal, make_sender
+from tests.support.nccl_sides import GPUS, MixedModel, bit_equal, make_sender
 
 BUCKET_S, RENDEZVOUS_S, ACKNOWLEDGE_S, GRACE_S = 0.6, 2.5, 6.0, 0.5
 LATE_S = 10.0

@@ -5,7 +5,6 @@ and log-prob are true.
 from __future__ import annotations
 
 import asyncio
-import copy
 import uuid
 
 import numpy as np
@@ -17,32 +16,8 @@ from async_grpo.config.schema import Config
 from async_grpo.rollout.engine import Engine, Sampling
 from async_grpo.weights.shared_memory import SEGMENT_DIR, SharedMemorySender, segment_path
 from async_grpo.weights.transport import TornTransfer, Version
+from tests.support.engine_weights import PROMPT, learner_logprobs, perturbed
 from tests.support.models import ModuleOwner, write_model
-
-PROMPT = list(range(5, 17))
-
-
-def perturbed(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """A copy that is visibly different everywhere, norms included."""
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(
-                0.1
-                * parameter.pow(2).mean().sqrt().clamp_min(0.05)
-                * torch.randn(parameter.shape, generator=generator)
-            )
-    return other
-
-
-def learner_logprobs(
-    model: torch.nn.Module, prompt: list[int], response: np.ndarray, temperature: float
-) -> np.ndarray:
-    """Log-probs of a response by one plain forward pass."""
-    ids = torch.tensor([prompt + response.tolist()])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.float().log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
 async def generate_through_publications(

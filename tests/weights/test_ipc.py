@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from async_grpo.config.schema import Config
 from async_grpo.rollout.engine import Engine, Sampling
 from async_grpo.weights.transport import Version
+from tests.support.engine_weights import learner_logprobs, perturbed
 from tests.support.models import ModuleOwner, write_model
-from tests.weights.test_inflight import learner_logprobs, perturbed
 
 pytestmark = [
     pytest.mark.gpu,

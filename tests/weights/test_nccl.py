@@ -9,11 +9,9 @@ import copy
 import gc
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,20 +23,26 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config, Deadlines
 from async_grpo.rollout.engine import Engine, EngineError, Sampling
-from async_grpo.weights.transport import TornTransfer, TransferMismatch, Version, WeightOwner
+from async_grpo.weights.transport import TornTransfer, TransferMismatch, Version
 from tests.support import nccl_over_gloo
+from tests.support.engine_weights import learner_logprobs, perturbed
 from tests.support.learners import free_port, run_ranks, set_rank
 from tests.support.models import ModuleOwner, write_model
 from tests.support.nccl_over_gloo import Aborted, Control, GlooCommunicator
-from tests.weights.test_inflight import learner_logprobs, perturbed
+from tests.support.nccl_sides import (
+    BUFFER_BYTES,
+    GPUS,
+    MixedModel,
+    Receiver,
+    bit_equal,
+    in_thread,
+    make_sender,
+)
 
 if TYPE_CHECKING:
     from async_grpo.learner.learner import Learner
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DEADLINE_S, START_S = 30.0, 120.0
-BUFFER_BYTES = 64 * 1024
-"""Packs of this size make several chunks of the test model."""
 PROMPT = list(range(5, 17))
 pytestmark = [pytest.mark.timeout(200), *([pytest.mark.gpu] if GPUS else [])]
 only_doubles = pytest.mark.skipif(
@@ -57,116 +61,8 @@ def _clean(control: Control) -> None:
     control.clear()
 
 
-def in_thread(work: Callable[[], Any], *, device: int = 0) -> Future:
-    """Run `work` in a daemon thread whose current device is `device`."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            torch.accelerator.set_device_index(device)
-            future.set_result(work())
-        except Exception as error:  # noqa: BLE001 - raised by `result`
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def make_sender(
-    owner: WeightOwner,
-    *,
-    packed: bool = True,
-    overlap: bool = False,
-    buffers: int = 2,
-    deadlines: Deadlines | None = None,
-) -> Any:
-    """The one place that builds our sender."""
-    from async_grpo.weights.nccl import NcclSender
-
-    deadlines = deadlines or Deadlines()
-    return NcclSender(
-        owner,
-        overlap=overlap,
-        deadlines=deadlines,
-        packed=packed,
-        packed_bytes=BUFFER_BYTES,
-        packed_buffers=buffers,
-    )
-
-
 # -- several ranks on either side
 # ------------------------------------------------------------------------
-
-
-class Receiver:
-    """One worker of an engine: the engines' half of the transport around a model that keeps what it
-    is given.
-    """
-
-    def __init__(
-        self,
-        payload: dict[str, Any],
-        directory: str | Path,
-        *,
-        rank: int = 0,
-        size: int = 1,
-        device: int | None = None,
-    ) -> None:
-        from vllm.config.weight_transfer import WeightTransferConfig
-
-        from async_grpo.weights.worker import NcclEngine
-
-        self.payload, self.device = (
-            payload,
-            payload["group"]["rank_offset"] + rank if device is None else device,
-        )
-        self.received: dict[str, torch.Tensor] = {}
-        parallel = SimpleNamespace(data_parallel_index=0, world_size=size, rank=rank)
-        model = SimpleNamespace(
-            model=str(directory), hf_text_config=SimpleNamespace(tie_word_embeddings=False)
-        )
-        self.engine = NcclEngine(
-            WeightTransferConfig(backend="nccl"),
-            SimpleNamespace(parallel_config=parallel, model_config=model),
-            torch.device(f"cuda:{self.device}" if GPUS else "cpu"),
-            self,
-        )
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            assert name not in self.received, f"{name} came twice"
-            self.received[name] = tensor.cpu().clone()
-
-    def join(self) -> Future:
-        return in_thread(
-            lambda: self.engine.init_transfer_engine(self.engine.parse_init_info(self.payload)),
-            device=self.device,
-        )
-
-    def receive(self, payload: dict[str, Any]) -> Future:
-        self.received = {}
-        return in_thread(lambda: self.engine.update_weights(payload), device=self.device)
-
-
-def bit_equal(received: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    """Same names in the same order, same dtypes, same bits."""
-    return list(received) == list(wanted) and all(
-        received[name].dtype == tensor.dtype
-        and torch.equal(nccl_over_gloo._bytes_of(received[name]), nccl_over_gloo._bytes_of(tensor))
-        for name, tensor in wanted.items()
-    )
-
-
-class MixedModel(torch.nn.Module):
-    """Several dtypes and a shape whose bytes do not fill a buffer evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for number, dtype in enumerate(
-            [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
-        ):
-            weight = torch.randn(61 + 40 * number, 97 + number).to(dtype)
-            setattr(self, f"w{number}", torch.nn.Parameter(weight, requires_grad=False))
 
 
 @pytest.mark.skipif(GPUS in range(1, 4), reason="needs four GPUs")

@@ -11,32 +11,10 @@ import pytest
 from async_grpo.errors import SetupError
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.weights.transport import Receipt
-from tests.replay.test_queue import ids, queue_settings, take
 from tests.support.frames import frame_of
-from tests.weights.test_coordinator import FakeEngine, Fixture, config, torn, until
-
-
-class Run(Fixture):
-    """Its `live` leaves out engines that are away."""
-
-    async def live(self, version: int, digest: str) -> None:
-        present = {engine.actor_id for engine in self.coordinator._engines.alive()}
-        served = {
-            engine.actor_id: engine.label
-            for engine in self.members
-            if engine.group and engine.actor_id in present
-        }
-        assert {label.partition(".")[2] for label in served.values()} <= {str(version)}, (
-            f"v{version} is declared live, engines serve {served}"
-        )
-        self.events.append(f"live {version}")
-
-
-async def publish(run: Run, version: int) -> float:
-    run.learner.weight = 1.0 + version
-    waited = await run.coordinator.publish(version)
-    await run.coordinator.wait()
-    return waited
+from tests.support.pinned import Run, publish
+from tests.support.publishing import FakeEngine, config, torn, until
+from tests.support.queues import ids, queue_settings, take
 
 
 def test_an_engine_that_is_away_keeps_its_version_while_publications_go_on() -> None:

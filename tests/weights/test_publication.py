@@ -31,6 +31,7 @@ from async_grpo.rollout.engine import Completion, Engine, Sampling
 from async_grpo.weights.shared_memory import SegmentReader
 from async_grpo.weights.transport import Receipt, Staged, TokenSequence, Version
 from tests.support import forkserver, nccl_over_gloo
+from tests.support.engine_weights import learner_logprobs
 from tests.support.learners import (
     SHARD_ALL,
     Case,
@@ -47,7 +48,6 @@ from tests.support.learners import (
 )
 from tests.support.models import write_model
 from tests.support.nccl_over_gloo import Control
-from tests.weights.test_inflight import learner_logprobs
 
 DEADLINE_S, START_S = 60.0, 150.0
 EXACT, VISIBLE = 1e-4, 1e-3
@@ -772,7 +772,7 @@ class Sending(Nothing):
     overlap = True
 
     def start(self) -> None:
-        from tests.weights.test_nccl import Receiver, make_sender
+        from tests.support.nccl_sides import Receiver, make_sender
 
         self.sender = make_sender(self.learner, overlap=self.overlap)
         [payload] = self.sender.connect("127.0.0.1", [1])

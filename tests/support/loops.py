@@ -1,0 +1,84 @@
+"""Batches and configurations for row mathematics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_grpo.config.schema import Config
+from async_grpo.wire import Batch, GroupMeta, RowMeta
+
+GROUPS, ROWS, LIMIT = 4, 3, 16
+
+
+WEIGHTS = {"correct": 1.0, "format": 0.5}
+
+
+def config(
+    *,
+    run: dict[str, Any] | None = None,
+    ranks: int = 1,
+    every: int = 1,
+    timeout_s: float = 5.0,
+    epochs: int = 1,
+    minibatch: int | None = None,
+    **algorithm: Any,
+) -> Config:
+    return Config.model_validate(
+        {
+            "run": run or {"total_steps": 9},
+            "model": {"path": "m"},
+            "algorithm": algorithm,
+            "watchdog": {"step_timeout_s": timeout_s},
+            "rollout": {
+                "rollout_batch_size": GROUPS,
+                "group_size": ROWS,
+                "prompt_length": 8,
+                "response_length": LIMIT,
+            },
+            "learner": {
+                "ranks": ranks,
+                "ppo_epochs": epochs,
+                "ppo_mini_batch_size": minibatch,
+                "tokens_per_micro_batch": 24,
+            },
+            "replay": {"max_staleness": 2},
+            "weight_sync": {"every_steps": every},
+        }
+    )
+
+
+def row(group: int, index: int) -> RowMeta:
+    """Length 2 to 13 tokens, one of them not sampled by the policy; row 2 of odd groups is cut off;
+    row 0 mixes two versions.
+    """
+    length = 2 + (5 * group + 4 * index) % 12
+    return RowMeta(
+        role="train",
+        length=length,
+        mask_tokens=length - 1,
+        rewards={"correct": float(index == group % 3), "format": 0.1 * index, "note": 7.0},
+        verdict=float(index == group % 3),
+        finish_reason="length" if index == 2 and group % 2 else "stop",
+        versions=((0, 1), (int(index == 0), length - 1)),
+    )
+
+
+def batch_of(step: int) -> Batch:
+    times = {"queued": 1.0, "first_token": 1.5, "done": 3.0, "scored": 3.5}
+    ids = range(10 * step, 10 * step + GROUPS)
+    return Batch(
+        step,
+        tuple(
+            GroupMeta(
+                group,
+                0,
+                0,
+                "a",
+                3 + group % 3,
+                tuple(row(group, index) for index in range(ROWS)),
+                times,
+                100,
+            )
+            for group in ids
+        ),
+    )

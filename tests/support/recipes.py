@@ -1,0 +1,24 @@
+"""The recipes of configs/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+RECIPES = [
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo_scalerl",
+    "rloo",
+    "reinforce_plus_plus",
+    "remax",
+    "decoupled_ppo",
+    "roll_grpo",
+    "verl_grpo",
+    "lmbook_grpo",
+    "quickstart",
+]
