@@ -1,4 +1,10 @@
-"""What several modules share."""
+"""Which tests make a system, in which order they run, and what several modules share.
+
+`make test` runs `tests/system/test_system.py` (a real run, a kill, a resume) and then all tests
+that need no system, a module at a time on each core (pytest-xdist). `make test-system` runs the
+tests marked `system`: first those marked `alone`, which look at everything that the machine has or
+use it up, then the others, two modules at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +15,45 @@ from typing import Any
 
 import pytest
 
-from tests.support.background import Company, place
+SYSTEM = (
+    "tests/chaos/test_resume.py",
+    "tests/chaos/test_chaos.py",
+    "tests/weights/test_publication.py",
+    "tests/cluster/test_rollout_actors.py",
+    "tests/weights/test_faults.py",
+    "tests/benchmarks/test_throughput.py",
+    "tests/benchmarks/test_staleness.py",
+    "tests/weights/test_nccl.py",
+    "tests/rollout/test_engine.py",
+    "tests/cluster/",
+    "tests/replay/test_queue_kills.py",
+    "tests/system/",
+    "tests/observe/test_bottleneck.py",
+    "tests/test_session.py",
+)
+"""Modules and folders whose tests start Ray, engines or learner ranks, or simulate for long; the
+longest first, so that none of them is begun last."""
+LIGHT = (
+    "tests/cluster/test_placement.py",
+    "tests/cluster/test_evaluation.py",
+    "tests/system/test_synchronous.py",
+)
+"""Modules of those folders that start nothing."""
 
 
+def system_rank(item: pytest.Item) -> int | None:
+    """Position in `SYSTEM` of the module of a test; None for a test that needs no system."""
+    if item.nodeid.startswith(LIGHT):
+        return None
+    return next((rank for rank, place in enumerate(SYSTEM) if item.nodeid.startswith(place)), None)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=place)
-
-
-@pytest.fixture(scope="session")
-def company(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Company]:
-    company = Company(request.session.items, tmp_path_factory.mktemp("beside"))
-    yield company
-    company.end()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _company_begins(request: pytest.FixtureRequest, company: Company) -> None:
-    if request.node.get_closest_marker("alone") is None:
-        company.begin()
+    for item in items:
+        if system_rank(item) is not None:
+            item.add_marker("system")
+    items.sort(key=lambda item: len(SYSTEM) if (rank := system_rank(item)) is None else rank)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,9 +68,9 @@ def _environment_of_its_own() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def told_beside(request: pytest.FixtureRequest, company: Company) -> Any:
-    """What the module's `story` returned (`tests.support.background`)."""
-    return company.wait(request.module.__name__)
+def shared_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the module's function `story(home)` returns, told once for all tests of the module."""
+    return request.module.story(tmp_path_factory.mktemp("story"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,8 +92,7 @@ def _fork_server() -> None:
 @pytest.fixture(scope="session")
 def counted_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The record of `tests.support.recorded_run`."""
-    from tests.support import (
-        recorded_run,
-    )  # here, since it imports half of the product, which most tests do without
+    # here, since it imports half of the product, which most tests do without
+    from tests.support import recorded_run
 
     return recorded_run.tell(tmp_path_factory.mktemp("counted"))

@@ -50,7 +50,7 @@ class Score:
 
 
 class Task(Protocol):
-    """Problems and their verifier. Constructed as `Task(settings: schema.TaskConfig, seed: int)`."""
+    """Problems and their verifier, made as `Task(settings: schema.TaskConfig, seed: int)`."""
 
     weights: dict[str, float]
     """Default weight of every reward component; its keys are the components that `score` returns.

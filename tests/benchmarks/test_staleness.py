@@ -154,7 +154,7 @@ def test_every_loss_is_a_valid_configuration_with_its_lag(arm, tmp_path) -> None
 
 
 def story(home: Path) -> list[dict]:
-    """The rows of a small experiment, told beside other tests."""
+    """The rows of a small experiment."""
     path = home / "rows.jsonl"
     out = subprocess.run(
         [sys.executable, "-m", "benchmarks.staleness", "--smoke", "--rows", str(path)],
@@ -170,8 +170,8 @@ def story(home: Path) -> list[dict]:
 
 
 @pytest.mark.timeout(900)
-def test_a_small_experiment_trains_at_exactly_its_lag(told_beside: list[dict]) -> None:
-    runs = [one for one in told_beside if one["kind"] == "run"]
+def test_a_small_experiment_trains_at_exactly_its_lag(shared_run: list[dict]) -> None:
+    runs = [one for one in shared_run if one["kind"] == "run"]
     assert sorted((one["arm"], one["lag"]) for one in runs) == sorted(
         (arm, lag) for arm in SMOKE.arms for lag in SMOKE.lags
     )

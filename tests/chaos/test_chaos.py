@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(2400)
 
 
 def story(home: Path) -> dict[str, Any]:
-    """Told beside other tests: the run, its blows, and the account of its journal."""
+    """The run that the tests share: the run, its blows, and the account of its journal."""
     seed = int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(10**6)))
     run = Run(home, case.settings(home, ranks=1))
     chaos = Chaos(run, batch=case.R, actors=case.ACTORS, seed=seed)
@@ -60,9 +60,9 @@ def story(home: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def told(told_beside: dict[str, Any]) -> dict[str, Any]:
-    print(f"CHAOS_SEED={told_beside['seed']}")
-    return told_beside
+def told(shared_run: dict[str, Any]) -> dict[str, Any]:
+    print(f"CHAOS_SEED={shared_run['seed']}")
+    return shared_run
 
 
 def test_every_fault_struck_a_run_at_work_and_it_recovered(told):

@@ -163,18 +163,18 @@ def tell(home: Path, kills: int) -> dict[str, Any]:
 
 
 def story(home: Path) -> dict[str, Any]:
-    """Told beside other tests."""
+    """The run that the tests of this module share."""
     return tell(home, KILLS)
 
 
 @pytest.fixture(scope="module", params=[KILLS, pytest.param(20, marks=pytest.mark.slow)])
 def both(
     request: pytest.FixtureRequest,
-    told_beside: dict[str, Any],
+    shared_run: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     return (
-        told_beside
+        shared_run
         if request.param == KILLS
         else tell(tmp_path_factory.mktemp("resume"), request.param)
     )

@@ -35,14 +35,14 @@ def tell(count: int) -> dict[str, int]:
 
 
 def story(home: Path) -> dict[str, int]:
-    """Told beside other tests."""
+    """The run that the tests of this module share."""
     return tell(FEW)
 
 
 @pytest.mark.parametrize("count", SCHEDULES)
 @pytest.mark.timeout(1200)
-def test_kills_of_queue_and_producers_lose_nothing(count: int, told_beside: dict[str, int]) -> None:
-    seen = told_beside if count == FEW else tell(count)
+def test_kills_of_queue_and_producers_lose_nothing(count: int, shared_run: dict[str, int]) -> None:
+    seen = shared_run if count == FEW else tell(count)
     assert (
         seen["schedules"] == count
         and seen["queue_kills"] >= count
