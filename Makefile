@@ -3,7 +3,7 @@
 #   ARGS="..."          passed on to the run or to pytest
 #   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/chaos.md)
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all chaos lint clean
+.PHONY: help install quickstart test test-system test-all chaos lint clean
 
 PYTHON ?= python3
 SET ?= auto
@@ -18,6 +18,11 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests that need a GPU stay out of a CPU environment; install.py knows which one .venv is.
 NO_GPU_TESTS = $$([ "$$($(PYTHON) install.py --set $(SET) --which)" = gpu ] || echo "and not gpu")
 
+# A module at a time on each of two cores; those that are known to be long begin first (tests/conftest.py).
+ON_BOTH_CORES = -n 2 --dist loadfile --no-loadscope-reorder
+# COVERAGE="--cov=async_grpo --cov-branch" measures which branches the fast tests execute.
+COVERAGE ?=
+
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
@@ -27,17 +32,23 @@ install:  ## make .venv with all packages
 quickstart: install  ## train a small model on this machine and watch its reward rise
 	@$(IN_VENV) python -m async_grpo.run configs/quickstart.yaml $(ARGS)
 
-test: install  ## run the tests, without the slow ones
-	@$(IN_VENV) python -m pytest -m "not slow $(NO_GPU_TESTS)" $(ARGS)
+test: install  ## run a real training run, a kill and a resume, and all fast tests
+	@$(IN_VENV) python -m pytest tests/system/test_system.py -m "not slow $(NO_GPU_TESTS)" $(ARGS)
+	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "not slow and not system $(NO_GPU_TESTS)" $(COVERAGE) $(ARGS)
 
-test-all: install  ## run all tests
-	@$(IN_VENV) python -m pytest -m "(slow or not slow) $(NO_GPU_TESTS)" $(ARGS)
+test-system: install  ## run the tests that start systems: Ray, engines, learner ranks
+	@$(IN_VENV) python -m pytest -m "system and alone and not slow $(NO_GPU_TESTS)" \
+		--deselect tests/system/test_system.py $(ARGS)
+	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "system and not alone and not slow $(NO_GPU_TESTS)" $(ARGS)
+
+test-all: test test-system  ## run all tests, the slow ones too
+	@$(IN_VENV) python -m pytest -m "slow $(NO_GPU_TESTS)" $(ARGS)
 
 chaos: install  ## kill, stop and starve a small run, N times; START=... goes on there
 	@$(IN_VENV) python -m tests.chaos --count $(N) --seed $(SEED) --start $(START) --out $(CHAOS_FILE)
 
 lint: install  ## check the style
-	@$(IN_VENV) ruff check .
+	@$(IN_VENV) ruff check . && ruff format --check .
 
 clean:  ## remove .venv, caches and build results (runs/ stays)
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
