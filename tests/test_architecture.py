@@ -320,3 +320,11 @@ def test_bad_code_is_found(source: str, fault: str) -> None:
         )
         == []
     )
+
+
+def test_no_test_imports_a_test() -> None:
+    tests = Path(__file__).resolve().parent
+    for path in sorted(tests.rglob("*.py")):
+        for target in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            named = [part for part in target.split(".")[:-1] if part.startswith("test_")]
+            assert not (target.startswith("tests.") and named), f"{path}: {target}"
