@@ -44,9 +44,7 @@ UPWARD = {
     (
         "config.schema",
         "trainer",
-    ): "`Config.build()` is how a user gets a Trainer; imported when it is called",
-    ("checkpoint.resume", "observe"): "the last step that was logged says how far a run got",
-    ("checkpoint.saver", "observe"): "says what became of a checkpoint",
+    ): "`Config.build()` is how a user gets a Trainer; imported when it is called"
 }
 """The only imports that go up, with their reason."""
 

@@ -33,6 +33,7 @@ from async_grpo.weights.transport import (
     TransferMismatch,
 )
 from tests.support.engine_weights import PROMPT, learner_logprobs, perturbed
+from tests.support.listener import RecordingListener
 from tests.support.models import ModuleOwner, write_model
 
 PAUSE_S, ACKNOWLEDGE_S, LATE_S, START_S = 2.0, 5.0, 10.0, 120.0
@@ -182,7 +183,7 @@ class Run:
             backend="shared_memory",
             live=self.live,
             exact=True,
-            note=self.notes.append,
+            listener=RecordingListener(self.notes),
             run_epoch=next(self.epochs),
         )
 

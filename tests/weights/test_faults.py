@@ -40,6 +40,7 @@ from async_grpo.weights.transport import (
     TransferMismatch,
 )
 from tests.support import forkserver, nccl_over_gloo
+from tests.support.listener import RecordingListener
 from tests.support.models import ModuleOwner
 from tests.support.nccl_over_gloo import Control
 from tests.support.nccl_sides import GPUS, MixedModel, bit_equal, make_sender
@@ -393,7 +394,7 @@ class Run:
             backend="nccl",
             live=self.live,
             exact=True,
-            note=self.notes.append,
+            listener=RecordingListener(self.notes),
         )
 
     def alive(self) -> tuple[Handle, ...]:
