@@ -19,9 +19,9 @@ from pathlib import Path
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.resume import Changes, compare, read_settings
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
+from async_grpo.errors import JournalError, SetupError
 from async_grpo.replay.history import read_history
-from async_grpo.replay.journal import JournalError, segments
+from async_grpo.replay.journal import segments
 
 _TAIL_BYTES = 2**20
 

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any, Protocol
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import LearnerLost, RunError, SetupError, Stalled
+from async_grpo.errors import LearnerLost, RunError, SetupError, Stalled, TransferMismatch
 from async_grpo.runtime.listener import RunListener
 from async_grpo.weights.checks import CheckedLearner as CheckedLearner
 from async_grpo.weights.checks import Probes, PublicationTimes, SelfCheck, Tolerance
@@ -49,7 +49,6 @@ from async_grpo.weights.transport import (
     Staged,
     TokenSequence,
     TornTransfer,
-    TransferMismatch,
     TransferStuck,
     Version,
 )

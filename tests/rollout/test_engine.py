@@ -21,17 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
+from async_grpo.errors import SetupError, TransferMismatch
 from async_grpo.rollout.engine import Engine, EngineError
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.shared_memory import SEGMENT_DIR, SegmentReader, SharedMemorySender
-from async_grpo.weights.transport import (
-    Announcement,
-    Receipt,
-    Staged,
-    TokenSequence,
-    TransferMismatch,
-)
+from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
 from tests.support.engine_weights import PROMPT, learner_logprobs, perturbed
 from tests.support.listener import RecordingListener
 from tests.support.models import ModuleOwner, write_model
