@@ -1,10 +1,13 @@
 """Why a run ends, and with which exit code.
 
-Runs in: any process. An exception that ends a run carries its exit code as a class attribute; one
-without is a bug and exits with 1.
+Runs in: any process. Every exception that ends a run in an orderly way is a RunError and carries
+its exit code as a class attribute; only classes of this module set one, those elsewhere inherit
+it. Any other exception is a bug and exits with 1. Between processes they are pickled by class path.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 EXIT_MEANING = {
     0: "done, or stopped on request",
@@ -38,6 +41,12 @@ class SetupError(RunError):
     exit_code = 2
 
 
+class NoSignal(RunError):
+    """Too many groups gave nothing to learn from, or no problem is left to pose."""
+
+    exit_code = 3
+
+
 class FaultBudgetSpent(RunError):
     """More processes died than `cluster.restart_budget` allows, or one that has no replacement, or
     checkpoints fail for good.
@@ -47,7 +56,7 @@ class FaultBudgetSpent(RunError):
 
 
 class LearnerLost(FaultBudgetSpent):
-    """A learner rank died, or does not answer (`silent`): its gang starts again from the last
+    """A learner rank died, or does not answer (`silent`): all ranks start again from the last
     checkpoint, or the run ends.
     """
 
@@ -66,3 +75,38 @@ class Stalled(RunError):
     """A wait reached its deadline."""
 
     exit_code = 5
+
+
+class NonFinite(RunError):
+    """An update's loss or gradient norm is not finite; `group_ids` of all ranks in that update."""
+
+    exit_code = 6
+
+    def __init__(self, what: str, group_ids: Sequence[int]) -> None:
+        super().__init__(what, list(group_ids))  # the driver's copy is made from these
+        self.group_ids = list(group_ids)
+
+    def __str__(self) -> str:
+        return f"the {self.args[0]} is not finite; groups {self.group_ids}"
+
+
+class StalenessError(RunError):
+    """A token is older than `max_staleness`, or newer than the learner: a bug that ends the run."""
+
+    exit_code = 6
+
+
+class TransferMismatch(RunError):
+    """Weights arrived other than they were sent, or an engine computes with other weights."""
+
+    exit_code = 6
+
+
+class JournalError(RunError):
+    """The journal cannot be written or read."""
+
+    exit_code = 7
+
+
+class JournalDamage(JournalError):
+    """A record in the middle of a journal segment does not add up."""

@@ -68,8 +68,22 @@ class Publisher(Protocol):
     async def settle(self) -> None: ...
 
 
+class BatchSamples(Protocol):
+    """The sample table as the loop sees it."""
+
+    def take(self, batch: Batch) -> None:
+        """Show some responses of this batch, whose training begins."""
+
+
+class StepListener(Protocol):
+    """The part of a `RunListener` that the loop needs."""
+
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of a learner step."""
+
+
 class Loop:
-    """Trains step by step. `log(step, metrics)` is called after every step."""
+    """Trains step by step."""
 
     def __init__(
         self,
@@ -81,18 +95,19 @@ class Loop:
         weights: dict[str, float],
         total_steps: int,
         steps_done: int,
-        log: Callable[[int, dict[str, float]], None],
+        listener: StepListener,
         row_state: dict[str, Any] | None = None,
-        taken: Callable[[Batch], None] | None = None,
+        samples: BatchSamples | None = None,
     ) -> None:
-        """taken(batch): told of every batch before it is trained."""
+        """samples: shows some responses of every batch that is trained."""
         self._config, self._queue, self._learner, self._publisher = (
             config,
             queue,
             learner,
             publisher,
         )
-        self._weights, self.total_steps, self._log, self._taken = weights, total_steps, log, taken
+        self._weights, self.total_steps = weights, total_steps
+        self._listener, self._samples = listener, samples
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.go_back(steps_done, row_state)
         self.stopping = False
@@ -134,7 +149,7 @@ class Loop:
             sums, metrics = await self._guard(self._train(batch))
             self.steps_done = self._published = batch.step
             self.latest = metrics | sums.means() | {"train/repeated": 1.0}
-            self._log(batch.step, self.latest)
+            self._listener.logged(batch.step, self.latest)
             if expected := recorded.get(batch.step):
                 found = await self._guard(digest(batch.step))
                 compared += found != ""
@@ -148,8 +163,8 @@ class Loop:
         self.phase = f"waiting for the groups of learner step {step}"
         with self.time.during("starved"):
             batch = await self._take(step)
-        if self._taken is not None:
-            self._taken(batch)
+        if self._samples is not None:
+            self._samples.take(batch)
         self.phase = f"training learner step {step}"
         taken = time.perf_counter()
         with self.time.during("working"):
@@ -171,7 +186,7 @@ class Loop:
             publish=published,
             metrics=metrics,
         )
-        self._log(step, metrics)
+        self._listener.logged(step, metrics)
         self.phase, self.latest = BETWEEN, metrics
         return metrics
 

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING
 
 from async_grpo.algo.accuracy import powers_of_two
 from async_grpo.config.load import ConfigError, load_config
-from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, RunError, Stalled, StopRequested
+from async_grpo.errors import (
+    EXIT_MEANING,
+    FaultBudgetSpent,
+    NonFinite,
+    NoSignal,
+    RunError,
+    Stalled,
+    StopRequested,
+)
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.runtime.stopping import Signals, grace_period
@@ -29,7 +37,6 @@ if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
 
 
-NO_SIGNAL = 3
 STOPPED_EARLY = "stopped as asked, before there was anything to save; the same command starts again"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -116,7 +123,7 @@ def _train_on(trainer, console: Console) -> None:
     try:
         trainer.train()
     except Exception as error:
-        if _coded(error)[0] == NO_SIGNAL:  # nothing is broken, so what was learnt is kept
+        if _coded(error)[0] == NoSignal.exit_code:  # nothing is broken, so what was learnt is kept
             try:
                 trainer.save(keep_groups=True)
             except Exception as second:  # noqa: BLE001 - shown; the run ends for the first reason
@@ -280,9 +287,8 @@ def _coded(error: BaseException) -> tuple[int, str]:
     """Exit code and message of an error, whatever is around it."""
     causes = []
     for current in _innermost(error):
-        code = getattr(current, "exit_code", None)
-        if isinstance(code, int):
-            return code, _plain(str(current))
+        if isinstance(current, RunError):
+            return current.exit_code, _plain(str(current))
         if isinstance(current, TimeoutError) and str(current):
             return Stalled.exit_code, _plain(str(current))
         causes.append(current)
@@ -297,7 +303,12 @@ def _plain(text: str) -> str:
 def _keep_group_ids(trainer, console: Console, error: BaseException, message: str) -> None:
     """Write down the groups that an error names, for whoever wants to look at them."""
     ids = sorted(
-        {group_id for one in _innermost(error) for group_id in getattr(one, "group_ids", ())}
+        {
+            group_id
+            for one in _innermost(error)
+            if isinstance(one, NonFinite)
+            for group_id in one.group_ids
+        }
     )
     if ids:
         path = trainer.run_dir / "non_finite.json"

@@ -25,6 +25,7 @@ from async_grpo.checkpoint.resume import (
     differences,
     find_checkpoint,
     has_past,
+    last_logged_step,
     plan_rerun,
     verified,
 )
@@ -37,7 +38,6 @@ from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.observe.bottleneck import Bottleneck, BottleneckWatch, ThroughputModel
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
-from async_grpo.observe.tracking.files import last_logged_step
 from async_grpo.observe.tracking.tracker import Tracker, begin_tracking
 from async_grpo.preflight.model import check_metric_and_journal, look
 from async_grpo.report.launch import report_on
@@ -147,8 +147,7 @@ class Trainer:
             manifest=manifest,
             total_steps=self.total_steps,
             data=self._fingerprint,
-            console=self.console,
-            log=self._log,
+            listener=_Listener(self),
         )
         with self.console.phase("starting Ray"):
             self._thread.start()
@@ -174,13 +173,7 @@ class Trainer:
                 last_logged_step(self.run_dir),
             )
             starting = system.start(
-                model_dir=model_dir,
-                origin=origin,
-                log=self._log,
-                note=self.console.info,
-                idle=self._saver.wait,
-                took_back=self._took_back,
-                show=self._tracker.log_samples,
+                model_dir=model_dir, origin=origin, listener=_Listener(self), saver=self._saver
             )
             self._run(starting, stoppable=True)
             self._logged = self.steps_done
@@ -189,7 +182,6 @@ class Trainer:
             + (" and checking them" if self.config.weight_sync.self_check else "")
         ):
             self.console.weights_arrive(self._run(system.open_weights(), stoppable=True))
-        system.coordinator.announce = self.console.published
         self._tracker.tag("run_epoch", str(system.run_epoch))
         self.console.info(*self._tracker.ready())
         self._started = True
@@ -363,7 +355,7 @@ class Trainer:
                 else str(course.checkpoint / "learner"),
                 first=course.first,
                 last=course.last,
-                log=self._log,
+                listener=_Listener(self),
             ),
             stoppable=True,
         )
@@ -481,13 +473,6 @@ class Trainer:
             raise RunError("the run is not started, or stopped already")
         return self._system
 
-    def _took_back(self, step: int) -> None:
-        """The steps after this one are discarded: what was saved and logged of them is of another
-        history.
-        """
-        checkpoint.set_aside(self.run_dir, step)
-        self._saver.saved_at, self._logged = None, step
-
     def _finish_saving(self, *, failed: bool) -> None:
         """Let a checkpoint that is under way be completed; after a failure it gets a short while
         only.
@@ -534,20 +519,46 @@ class Trainer:
         was logged.
         """
         self.evaluations.append((step, result))
-        self._log(step, result)
+        _Listener(self).logged(step, result)
         if self._tracker is not None:
             self._tracker.log_samples(
                 [{"step": step, "source": "evaluation", **sample} for sample in samples]
             )
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
-        if "train/repeated" in metrics and step <= self._logged:
+
+class _Listener:
+    """What the parts of a trainer's run tell: shown, recorded, and exported as gauges."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def note(self, text: str) -> None:
+        self._trainer.console.info(text)
+
+    def error(self, text: str) -> None:
+        self._trainer.console.error(text)
+
+    def samples(self, rows: list[dict[str, Any]]) -> None:
+        self._trainer.tracker.log_samples(rows)
+
+    def published(self, version: int, seconds: float) -> None:
+        self._trainer.console.published(version, seconds)
+
+    def rolled_back(self, step: int) -> None:
+        """What was saved and logged of the steps after this one is of another history."""
+        trainer = self._trainer
+        checkpoint.set_aside(trainer.run_dir, step)
+        trainer._saver.saved_at, trainer._logged = None, step
+
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
+        trainer = self._trainer
+        if "train/repeated" in metrics and step <= trainer._logged:
             # a step that is trained again was logged the first time, if its log came that far
             return
         if "train/loss" in metrics:
-            self._logged = max(step, self._logged)
-        if self._tracker is not None:
-            self._tracker.log(step, metrics)
-        if self._system is not None:
-            self._system.exported.update(step, metrics)
-        self.console.logged(step, self._shown_steps or self.total_steps, metrics)
+            trainer._logged = max(step, trainer._logged)
+        if trainer._tracker is not None:
+            trainer._tracker.log(step, metrics)
+        if trainer._system is not None:
+            trainer._system.exported.update(step, metrics)
+        trainer.console.logged(step, trainer._shown_steps or trainer.total_steps, metrics)

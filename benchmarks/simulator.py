@@ -22,9 +22,9 @@ from typing import Any
 
 import msgpack
 
+from async_grpo.errors import NoSignal
 from async_grpo.groups import Batch, GroupTicket
 from async_grpo.planning import durations
-from async_grpo.replay.limits import NoSignal
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.token_ledger import PLACES, ActorReport, TokenTotals

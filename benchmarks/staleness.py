@@ -31,8 +31,7 @@ from typing import Any
 
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
-from async_grpo.errors import RunError
-from async_grpo.learner.learner import NonFinite
+from async_grpo.errors import NonFinite, RunError
 from async_grpo.warm_start.cache import ensure_warm_start
 from benchmarks.staleness_run import Bench
 from benchmarks.tables import aim, write_docs

@@ -98,6 +98,9 @@ class InStep:
         """number: of the run in this process; versions of a later one are newer."""
         self._actor, self._sender, self._queue, self._number = actor, sender, queue, number
 
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep nothing: what a step returns is read."""
+
     async def publish(self, version: int) -> float:
         """Wait, publish, and let the queue issue tickets for this version. Raises TimeoutError,
         RuntimeError.
@@ -248,7 +251,7 @@ class Bench:
                 weights=self._weights,
                 total_steps=config.run.total_steps,
                 steps_done=0,
-                log=lambda step, metrics: None,
+                listener=publisher,
             )
             yield loop, publisher, [], []
         finally:

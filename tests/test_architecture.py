@@ -44,9 +44,7 @@ UPWARD = {
     (
         "config.schema",
         "trainer",
-    ): "`Config.build()` is how a user gets a Trainer; imported when it is called",
-    ("checkpoint.resume", "observe"): "the last step that was logged says how far a run got",
-    ("checkpoint.saver", "observe"): "says what became of a checkpoint",
+    ): "`Config.build()` is how a user gets a Trainer; imported when it is called"
 }
 """The only imports that go up, with their reason."""
 
@@ -194,6 +192,13 @@ def check_code(name: str, tree: ast.AST) -> list[str]:
             )
             if node.type is None or (empty and caught & {"Exception", "BaseException"}):
                 faults.append(f"{name}:{node.lineno} swallows every error")
+        elif (
+            isinstance(node, ast.Name)
+            and node.id == "exit_code"
+            and name != "errors"
+            and isinstance(node.ctx, ast.Store)
+        ):
+            faults.append(f"{name}:{node.lineno} sets an exit code, which only errors.py does")
         elif isinstance(node, ast.Name) and node.id == "NotImplementedError":
             faults.append(f"{name}:{node.lineno} is not implemented")
     return faults
@@ -307,6 +312,7 @@ def test_typing_only_imports_are_free() -> None:
             "x:4 swallows",
         ),
         ("def f():\n    raise NotImplementedError", "x:2 is not implemented"),
+        ("class Lost(Exception):\n    exit_code = 4", "x:2 sets an exit code"),
         ("def f():\n" + "    g()\n" * 60, "x: f has 61 lines"),
     ],
 )

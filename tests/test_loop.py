@@ -23,6 +23,7 @@ from async_grpo.planning import RowMath
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.run import _explained, summarise
 from async_grpo.wire import Batch
+from tests.support.listener import RecordingListener
 from tests.support.loops import GROUPS, LIMIT, ROWS, WEIGHTS, batch_of, config, row
 
 
@@ -174,7 +175,8 @@ class Fakes:
     ) -> None:
         self.events: list[str] = []
         self.plans: list[RankPlan] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.listener = RecordingListener()
+        self.logged = self.listener.metrics
         self.empty_answers, self.lags = empty_answers, lags
         self.training: asyncio.Event | None = None
         self.pinned: asyncio.Event | None = None
@@ -186,7 +188,7 @@ class Fakes:
             weights=WEIGHTS,
             total_steps=9,
             steps_done=steps_done,
-            log=lambda step, metrics: self.logged.append((step, metrics)),
+            listener=self.listener,
         )
 
     async def get_batch(self, step: int) -> Batch | None:

@@ -10,6 +10,8 @@ been kept: segments of the journal and checkpoints are deleted while a run goes 
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +19,29 @@ from pathlib import Path
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.resume import Changes, compare, read_settings
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
-from async_grpo.observe.tracking.files import last_logged_step
+from async_grpo.errors import JournalError, SetupError
 from async_grpo.replay.history import read_history
-from async_grpo.replay.journal import JournalError, segments
+from async_grpo.replay.journal import segments
+
+_TAIL_BYTES = 2**20
+
+
+def last_logged_step(run_dir: Path) -> int:
+    """Read the newest learner step from the end of `metrics.jsonl`; 0 if there is none."""
+    try:
+        with open(run_dir / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # cut off: by the death of its writer, or at the beginning of the tail
+        if "train/loss" in row:
+            return int(row["step"])
+    return 0
 
 
 def has_past(config: Config) -> bool:

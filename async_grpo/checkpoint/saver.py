@@ -25,8 +25,8 @@ from typing import Any, Protocol
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.schema import Checkpoint, Config
 from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
-from async_grpo.observe.console.console import Console
 from async_grpo.runtime import storage
+from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.provenance import (
     check_origin,
     code_version,
@@ -68,14 +68,10 @@ class Saver:
         facts: dict[str, Any],
         add_files: Callable[[Path], None],
         timeout_s: float,
-        console: Console,
-        log: Callable[[int, dict[str, float]], None],
+        listener: RunListener,
     ) -> None:
         """facts: what every manifest holds. add_files(directory): writes what belongs to a
-        checkpoint besides learner and queue.
-
-        timeout_s: for bringing one to the disk. log(step, metrics): called once per checkpoint,
-        complete or failed.
+        checkpoint besides learner and queue. timeout_s: for bringing one to the disk.
         """
         self._settings, self._run_dir, self._facts, self._add_files = (
             settings,
@@ -83,7 +79,7 @@ class Saver:
             facts,
             add_files,
         )
-        self._timeout_s, self._console, self._log = timeout_s, console, log
+        self._timeout_s, self._listener = timeout_s, listener
         self._sealing: asyncio.Task[None] | None = None
         self._in_a_row = self._failures = 0
         self._last_failure = ""
@@ -182,7 +178,7 @@ class Saver:
         try:
             await asyncio.to_thread(checkpoint.prune, self._run_dir, self._settings.keep)
         except OSError as error:
-            self._console.error(f"old checkpoints could not be removed: {storage.reason(error)}")
+            self._listener.error(f"old checkpoints could not be removed: {storage.reason(error)}")
             return
         if forget and (oldest := await asyncio.to_thread(self._oldest_needed)) is not None:
             await parts.forget(segment=oldest[0], step=oldest[1])
@@ -209,7 +205,7 @@ class Saver:
 
     def _report(self, draft: _Draft, *, seconds: float) -> None:
         nbytes = draft.written.nbytes
-        self._log(
+        self._listener.logged(
             draft.step,
             {
                 "time/checkpoint_stall_s": draft.stall_s,
@@ -219,7 +215,7 @@ class Saver:
             },
         )
         why = f" ({draft.written.note})" if draft.written.note else ""
-        self._console.info(
+        self._listener.note(
             f"checkpoint of step {draft.step}: {nbytes / 2**20:,.1f} MiB in {seconds:.1f} "
             f"s, training waited {draft.stall_s:.1f} s{why}"
         )
@@ -230,8 +226,10 @@ class Saver:
         self._in_a_row += 1
         self._last_failure = storage.reason(error) if isinstance(error, OSError) else str(error)
         await asyncio.to_thread(checkpoint.discard, self._run_dir, step)
-        self._log(step, {"time/checkpoint_stall_s": stall_s, "checkpoint/failures": self._failures})
-        self._console.error(
+        self._listener.logged(
+            step, {"time/checkpoint_stall_s": stall_s, "checkpoint/failures": self._failures}
+        )
+        self._listener.error(
             f"the checkpoint of step {step} could not be written: {self._last_failure}; "
             f"{await asyncio.to_thread(self._best)} "
             f"(failure {self._in_a_row} in a row, checkpoint.max_failures is "
@@ -254,8 +252,7 @@ def saver_of(
     manifest: dict[str, Any] | None,
     total_steps: int,
     data: str,
-    console: Console,
-    log: Callable[[int, dict[str, float]], None],
+    listener: RunListener,
 ) -> Saver:
     """What saves a run, which continues the checkpoint with this manifest if there is one. data:
     fingerprint of the training data.
@@ -268,7 +265,7 @@ def saver_of(
         manifest is not None
         and (note := check_origin(manifest, data=data, tokenizer=tokenizer)) is not None
     ):
-        console.info(note)
+        listener.note(note)
     facts = {
         "total_steps": total_steps,
         "ranks": config.learner.ranks,
@@ -282,8 +279,7 @@ def saver_of(
         Path(config.run.dir),
         facts=facts,
         timeout_s=config.watchdog.step_timeout_s,
-        console=console,
-        log=log,
+        listener=listener,
         add_files=lambda directory: copy_tokenizer(
             model_dir, directory / "hf", trust_remote_code=trust
         ),

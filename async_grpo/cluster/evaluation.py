@@ -30,6 +30,7 @@ from async_grpo.algo.accuracy import ProblemOutcome, metrics
 from async_grpo.cluster.samples import EvaluationSamples
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
+from async_grpo.runtime.listener import FailureHandler, RunListener
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.pinning import Pin
 from async_grpo.weights.transport import parse_label
@@ -50,6 +51,19 @@ class Evaluator(Protocol):
     acknowledged: str
 
 
+class DyingActors(Protocol):
+    """The rollout actors as evaluations see them."""
+
+    async def died(self, engine: Any, error: BaseException) -> None:
+        """Declare an engine dead."""
+
+
+class RunEpochs(Protocol):
+    """What counts how often learner steps were discarded."""
+
+    run_epoch: int
+
+
 class Evaluations:
     """All evaluations of one run."""
 
@@ -58,22 +72,20 @@ class Evaluations:
         config: Config,
         *,
         coordinator: Coordinator,
-        died: Callable[[Evaluator, BaseException], Awaitable[None]],
-        run_epoch: Callable[[], int],
-        note: Callable[[str], None],
-        fail: Callable[[BaseException], None],
+        actors: DyingActors,
+        epochs: RunEpochs,
+        listener: RunListener,
+        failures: FailureHandler,
         total_steps: int,
     ) -> None:
-        """died(engine, error): one is gone. note: what the user should read. fail: told what ends
-        the run.
-        """
-        self._config, self._coordinator, self._died, self._run_epoch = (
+        """failures: told what ends the run."""
+        self._config, self._coordinator, self._actors, self._epochs = (
             config,
             coordinator,
-            died,
-            run_epoch,
+            actors,
+            epochs,
         )
-        self._note, self._fail = note, fail
+        self._listener, self._failures = listener, failures
         self._samples = EvaluationSamples(total_steps=total_steps, rows=config.tracking.sample_rows)
         self._beside: asyncio.Task[None] | None = None
         self._skipped = 0
@@ -117,7 +129,7 @@ class Evaluations:
         """
         if self._beside is not None and not self._beside.done():
             self._skipped += 1
-            self._note(
+            self._listener.note(
                 "an evaluation is left out, because the one before is still under way: "
                 "raise evaluation.every_steps, or lower "
                 "evaluation.max_samples or evaluation.n"
@@ -159,12 +171,12 @@ class Evaluations:
                     )  # it gets tickets when it serves the live version
                 waited += pin.learner_waited_s
             version = parse_label(pin.label)
-            if answers is not None and version.run_epoch == self._run_epoch():
+            if answers is not None and version.run_epoch == self._epochs.run_epoch:
                 outcomes, rows = answers
                 result = self._metrics(
                     outcomes, seconds=time.perf_counter() - started, waited=waited
                 )
-                self._note(_line(version.step, result, pin))
+                self._listener.note(_line(version.step, result, pin))
                 done(version.step, result, self._samples.shown(version.step, rows))
                 return
             why = (
@@ -173,13 +185,13 @@ class Evaluations:
                 else "its engine died"
             )
             if limit.expired() or not await self._somebody_serves(deadline):
-                self._note(
+                self._listener.note(
                     f"the evaluation of step {version.step} took longer than "
                     f"evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s and "
                     "is given up"
                 )
                 return
-            self._note(
+            self._listener.note(
                 f"the evaluation of step {version.step} begins again with the weights of now: {why}"
             )
 
@@ -204,7 +216,7 @@ class Evaluations:
         try:
             await asyncio.wait_for(call.remote(), HEALTH_TIMEOUT_S)
         except (TimeoutError, ray.exceptions.RayError) as error:
-            await self._died(engine, error)
+            await self._actors.died(engine, error)
             return False
         return True
 
@@ -241,7 +253,7 @@ class Evaluations:
             if isinstance(answer, ray.exceptions.RayActorError) or (
                 isinstance(answer, ray.exceptions.RayTaskError) and not await _healthy(engine)
             ):
-                await self._died(engine, answer)
+                await self._actors.died(engine, answer)
                 left += part
             elif isinstance(answer, BaseException):
                 raise answer
@@ -262,7 +274,7 @@ class Evaluations:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self._fail(task.exception())
+            self._failures.fail(task.exception())
 
 
 def _line(step: int, result: dict[str, float], pin: Pin) -> str:

@@ -31,6 +31,7 @@ from async_grpo.cluster.rollout_actors import back_off_s
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.loop import Loop
+from async_grpo.runtime.listener import RunListener
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import TransferStuck, Version
 
@@ -47,6 +48,13 @@ class RecoverableQueue(Protocol):
     ) -> tuple[str, int]: ...
 
 
+class PendingCheckpoint(Protocol):
+    """The saver as the supervisor sees it."""
+
+    async def wait(self) -> None:
+        """Return when no checkpoint is being written."""
+
+
 class LearnerSupervisor:
     """Keeps the learner of one run alive. `restarts`: how often its ranks were started again."""
 
@@ -60,13 +68,11 @@ class LearnerSupervisor:
         queue: RecoverableQueue,
         origin: Origin,
         nodes_serve: Callable[[], Awaitable[bool]],
-        idle: Callable[[], Awaitable[None]],
-        took_back: Callable[[int], None],
-        note: Callable[[str], None],
+        saver: PendingCheckpoint,
+        listener: RunListener,
     ) -> None:
         """origin: where this start of the run began. nodes_serve: whether those of all ranks are
-        there. idle: returns when no checkpoint is being written. took_back(step): what came after
-        this step is discarded. note: what the user should read.
+        there.
         """
         self._config, self._learner, self._loop, self._coordinator, self._queue = (
             config,
@@ -75,13 +81,8 @@ class LearnerSupervisor:
             coordinator,
             queue,
         )
-        self._origin, self._nodes_serve, self._idle, self._took_back, self._note = (
-            origin,
-            nodes_serve,
-            idle,
-            took_back,
-            note,
-        )
+        self._origin, self._nodes_serve = origin, nodes_serve
+        self._saver, self._listener = saver, listener
         self._died_at: int | None = None
         self.run_epoch = 0
         self.restarts = 0
@@ -118,9 +119,11 @@ class LearnerSupervisor:
             await self._may_restart(error)
             seen = findings_of(await examine(self._config.run.dir, "learner", error))
             self._learner.kill()
-            await self._idle()  # without its ranks the one under way is complete, or fails at once
+            await (
+                self._saver.wait()
+            )  # without its ranks the one under way is complete, or fails at once
             origin = await asyncio.to_thread(self._newest, reached)
-            self._note(
+            self._listener.note(
                 f"{error}{seen}; the learner starts again from "
                 f"{origin.path or 'the initial model'} (restart {self.restarts} of at most "
                 f"{self._config.cluster.restart_budget}), the rollout actors go on meanwhile"
@@ -172,7 +175,7 @@ class LearnerSupervisor:
             try:
                 checkpoint.verify(path)
             except (checkpoint.CheckpointError, OSError) as error:
-                self._note(f"{error}; an older checkpoint is taken")
+                self._listener.note(f"{error}; an older checkpoint is taken")
             else:
                 return Origin(path, step)
         return self._origin
@@ -193,8 +196,8 @@ class LearnerSupervisor:
         report, self.run_epoch = await self._queue.discard(
             step=origin.step, snapshot=origin.snapshot(), why=why
         )
-        self._took_back(origin.step)
-        self._note(f"replay queue: {report}")
+        self._listener.rolled_back(origin.step)
+        self._listener.note(f"replay queue: {report}")
         return origin.step
 
     async def _repeat(self, origin: Origin, until: int) -> None:
@@ -206,7 +209,7 @@ class LearnerSupervisor:
         recorded = await self._queue.digests()
         await self._learner.connect([])
         compared, different = await self._loop.repeat(until, recorded=recorded, digest=self._digest)
-        self._note(
+        self._listener.note(
             f"learner steps {origin.step + 1} to {until} are trained again from their "
             "recorded batches; "
             + (
@@ -217,7 +220,7 @@ class LearnerSupervisor:
             )
         )
         if different:
-            self._note(
+            self._listener.note(
                 f"the weights differ from version {different[0]} on: kernels that are not "
                 "deterministic. Tokens keep the log-probs with which they "
                 "were sampled, so the importance ratios stay right"

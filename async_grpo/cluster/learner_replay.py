@@ -13,7 +13,6 @@ settings and ranks the weights are the same bits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS
 from async_grpo.cluster.queue import RecordedProcess
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
-from async_grpo.loop import Loop
+from async_grpo.loop import Loop, StepListener
 from async_grpo.runtime import stacks
 from async_grpo.weights.shared_memory import remove_segments
 from async_grpo.weights.transport import Version, fallback_directory
@@ -94,7 +93,7 @@ class Rerun:
         checkpoint: str | None,
         first: int,
         last: int,
-        log: Callable[[int, dict[str, float]], None],
+        listener: StepListener,
     ) -> Comparison:
         """Train the recorded steps `first` to `last`. checkpoint: the learner's, of the step
         before; None starts from the model.
@@ -132,7 +131,7 @@ class Rerun:
             weights=self._weights,
             total_steps=last,
             steps_done=first - 1,
-            log=log,
+            listener=listener,
             row_state=None if self._learner.state is None else self._learner.state["rows"],
         )
         while loop.steps_done < last:

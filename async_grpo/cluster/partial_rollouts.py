@@ -11,7 +11,7 @@ the file.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from async_grpo.config.schema import Config
 from async_grpo.replay.ledger import State
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.partial import FILE, PartialError, PartialFile, write_file
+from async_grpo.runtime.listener import RunListener
 
 PATIENCE_S = 10.0
 GroupsInPart = list[tuple[PartialStart, bytes]]
@@ -33,9 +34,9 @@ class PartialCollector:
     none.
     """
 
-    def __init__(self, config: Config, origin: Path | None, note: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, origin: Path | None, listener: RunListener) -> None:
         """origin: the checkpoint that the run continues, its sums verified."""
-        self._on, self._note = config.checkpoint.partial_rollouts, note
+        self._on, self._listener = config.checkpoint.partial_rollouts, listener
         self._restored = self._read(origin) if self._on and origin is not None else None
         self._gathering: asyncio.Task[GroupsInPart] | None = None
         self.silent = 0
@@ -73,7 +74,9 @@ class PartialCollector:
         try:
             return PartialFile.at(origin / FILE)
         except PartialError as error:
-            self._note(f"responses that were under way are generated from their beginning: {error}")
+            self._listener.note(
+                f"responses that were under way are generated from their beginning: {error}"
+            )
             return None
 
     async def _gather(
@@ -117,7 +120,7 @@ class PartialCollector:
                 if isinstance(error, TimeoutError)
                 else str(error).strip().splitlines()[-1]
             )
-            self._note(
+            self._listener.note(
                 f"{engine.actor_id} did not tell of its responses under way ({why}): they "
                 "are not in the checkpoint"
             )

@@ -26,6 +26,7 @@ import ray
 
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
+from async_grpo.runtime.listener import RunListener
 from async_grpo.weights.shared_memory import SegmentCopy, read_segment
 from async_grpo.weights.transport import Announcement
 
@@ -72,17 +73,17 @@ class Relays:
         key: str,
         fallback: Path,
         where: Callable[[str], dict[str, Any]],
-        note: Callable[[str], None],
+        listener: RunListener,
     ) -> None:
         """where(node_id): Ray options of a process on that node that needs no reserved resources.
         fallback: a directory in the run's.
         """
-        self._home, self._key, self._fallback, self._where, self._note = (
+        self._home, self._key, self._fallback, self._where, self._listener = (
             home,
             key,
             fallback,
             where,
-            note,
+            listener,
         )
         self._relays: dict[str, Any] = {}
         self._paths: dict[tuple[str, str, int], asyncio.Task[str]] = {}
@@ -131,7 +132,7 @@ class Relays:
         path, note = await self._relay(node_id).write.remote(write, self._newest[1])
         if note and node_id not in self._noted:
             self._noted.add(node_id)
-            self._note(f"node {node_id[:8]}: {note}")
+            self._listener.note(f"node {node_id[:8]}: {note}")
         return path
 
     def _relay(self, node_id: str) -> Any:

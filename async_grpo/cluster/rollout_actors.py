@@ -51,6 +51,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 from async_grpo.replay.partial import PartialStart
 from async_grpo.replay.token_ledger import ActorReport, TimeTotals
+from async_grpo.runtime.listener import FailureHandler, RunListener
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES
 from async_grpo.weights.transport import (
     UNPUBLISHED,
@@ -185,7 +186,7 @@ Join = Callable[[RemoteEngine, Callable[[], None]], Awaitable[None]]
 
 
 class ActorManager:
-    """All rollout actors of a run. `on_fatal` is told once when the run cannot go on."""
+    """All rollout actors of a run."""
 
     def __init__(
         self,
@@ -199,11 +200,11 @@ class ActorManager:
         relays: Relays,
         model_dir: str,
         backend: str,
-        on_fatal: Callable[[BaseException], None],
-        note: Callable[[str], None],
+        listener: RunListener,
+        failures: FailureHandler,
         partials: str | None = None,
     ) -> None:
-        """partials: what the actors continue from (`PartialCollector.path`)."""
+        """failures: told when the run cannot go on. partials: `PartialCollector.path`."""
         self._config, self._device, self._queue, self._client, self._partials = (
             config,
             placement.device,
@@ -211,12 +212,8 @@ class ActorManager:
             client,
             partials,
         )
-        self._model_dir, self._backend, self._on_fatal, self._note = (
-            model_dir,
-            backend,
-            on_fatal,
-            note,
-        )
+        self._model_dir, self._backend = model_dir, backend
+        self._listener, self._failures = listener, failures
         self._places = EngineSlots(config, session=session, placement=placement, options=options)
         self._relays = relays
         self._alive: list[RemoteEngine] = []
@@ -316,7 +313,7 @@ class ActorManager:
         async with self._calm():
             await self._vacate(place)
         unfinished = " before it had finished all of its groups, which are issued again"
-        self._note(
+        self._listener.note(
             f"{actor_id} was removed{'' if drained else unfinished}; "
             f"{len(self._alive)} rollout actors go on"
         )
@@ -498,7 +495,7 @@ class ActorManager:
                 for place in self._places.all()
             )
             if len(self._alive) < least and not starting:
-                self._on_fatal(
+                self._failures.fail(
                     FaultBudgetSpent(
                         f"{len(self._alive)} rollout actors are alive, "
                         f"cluster.rollout_actors.min is {least}, and the cluster has no "
@@ -535,10 +532,10 @@ class ActorManager:
             if isinstance(error, SetupError):
                 self._places.refuse(place.slot.node_id)
             await self._vacate(place)
-            self._note(f"no rollout actor is started on node {address} ({_line(error)})")
+            self._listener.note(f"no rollout actor is started on node {address} ({_line(error)})")
             return
         engine = self._create(place)
-        self._note(f"node {address} has room: {engine.actor_id} starts there")
+        self._listener.note(f"node {address} has room: {engine.actor_id} starts there")
         fault = await self._serve(place, engine)
         if fault is not None:
             await self._replace(place, fault)
@@ -549,7 +546,9 @@ class ActorManager:
         """
         while await self._may_restart(place, fault):
             engine = self._create(place)
-            self._note(f"{fault}; its groups are issued again, {engine.actor_id} takes its place")
+            self._listener.note(
+                f"{fault}; its groups are issued again, {engine.actor_id} takes its place"
+            )
             fault = await self._serve(place, engine)
             if fault is None:
                 return
@@ -593,7 +592,7 @@ class ActorManager:
         except (TimeoutError, TornTransfer, ray.exceptions.RayError) as failure:
             self._kill(engine)
             return f"{engine.actor_id} did not start ({_line(failure)})"
-        self._note(
+        self._listener.note(
             f"{engine.actor_id} serves the live weights after {time.monotonic() - started:.0f} s"
         )
         self._spawn(self._watch(engine))
@@ -614,12 +613,12 @@ class ActorManager:
         self.deaths.append(f"node {self._places.address(node_id)} is gone, and with it {names}")
         for place in places:
             await self._vacate(place)
-        self._note(f"{self.deaths[-1]}; {len(self._alive)} rollout actors go on")
+        self._listener.note(f"{self.deaths[-1]}; {len(self._alive)} rollout actors go on")
         self._look.set()
 
     async def _retire(self, place: EngineSlot, why: str) -> None:
         await self._vacate(place)
-        self._note(f"{why}; {len(self._alive)} rollout actors go on")
+        self._listener.note(f"{why}; {len(self._alive)} rollout actors go on")
         self._look.set()
 
     async def _vacate(self, place: EngineSlot) -> None:
@@ -643,7 +642,7 @@ class ActorManager:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._stopping:
-            self._on_fatal(task.exception())
+            self._failures.fail(task.exception())
 
 
 def _fault(engine: RemoteEngine, error: BaseException) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_grpo.config.schema import Config
+from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.provenance import load_tokenizer
 from async_grpo.wire import Batch, Group, Rollout, decode_group, unpack_frames
 
@@ -37,7 +38,7 @@ class PayloadQueue(Protocol):
 
 
 class TrainingSamples:
-    """Shows samples of the steps that are due. `show(rows)` gets them."""
+    """Gives samples of the steps that are due to the listener."""
 
     def __init__(
         self,
@@ -47,8 +48,7 @@ class TrainingSamples:
         model_dir: str,
         total_steps: int,
         weights: Mapping[str, float],
-        show: Callable[[list[dict[str, Any]]], None],
-        note: Callable[[str], None],
+        listener: RunListener,
     ) -> None:
         """weights: of the reward components."""
         self._config, self._queue, self._model_dir, self._weights = (
@@ -57,7 +57,7 @@ class TrainingSamples:
             model_dir,
             weights,
         )
-        self._show, self._note = show, note
+        self._listener = listener
         self._every = interval(total_steps, config.tracking.sample_rows, each=ROWS)
         self._decode: Decode | None = None
         self._task: asyncio.Task[None] | None = None
@@ -87,10 +87,10 @@ class TrainingSamples:
                 decode_group(frame)
                 for frame in unpack_frames(await self._queue.payload(step, group_ids))
             ]
-            self._show(await asyncio.to_thread(self._rows, step, groups))
+            self._listener.samples(await asyncio.to_thread(self._rows, step, groups))
         except Exception as error:  # noqa: BLE001 - tokenizers raise what they like, and training must not hear of it
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            self._note(
+            self._listener.note(
                 f"no samples of the groups {', '.join(map(str, group_ids))} of step "
                 f"{step}: {reason}"
             )

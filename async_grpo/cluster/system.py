@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from async_grpo.algo.filters import FilterRule
 from async_grpo.checkpoint.directory import Origin
 from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
 from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.learner_recovery import LearnerSupervisor
+from async_grpo.cluster.learner_recovery import LearnerSupervisor, PendingCheckpoint
 from async_grpo.cluster.partial_rollouts import PartialCollector
 from async_grpo.cluster.placement import Placement, refuse
 from async_grpo.cluster.post_mortem import Scene
@@ -43,6 +42,7 @@ from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import remove_abandoned
+from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.tasks.registry import problem_index
 from async_grpo.weights.coordinator import Coordinator
@@ -105,23 +105,12 @@ class System:
         self.exported = Exported(self._config.run.name)
 
     async def start(
-        self,
-        *,
-        model_dir: str,
-        origin: Origin,
-        log: Callable[[int, dict[str, float]], None],
-        note: Callable[[str], None],
-        idle: Callable[[], Awaitable[None]],
-        took_back: Callable[[int], None],
-        show: Callable[[list[dict[str, Any]]], None],
+        self, *, model_dir: str, origin: Origin, listener: RunListener, saver: PendingCheckpoint
     ) -> None:
         """Start all processes, load model and checkpoint, and bring the learner to the step that
         the queue is at.
-
-        idle: returns when no checkpoint is being written. took_back(step): the steps after this one
-        are discarded. show(rows): samples.
         """
-        self._note, self._log, self.event_loop = note, log, asyncio.get_running_loop()
+        self._listener, self.event_loop = listener, asyncio.get_running_loop()
         remove_segments(
             self._key, fallback_directory(self._config)
         )  # in the run's own directory those of a start that was killed
@@ -138,14 +127,14 @@ class System:
         backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
         refuse(config, device=placement.device, backend=backend)
         learner_options, engine_options = await self._reserve(placement)
-        self._under_way = PartialCollector(config, origin.path, note)
+        self._under_way = PartialCollector(config, origin.path, listener)
         self._create_queue(origin)
         self._relays = Relays(
             home=placement.learners[0].node_id,
             key=self._key,
             fallback=fallback_directory(config),
             where=session.on_node,
-            note=note,
+            listener=listener,
         )
         self.actors = ActorManager(
             config,
@@ -157,8 +146,8 @@ class System:
             relays=self._relays,
             model_dir=model_dir,
             backend=backend,
-            on_fatal=self._fail,
-            note=note,
+            listener=listener,
+            failures=self,
             partials=self._under_way.path,
         )
         self.learner = LearnerGroup(
@@ -176,7 +165,7 @@ class System:
             if (
                 report := await self.queue.opened(timeout_s=config.watchdog.start_timeout_s)
             ) is not None:
-                note(f"replay queue: {report}")
+                listener.note(f"replay queue: {report}")
             progress = await self.queue.progress()
             exact = placement.device == "cpu" and config.model.dtype != "bfloat16"
             self.coordinator = Coordinator(
@@ -186,7 +175,7 @@ class System:
                 backend=backend,
                 live=self.queue.live,
                 exact=exact,
-                note=note,
+                listener=listener,
                 run_epoch=progress["run_epoch"],
             )
             self._samples = TrainingSamples(
@@ -195,8 +184,7 @@ class System:
                 model_dir=model_dir,
                 total_steps=self._total_steps,
                 weights=self._weights,
-                show=show,
-                note=note,
+                listener=listener,
             )
             self.loop = Loop(
                 config,
@@ -206,8 +194,8 @@ class System:
                 weights=self._weights,
                 total_steps=self._total_steps,
                 steps_done=origin.step,
-                log=lambda step, metrics: log(step, self._with_faults(metrics)),
-                taken=self._samples.take,
+                listener=self,
+                samples=self._samples,
             )
             self.gang = LearnerSupervisor(
                 config,
@@ -219,17 +207,16 @@ class System:
                 nodes_serve=partial(
                     self._nodes_serve, {slot.node_id for slot in placement.learners}
                 ),
-                idle=idle,
-                took_back=took_back,
-                note=note,
+                saver=saver,
+                listener=listener,
             )
             self.evaluations = Evaluations(
                 config,
                 coordinator=self.coordinator,
-                died=self.actors.died,
-                run_epoch=lambda: self.gang.run_epoch,
-                note=note,
-                fail=self._fail,
+                actors=self.actors,
+                epochs=self.gang,
+                listener=listener,
+                failures=self,
                 total_steps=self._total_steps,
             )
             await self.gang.start(progress["steps"], run_epoch=progress["run_epoch"])
@@ -239,7 +226,7 @@ class System:
         self.coordinator.held = self.loop.held
         measured = await self.coordinator.start(self.loop.steps_done)
         if note := await self.learner.transport_note():
-            self._note(note)
+            self._listener.note(note)
         return measured
 
     async def step(self) -> dict[str, float]:
@@ -370,7 +357,7 @@ class System:
         self.loop.latest |= (
             last := {name: value for name, value in metrics.items() if name.startswith(ACCOUNTS)}
         )
-        self._log(self.steps_done, last)
+        self._listener.logged(self.steps_done, last)
 
     def request_stop(self) -> None:
         """Wait for no more groups and for no evaluation. Safe in a signal handler."""
@@ -491,7 +478,7 @@ class System:
         """
         if (restarts := int(metrics.get("replay/restarts", 0))) > self.queue_restarts:
             budget = self._config.cluster.restart_budget
-            self._note(
+            self._listener.note(
                 "the replay queue's process died; it was started again from its journal "
                 f"(restart {restarts} of at most {budget})"
             )
@@ -522,7 +509,12 @@ class System:
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def _fail(self, error: BaseException) -> None:
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
+        """Pass on what the loop measured, with what the actors count."""
+        self._listener.logged(step, self._with_faults(metrics))
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error; a learner that died is brought back instead."""
         if isinstance(error, LearnerLost):
             self.coordinator.learner_lost(error)  # no end, but the learner's way back
         elif self.loop is not None:

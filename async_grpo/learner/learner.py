@@ -29,6 +29,7 @@ from async_grpo import wire
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
 from async_grpo.config.schema import Config
+from async_grpo.errors import NonFinite
 from async_grpo.learner import adapters, checkpoint, zero
 from async_grpo.learner.model import PolicyModel, load_model
 from async_grpo.learner.packing import Packed, pack
@@ -45,21 +46,6 @@ from async_grpo.learner.weights import Published
 from async_grpo.learner.zero import Collectives
 
 Fetch = Callable[[int, Sequence[int]], wire.Buffer]
-
-
-class NonFinite(RuntimeError):
-    """An update whose loss or gradient norm is not finite. `group_ids`: the groups it came from, of
-    all ranks.
-    """
-
-    exit_code = 6
-
-    def __init__(self, what: str, group_ids: Sequence[int]) -> None:
-        super().__init__(what, list(group_ids))  # from which the driver's copy is made
-        self.group_ids = list(group_ids)
-
-    def __str__(self) -> str:
-        return f"the {self.args[0]} is not finite; groups {self.group_ids}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from async_grpo import wire
 from async_grpo.batching import PlanRow, RankPlan, RowKey
-from async_grpo.replay.rules import StalenessError
+from async_grpo.errors import StalenessError
 
 
 @dataclass(slots=True)

@@ -47,7 +47,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from async_grpo.errors import SetupError
+from async_grpo.errors import JournalDamage, JournalError, SetupError
 from async_grpo.replay.events import (
     Close,
     Done,
@@ -64,14 +64,7 @@ from async_grpo.replay.events import (
     TakeBatch,
     from_wire,
 )
-from async_grpo.replay.journal import (
-    JournalDamage,
-    JournalError,
-    JournalRecord,
-    Segment,
-    segment_path,
-    segments,
-)
+from async_grpo.replay.journal import JournalRecord, Segment, segment_path, segments
 from async_grpo.replay.ledger import FramePosition, GroupEntry, Ledger, State
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import (

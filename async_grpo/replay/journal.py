@@ -41,7 +41,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgpack
 
-from async_grpo.errors import RunError
+from async_grpo.errors import JournalDamage, JournalError
 from async_grpo.replay.events import Event, to_wire
 from async_grpo.replay.ledger import FramePosition
 from async_grpo.runtime.storage import settle_folder
@@ -80,16 +80,6 @@ def snapshot_facts(
         "training": training,
     }
     return {**facts, "epoch": 0, "from_step": from_step, "rolled_to": None}
-
-
-class JournalError(RunError):
-    """The journal cannot be written or read."""
-
-    exit_code = 7
-
-
-class JournalDamage(JournalError):
-    """A record in the middle of a segment does not add up."""
 
 
 class JournalRecord(NamedTuple):

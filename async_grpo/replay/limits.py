@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from async_grpo.errors import NoSignal
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.rules import QueueSettings
 
@@ -17,12 +18,6 @@ FRACTION_GROUPS = 1000
 """`max_failed_fraction` is a share of the ids issued, but of no fewer than these (or the run's own
 number of groups).
 """
-
-
-class NoSignal(RuntimeError):
-    """Too many groups gave nothing to learn from, or no problem is left to pose."""
-
-    exit_code = 3
 
 
 def check_signal(ledger: Ledger, settings: QueueSettings, *, exhausted: bool) -> None:

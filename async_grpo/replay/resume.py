@@ -37,14 +37,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from async_grpo.errors import JournalDamage, JournalError
 from async_grpo.replay.admission import free_again
 from async_grpo.replay.events import Drop
 from async_grpo.replay.history import Past, Results, apply_record, event_of, find_past
 from async_grpo.replay.journal import (
     JOURNAL_FORMAT,
     Fsync,
-    JournalDamage,
-    JournalError,
     Segment,
     Writer,
     segments,

@@ -13,17 +13,11 @@ from typing import Any, Literal
 
 from async_grpo.algo.filters import FilterRule, filter_reason
 from async_grpo.algo.rewards import Shaping, score
-from async_grpo.errors import RunError
+from async_grpo.errors import StalenessError
 from async_grpo.wire import GroupMeta, GroupTicket, RowMeta
 
 Order = Literal["oldest", "fifo", "ready"]
 OnStale = Literal["wait", "mask", "expire"]
-
-
-class StalenessError(RunError):
-    """A token is older than `max_staleness`, or newer than the learner: a bug that ends the run."""
-
-    exit_code = 6
 
 
 @dataclass(frozen=True)

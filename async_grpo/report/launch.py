@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from async_grpo.checkpoint.resume import last_logged_step
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
-from async_grpo.observe.tracking.files import last_logged_step
 from async_grpo.observe.tracking.tracker import Tracker
 
 TIMEOUT_S = 180.0

@@ -29,14 +29,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_grpo.config.schema import Config
+from async_grpo.errors import TransferMismatch
 from async_grpo.weights.delivery import DeliveryOutcome, EngineHandle
-from async_grpo.weights.transport import (
-    SELF_CHECK,
-    Announcement,
-    Staged,
-    TokenSequence,
-    TransferMismatch,
-)
+from async_grpo.weights.transport import SELF_CHECK, Announcement, Staged, TokenSequence
 
 SELF_CHECK_SCALES = (0.05, 0.1, 0.2, 0.4)
 """Perturbations tried in turn until one moves log-probs by more than CONTRAST times what is

@@ -29,7 +29,8 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any, Protocol
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import LearnerLost, RunError, SetupError, Stalled
+from async_grpo.errors import LearnerLost, RunError, SetupError, Stalled, TransferMismatch
+from async_grpo.runtime.listener import RunListener
 from async_grpo.weights.checks import CheckedLearner as CheckedLearner
 from async_grpo.weights.checks import Probes, PublicationTimes, SelfCheck, Tolerance
 from async_grpo.weights.delivery import (
@@ -48,7 +49,6 @@ from async_grpo.weights.transport import (
     Staged,
     TokenSequence,
     TornTransfer,
-    TransferMismatch,
     TransferStuck,
     Version,
 )
@@ -80,12 +80,10 @@ class Coordinator:
         backend: str,
         live: Callable[[int, str], Awaitable[None]],
         exact: bool,
-        note: Callable[[str], None],
+        listener: RunListener,
         run_epoch: int = 0,
     ) -> None:
-        """exact: learner and engines compute in float32. live(step, digest): tell the queue. note:
-        what the user should read.
-        """
+        """exact: learner and engines compute in float32. live(step, digest): tell the queue."""
         self._config, self._learner, self._engines, self._backend, self._live = (
             config,
             learner,
@@ -93,7 +91,7 @@ class Coordinator:
             backend,
             live,
         )
-        self._pushes, self._run_epoch, self._note = backend == "nccl", run_epoch, note
+        self._pushes, self._run_epoch, self._listener = backend == "nccl", run_epoch, listener
         self._lock, self._joining = asyncio.Lock(), asyncio.Lock()
         self._newest: Announcement | None = None
         self._lost: LearnerLost | None = None
@@ -107,10 +105,6 @@ class Coordinator:
             config, learner=learner, tolerance=tolerance, backend=backend, deliver=self._deliver_to
         )
         self.times = PublicationTimes()
-        self.announce: Callable[[int, float], None] = lambda version, seconds: None
-        """Called with every version of the run that has become live, and the seconds since it was
-        staged.
-        """
         self.held: Callable[[], AbstractContextManager[None]] = nullcontext
         """Entered while the learner waits for an evaluation that holds the newest version: its
         cost, not that of the publication.
@@ -348,7 +342,7 @@ class Coordinator:
             self._lock.release()
         await self._live(version, announcement.digest)
         self.times.wall += (seconds := time.perf_counter() - started)
-        self.announce(version, seconds)
+        self._listener.published(version, seconds)
         self.times.count += 1
         self._probes.start(self.serving(), all_of_them=verify)
 
@@ -414,7 +408,7 @@ class Coordinator:
                 self._connected, self._group = set(outcome.done), set(outcome.done)
                 return
             self.times.repeated += 1
-            self._note(f"learner and engines form their group again: {outcome.reasons()}")
+            self._listener.note(f"learner and engines form their group again: {outcome.reasons()}")
         if not engines:
             self._connected, self._group = set(), set()
             return
@@ -472,7 +466,7 @@ class Coordinator:
                 )
                 break
             self.times.repeated += 1
-            self._note(
+            self._listener.note(
                 f"publication {announcement.label} was cut off and is repeated: {outcome.reasons()}"
             )
         self._newest = announcement

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from async_grpo.errors import TransferMismatch
 from async_grpo.weights.layout import Layout, checksum, mismatch
-from async_grpo.weights.transport import TornTransfer, TransferMismatch
+from async_grpo.weights.transport import TornTransfer
 
 T = TypeVar("T")
 _SIGN = 2**63

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_grpo.weights.transport import TransferMismatch
+from async_grpo.errors import TransferMismatch
 
 BUCKET_BYTES = 64 * 2**20
 DIGEST_BYTES = 2**28

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, RunError
+from async_grpo.errors import FaultBudgetSpent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,14 +44,6 @@ WORKER_ENGINES = {
     "nccl": "async_grpo_nccl",
 }
 """Backend -> the name under which `worker` registers its engine with vLLM."""
-
-
-class TransferMismatch(RunError):
-    """Weights arrived other than they were sent, or an engine does not compute with the weights
-    that it was sent.
-    """
-
-    exit_code = 6
 
 
 class TornTransfer(RuntimeError):

@@ -47,13 +47,14 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from async_grpo.errors import TransferMismatch
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with
 from async_grpo.weights.guard import WatchedGroup, within
 from async_grpo.weights.layout import Layout
 from async_grpo.weights.names import NamesDiffer, check_names
 from async_grpo.weights.shared_memory import SegmentReader
-from async_grpo.weights.transport import WORKER_ENGINES, TornTransfer, TransferMismatch
+from async_grpo.weights.transport import WORKER_ENGINES, TornTransfer
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import io
 import json
 import os
 import subprocess
@@ -20,9 +19,9 @@ import torch.distributed as dist
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.errors import FaultBudgetSpent, SetupError
 from async_grpo.learner import drafts
-from async_grpo.observe.console.console import Console
 from async_grpo.runtime import storage
 from async_grpo.runtime.provenance import check_origin, code_version, tokenizer_fingerprint
+from tests.support.listener import RecordingListener
 from tests.support.models import write_model
 from tests.support.savers import KEY, BytesLearner, OneRank, join_alone, make_saver
 
@@ -42,18 +41,6 @@ def in_memory() -> list[Path]:
     return list(drafts.SEGMENT_DIR.glob(f"async_grpo-{KEY}-*"))
 
 
-class Said(Console):
-    """A console whose text can be read."""
-
-    def __init__(self) -> None:
-        self.stream = io.StringIO()
-        super().__init__(self.stream)
-
-    @property
-    def text(self) -> str:
-        return self.stream.getvalue()
-
-
 async def save(saver, parts: OneRank, step: int, *, wait: bool = True) -> Path:
     return await saver.save(parts, step=step, facts={"run_epoch": 0}, forget=True, wait=wait)
 
@@ -63,10 +50,8 @@ async def save(saver, parts: OneRank, step: int, *, wait: bool = True) -> Path:
 
 
 async def test_training_goes_on_while_a_checkpoint_is_brought_to_the_disk(tmp_path: Path) -> None:
-    said, parts, logged = Said(), OneRank(BytesLearner()), []
-    saver = make_saver(
-        tmp_path, said, keep=1, log=lambda step, metrics: logged.append((step, metrics))
-    )
+    said, parts = RecordingListener(), OneRank(BytesLearner())
+    saver = make_saver(tmp_path, said, keep=1)
     await save(saver, parts, 1)
     go = asyncio.Event()
     parts.before_finish = go.wait
@@ -88,17 +73,17 @@ async def test_training_goes_on_while_a_checkpoint_is_brought_to_the_disk(tmp_pa
         and saver.saved_at == 3
     )
     assert not in_memory()
-    assert [step for step, _ in logged] == [1, 2, 3]
+    assert [step for step, _ in said.metrics] == [1, 2, 3]
     assert all(
         metrics["checkpoint/failures"] == 0
         and metrics["time/checkpoint_stall_s"] <= metrics["checkpoint/seconds"]
-        for _, metrics in logged
+        for _, metrics in said.metrics
     )
     assert said.text.count("training waited") == 3 and "room" not in said.text
 
 
 async def test_the_manifest_says_where_a_checkpoint_comes_from(tmp_path: Path) -> None:
-    path = await save(make_saver(tmp_path, Said()), OneRank(BytesLearner()), 7)
+    path = await save(make_saver(tmp_path, RecordingListener()), OneRank(BytesLearner()), 7)
     manifest = checkpoint.verify(path)
     assert {
         key: manifest[key] for key in ("step", "policy_version", "updates", "run_epoch", "code")
@@ -119,7 +104,7 @@ async def test_without_room_in_memory_the_ranks_write_to_the_disk_and_it_is_said
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafts, "room", lambda: ("here", 100))
-    said, parts = Said(), OneRank(BytesLearner())
+    said, parts = RecordingListener(), OneRank(BytesLearner())
     path = await save(make_saver(tmp_path, said), parts, 1)
     assert "have room for 0 MiB" in said.text
     assert set(path.iterdir()) == {
@@ -138,7 +123,7 @@ def test_all_ranks_have_room_or_none_writes_into_memory() -> None:
 
 
 async def test_a_checkpoint_of_the_same_step_is_not_written_twice(tmp_path: Path) -> None:
-    saver, parts = make_saver(tmp_path, Said()), OneRank(BytesLearner())
+    saver, parts = make_saver(tmp_path, RecordingListener()), OneRank(BytesLearner())
     assert await save(saver, parts, 4, wait=False) == await save(saver, parts, 4)
     assert parts.segment == 1 and checkpoint.steps(tmp_path) == [4]
 
@@ -149,7 +134,7 @@ async def test_an_old_checkpoint_that_cannot_be_removed_is_said(
     def stuck(run_dir: Path, keep: int) -> list[Path]:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), "step_000001")
 
-    said, parts = Said(), OneRank(BytesLearner())
+    said, parts = RecordingListener(), OneRank(BytesLearner())
     saver = make_saver(tmp_path, said, keep=1)
     monkeypatch.setattr(checkpoint, "prune", stuck)
     await save(saver, parts, 1)
@@ -164,7 +149,7 @@ async def test_ranks_that_die_cost_a_checkpoint_and_not_the_run(tmp_path: Path) 
     async def die() -> None:
         raise FaultBudgetSpent("a learner rank died during finish_checkpoint")
 
-    said, parts = Said(), OneRank(BytesLearner())
+    said, parts = RecordingListener(), OneRank(BytesLearner())
     saver = make_saver(tmp_path, said)
     parts.before_finish = die
     await save(saver, parts, 1, wait=False)
@@ -226,13 +211,9 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Smal
 async def test_a_full_disk_costs_checkpoints_until_there_were_too_many(
     small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    said, parts, logged, run_dir = Said(), OneRank(BytesLearner(size=100_000)), [], small_disk.path
-    saver = make_saver(
-        run_dir,
-        said,
-        max_failures=2,
-        log=lambda step, metrics: logged.append(metrics["checkpoint/failures"]),
-    )
+    said, parts = RecordingListener(), OneRank(BytesLearner(size=100_000))
+    run_dir = small_disk.path
+    saver = make_saver(run_dir, said, max_failures=2)
 
     async def attempt(step: int) -> None:
         with monkeypatch.context() as patch:
@@ -270,6 +251,7 @@ async def test_a_full_disk_costs_checkpoints_until_there_were_too_many(
         r"step 3",
     ):
         saver.check()
+    logged = [metrics["checkpoint/failures"] for _, metrics in said.metrics]
     assert logged == [0, 1, 1, 2, 3]
     checkpoint.verify(checkpoint.latest(run_dir))
 
@@ -277,7 +259,7 @@ async def test_a_full_disk_costs_checkpoints_until_there_were_too_many(
 async def test_a_complete_checkpoint_of_the_same_step_survives_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = await save(make_saver(tmp_path, Said()), OneRank(BytesLearner()), 4)
+    path = await save(make_saver(tmp_path, RecordingListener()), OneRank(BytesLearner()), 4)
 
     def full(run_dir: Path, step: int) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -288,7 +270,7 @@ async def test_a_complete_checkpoint_of_the_same_step_survives_a_failure(
         match="step 4 could not be written: No space left on device; the last good checkpoint "
         "is of step 4",
     ):
-        await save(make_saver(tmp_path, Said()), OneRank(BytesLearner()), 4)
+        await save(make_saver(tmp_path, RecordingListener()), OneRank(BytesLearner()), 4)
     checkpoint.verify(path)
 
 
@@ -301,7 +283,9 @@ async def test_who_waits_for_a_checkpoint_learns_that_it_is_not_there(
         match=r"the checkpoint of step 1 could not be written: .*No space left.*there is no "
         r"checkpoint yet",
     ):
-        await save(make_saver(small_disk.path, Said()), OneRank(BytesLearner(size=100_000)), 1)
+        await save(
+            make_saver(small_disk.path, RecordingListener()), OneRank(BytesLearner(size=100_000)), 1
+        )
 
 
 def test_errors_of_libraries_that_mean_a_full_disk() -> None:

@@ -33,6 +33,7 @@ from async_grpo.wire import (
     encode_group,
     pack_frames,
 )
+from tests.support.listener import RecordingListener
 from tests.support.models import write_model
 from tests.support.pinned import Run, publish
 from tests.support.publishing import FakeEngine, until
@@ -96,8 +97,8 @@ class Beside(Run):
         super().__init__(engines=0)
         self.members = [Answerer(f"a{index}", self.events) for index in range(engines)]
         self.results: list[tuple[int, dict[str, float]]] = []
-        self.failures: list[BaseException] = []
-        self.epoch = 0
+        self.listener = RecordingListener(self.notes)
+        self.failures, self.run_epoch = self.listener.failures, 0
         settings = Config.model_validate(
             {
                 "run": {"total_steps": 9},
@@ -109,12 +110,15 @@ class Beside(Run):
         self.evaluations = Evaluations(
             settings,
             coordinator=self.coordinator,
-            died=lambda engine, error: self.drop(engine.actor_id, error),
-            run_epoch=lambda: self.epoch,
-            note=self.notes.append,
-            fail=self.failures.append,
+            actors=self,
+            epochs=self,
+            listener=self.listener,
+            failures=self.listener,
             total_steps=9,
         )
+
+    async def died(self, engine: Answerer, error: BaseException) -> None:
+        await self.drop(engine.actor_id, error)
 
     def done(self, step: int, result: dict[str, float], rows: list[dict[str, Any]]) -> None:
         self.results.append((step, result))
@@ -322,7 +326,7 @@ def test_steps_that_are_taken_back_take_their_evaluation_with_them() -> None:
         one, other = run.members
         await until(lambda: other.asked)
         async with run.coordinator.without_learner():
-            run.epoch = 1
+            run.run_epoch = 1
             await run.coordinator.relink(0, run_epoch=1)
         one.answering.set()
         other.answering.set()
@@ -501,7 +505,7 @@ class Frames:
 
 
 def test_a_few_groups_are_shown_with_rewards_and_lag(tmp_path) -> None:
-    shown, notes, queue = [], [], Frames([group(group_id, 30) for group_id in range(4)])
+    told, queue = RecordingListener(), Frames([group(group_id, 30) for group_id in range(4)])
     config = Config.model_validate(
         {"run": {"total_steps": 40}, "model": {"path": "m"}, "tracking": {"sample_rows": 20}}
     )
@@ -513,8 +517,7 @@ def test_a_few_groups_are_shown_with_rewards_and_lag(tmp_path) -> None:
             model_dir=write_model(tmp_path),
             total_steps=40,
             weights={"correct": 2.0, "format": 1.0},
-            show=shown.extend,
-            note=notes.append,
+            listener=told,
         )
         for step in range(32, 41):
             table.take(queue.batch(step))
@@ -523,8 +526,8 @@ def test_a_few_groups_are_shown_with_rewards_and_lag(tmp_path) -> None:
     asyncio.run(scenario())
     assert (
         queue.asked == [(40, [0, 2])]
-        and notes == ["no samples of the groups 0, 2 of step 40: is gone"]
-        and shown == []
+        and told.notes == ["no samples of the groups 0, 2 of step 40: is gone"]
+        and told.rows == []
     )
     queue.asked.clear()
 
@@ -535,16 +538,15 @@ def test_a_few_groups_are_shown_with_rewards_and_lag(tmp_path) -> None:
             model_dir=str(tmp_path),
             total_steps=400,
             weights={"correct": 2.0, "format": 1.0},
-            show=shown.extend,
-            note=notes.append,
+            listener=told,
         )
         table._every = 33
         table.take(queue.batch(33))
         await table.finish()
 
     asyncio.run(first())
-    assert queue.asked == [(33, [1, 3])] and len(shown) == ROWS
-    best, worst = shown[:2]
+    assert queue.asked == [(33, [1, 3])] and len(told.rows) == ROWS
+    best, worst = told.rows[:2]
     assert (best["step"], best["source"], best["group_id"], best["lag"], best["tokens"]) == (
         33,
         "training",

@@ -32,6 +32,7 @@ from async_grpo.errors import FaultBudgetSpent, RunError
 from async_grpo.weights.shared_memory import SegmentReader, SharedMemorySender, remove_segments
 from async_grpo.weights.transport import Announcement
 from tests.support.fake_actor import StandIn
+from tests.support.listener import RecordingListener
 from tests.support.models import ModuleOwner
 
 pytestmark = pytest.mark.timeout(120)
@@ -57,8 +58,8 @@ class Fleet:
         self, cluster: Cluster, session: Session, manager: ActorManager, client: Client
     ) -> None:
         self.cluster, self.session, self.manager, self.client = cluster, session, manager, client
-        self.notes: list[str] = []
-        self.fatal: list[BaseException] = []
+        self.listener = RecordingListener()
+        self.notes, self.fatal = self.listener.notes, self.listener.failures
 
     @property
     def ids(self) -> list[str]:
@@ -157,10 +158,10 @@ async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIter
             key="",
             fallback=directory,
             where=session.on_node,
-            note=here.notes.append,
+            listener=here.listener,
         ),
-        on_fatal=here.fatal.append,
-        note=here.notes.append,
+        listener=here.listener,
+        failures=here.listener,
     )
     await here.manager.start()
 
@@ -320,7 +321,11 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> 
         session = Session(local=False)
         home = session.nodes()[0].node_id
         relays = Relays(
-            home=home, key=key, fallback=tmp_path, where=session.on_node, note=notes.append
+            home=home,
+            key=key,
+            fallback=tmp_path,
+            where=session.on_node,
+            listener=RecordingListener(notes),
         )
         first = sender.stage("v0.1", verify=True)
         assert await relays.local(first, home) is first, "the learner's own node needs no copy"

@@ -22,12 +22,13 @@ from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import RowValue
 from async_grpo.cluster.processes import LearnerProcess
 from async_grpo.config.schema import Config
+from async_grpo.errors import NonFinite, StalenessError
 from async_grpo.learner import model as model_module
 from async_grpo.learner import zero
-from async_grpo.learner.learner import Learner, NonFinite
+from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack
-from async_grpo.learner.rows import StalenessError, learning_rate
+from async_grpo.learner.rows import learning_rate
 from async_grpo.learner.zero import deepspeed_config
 from tests.support.learners import (
     SHARD_ALL,

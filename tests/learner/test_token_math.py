@@ -19,7 +19,8 @@ from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.schema import Config
-from async_grpo.learner.rows import LearnerRow, StalenessError, TokenBatch, decode_rows, token_batch
+from async_grpo.errors import StalenessError
+from async_grpo.learner.rows import LearnerRow, TokenBatch, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.wire import GroupTicket, pack_frames
 from tests.support.frames import frame_of

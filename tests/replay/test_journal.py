@@ -23,8 +23,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from async_grpo.errors import JournalError
 from async_grpo.replay import history
-from async_grpo.replay.journal import JournalError, Segment, segment_path, segments
+from async_grpo.replay.journal import Segment, segment_path, segments
 from async_grpo.replay.ledger import State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue

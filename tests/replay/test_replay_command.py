@@ -21,11 +21,12 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from async_grpo.errors import JournalError
 from async_grpo.replay import __main__ as command
 from async_grpo.replay import history as history_module
 from async_grpo.replay import inspection as inspection_module
 from async_grpo.replay.history import History, Start, read_history
-from async_grpo.replay.journal import JournalError, Segment, segment_path, segments
+from async_grpo.replay.journal import Segment, segment_path, segments
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import open_queue

@@ -21,18 +21,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
+from async_grpo.errors import SetupError, TransferMismatch
 from async_grpo.rollout.engine import Engine, EngineError
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.shared_memory import SEGMENT_DIR, SegmentReader, SharedMemorySender
-from async_grpo.weights.transport import (
-    Announcement,
-    Receipt,
-    Staged,
-    TokenSequence,
-    TransferMismatch,
-)
+from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
 from tests.support.engine_weights import PROMPT, learner_logprobs, perturbed
+from tests.support.listener import RecordingListener
 from tests.support.models import ModuleOwner, write_model
 
 PAUSE_S, ACKNOWLEDGE_S, LATE_S, START_S = 2.0, 5.0, 10.0, 120.0
@@ -182,7 +177,7 @@ class Run:
             backend="shared_memory",
             live=self.live,
             exact=True,
-            note=self.notes.append,
+            listener=RecordingListener(self.notes),
             run_epoch=next(self.epochs),
         )
 

@@ -32,6 +32,7 @@ from async_grpo.rollout.partial import (
 )
 from async_grpo.wire import GroupTicket, decode_group
 from tests.support.engine_weights import learner_logprobs
+from tests.support.listener import RecordingListener
 from tests.support.models import write_model
 from tests.support.rollout_parts import Parts, actor_of
 
@@ -397,7 +398,7 @@ async def test_a_checkpoint_gets_the_tickets_that_were_out_and_those_that_wait(
     new, said = tmp_path / "new", []
     new.mkdir()
     old = sealed(tmp_path)
-    parts = PartialCollector(config(), old, said.append)
+    parts = PartialCollector(config(), old, RecordingListener(said))
     assert parts.path == str(old / FILE) and parts.snapshot({"a": 1})["beginnings"][1].group_id == 0
     ours, other = PartialStart(3, 1, 0, 1, 2, 9), PartialStart(4, 1, 0, 1, 2, 9)
     rows = [
@@ -440,16 +441,17 @@ def test_a_file_that_the_checkpoint_does_not_know_or_that_is_of_another_format_i
     said: list[str] = []
     origin = checkpoint.commit(checkpoint.begin(tmp_path, 1), {})
     file_of(origin)
-    assert PartialCollector(config(), origin, said.append).path is None and not said
+    assert PartialCollector(config(), origin, RecordingListener(said)).path is None and not said
     assert (
-        PartialCollector(config(), sealed(tmp_path, content=b"other"), said.append).path is None
+        PartialCollector(config(), sealed(tmp_path, content=b"other"), RecordingListener(said)).path
+        is None
         and "generated from their beginning" in said[0]
     )
 
 
 async def test_without_the_setting_nobody_is_asked(tmp_path: Path) -> None:
     parts = PartialCollector(
-        config(checkpoint={"partial_rollouts": False}), sealed(tmp_path), print
+        config(checkpoint={"partial_rollouts": False}), sealed(tmp_path), RecordingListener()
     )
     parts.begin([Told("a", RuntimeError("asked"))], {})
     await parts.write(tmp_path / "nowhere")

@@ -19,10 +19,8 @@ import pytest
 import ray.exceptions
 
 from async_grpo import errors, run
-from async_grpo.errors import EXIT_MEANING, StopRequested
-from async_grpo.learner.learner import NonFinite
+from async_grpo.errors import EXIT_MEANING, NonFinite, StalenessError, StopRequested
 from async_grpo.observe.console.console import Console
-from async_grpo.replay.rules import StalenessError
 from async_grpo.runtime import stopping
 from tests.support.waiting import wait_until_gone
 

@@ -12,7 +12,6 @@ step 1 is being replaced. Every broken rule is an AssertionError.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ import torch.distributed  # noqa: F401 - before the forks, which would import it
 
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.learner import drafts
-from async_grpo.observe.console.console import Console
+from tests.support.listener import RecordingListener
 from tests.support.savers import BytesLearner, OneRank, join_alone, make_saver
 
 KEY = "testkills"
@@ -44,7 +43,7 @@ def in_child(work, *arguments) -> int:
 
 def save(run_dir: Path, step: int, keep: int = 2) -> None:
     async def live() -> None:
-        await make_saver(run_dir, Console(io.StringIO()), keep=keep).save(
+        await make_saver(run_dir, RecordingListener(), keep=keep).save(
             OneRank(BytesLearner(), key=KEY), step=step, facts={}, forget=False, wait=True
         )
 

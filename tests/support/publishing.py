@@ -12,6 +12,7 @@ import numpy as np
 from async_grpo.config.schema import Config
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
+from tests.support.listener import RecordingListener
 
 PROMPT, RESPONSE = [1, 2, 3], [4, 5]
 
@@ -195,7 +196,7 @@ class Fixture:
             backend=backend,
             live=self.live,
             exact=exact,
-            note=self.notes.append,
+            listener=RecordingListener(self.notes),
         )
 
     def alive(self) -> tuple[FakeEngine, ...]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from async_grpo.checkpoint.saver import Saver
 from async_grpo.config.schema import Checkpoint
 from async_grpo.learner.checkpoint import Saving, Writes
-from async_grpo.observe.console.console import Console
+from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason
 
 KEY = "testsaving"
@@ -72,20 +72,14 @@ class OneRank:
 
 
 def make_saver(
-    run_dir: Path,
-    console: Console,
-    *,
-    keep: int = 2,
-    max_failures: int = 3,
-    log: Callable[..., None] = lambda *_: None,
+    run_dir: Path, listener: RunListener, *, keep: int = 2, max_failures: int = 3
 ) -> Saver:
     return Saver(
         Checkpoint(keep=keep, max_failures=max_failures),
         run_dir,
         facts={"code": {}},
         timeout_s=30.0,
-        console=console,
-        log=log,
+        listener=listener,
         add_files=lambda directory: _write(directory / "hf" / "tokenizer.json", 10),
     )
 

@@ -32,6 +32,7 @@ from async_grpo.replay.rules import QueueSettings
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence, parse_label
 from async_grpo.wire import Group, GroupTicket, Rollout, VersionSpan, encode_group
+from tests.support.listener import RecordingListener
 
 STEPS, SEED = 50, 7
 BATCH_GROUPS, GROUP_SIZE, MINIBATCH_GROUPS, EPOCHS = 6, 4, 2, 2
@@ -526,7 +527,7 @@ async def run_asynchronously(
         backend="shared_memory",
         live=queue.live,
         exact=True,
-        note=print,
+        listener=RecordingListener(),
     )
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
         await fleet.start(tasks, coordinator)
@@ -538,7 +539,7 @@ async def run_asynchronously(
             weights=WEIGHTS,
             total_steps=total_steps,
             steps_done=0,
-            log=lambda step, metrics: None,
+            listener=RecordingListener(),
         )
         for _ in range(total_steps):
             await loop.step()

@@ -6,16 +6,10 @@ import asyncio
 
 import pytest
 
-from async_grpo.errors import SetupError, Stalled
+from async_grpo.errors import SetupError, Stalled, TransferMismatch
 from async_grpo.weights import delivery
 from async_grpo.weights.checks import SelfCheckFailed
-from async_grpo.weights.transport import (
-    SELF_CHECK,
-    Announcement,
-    Receipt,
-    TornTransfer,
-    TransferMismatch,
-)
+from async_grpo.weights.transport import SELF_CHECK, Announcement, Receipt, TornTransfer
 from tests.support.publishing import FakeEngine, Fixture, config, torn, until
 
 

@@ -28,18 +28,13 @@ from safetensors.torch import save_file
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.processes import LearnerProcess
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
+from async_grpo.errors import FaultBudgetSpent, RunError, Stalled, TransferMismatch
 from async_grpo.rollout.engine import Engine
 from async_grpo.weights import delivery
 from async_grpo.weights.coordinator import Coordinator
-from async_grpo.weights.transport import (
-    Announcement,
-    Receipt,
-    Staged,
-    TokenSequence,
-    TransferMismatch,
-)
+from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
 from tests.support import forkserver, nccl_over_gloo
+from tests.support.listener import RecordingListener
 from tests.support.models import ModuleOwner
 from tests.support.nccl_over_gloo import Control
 from tests.support.nccl_sides import GPUS, MixedModel, bit_equal, make_sender
@@ -393,7 +388,7 @@ class Run:
             backend="nccl",
             live=self.live,
             exact=True,
-            note=self.notes.append,
+            listener=RecordingListener(self.notes),
         )
 
     def alive(self) -> tuple[Handle, ...]:

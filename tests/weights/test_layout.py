@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_grpo.errors import TransferMismatch
 from async_grpo.weights.layout import BUCKET_BYTES, Layout, checksum, digest
-from async_grpo.weights.transport import TransferMismatch, Version, is_version, parse_label
+from async_grpo.weights.transport import Version, is_version, parse_label
 
 BLOCK, ODD = 2**16, 0x9E3779B97F4A7C15
 

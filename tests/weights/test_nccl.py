@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config, Deadlines
+from async_grpo.errors import TransferMismatch
 from async_grpo.rollout.engine import Engine, EngineError, Sampling
-from async_grpo.weights.transport import TornTransfer, TransferMismatch, Version
+from async_grpo.weights.transport import TornTransfer, Version
 from tests.support import nccl_over_gloo
 from tests.support.engine_weights import learner_logprobs, perturbed
 from tests.support.learners import free_port, run_ranks, set_rank

@@ -6,7 +6,6 @@ contain.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 UNWRITTEN_BYTES = 16 << 20
 _TEXT_LENGTH = 4000
-_TAIL_BYTES = 2**20
 
 
 class Lines:
@@ -44,26 +42,6 @@ class Lines:
 
     def close(self) -> None:
         os.close(self._file)
-
-
-def last_logged_step(run_dir: Path) -> int:
-    """The newest learner step in `metrics.jsonl`, 0 if there is none. Only the end of the file is
-    read.
-    """
-    try:
-        with open(run_dir / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return 0
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # cut off: by the death of its writer, or at the beginning of the tail
-        if "train/loss" in row:
-            return int(row["step"])
-    return 0
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -1,0 +1,40 @@
+"""What the parts of a run tell its user, and how a part ends the run.
+
+Runs in: the driver. The parts know nothing of console, tracker or gauges: the trainer listens for
+them, and tests listen with a recording fake. Invariant: `note` and `error` may be called in any
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class RunListener(Protocol):
+    """The user's side of a run."""
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+
+    def error(self, text: str) -> None:
+        """Show a line about something that went wrong, and did not end the run."""
+
+    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics of learner step `step`."""
+
+    def samples(self, rows: list[dict[str, Any]]) -> None:
+        """Record responses, a row each."""
+
+    def published(self, version: int, seconds: float) -> None:
+        """Record that a version became live, `seconds` after its weights were staged."""
+
+    def rolled_back(self, step: int) -> None:
+        """Discard what was recorded of the learner steps after `step`."""
+
+
+class FailureHandler(Protocol):
+    """Where a part reports an error of its own background work."""
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error, or begin what repairs the run; the first error wins."""
