@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from async_grpo.errors import EXIT_MEANING
-from async_grpo.observe.console.status_file import ago, condition
+from async_grpo.observe.console.status_file import condition
 from async_grpo.report.data import RunData
 from async_grpo.report.plots import tokens_by_fate
+from async_grpo.runtime.text import ago
 
 NO_SAMPLES = "No responses were recorded (tracking.sample_rows is 0, or the run was not evaluated)."
 SAMPLES_SHOWN, TEXT_CHARS, LINES_SHOWN = 5, 1500, 60
