@@ -36,7 +36,7 @@ from async_grpo.batching import RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled, StopRequested
 from async_grpo.planning import RowMath
-from async_grpo.runtime.time_ledger import LEARNER_CAUSES, TimeByCause
+from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LEARNER_PREFIX, LearnerTime, TimeByCause
 from async_grpo.wire import Batch
 
 POLL_S = 0.005
@@ -121,7 +121,8 @@ class Loop:
         self.durations: list[float] = []
         self.time = TimeByCause(LEARNER_CAUSES)
         """What the learner spends its time on, from the first thing it is asked to do."""
-        self.seconds: dict[str, float] = {"train": 0.0, "wait": 0.0, "publish": 0.0, "wall": 0.0}
+        self._line: dict[str, float] = {}
+        """The learner's times in the last line that was logged."""
 
     def fail(self, error: BaseException) -> None:
         """End the run with this error at its next wait; the first error wins."""
@@ -273,10 +274,14 @@ class Loop:
     def _times(
         self, *, wall: float, wait: float, train: float, publish: float, metrics: dict[str, float]
     ) -> dict[str, float]:
-        for name, value in (("wall", wall), ("wait", wait), ("train", train), ("publish", publish)):
-            self.seconds[name] += value
+        tokens, before, self._line = (
+            metrics["rollout/response_tokens"],
+            self._line,
+            self.time_metrics(),
+        )
+        spent = LearnerTime.between(before, self._line, tokens=tokens)
         self.durations.append(wall)
-        self.tokens += int(metrics["rollout/response_tokens"])
+        self.tokens += int(tokens)
         self.lag_sum += metrics.get(
             "train/lag_mean", 0.0
         )  # absent when no token of the batch is in the loss
@@ -286,11 +291,11 @@ class Loop:
             "time/wait": wait,
             "time/train": train,
             "time/publish": publish,
-            "time/learner_idle": wait / wall,
-            "train/tokens_per_s": metrics["rollout/response_tokens"] / wall,
-            **self.time_metrics(),
+            "time/learner_idle": spent.idle,
+            "train/tokens_per_s": spent.tokens_per_s,
+            **self._line,
         }
 
     def time_metrics(self) -> dict[str, float]:
         """The learner's seconds by cause so far."""
-        return {f"time/learner/{cause}": seconds for cause, seconds in self.time.seconds().items()}
+        return {f"{LEARNER_PREFIX}{cause}": spent for cause, spent in self.time.seconds().items()}

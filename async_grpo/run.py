@@ -32,6 +32,7 @@ from async_grpo.errors import (
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.runtime.stopping import Signals, grace_period
+from async_grpo.runtime.time_ledger import LearnerTime
 
 if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
@@ -346,16 +347,14 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     loop, times = system.loop, system.coordinator.times
     rows = _accuracy(trainer)
     steps, seconds = len(loop.durations), max(trainer.rl_seconds, 1e-9)
+    trained, spent = throughput(loop.latest, loop.tokens)
     rows += [
         (
             "learner steps",
             f"{steps} in {seconds:.0f} s ({seconds / max(steps, 1):.2f} s each); "
             f"{trainer.steps_done} of {trainer.total_steps} in all",
         ),
-        (
-            "tokens trained",
-            f"{loop.tokens:,} response tokens, {loop.tokens / seconds:,.0f} per second",
-        ),
+        ("tokens trained", trained),
         (
             "staleness",
             f"mean {loop.lag_sum / max(steps, 1):.2f}, largest {loop.lag_max:.0f} learner "
@@ -366,11 +365,7 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
             f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of "
             "its time for them",
         ),
-        (
-            "learner time",
-            f"{loop.seconds['train'] / seconds:.0%} training, "
-            f"{loop.seconds['wait'] / seconds:.0%} waiting for groups",
-        ),
+        ("learner time", spent),
     ]
     rows += goodput(loop.latest)
     if trainer.verdict is not None:
@@ -470,6 +465,15 @@ def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
             )
     whose = "none of them in training" if other is None else f"of task {other.name}"
     return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, {whose}")]
+
+
+def throughput(metrics: Mapping[str, float], tokens: int) -> tuple[str, str]:
+    """Rows "tokens trained" and "learner time" from the last learner step's metrics."""
+    time = LearnerTime.between({}, metrics, tokens=tokens)
+    return (
+        f"{tokens:,} response tokens, {time.tokens_per_s:,.0f} per second, evaluations included",
+        f"{time.share('working'):.0%} training, {time.idle:.0%} waiting for groups",
+    )
 
 
 def goodput(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -445,14 +445,11 @@ def fake_trainer(
     settings: Config, *, steps: int = 4, total: int = 4, lags: float = 2.0
 ) -> SimpleNamespace:
     loop = SimpleNamespace(
-        durations=[1.0] * steps,
-        tokens=1000,
-        lag_sum=lags,
-        lag_max=1.0,
-        seconds={"train": 2.0, "wait": 1.0},
-        latest={},
+        durations=[1.0] * steps, tokens=1000, lag_sum=lags, lag_max=1.0, latest={}
     )
-    loop.latest = {f"goodput/{place}": 0.0 for place in PLACES} | {
+    seconds = {"working": 2.0, "starved": 1.0, "other": 1.0}
+    loop.latest = {f"time/learner/{cause}": spent for cause, spent in seconds.items()}
+    loop.latest |= {f"goodput/{place}": 0.0 for place in PLACES} | {
         "goodput/generated": 4000.0,
         "goodput/trained": 3000.0,
         "goodput/probes": 1000.0,

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from async_grpo.config.schema import Config
+from async_grpo.runtime.time_ledger import ENGINE_PREFIX, LEARNER_PREFIX, LearnerTime, spent
 
 Kind = Literal["balanced", "learner", "publications", "engines", "verifier", "slots", "tail"]
 LITTLE, WORTH, FULL = 0.10, 0.15, 0.80
@@ -57,7 +58,6 @@ DONE = (
     "replay/expirations",
 )
 """States and counters of groups that came out of the engines."""
-TIMES = ("time/learner/", "time/engine/")
 MIN_STEPS, MIN_S = 5, 5.0
 
 
@@ -137,14 +137,16 @@ class Interval:
         steps between.
         """
         speed, generate_s = means["rollout/tokens_per_s_per_response"], means["rollout/generate_s"]
-        learner, seconds = _shares(first, last, "time/learner/")
-        engine, _ = _shares(first, last, "time/engine/")
+        learner = LearnerTime.between(first, last)
+        engine, seconds = spent(first, last, ENGINE_PREFIX), learner.total
         completed = sum(last.get(name, 0.0) - first.get(name, 0.0) for name in DONE)
         return cls(
             rate=steps * batch / seconds,
             completed=max(completed, steps * batch) / seconds,
-            learner=learner,
-            engine=engine,
+            learner={cause: learner.share(cause) for cause in learner.seconds},
+            engine={
+                cause: took / max(sum(engine.values()), 1e-9) for cause, took in engine.items()
+            },
             actors=max(last["cluster/rollout_actors"], 1.0),
             generate_s=generate_s,
             verify_s=means["rollout/verify_s"],
@@ -156,18 +158,6 @@ class Interval:
 def _rest(share: float) -> float:
     """What a share leaves, never nothing."""
     return max(1.0 - share, 1e-3)
-
-
-def _shares(
-    first: Mapping[str, float], last: Mapping[str, float], prefix: str
-) -> tuple[dict[str, float], float]:
-    spent = {
-        name.removeprefix(prefix): last[name] - first.get(name, 0.0)
-        for name in last
-        if name.startswith(prefix)
-    }
-    seconds = sum(spent.values())
-    return {cause: value / max(seconds, 1e-9) for cause, value in spent.items()}, seconds
 
 
 def diagnose(setup: ThroughputModel, seen: Interval) -> Bottleneck:
@@ -363,7 +353,9 @@ class BottleneckWatch:
         if "time/engine/working" not in metrics or "time/learner/working" not in metrics:
             return None  # no engine has told anything yet, or the step was repeated
         if self._first is None or any(
-            metrics[name] < self._first.get(name, 0.0) for name in metrics if name.startswith(TIMES)
+            metrics[name] < self._first.get(name, 0.0)
+            for name in metrics
+            if name.startswith((LEARNER_PREFIX, ENGINE_PREFIX))
         ):
             self._begin(
                 metrics
@@ -385,7 +377,7 @@ class BottleneckWatch:
         return self.latest
 
     def _passed(self, metrics: Mapping[str, float]) -> float:
-        return _shares(self._first or {}, metrics, "time/learner/")[1]
+        return LearnerTime.between(self._first or {}, metrics).total
 
     def _begin(self, metrics: Mapping[str, float]) -> None:
         self._first, self._sums, self._steps = dict(metrics), {}, 0

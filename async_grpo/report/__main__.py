@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from async_grpo.errors import RunError, SetupError
-from async_grpo.observe.tracking.outbox import without_password
 from async_grpo.report.data import RunData, read_run
 from async_grpo.report.gantt import Window, read_window
 from async_grpo.report.sync import sync
+from async_grpo.runtime.text import without_password
 
 DIRECTORY, PAGE = "report", "report.html"
 

@@ -20,11 +20,12 @@ from async_grpo.errors import SetupError
 from async_grpo.observe.console.status_file import STATUS
 from async_grpo.observe.console.timeline import read_timeline
 from async_grpo.observe.tracking.outbox import METRICS, SAMPLES
+from async_grpo.runtime.time_ledger import LEARNER_PREFIX, LearnerTime
 
 ROWS = 3000
 SAMPLE_BYTES = 8 << 20
 _KEPT = re.compile(
-    r"rollout/(score|response_length|truncated|accuracy)|train/(lag_mean|lag_max|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
+    r"rollout/(score|response_length|response_tokens|truncated|accuracy)|train/(lag_mean|lag_max|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
     r"|train/lag_[\d-]+/(token_share|row_length|pg_clipfrac|ess)|time/(step|wait|train|publish|learner_idle)|(goodput|time/learner|time/engine)/[a-z_]+"
     r"|replay/(lag_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts|forfeited|capacity|in_flight)"
     r"|checkpoint/seconds|cluster/(restarts|learner_restarts|rollout_actors|faults)|weights/(publications|repeated|dropped_engines|until_live_s)"
@@ -55,11 +56,20 @@ class RunData:
     """The newest value of what only grows or is a state, whichever line has it: an orderly end
     writes one more.
     """
+    tokens: float = 0.0
+    """Response tokens that the newest start of the run trained."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[MetricsRow] = field(default_factory=list)
     """The newest ones, logged when they were complete."""
     events: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def learner_time(self) -> LearnerTime:
+        """The learner's time and tokens since the newest start, up to the last learner step."""
+        return LearnerTime.between(
+            {}, self.rows[-1].values if self.rows else {}, tokens=self.tokens
+        )
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps at which the metric is known, and its values."""
@@ -126,6 +136,13 @@ def read_run(run_dir: Path) -> RunData:
         if newest is not None and row.step <= newest.step:  # the steps from here on were taken back
             data.rows = [earlier for earlier in data.rows if earlier.step < row.step]
             data.evaluations = [earlier for earlier in data.evaluations if earlier.step < row.step]
+        if newest is not None and any(
+            row.values.get(name, 0.0) < seconds
+            for name, seconds in newest.values.items()
+            if name.startswith(LEARNER_PREFIX)
+        ):
+            data.tokens = 0.0  # another start: its clock begins at 0
+        data.tokens += row.values.get("rollout/response_tokens", 0.0)
         newest = row
         if row.step % stride == 0 or not data.rows:
             data.rows.append(row)

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from async_grpo.errors import EXIT_MEANING
-from async_grpo.observe.console.status_file import ago, condition
+from async_grpo.observe.console.status_file import condition
 from async_grpo.report.data import RunData
 from async_grpo.report.plots import tokens_by_fate
+from async_grpo.runtime.text import ago
 
 NO_SAMPLES = "No responses were recorded (tracking.sample_rows is 0, or the run was not evaluated)."
 SAMPLES_SHOWN, TEXT_CHARS, LINES_SHOWN = 5, 1500, 60
@@ -99,16 +100,15 @@ def tiles(data: RunData) -> tuple[str, str, list[tuple[str, str]]]:
                 f"{fates.get('trained', 0.0) / sum(fates.values()):.1%}",
             )
         )
-    for name, label, show in (
-        ("train/tokens_per_s", "tokens/s trained, mean", "{:,.0f}".format),
-        ("rollout/score", "reward, last tenth", "{:.3f}".format),
-        ("train/lag_mean", "lag, mean", "{:.2f}".format),
-        ("time/learner_idle", "learner idle, mean", "{:.0%}".format),
-    ):
-        values = data.series(name)[1]
-        if values:
-            part = values[-max(1, len(values) // 10) :] if "last tenth" in label else values
-            shown.append((label, show(sum(part) / len(part))))
+    time_spent = data.learner_time
+    if time_spent.total > 0:
+        shown.append(("tokens/s trained", f"{time_spent.tokens_per_s:,.0f}"))
+        shown.append(("learner idle", f"{time_spent.idle:.0%}"))
+    if scores := data.series("rollout/score")[1]:
+        last = scores[-max(1, len(scores) // 10) :]
+        shown.append(("reward, last tenth", f"{sum(last) / len(last):.3f}"))
+    if lags := data.series("train/lag_mean")[1]:
+        shown.append(("lag, mean", f"{sum(lags) / len(lags):.2f}"))
     if lags := data.series("train/lag_max")[1]:
         shown.append(
             (f"lag, largest (bound {data.setting('replay.max_staleness')})", f"{max(lags):.0f}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from async_grpo.report.data import RunData
 from async_grpo.report.facts import NO_SAMPLES, restarts, sample_sections, settings, tiles
+from async_grpo.runtime.text import visible
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --card: #f6f8fa; --ink: #24292f;
@@ -160,13 +161,7 @@ def _table(columns: Sequence[str], rows: str) -> str:
 
 def _text(text: object) -> str:
     """Text from anywhere as text of a page: no markup, and nothing that a reader does not see."""
-    shown = "".join(
-        c
-        if c.isprintable() or c in "\n\t"
-        else c.encode("unicode_escape", "backslashreplace").decode()
-        for c in str(text)
-    )
-    return html.escape(shown)
+    return html.escape(visible(str(text)))
 
 
 PLOTS = (

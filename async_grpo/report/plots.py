@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.report.data import RunData
+from async_grpo.runtime.time_ledger import ENGINE_PREFIX, spent
 
 WIDTH = 9.6
 """Inches of every figure."""
@@ -256,31 +257,19 @@ def tokens_by_fate(data: RunData) -> tuple[str, dict[str, float]]:
 
 
 def times_by_cause(data: RunData) -> list[tuple[str, dict[str, float]]]:
-    """(who, cause -> seconds) of learner and engines."""
-    found = []
-    for who in ("learner", "engine"):
-        spent = {
-            name.rpartition("/")[2]: value
-            for name, value in data.totals.items()
-            if name.startswith(f"time/{who}/")
-        }
-        if not spent and who == "learner":  # sums over the rows that are kept
-            spent = {
-                cause: sum(row.values.get(f"time/{cause}", 0.0) for row in data.rows)
-                for cause in ("train", "wait", "publish")
-            }
-        found.append(
-            (
-                f"{who} time",
-                dict(
-                    sorted(
-                        spent.items(),
-                        key=lambda item: list(CAUSES).index(item[0]) if item[0] in CAUSES else 99,
-                    )
-                ),
-            )
+    """(who, cause -> seconds) of learner and engines, in the order of `CAUSES`."""
+    learner = data.learner_time.seconds or {  # an older run: sums over the rows that are kept
+        cause: sum(row.values.get(f"time/{cause}", 0.0) for row in data.rows)
+        for cause in ("train", "wait", "publish")
+    }
+    order = list(CAUSES)
+    return [
+        (who, dict(sorted(times.items(), key=lambda item: [*order, item[0]].index(item[0]))))
+        for who, times in (
+            ("learner time", learner),
+            ("engine time", spent({}, data.totals, ENGINE_PREFIX)),
         )
-    return found
+    ]
 
 
 def _bar(axis: Axes, label: str, parts: dict[str, float], colours: dict[str, str]) -> None:

@@ -9,14 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from async_grpo.observe.tracking.mlflow_sender import Delivery
-from async_grpo.observe.tracking.outbox import (
-    METRICS,
-    STATE,
-    Outbox,
-    TrackingError,
-    one_line,
-    without_password,
-)
+from async_grpo.observe.tracking.outbox import METRICS, STATE, Outbox, TrackingError
+from async_grpo.runtime.text import one_line, without_password
 
 
 def sync(run_dir: Path) -> list[str]:

@@ -1,15 +1,17 @@
-"""Where time goes: a clock that is always set to one cause.
+"""Where time goes: a clock that is always set to one cause, and what is computed from its seconds.
 
-Runs in: the driver (the learner's time) and rollout actors (their engines'). Hides the arithmetic.
-Invariant: from its first `switch` on, the seconds of all causes add up to the time that has passed,
-whatever is switched when.
+Runs in: the driver (the learner's time), rollout actors (their engines') and the report. Hides the
+arithmetic. Invariants: from the first `switch` on, the seconds of all causes add up to the time
+that has passed, whatever is switched when; `LearnerTime` is the one definition of "the learner is
+idle" and of "tokens per second".
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 LEARNER_CAUSES = (
     "working",
@@ -25,12 +27,63 @@ ENGINE_CAUSES = ("working", "blocked", "verifying", "paused", "evaluating", "res
 """working: a group is being generated. verifying: none is, because all that are here wait for the
 verifier. blocked: no ticket. paused: takes weights.
 """
+LEARNER_PREFIX, ENGINE_PREFIX = "time/learner/", "time/engine/"
+"""Begin the names of logged metrics: seconds by cause since the start of the run."""
+
+
+def spent(first: Mapping[str, float], last: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Seconds by cause between two logged lines; first: {} for the time since the start."""
+    return {
+        name.removeprefix(prefix): max(0.0, seconds - first.get(name, 0.0))
+        for name, seconds in last.items()
+        if name.startswith(prefix)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerTime:
+    """The learner's seconds by cause over some learner steps, and the response tokens they trained.
+
+        learner idle      = seconds["starved"] / seconds of all causes
+        tokens per second = tokens / seconds of all causes
+
+    All causes: publications, checkpoints, evaluations that the learner waits for and what the
+    caller does between steps are in the divisor. Both are ratios of sums over steps, never means of
+    ratios.
+    """
+
+    seconds: Mapping[str, float]
+    tokens: float = 0.0
+
+    @classmethod
+    def between(
+        cls, first: Mapping[str, float], last: Mapping[str, float], *, tokens: float = 0.0
+    ) -> LearnerTime:
+        """The time between two logged lines; first: {} for the time since the start of the run."""
+        return cls(spent(first, last, LEARNER_PREFIX), tokens)
+
+    @property
+    def total(self) -> float:
+        """Seconds of all causes; 0.0 where no line told any."""
+        return sum(self.seconds.values())
+
+    def share(self, cause: str) -> float:
+        """Share of one cause in the total."""
+        return self.seconds.get(cause, 0.0) / max(self.total, 1e-9)
+
+    @property
+    def idle(self) -> float:
+        """Share of the time in which the queue had no batch for the learner."""
+        return self.share("starved")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens trained per second."""
+        return self.tokens / max(self.total, 1e-9)
 
 
 class TimeByCause:
-    """Seconds by cause. `began`: when it was set for the first time, in Unix seconds; 0.0
-    before.
-    """
+    """Seconds by cause. `began`: Unix seconds of the first `switch`; 0.0 before."""
 
     def __init__(
         self,
@@ -45,8 +98,9 @@ class TimeByCause:
         self.began = 0.0
 
     def switch(self, cause: str) -> str:
-        """From now on time has this cause; the one before ("" at the beginning). Raises KeyError
-        for one that does not exist.
+        """Count time under this cause from now on; returns the cause before ("" at the beginning).
+
+        Raises KeyError for a cause that does not exist.
         """
         now, before = self._clock(), self.cause
         self._seconds[cause] += 0.0
@@ -59,9 +113,7 @@ class TimeByCause:
 
     @contextmanager
     def during(self, cause: str) -> Iterator[None]:
-        """Inside the block time has this cause, unless something in it says otherwise; afterwards
-        the one before, or `other`.
-        """
+        """Count time under this cause inside the block, then under the one before."""
         before = self.switch(cause)
         try:
             yield
@@ -69,7 +121,7 @@ class TimeByCause:
             self.switch(before or "other")
 
     def seconds(self) -> dict[str, float]:
-        """By cause, up to now; all 0.0 before the first `switch`."""
+        """Seconds by cause up to now; all 0.0 before the first `switch`."""
         out = dict(self._seconds)
         if self.cause:
             out[self.cause] += self._clock() - self._since

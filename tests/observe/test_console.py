@@ -146,7 +146,8 @@ metrics = {"time/step": 0.1, "time/wait": 0.02, "rollout/response_tokens": 50.0,
     "train/tokens_per_s": 500.0, "time/learner_idle": 0.2}
 console.verdict(kind="engines", text="learner idle 41 %: " + "add rollout actors " * 12)
 for step in range(1, 31):
-    console.logged(step, 30, metrics | {"rollout/score": step / 30, "replay/live_version": step})
+    console.logged(step, 30, metrics | {"rollout/score": step / 30, "replay/live_version": step,
+        "time/learner/starved": 0.02 * step, "time/learner/working": 0.08 * step})
     if step == 10:
         console.info("a rollout actor \x1b[31mdied\x07")
     if step == 15 and len(sys.argv) > 2:

@@ -26,9 +26,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.observe.console.panel import panel, rate, visible
+from async_grpo.observe.console.panel import panel, rate
 from async_grpo.observe.console.progress import Progress
 from async_grpo.observe.console.stderr import StderrLines, same_terminal
+from async_grpo.runtime.text import visible
 
 _TERMINAL_INTERVAL_S = 1.0
 _PLAIN_INTERVAL_S = 2.0

@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
+from async_grpo.runtime.text import visible
+
 WIDEST = 110
 """Columns: longer lines are hard to read, and none of them breaks when a wide terminal becomes
 narrower.
@@ -23,16 +25,6 @@ BAR_CELLS, CURVE_CELLS = 20, 40
 COMPACT_ROWS, ROOMY_ROWS = 8, 16
 """A terminal with fewer rows gets a single line; one with at least so many, long lines in full."""
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-def visible(text: str) -> str:
-    """The text with control characters as escapes; newlines and tabs stay."""
-    return "".join(
-        c
-        if c.isprintable() or c in "\n\t"
-        else c.encode("unicode_escape", "backslashreplace").decode()
-        for c in text
-    )
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:

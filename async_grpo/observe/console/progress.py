@@ -4,8 +4,8 @@ Runs in: the driver. Hides how rates and shares are computed from what a learner
 long histories are kept short.
 
 Invariants: memory does not grow with the run; a number that no metric gives is absent, so that
-nobody sees an invented 0; shares and rates are over the last `WINDOW_S` seconds of wall time,
-waiting included. Thread-safe.
+nobody sees an invented 0; shares and rates are over the last `WINDOW_S` seconds, waiting included.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from async_grpo.runtime.time_ledger import ENGINE_PREFIX, LEARNER_PREFIX, LearnerTime, spent
 
 WINDOW_S = 30.0
 CURVE_POINTS = 120
@@ -51,7 +53,6 @@ SHOWN = (
     "goodput/share",
 )
 """Metrics of the last learner step that are kept."""
-LEARNER_TIMES, ENGINE_TIMES = "time/learner/", "time/engine/"
 BUSY = ("working", "evaluating")
 """Causes of an engine's time that are not idle."""
 
@@ -182,15 +183,8 @@ class Progress:
         kept = {
             name: value
             for name, value in metrics.items()
-            if name
-            in (
-                "goodput/generated",
-                "goodput/trained",
-                "rollout/response_tokens",
-                "time/wait",
-                "time/step",
-            )
-            or name.startswith((LEARNER_TIMES, ENGINE_TIMES))
+            if name in ("goodput/generated", "rollout/response_tokens")
+            or name.startswith((LEARNER_PREFIX, ENGINE_PREFIX))
         }
         self._rows.append((now, step, kept))
         while len(self._rows) > 2 and self._rows[1][0] < now - WINDOW_S:
@@ -227,48 +221,25 @@ class Progress:
             return facts | self._end
 
     def _rates(self) -> dict[str, float]:
-        """Per second of wall time, and shares, since the oldest row that is kept."""
+        """Rates and shares since the oldest row that is kept."""
         if len(self._rows) < 2 or self._rows[-1][0] <= self._rows[0][0]:
             return {}
-        (begin, first_step, _), (end, last_step, last) = self._rows[0], self._rows[-1]
-        seconds, since = end - begin, list(self._rows)[1:]
-        counted, _, first = next(
-            (row for row in self._rows if row[2]), self._rows[-1]
-        )  # one without facts marks the beginning
+        (begin, first_step, first), (end, last_step, last) = self._rows[0], self._rows[-1]
         rates = {}
-        if "rollout/response_tokens" in last:
-            rates["tokens_trained_per_s"] = (
-                sum(row.get("rollout/response_tokens", 0.0) for _, _, row in since) / seconds
-            )
         if last_step > first_step:
-            rates["seconds_per_step"] = seconds / (last_step - first_step)
-        for name, key in (
-            ("goodput/generated", "tokens_generated_per_s"),
-            ("goodput/trained", "tokens_trained_per_s"),
-        ):
-            if name in first and name in last and end > counted:
-                rates[key] = max(0.0, last[name] - first[name]) / (end - counted)
-        steps, waited = (
-            sum(row.get(name, 0.0) for _, _, row in since) for name in ("time/step", "time/wait")
-        )
-        if steps > 0 and "time/wait" in last:
-            rates["learner_idle"] = waited / steps
-        learner, engine = (_shares(first, last, prefix) for prefix in (LEARNER_TIMES, ENGINE_TIMES))
-        if learner:
-            rates["learner_idle"] = learner.get("starved", 0.0)
-        if engine:
-            rates["engine_idle"] = max(0.0, 1 - sum(engine.get(cause, 0.0) for cause in BUSY))
+            rates["seconds_per_step"] = (end - begin) / (last_step - first_step)
+        counted, _, generated = next((row for row in self._rows if row[2]), self._rows[-1])
+        if "goodput/generated" in generated and "goodput/generated" in last and end > counted:
+            more = last["goodput/generated"] - generated["goodput/generated"]
+            rates["tokens_generated_per_s"] = max(0.0, more) / (end - counted)
+        tokens = [row.get("rollout/response_tokens", 0.0) for _, _, row in list(self._rows)[1:]]
+        learner = LearnerTime.between(first, last, tokens=sum(tokens))
+        if learner.total > 0:
+            rates["learner_idle"] = learner.idle
+            if "rollout/response_tokens" in last:
+                rates["tokens_trained_per_s"] = learner.tokens_per_s
+        engine = spent(first, last, ENGINE_PREFIX)
+        if (whole := sum(engine.values())) > 0:
+            busy = sum(engine.get(cause, 0.0) for cause in BUSY)
+            rates["engine_idle"] = max(0.0, 1 - busy / whole)
         return rates
-
-
-def _shares(first: Mapping[str, float], last: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Share of each cause in the time between two rows of cumulative seconds; empty where they have
-    none.
-    """
-    spent = {
-        name.removeprefix(prefix): max(0.0, value - first.get(name, 0.0))
-        for name, value in last.items()
-        if name.startswith(prefix) and name.count("/") == prefix.count("/")
-    }
-    whole = sum(spent.values())
-    return {cause: seconds / whole for cause, seconds in spent.items()} if whole > 0 else {}

@@ -25,6 +25,7 @@ from async_grpo.errors import EXIT_MEANING, SetupError
 from async_grpo.observe.console.progress import Progress
 from async_grpo.observe.console.timeline import Timeline
 from async_grpo.runtime import lifetime, stacks
+from async_grpo.runtime.text import ago
 
 STATUS = "status.json"
 FORMAT = 1
@@ -163,17 +164,6 @@ def condition(facts: dict[str, Any], *, now: float) -> Condition:
             f"{usual:.3g} s each",
         )
     return Condition("running", "")
-
-
-def ago(seconds: float) -> str:
-    """A duration for people."""
-    seconds = max(0, round(seconds))
-    if seconds < 100:
-        return f"{seconds} s"
-    minutes, hours = seconds // 60, seconds // 3600
-    if minutes < 100:
-        return f"{minutes} min"
-    return f"{hours} h" if hours < 72 else f"{hours // 24} days"
 
 
 def _is_alive(facts: dict[str, Any]) -> bool | None:

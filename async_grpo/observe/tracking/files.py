@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from async_grpo.runtime.text import visible
+
 UNWRITTEN_BYTES = 16 << 20
 _TEXT_LENGTH = 4000
 
@@ -76,15 +78,7 @@ def clean(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     text = value if isinstance(value, str) else repr(value)
-    start = text[:_TEXT_LENGTH]
-    visible = "".join(
-        c
-        if c.isprintable() or c == "\n"
-        else c.encode("unicode_escape", "backslashreplace").decode()
-        for c in start
-    )
-    return (
-        visible
-        if len(text) <= _TEXT_LENGTH and len(visible) <= _TEXT_LENGTH
-        else f"{visible[:_TEXT_LENGTH]}... ({len(text)} characters)"
-    )
+    shown = visible(text[:_TEXT_LENGTH], keep="\n")
+    if len(text) <= _TEXT_LENGTH and len(shown) <= _TEXT_LENGTH:
+        return shown
+    return f"{shown[:_TEXT_LENGTH]}... ({len(text)} characters)"

@@ -17,7 +17,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.observe.tracking.outbox import METRICS, Outbox, OutboxEntry, one_line
+from async_grpo.observe.tracking.outbox import METRICS, Outbox, OutboxEntry
+from async_grpo.runtime.text import one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -16,7 +16,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import threading
 import time
 import uuid
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from async_grpo.errors import SetupError
+from async_grpo.runtime.text import one_line
 
 STATE, METRICS, SAMPLES = "mlflow_sent.json", "metrics.jsonl", "samples.jsonl"
 
@@ -365,29 +365,3 @@ def _lock(file: BinaryIO) -> None:
             errno.ENOSYS,
         ):  # a network file system that has no locks
             raise
-
-
-def one_line(error: BaseException) -> str:
-    """What went wrong, short and without passwords: the operating system's reason where there is
-    one.
-    """
-    if isinstance(error, TrackingError):
-        return str(error)
-    inner = error
-    while (deeper := _below(inner)) is not None:
-        inner = deeper
-    text = str(inner if isinstance(inner, OSError) else error).strip() or type(error).__name__
-    return without_password(text.splitlines()[0])[:300]
-
-
-def _below(error: BaseException) -> BaseException | None:
-    """The error behind this one; libraries also put it among the arguments."""
-    behind = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return behind or next(
-        (argument for argument in error.args if isinstance(argument, BaseException)), None
-    )
-
-
-def without_password(text: str) -> str:
-    """The text with `***` for user and password in every URI."""
-    return re.sub(r"://[^/@\s]*@", "://***@", text)

@@ -34,17 +34,10 @@ from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.files import Lines, flat_sample, flatten
 from async_grpo.observe.tracking.mlflow_sender import Delivery
-from async_grpo.observe.tracking.outbox import (
-    METRICS,
-    SAMPLES,
-    Outbox,
-    OutboxEntry,
-    TrackingError,
-    one_line,
-    without_password,
-)
+from async_grpo.observe.tracking.outbox import METRICS, SAMPLES, Outbox, OutboxEntry, TrackingError
 from async_grpo.observe.tracking.system_metrics import SystemMetrics
 from async_grpo.runtime.provenance import code_version, git
+from async_grpo.runtime.text import one_line, without_password
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 

@@ -1,0 +1,57 @@
+"""Text for people: characters that show, durations, errors on one line, no passwords.
+
+Runs in: any process. Invariant: what `visible` returns can move no cursor and change no colour.
+"""
+
+from __future__ import annotations
+
+import re
+
+from async_grpo.errors import RunError
+
+ERROR_CHARS = 300
+
+
+def visible(text: str, *, keep: str = "\n\t") -> str:
+    """Replace control characters, except those of `keep`, and lone surrogates by escapes."""
+    return "".join(
+        letter
+        if letter.isprintable() or letter in keep
+        else letter.encode("unicode_escape", "backslashreplace").decode()
+        for letter in text
+    )
+
+
+def ago(seconds: float) -> str:
+    """Write a duration as one number with its unit: 99 s, 5 min, 12 h, 4 days."""
+    seconds = max(0, round(seconds))
+    if seconds < 100:
+        return f"{seconds} s"
+    minutes, hours = seconds // 60, seconds // 3600
+    if minutes < 100:
+        return f"{minutes} min"
+    return f"{hours} h" if hours < 72 else f"{hours // 24} days"
+
+
+def one_line(error: BaseException) -> str:
+    """Shorten an error to one line without passwords, by its system error if it has one."""
+    if isinstance(error, RunError):
+        return str(error)
+    inner = error
+    while (deeper := _below(inner)) is not None:
+        inner = deeper
+    text = str(inner if isinstance(inner, OSError) else error).strip() or type(error).__name__
+    return without_password(text.splitlines()[0])[:ERROR_CHARS]
+
+
+def _below(error: BaseException) -> BaseException | None:
+    """The error behind an error; libraries also put it among the arguments."""
+    behind = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return behind or next(
+        (argument for argument in error.args if isinstance(argument, BaseException)), None
+    )
+
+
+def without_password(text: str) -> str:
+    """Replace user and password in every URI by `***`."""
+    return re.sub(r"://[^/@\s]*@", "://***@", text)

@@ -1,0 +1,166 @@
+"""The logged metrics, the panel, the summary, the verdict and the report say the same of one run:
+how much of its time the learner is idle, and how many tokens it trains per second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.batching import RankPlan, RowKey, RowValue
+from async_grpo.loop import Loop
+from async_grpo.observe.bottleneck import BottleneckWatch, ThroughputModel
+from async_grpo.observe.console.progress import WINDOW_S, Progress
+from async_grpo.report.data import read_run
+from async_grpo.report.facts import tiles
+from async_grpo.report.plots import times_by_cause
+from async_grpo.run import throughput
+from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LearnerTime, TimeByCause
+from async_grpo.wire import Batch
+from tests.support.loops import WEIGHTS, batch_of, config
+
+STEPS = 9
+
+
+class Run:
+    """Queue, learner and publisher that take invented time; `rows`: what the loop logged."""
+
+    def __init__(self) -> None:
+        self.now, self._chance = 1000.0, random.Random(5)
+        self.rows: list[dict[str, float]] = []
+        self.loop = Loop(
+            config(run={"total_steps": STEPS}),
+            queue=self,
+            learner=self,
+            publisher=self,
+            weights=WEIGHTS,
+            total_steps=STEPS,
+            steps_done=0,
+            log=self.log,
+        )
+        self.loop.time = TimeByCause(LEARNER_CAUSES, clock=lambda: self.now, wall=lambda: self.now)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.rows.append(metrics | {"step": step, "time": self.now})
+
+    def takes(self, most: float) -> None:
+        """Invented time passes; the whole run fits into the panel's window."""
+        self.now += self._chance.uniform(0.0, most / 2)
+
+    async def get_batch(self, step: int) -> Batch:
+        self.takes(4.0 if step % 3 else 0.1)
+        return batch_of(step)
+
+    async def metrics(self) -> dict[str, float]:
+        self.takes(0.2)
+        step = len(self.rows) + 1.0
+        return {
+            "replay/trained": 4.0 * step,
+            "cluster/rollout_actors": 1.0,
+            "time/engine/working": 2.0 * step,
+            "time/engine/blocked": 0.0,
+            "time/engine/paused": 0.0,
+            "replay/ready_wait_s": 0.1,
+        }
+
+    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
+        self.takes(2.0)
+        return {}
+
+    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None: ...
+
+    async def update(self, index: int) -> None:
+        self.takes(1.0)
+
+    async def end(self) -> list[dict[str, Any]]:
+        return [{"sums": {}, "highs": {}, "lows": {}}]
+
+    async def publish(self, version: int) -> float:
+        self.takes(0.5)
+        return 0.0
+
+    def measurements(self) -> dict[str, float]:
+        return {}
+
+    async def refresh(self, version: int) -> None: ...
+
+    async def train(self) -> list[dict[str, float]]:
+        """All steps, with an evaluation before the first and a checkpoint now and then."""
+        with self.loop.time.during("evaluating"):
+            self.now += 1.5
+        for step in range(STEPS):
+            await self.loop.step()
+            with self.loop.time.during("checkpointing"):
+                self.now += 1.5 * (step % 4 == 0)
+        return self.rows
+
+
+@pytest.fixture
+def run() -> Run:
+    async def scenario() -> Run:
+        run = Run()
+        await run.train()
+        return run
+
+    return asyncio.run(scenario())
+
+
+def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: Path) -> None:
+    rows = run.rows
+    wall = rows[-1]["time"] - 1000.0
+    tokens = sum(row["rollout/response_tokens"] for row in rows)
+    starved = rows[-1]["time/learner/starved"]
+    assert 0.2 < starved / wall < 0.8 and tokens > 100
+
+    # the logged metrics: weighted by the time of their lines, they are those of the run
+    took = [end - begin for begin, end in pairwise([1000.0, *(row["time"] for row in rows)])]
+    for name, whole in (("time/learner_idle", starved), ("train/tokens_per_s", tokens)):
+        parts = [row[name] * seconds for row, seconds in zip(rows, took, strict=True)]
+        assert sum(parts) == pytest.approx(whole), name
+
+    # the summary
+    trained, spent = throughput(run.loop.latest, run.loop.tokens)
+    assert trained.startswith(f"{tokens:,.0f} response tokens, {tokens / wall:,.0f} per second")
+    assert spent.endswith(f"{starved / wall:.0%} waiting for groups")
+
+    # the report: its tiles and its picture
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = read_run(tmp_path)
+    shown = dict(tiles(data)[2])
+    assert shown["tokens/s trained"] == f"{tokens / wall:,.0f}"
+    assert shown["learner idle"] == f"{starved / wall:.0%}"
+    causes = dict(times_by_cause(data))["learner time"]
+    assert causes["starved"] / sum(causes.values()) == pytest.approx(starved / wall)
+    assert causes["evaluating"] == pytest.approx(1.5)
+
+    # the panel, whose window holds the whole run
+    clock = iter([1000.0, *(row["time"] for row in rows)])
+    progress = Progress(clock=lambda: next(clock))
+    for step, row in enumerate(rows, 1):
+        progress.logged(step, STEPS, row)
+    metrics = progress.facts()["metrics"]
+    assert wall < WINDOW_S
+    assert metrics["learner_idle"] == pytest.approx(starved / wall)
+    assert metrics["tokens_trained_per_s"] == pytest.approx(tokens / wall)
+
+    # the verdict, which begins at the first line
+    watch = BottleneckWatch(ThroughputModel.of(config()), min_steps=STEPS - 1, min_s=0.0)
+    told = [watch.observe(row | {"rollout/tokens_per_s_per_response": 1.0}) for row in rows]
+    idle = (starved - rows[0]["time/learner/starved"]) / (rows[-1]["time"] - rows[0]["time"])
+    assert told[-1] is not None and f"learner idle {idle:.0%}" in told[-1].text
+
+
+def test_another_start_of_the_run_begins_with_no_tokens(run: Run, tmp_path: Path) -> None:
+    again = [row | {"step": row["step"] + STEPS} for row in run.rows]
+    rows = [*run.rows, *again]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(tmp_path).learner_time == LearnerTime.between(
+        {}, run.rows[-1], tokens=run.loop.tokens
+    )

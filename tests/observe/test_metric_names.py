@@ -1,0 +1,105 @@
+"""Every metric that the code names is explained in docs/metrics.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "metrics.md"
+NAME = re.compile(
+    "(?:train|rollout|replay|time|weights|eval|cluster|checkpoint|tracking|goodput)(?:/[a-z0-9_]+)+"
+)
+LOSS_METRICS = ROOT / "async_grpo" / "algo" / "metrics.py"
+UNTRACKED = {
+    "weights/self_check_error",  # printed at the start
+    "weights/self_check_moved",
+    "weights/self_check_sampler_error",
+    "weights/differ",  # printed after a learner's replay
+    "eval/accuracy_sampled",  # read from older runs
+    "train/sums",  # parts of sums on their way between processes
+    "train/highs",
+    "train/lows",
+}
+BEGINNINGS = {"rollout/advantage"}
+"""Put together with what is measured of them: `rollout/advantage_std`. So are strings that end with
+`_`.
+"""
+
+
+def explained(page: str) -> set[str]:
+    """Names in the page: each `word` below a heading with a path, under that path. A word that
+    begins with `_` or `/` continues the one before.
+    """
+    names: set[str] = set()
+    path = last = ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            found = re.match(r"## `([a-z]+)/`", line)
+            path = found[1] if found else ""
+        for word in re.findall(r"`([a-z0-9_/<>]+)`", line) if path else []:
+            for base in [last, *(last[:at] for at, sign in enumerate(last) if sign == "_")]:
+                if word[0] in "_/":
+                    names.add(f"{path}/{base}{word}")
+            if word[0] not in "_/":
+                last = word
+                names.add(word if NAME.fullmatch(word) else f"{path}/{word}")
+    return names
+
+
+def named(source: str, *, keys: bool = False) -> Iterator[str]:
+    """Metric names among the strings of a module; keys: also the keys of dictionaries, which are
+    names below `train/`.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if NAME.fullmatch(node.value):
+                yield node.value
+        elif keys and isinstance(node, ast.Dict):
+            yield from (
+                f"train/{key.value}"
+                for key in node.keys
+                if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            )
+
+
+def test_a_metric_in_the_code_is_on_the_page() -> None:
+    page = explained(PAGE.read_text(encoding="utf-8"))
+    found = {
+        name: path
+        for path in sorted((ROOT / "async_grpo").rglob("*.py"))
+        for name in named(path.read_text(encoding="utf-8"), keys=path == LOSS_METRICS)
+    }
+    assert len(found) > 110, "the names are not where this test looks"
+    missing = {
+        name: str(path.relative_to(ROOT))
+        for name, path in found.items()
+        if name not in page | UNTRACKED and not name.endswith("_sq") and not _begins(name, page)
+    }
+    assert missing == {}, "explain them in docs/metrics.md"
+    assert not UNTRACKED & page
+    assert found.keys() >= UNTRACKED | BEGINNINGS
+
+
+def _begins(name: str, page: set[str]) -> bool:
+    """Whether the string is the beginning of a name in the page, put together elsewhere."""
+    return (name in BEGINNINGS or name.endswith("_")) and any(
+        known.startswith(name) for known in page
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("| `lag_mean`, `lag_max` | ... |", {"train/lag_mean", "train/lag_max"}),
+        ("| `rejected`, `rejected/a`, `/b` |", {"train/rejected", "train/rejected/a"}),
+        ("no path in `replay/ready` below `loss`", {"replay/ready"}),
+    ],
+)
+def test_the_page_is_read(line: str, names: set[str]) -> None:
+    assert names <= explained(f"## `train/`: tokens\n\n{line}\n## else\n`other`")
+    assert "train/other" not in explained(f"## `train/`: tokens\n{line}\n## else\n`other`")
