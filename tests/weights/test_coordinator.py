@@ -12,7 +12,7 @@ import pytest
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, Stalled
-from async_grpo.weights import delivery
+from async_grpo.weights import fan_out
 from async_grpo.weights.checks import SelfCheckFailed
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import (
@@ -58,7 +58,7 @@ def config(
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "GRACE_S", 0.05)
+    monkeypatch.setattr(fan_out, "GRACE_S", 0.05)
 
 
 def logprobs_of(weight: float, response: list[int]) -> np.ndarray:
@@ -864,6 +864,6 @@ def test_a_probe_that_spans_two_versions_or_an_unknown_one_is_repeated() -> None
         assert run.members[0].scored == ["v0.4", "v0.5", "v0.6"]
         assert run.members[1].scored == ["v0.4"]
         with pytest.raises(TransferMismatch, match="engine a0"):
-            run.coordinator._probes.raise_findings()
+            run.coordinator._probe.raise_findings()
 
     asyncio.run(scenario())
