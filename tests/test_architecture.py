@@ -68,7 +68,7 @@ LIBRARIES = {
     "weights.worker": "torch vllm numpy tqdm",  # a lock of its progress bars
     "weights.transport": "torch",  # what the driver imports
     "weights.coordinator": "",
-    "weights.delivery": "numpy",
+    "weights.fan_out": "numpy",
     "weights.pinning": "",
     "weights.checks": "numpy",
     "weights.layout": "torch",

@@ -22,6 +22,7 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.processes import SAVING, TRANSFER, LearnerProcess
 from async_grpo.cluster.watchdog import Calls
 from async_grpo.config.schema import Config
+from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import LearnerLost, RunError
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.weights.transport import Announcement, Staged, TokenSequence
@@ -180,7 +181,7 @@ class LearnerGroup:
         """Push staged weights, for transports that push; why the transfer is torn, or "". A copy is
         sent in the background.
         """
-        if announcement.backend != "nccl":
+        if not TRANSPORTS[announcement.backend].pushes:
             return ""
         if announcement.streamed:
             return (await self._all("stream"))[0]

@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from async_grpo.config.schema import Config
+from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
-from async_grpo.weights.delivery import UNDER_WAY
+from async_grpo.weights.transport import BUCKETS_IN_FLIGHT, torn_after
 
 CPU_ENGINES = 2
 """Engines per node on CPU, unless `cluster.rollout_actors` asks for more."""
@@ -189,8 +190,9 @@ def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
     )
     if layout != "auto":
         return layout == "colocated"
+    transport = TRANSPORTS.get(config.weight_sync.backend)  # None: auto
     gpus = sum(int(node.gpus) for node in nodes)
-    return size == 1 and config.weight_sync.backend in ("auto", "ipc") and gpus == ranks
+    return size == 1 and (transport is None or bool(transport.colocated)) and gpus == ranks
 
 
 def _count(config: Config, room: int, asked: str, nodes: list[Node]) -> int:
@@ -206,9 +208,10 @@ def _count(config: Config, room: int, asked: str, nodes: list[Node]) -> int:
 
 def _refuse_what_needs_gpus(config: Config, nodes: list[Node]) -> None:
     size, backend = config.cluster.engine.tensor_parallel_size, config.weight_sync.backend
+    transport = TRANSPORTS.get(backend)
     for setting, asked in (
         ("cluster.layout: colocated", config.cluster.layout == "colocated"),
-        (f"weight_sync.backend: {backend}", backend in ("nccl", "ipc")),
+        (f"weight_sync.backend: {backend}", transport is not None and transport.needs_gpu),
         (f"cluster.engine.tensor_parallel_size: {size}", size > 1),
     ):
         if asked:
@@ -367,12 +370,12 @@ def _refuse_bfloat16_without_zero(config: Config, device: str) -> None:
 
 def _refuse_short_acknowledgement(config: Config, backend: str) -> None:
     deadlines = config.weight_sync.deadlines
-    least = deadlines.pause_s + UNDER_WAY * deadlines.bucket_s + deadlines.resume_s
-    if backend == "nccl" and deadlines.acknowledge_s <= least:
+    least = torn_after(deadlines) + deadlines.resume_s
+    if TRANSPORTS[backend].pushes and deadlines.acknowledge_s <= least:
         raise SetupError(
             f"`weight_sync.deadlines.acknowledge_s` is {deadlines.acknowledge_s:g}, and "
             "engines that are cut off notice it only after up to "
-            f"{least:g} s (pause_s + {UNDER_WAY} x bucket_s + resume_s): they would be "
+            f"{least:g} s (pause_s + {BUCKETS_IN_FLIGHT} x bucket_s + resume_s): they would be "
             "taken for the culprit; raise it, or lower those."
         )
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from async_grpo.config.transports import TRANSPORTS
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.listener import RunListener
@@ -94,7 +95,7 @@ class Relays:
         """The announcement as engines on this node need it. Raises Ray's error when a relay died
         more often than it is started again.
         """
-        if announcement.backend != "shared_memory" or node_id == self._home:
+        if not TRANSPORTS[announcement.backend].relayed or node_id == self._home:
             return announcement
         payload = announcement.payload
         key = (node_id, payload["path"], payload["sequence"])

@@ -13,11 +13,12 @@ is allowed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
 from async_grpo.config.section import Section
+from async_grpo.config.transports import TRANSPORTS, Transport
 
 if TYPE_CHECKING:
     from async_grpo.config.schema import Config
@@ -630,34 +631,42 @@ def _tracking(config: Config) -> Iterator[str]:
 
 
 def _cluster(config: Config) -> Iterator[str]:
-    cluster, actors, ranks, backend = (
-        config.cluster,
-        config.cluster.rollout_actors,
-        config.learner.ranks,
-        config.weight_sync.backend,
-    )
+    cluster, actors = config.cluster, config.cluster.rollout_actors
     if actors.max is not None and actors.min > actors.max:
         yield (
             f"`cluster.rollout_actors.min` is {actors.min}; it must not exceed "
             f"`cluster.rollout_actors.max`, {actors.max}."
         )
-    if cluster.device == "cpu" and backend in ("nccl", "ipc"):
-        yield (
-            f"`weight_sync.backend: {backend}` needs GPUs, but `cluster.device` is cpu; use "
-            "auto or shared_memory."
-        )
-    if backend == "ipc" and cluster.layout != "colocated":
-        yield (
-            "`weight_sync.backend: ipc` needs learner and engine on one GPU: set "
-            "`cluster.layout: colocated`, or use auto or nccl."
-        )
-    if backend == "nccl" and cluster.layout == "colocated":
-        yield (
-            "`weight_sync.backend: nccl` cannot join two processes on one GPU; with "
-            "`cluster.layout: colocated` use auto or ipc."
-        )
+    yield from _transport(config)
     if cluster.layout == "colocated":
-        yield from _colocated(config, ranks)
+        yield from _colocated(config, config.learner.ranks)
+
+
+def _transport(config: Config) -> Iterator[str]:
+    cluster, transport = config.cluster, TRANSPORTS.get(config.weight_sync.backend)
+    if transport is None:  # `auto` fits
+        return
+    if cluster.device == "cpu" and transport.needs_gpu:
+        yield (
+            f"`weight_sync.backend: {transport.name}` needs GPUs, but `cluster.device` is cpu; "
+            f"use {_or_auto(other for other in TRANSPORTS.values() if not other.needs_gpu)}."
+        )
+    if transport.colocated and cluster.layout != "colocated":
+        yield (
+            f"`weight_sync.backend: {transport.name}` needs learner and engine on one GPU: set "
+            "`cluster.layout: colocated`, or use "
+            f"{_or_auto(other for other in TRANSPORTS.values() if other.colocated is False)}."
+        )
+    if transport.colocated is False and cluster.layout == "colocated":
+        yield (
+            f"`weight_sync.backend: {transport.name}` cannot join two processes on one GPU; with "
+            "`cluster.layout: colocated` use "
+            f"{_or_auto(other for other in TRANSPORTS.values() if other.colocated)}."
+        )
+
+
+def _or_auto(transports: Iterable[Transport]) -> str:
+    return " or ".join(["auto", *(transport.name for transport in transports)])
 
 
 def _colocated(config: Config, ranks: int) -> Iterator[str]:

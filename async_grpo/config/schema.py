@@ -29,6 +29,7 @@ from async_grpo.config.section import (
     fixed,
     warn,
 )
+from async_grpo.config.transports import TransportName
 
 if TYPE_CHECKING:
     from async_grpo.observe.console.console import Console
@@ -156,7 +157,7 @@ class Deadlines(Section):
 
 class WeightSync(Section):
     on_resume = FREE
-    backend: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"
+    backend: TransportName = "auto"
     """How weights reach the engines; `auto`: shared memory on CPU, `ipc` when colocated on GPU,
     `nccl` otherwise.
     """

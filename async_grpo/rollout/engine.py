@@ -33,16 +33,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from async_grpo.config.schema import Config, Deadlines
+from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
 from async_grpo.rollout.early_process import EarlyProcess
 from async_grpo.runtime.lifetime import own_directory
-from async_grpo.weights.transport import (
-    WORKER_ENGINES,
-    Announcement,
-    Receipt,
-    is_version,
-    parse_label,
-)
+from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
 from async_grpo.wire import VersionSpan
 
 if TYPE_CHECKING:
@@ -603,9 +598,9 @@ def kv_cache_gb(config: Config, *, device: str, backend: str) -> float | None:
     """KV cache per engine GPU or process in GiB; None where vLLM chooses."""
     if config.cluster.engine.kv_cache_gb is not None:
         return config.cluster.engine.kv_cache_gb
-    return (
-        CPU_KV_CACHE_GB if device == "cpu" else SHARED_GPU_KV_CACHE_GB if backend == "ipc" else None
-    )
+    if device == "cpu":
+        return CPU_KV_CACHE_GB
+    return SHARED_GPU_KV_CACHE_GB if TRANSPORTS[backend].colocated else None
 
 
 def _engine_arguments(
@@ -630,7 +625,7 @@ def _engine_arguments(
         "tensor_parallel_size": settings.tensor_parallel_size,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enforce_eager": cpu if settings.enforce_eager is None else settings.enforce_eager,
-        "weight_transfer_config": WeightTransferConfig(backend=WORKER_ENGINES[backend]),
+        "weight_transfer_config": WeightTransferConfig(backend=TRANSPORTS[backend].vllm_name),
         "worker_extension_cls": "async_grpo.weights.worker.WorkerExtension",
         "kv_cache_memory_bytes": None if memory is None else int(memory * 2**30),
     }

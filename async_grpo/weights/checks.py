@@ -1,22 +1,24 @@
-"""Do engines compute with the weights that they are sent? Asked at the start, and of every
-newcomer.
+"""Do engines compute with the weights that the learner sent? Two checks of log-probs.
 
-Runs in: the driver. Hides the two questions: weights that are visibly perturbed must move the
-engine's log-probs as they move the learner's (tensors that do not arrive, or not where they should,
-show), and sampled responses must come with the log-probs that the learner computes. Invariant:
-whoever passes serves perturbed weights until real ones are published; no ticket exists before that.
+Runs in: the driver.
 
-When log-probs of an engine are those of the learner. Two ways of computing the same numbers differ
-by rounding: in float32 by less than 1e-4, in bfloat16 by some hundredths per token, whose size is
-measured on the true weights when the run starts. A check that could not fail shows nothing, so the
-self-check's perturbation has to move log-probs by several times what is allowed.
+    LoadPathCheck   of every engine before it serves: weights that are visibly perturbed must move
+                    its log-probs as they move the learner's (tensors that do not arrive, or arrive
+                    in the wrong place, show), and its sampled responses must come with the
+                    log-probs that the learner computes
+    DriftProbe      after every `verify_every`-th publication each engine scores a few fixed
+                    responses, as ordinary requests between the others; compared with what the
+                    learner computed when it staged the version that labels the answer. An answer
+                    that spans two versions, or has one that the learner did not score, is owed: the
+                    engine is asked again after the next publication
 
-The drift alarm: what engines compute now and then, against what the learner computed when it staged
-the same version. After every `verify_every`-th publication each engine scores a few fixed
-responses, as ordinary requests between the others; the answer carries the label of its version. An
-answer that spans two versions, or comes under one for which the learner has computed nothing, is
-owed: it is asked again after the next publication. Invariant: nothing here holds up a publication
-or a step; what is found ends the run at the next boundary.
+`Tolerance` says which differences are rounding: in float32 less than 1e-4, in bfloat16 some
+hundredths per token, measured on the true weights when the run starts. The perturbation has to move
+log-probs by several times the tolerance: a check that could not fail shows nothing.
+
+Invariants: an engine that passed the load-path check serves perturbed weights until real ones are
+published, and no ticket exists before that; a drift probe delays no publication and no step, its
+findings end the run at the next boundary.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ import numpy as np
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import TransferMismatch
-from async_grpo.weights.delivery import DeliveryOutcome, EngineHandle
+from async_grpo.weights.fan_out import EngineHandle
 from async_grpo.weights.transport import SELF_CHECK, Announcement, Staged, TokenSequence
 
 SELF_CHECK_SCALES = (0.05, 0.1, 0.2, 0.4)
-"""Perturbations tried in turn until one moves log-probs by more than CONTRAST times what is
-allowed.
-"""
+"""Perturbations tried in turn until one moves log-probs by more than CONTRAST x the tolerance."""
 CONTRAST = 4.0
 EXACT = 1e-4
 NOISY_MEAN, NOISY_CORRELATION, NOISE_FACTOR = 0.03, 0.95, 4.0
+KEPT_VERSIONS = 4
+"""Newest versions whose log-probs of the learner are kept for answers of the drift probe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of two lists of log-probs: largest and mean absolute difference, and their correlation. Not a
-    number if one entry is not.
+    """Largest and mean absolute difference of two lists of log-probs, and their correlation; not a
+    number if an entry is not.
     """
 
     largest: float
@@ -54,7 +56,7 @@ class Difference:
 
     @classmethod
     def of(cls, served: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> Difference:
-        """served, expected: the same number of arrays [L]."""
+        """Compare two lists of the same number of arrays [L]."""
         ours, theirs = (
             np.concatenate(list(rows)).astype(np.float64) if rows else np.zeros(0)
             for rows in (served, expected)
@@ -71,8 +73,8 @@ class Difference:
 
 @dataclass(slots=True)
 class Tolerance:
-    """What is allowed. exact: learner and engine compute in float32; `noise`: mean difference
-    measured on the true weights.
+    """The difference that is allowed. exact: learner and engine compute in float32. noise: mean
+    difference measured on the true weights.
     """
 
     exact: bool
@@ -84,11 +86,11 @@ class Tolerance:
         return EXACT if self.exact else max(NOISY_MEAN, NOISE_FACTOR * self.noise)
 
     def size(self, difference: Difference) -> float:
-        """The number that `bound` is about."""
+        """The number that `bound` limits."""
         return difference.largest if self.exact else difference.mean
 
     def objection(self, difference: Difference) -> str:
-        """What is wrong with this difference, or ""."""
+        """Say what is wrong with a difference, or ""."""
         size = self.size(difference)
         if not size <= self.bound:  # not a number is too much
             return (
@@ -112,18 +114,24 @@ class SelfCheckFailed(TransferMismatch):
 
 
 class CheckedLearner(Protocol):
-    """The learner group as the check sees it."""
+    """The learner group as the load-path check sees it."""
 
     async def stage_perturbed(
         self, label: str, *, scale: float, sequences: list[TokenSequence]
-    ) -> Staged: ...
-    async def release(self) -> None: ...
-    async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]: ...
+    ) -> Staged:
+        """Stage perturbed weights apart, with the log-probs of `sequences` before and after."""
+
+    async def release(self) -> None:
+        """Free the perturbed copy."""
+
+    async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]:
+        """Compute log-probs [L] of each response under the current weights."""
 
 
-class SelfCheck:
-    """`sequences`: the fixed responses that engines score. `passed`: ids of the engines that
-    did.
+class LoadPathCheck:
+    """Compares the log-probs of engines with the learner's, before they serve.
+
+    sequences: the fixed responses that engines score. passed: ids of the engines that passed.
     """
 
     def __init__(
@@ -136,21 +144,15 @@ class SelfCheck:
         deliver: Callable[[Sequence[EngineHandle], Announcement], Awaitable[None]],
     ) -> None:
         """deliver(engines, announcement): returns when all of them have it, or raises."""
-        self._config, self._learner, self._tolerance, self._backend, self._deliver = (
-            config,
-            learner,
-            tolerance,
-            backend,
-            deliver,
-        )
+        self._config, self._backend = config, backend
+        self._learner, self._deliver = learner, deliver
+        self._tolerance = tolerance
         self._scales = SELF_CHECK_SCALES
         self.sequences: list[TokenSequence] = []
         self.passed: set[str] = set()
 
     async def load_path(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
-        """Publish perturbed weights to these engines and compare log-probs: tensors that do not
-        arrive, or not where they should, show.
-        """
+        """Publish perturbed weights to these engines and compare log-probs. Returns metrics."""
         try:
             return await self._perturb_and_compare(engines)
         finally:
@@ -164,18 +166,15 @@ class SelfCheck:
             await self._deliver(engines, staged.announcement)
             differences = {}
             for engine in engines:
-                scored = await self._within(
-                    engine.score(self.sequences), f"the test responses of {engine.actor_id}"
-                )
+                scored = await self._within(engine, engine.score(self.sequences))
                 differences[engine.actor_id] = Difference.of(
                     [row for _, row in scored], staged.logprobs
                 )
             moved = Difference.of(staged.logprobs, staged.before)
             self._object(differences, "after a test publication of perturbed weights")
             if self._tolerance.shows(moved):
-                self._scales = tuple(
-                    other for other in SELF_CHECK_SCALES if other >= scale
-                )  # the bound may grow with the noise
+                # later checks start here, and may need more: the tolerance may grow with the noise
+                self._scales = tuple(other for other in SELF_CHECK_SCALES if other >= scale)
                 self.passed |= set(differences)
                 worst = max(self._tolerance.size(difference) for difference in differences.values())
                 return {
@@ -190,8 +189,8 @@ class SelfCheck:
         )
 
     async def sampler(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
-        """Compare the log-probs that come with sampled responses, at the training temperature,
-        under the true weights; measures the noise.
+        """Compare the log-probs that come with sampled responses, at the training temperature and
+        under the true weights; this measures the noise. Returns metrics.
         """
         differences = {}
         for engine in engines:
@@ -219,62 +218,25 @@ class SelfCheck:
     async def responses(
         self, engine: EngineHandle
     ) -> list[tuple[list[int], list[int], np.ndarray]]:
-        return await self._within(
-            engine.probe_sequences(), f"the test responses of {engine.actor_id}"
-        )
+        """Let an engine sample: prompt, response and its log-probs [L]."""
+        return await self._within(engine, engine.probe_sequences())
 
-    async def _within(self, work: Awaitable[Any], what: str) -> Any:
+    async def _within(self, engine: EngineHandle, work: Awaitable[Any]) -> Any:
         seconds = self._config.weight_sync.deadlines.acknowledge_s
         try:
             return await asyncio.wait_for(work, seconds)
         except TimeoutError as error:
             raise TimeoutError(
-                f"{what} took longer than weight_sync.deadlines.acknowledge_s = {seconds:g} s"
+                f"the test responses of {engine.actor_id} took longer than "
+                f"weight_sync.deadlines.acknowledge_s = {seconds:g} s"
             ) from error
 
 
-KEPT_VERSIONS = 4
+class DriftProbe:
+    """Compares the log-probs of engines with the learner's, while they serve.
 
-
-@dataclass(slots=True)
-class PublicationTimes:
-    """Sums over the publications so far: seconds that the learner waited, that engines were paused
-    (mean over engines) and until live; tokens that running responses had to compute again;
-    publications repeated and engines dropped because of a fault.
+    sequences: the fixed responses. owed: engines whose last answer could not be compared.
     """
-
-    count: int = 0
-    learner_waited: float = 0.0
-    engines_paused: float = 0.0
-    wall: float = 0.0
-    recomputed_tokens: int = 0
-    repeated: int = 0
-    dropped: int = 0
-
-    def add(self, outcome: DeliveryOutcome) -> None:
-        """Count what the engines say about one delivery."""
-        receipts = outcome.done.values()
-        self.engines_paused += sum(receipt.seconds["total"] for receipt in receipts) / max(
-            1, len(receipts)
-        )
-        self.recomputed_tokens += sum(receipt.recomputed_tokens for receipt in receipts)
-
-    def measurements(self) -> dict[str, float]:
-        """As metrics: means per publication, and counts."""
-        count = max(1, self.count)
-        return {
-            "weights/publications": float(self.count),
-            "weights/learner_waited_s": self.learner_waited / count,
-            "weights/engine_paused_s": self.engines_paused / count,
-            "weights/until_live_s": self.wall / count,
-            "weights/recomputed_tokens": self.recomputed_tokens / count,
-            "weights/repeated": float(self.repeated),
-            "weights/dropped_engines": float(self.dropped),
-        }
-
-
-class Probes:
-    """`sequences`: the fixed responses. `owed`: engines whose last answer could not be compared."""
 
     def __init__(self, config: Config, tolerance: Tolerance) -> None:
         self._settings, self._tolerance = config.weight_sync, tolerance
@@ -287,23 +249,22 @@ class Probes:
         self._largest = 0.0
 
     def due(self, publications: int) -> bool:
-        """Whether the publication after so many is one to verify."""
+        """Whether to verify the publication that follows so many."""
         every = self._settings.verify_every
         return bool(every and self.sequences) and (publications + 1) % every == 0
 
     def expect(self, label: str, logprobs: list[np.ndarray]) -> None:
-        """What the learner computes under this label."""
+        """Keep the learner's log-probs under this label."""
         self._expected[label] = logprobs
         while len(self._expected) > KEPT_VERSIONS:
             del self._expected[next(iter(self._expected))]
 
     def start(self, engines: Sequence[EngineHandle], *, all_of_them: bool) -> None:
-        """Ask these engines, or those among them that owe an answer, in the background."""
+        """Ask all these engines, or only those that owe an answer, in the background."""
         self.owed &= {engine.actor_id for engine in engines}
         for engine in engines:
-            if (
-                all_of_them or engine.actor_id in self.owed
-            ) and engine.actor_id not in self._asking:
+            wanted = all_of_them or engine.actor_id in self.owed
+            if wanted and engine.actor_id not in self._asking:
                 task = self._asking[engine.actor_id] = asyncio.create_task(self._ask(engine))
                 task.add_done_callback(
                     lambda task, actor_id=engine.actor_id: self._finished(actor_id, task)
@@ -314,7 +275,7 @@ class Probes:
         for error in self._findings:
             raise error
 
-    def measurements(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """weights/probes: answers compared; weights/drift: the largest difference seen;
         weights/probes_owed: answers still to come.
         """
@@ -328,7 +289,7 @@ class Probes:
         """Wait for the answers that are still to come; each has a deadline."""
         if self._asking:
             await asyncio.wait(set(self._asking.values()))
-            await asyncio.sleep(0)  # for what `_finished` notes
+            await asyncio.sleep(0)  # for what `_finished` records
 
     async def close(self) -> None:
         """Stop asking."""
@@ -346,10 +307,8 @@ class Probes:
             return
         difference = Difference.of([row for _, row in scored], self._expected[label])
         self.owed.discard(engine.actor_id)
-        self._compared, self._largest = (
-            self._compared + 1,
-            max(self._largest, self._tolerance.size(difference)),
-        )
+        self._compared += 1
+        self._largest = max(self._largest, self._tolerance.size(difference))
         if objection := self._tolerance.objection(difference):
             raise TransferMismatch(
                 f"engine {engine.actor_id} does not compute with the weights {label} that "
@@ -361,9 +320,8 @@ class Probes:
         del self._asking[actor_id]
         if task.cancelled():
             return
-        if isinstance(task.exception(), TransferMismatch):
-            self._findings.append(task.exception())
-        elif (
-            task.exception() is not None
-        ):  # dead or busy: the manager finds out which, and the answer stays owed
+        error = task.exception()
+        if isinstance(error, TransferMismatch):
+            self._findings.append(error)
+        elif error is not None:  # dead or busy: the manager finds out which
             self.owed.add(actor_id)

@@ -1,23 +1,23 @@
 """The order of a publication, in one place.
 
-Runs in: the driver. Draws on two sides that it does not know from the inside:
+Runs in: the driver. Drives two sides through protocols only, the learner group and the engines:
 
-    publish(version):   wait for the publication before -> learner.stage -> [ engines.receive ||
-                        learner.send ] -> queue.live -> probes |<------- the learner waits
-                        ------>|<--- with `overlap`, the next learner step runs here --->|
+    publish(version):  wait for the previous publication -> learner.stage ->
+                       [ engines.receive || learner.send ] -> queue.live -> drift probes
+                       |<-- learner waits ->|<- with `overlap`, the next step runs here ->|
 
-    an engine:          connect -> load-path check (perturbed weights) -> the newest weights ->
-                        serving -> `pinned`: away -> the newest weights -> serving
+    an engine:         connect -> load-path check (perturbed weights) -> the newest weights ->
+                       serving -> pinned: away -> the newest weights -> serving
 
 Invariants: at most one publication is under way; a version is declared live only when every
-connected engine of the set serves it (one that is not connected serves nothing yet and holds no
-tickets); a publication completes on all of them or is repeated, without those that died or said
-nothing, whom the manager drops and whose tickets it forfeits; wrong bytes, names or log-probs end
-the run.
+connected engine of the set serves it (an engine that is not connected serves nothing yet and holds
+no tickets); a publication completes on all of them or is repeated, without the engines that died or
+did not answer, which the manager drops and whose tickets it forfeits; wrong bytes, names or
+log-probs end the run.
 
-Engines that pull (shared memory, IPC) join at once: they read the newest copy. With NCCL a newcomer
-waits for the next boundary between learner steps, where the group is formed again with it and the
-current weights are sent.
+Engines that pull (shared memory, IPC) join at once: they read the newest copy. With a transport
+that pushes (NCCL) a newcomer waits for the next boundary between learner steps, where the group is
+formed again with the newcomer and the current weights are sent.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_grpo.config.schema import Config
+from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import LearnerLost, RunError, SetupError, Stalled, TransferMismatch
 from async_grpo.runtime.listener import RunListener
-from async_grpo.weights.checks import CheckedLearner as CheckedLearner
-from async_grpo.weights.checks import Probes, PublicationTimes, SelfCheck, Tolerance
-from async_grpo.weights.delivery import (
+from async_grpo.weights.checks import CheckedLearner, DriftProbe, LoadPathCheck, Tolerance
+from async_grpo.weights.fan_out import (
     GRACE_S,
     DeliveryOutcome,
     EngineHandle,
@@ -56,16 +57,59 @@ from async_grpo.weights.transport import (
 ATTEMPTS = 3
 
 
+@dataclass(slots=True)
+class PublicationTimes:
+    """Sums over the publications so far: seconds that the learner waited, that engines were paused
+    (mean over engines) and until live; tokens that running responses had to compute again;
+    publications repeated and engines dropped because of a fault.
+    """
+
+    count: int = 0
+    learner_waited: float = 0.0
+    engines_paused: float = 0.0
+    wall: float = 0.0
+    recomputed_tokens: int = 0
+    repeated: int = 0
+    dropped: int = 0
+
+    def add(self, outcome: DeliveryOutcome) -> None:
+        """Count the receipts of one delivery."""
+        receipts = outcome.done.values()
+        paused = sum(receipt.seconds["total"] for receipt in receipts)
+        self.engines_paused += paused / max(1, len(receipts))
+        self.recomputed_tokens += sum(receipt.recomputed_tokens for receipt in receipts)
+
+    def metrics(self) -> dict[str, float]:
+        """Means per publication, and counts."""
+        count = max(1, self.count)
+        return {
+            "weights/publications": float(self.count),
+            "weights/learner_waited_s": self.learner_waited / count,
+            "weights/engine_paused_s": self.engines_paused / count,
+            "weights/until_live_s": self.wall / count,
+            "weights/recomputed_tokens": self.recomputed_tokens / count,
+            "weights/repeated": float(self.repeated),
+            "weights/dropped_engines": float(self.dropped),
+        }
+
+
 class PublishingLearner(CheckedLearner, Protocol):
     """The learner group as the coordinator sees it."""
 
-    async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]: ...
-    async def rendezvous(self) -> str: ...
-    async def stage(
-        self, label: str, *, verify: bool, sequences: list[TokenSequence]
-    ) -> Staged: ...
-    async def send(self, announcement: Announcement) -> str: ...
-    async def back(self) -> None: ...
+    async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+        """Prepare the transport for these engines; one init payload per engine."""
+
+    async def rendezvous(self) -> str:
+        """Complete the transport's group, while the engines connect; why it failed, or ""."""
+
+    async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
+        """Copy the weights out of the model, and compute their log-probs of the sequences."""
+
+    async def send(self, announcement: Announcement) -> str:
+        """Push staged weights where the transport pushes; why the transfer is torn, or ""."""
+
+    async def back(self) -> None:
+        """Wait until a lost learner has been started again, or the run has ended."""
 
 
 class Coordinator:
@@ -84,14 +128,10 @@ class Coordinator:
         run_epoch: int = 0,
     ) -> None:
         """exact: learner and engines compute in float32. live(step, digest): tell the queue."""
-        self._config, self._learner, self._engines, self._backend, self._live = (
-            config,
-            learner,
-            ServingEngines(engines),
-            backend,
-            live,
-        )
-        self._pushes, self._run_epoch, self._listener = backend == "nccl", run_epoch, listener
+        self._config, self._listener = config, listener
+        self._learner, self._engines = learner, ServingEngines(engines)
+        self._backend, self._pushes = backend, TRANSPORTS[backend].pushes
+        self._live, self._run_epoch = live, run_epoch
         self._lock, self._joining = asyncio.Lock(), asyncio.Lock()
         self._newest: Announcement | None = None
         self._lost: LearnerLost | None = None
@@ -100,33 +140,30 @@ class Coordinator:
         self._connected: set[str] = set()
         self._group: set[str] = set()
         tolerance = Tolerance(exact)
-        self._probes = Probes(config, tolerance)
-        self._check = SelfCheck(
+        self._probe = DriftProbe(config, tolerance)
+        self._check = LoadPathCheck(
             config, learner=learner, tolerance=tolerance, backend=backend, deliver=self._deliver_to
         )
         self.times = PublicationTimes()
         self.held: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Entered while the learner waits for an evaluation that holds the newest version: its
-        cost, not that of the publication.
+        """Entered while the learner waits for an evaluation that holds the newest version: the wait
+        is a cost of the evaluation, not of the publication.
         """
 
     async def start(self, version: int) -> dict[str, float]:
         """Connect every engine, check load path and sampler, and make `version` live. Returns the
-        check's measurements.
+        metrics of the checks.
         """
         async with self._lock:
             engines, measured = list(self._engines.alive()), {}
             await self._connect(engines, strict=True)
             if self._config.weight_sync.self_check or self._config.weight_sync.verify_every:
-                self._check.sequences = [
-                    (prompt, response)
-                    for prompt, response, _ in await self._check.responses(engines[0])
-                ]
-                self._probes.sequences = self._check.sequences
+                responses = await self._check.responses(engines[0])
+                sequences = [(prompt, response) for prompt, response, _ in responses]
+                self._check.sequences = self._probe.sequences = sequences
             if self._config.weight_sync.self_check:
                 measured = await self._check.load_path(engines)
-            staged = await self._learner.stage(self._label(version), verify=True, sequences=[])
-            await self._deliver(staged.announcement, strict=True)
+            await self._publish_now(version, strict=True)
             if self._config.weight_sync.self_check:
                 measured |= await self._check.sampler(engines)
         await self._live(version, self._newest.digest)
@@ -134,29 +171,27 @@ class Coordinator:
         return measured
 
     async def publish(self, version: int) -> float:
-        """Publish the learner's current weights as `version`; returns the seconds that the learner
-        had to wait.
+        """Publish the learner's current weights as `version`. Returns the seconds that the learner
+        waited.
         """
         started = time.perf_counter()
         await self.wait()
-        self._probes.raise_findings()
-        started += await wait_unpinned(
-            lambda: self._pin, self.held
-        )  # it may have asked while the publication before was under way
+        self._probe.raise_findings()
+        # an evaluation may have pinned the version while the previous publication was under way
+        started += await wait_unpinned(lambda: self._pin, self.held)
         await self._lock.acquire()  # `_finish` releases it
         try:
             await self._regroup()
-            verify = self._probes.due(self.times.count)
-            sequences = self._probes.sequences if verify or self._probes.owed else []
+            verify = self._probe.due(self.times.count)
+            sequences = self._probe.sequences if verify or self._probe.owed else []
             staged = await self._learner.stage(
                 self._label(version), verify=verify, sequences=sequences
             )
             if sequences:
-                self._probes.expect(staged.announcement.label, staged.logprobs)
+                self._probe.expect(staged.announcement.label, staged.logprobs)
             if self._pushes and self._group and not staged.announcement.streamed:
-                await self._learner.send(
-                    staged.announcement
-                )  # begun in the background, before the next step can keep the learner busy
+                # begun in the background, before the next step can keep the learner busy
+                await self._learner.send(staged.announcement)
         except BaseException:
             self._lock.release()
             raise
@@ -171,37 +206,33 @@ class Coordinator:
         return waited
 
     def measurements(self) -> dict[str, float]:
-        """Publications so far, and what one took; what the probes saw."""
-        return self.times.measurements() | self._probes.measurements()
+        """Metrics of the publications so far, and of the drift probes."""
+        return self.times.metrics() | self._probe.metrics()
 
     def serving(self) -> list[EngineHandle]:
-        """Engines that serve the newest publication while none is under way: with NCCL a newcomer
-        lives before it does.
+        """Engines that serve the newest publication while none is under way; a newcomer is alive
+        before it serves, where the transport pushes.
         """
         return [engine for engine in self._engines.alive() if engine.actor_id in self._connected]
 
     async def wait(self) -> None:
         """Wait for the publication under way; raises what it raised."""
         if self._running is not None:
-            await asyncio.wait(
-                {self._running}
-            )  # a waiter that gives up leaves the publication alone
+            await asyncio.wait({self._running})  # cancelling the wait does not cancel the task
             self._running.result()
 
     async def settle(self) -> None:
-        """Wait for the publication under way and for what engines are asked about it; raises what
-        was found.
-        """
+        """Wait for the publication under way and its drift probes; raises their findings."""
         await self.wait()
-        await self._probes.settle()
-        self._probes.raise_findings()
+        await self._probe.settle()
+        self._probe.raise_findings()
 
     async def join(self, engine: EngineHandle, admit: Callable[[], None]) -> None:
         """Bring a newcomer to the newest published weights and `admit` it to the set before another
         publication can begin.
 
-        With NCCL it is admitted at once and served at the next boundary. Raises what keeps it out;
-        SelfCheckFailed and SetupError end the run.
+        A transport that pushes admits the newcomer at once and serves it at the next boundary.
+        Raises what keeps the newcomer out; SelfCheckFailed and SetupError end the run.
         """
         if self._pushes:
             admit()
@@ -209,7 +240,7 @@ class Coordinator:
         while True:
             try:
                 await self._join(engine, admit)
-            # not the newcomer's fault: it waits for the learner that takes the place of this one
+            # not the newcomer's fault, which waits for the next learner
             except LearnerLost as error:
                 self.learner_lost(error)
                 await self._learner.back()
@@ -225,9 +256,7 @@ class Coordinator:
                     [engine], lambda one: one.connect(payload), seconds=seconds, what="connecting"
                 )
             )
-            if (
-                self._config.weight_sync.self_check and engine.actor_id not in self._check.passed
-            ):  # not one that was away
+            if self._config.weight_sync.self_check and engine.actor_id not in self._check.passed:
                 await self._check.load_path([engine])
             async with self._lock:
                 assert self._newest is not None, "start() comes first"
@@ -237,9 +266,9 @@ class Coordinator:
 
     @asynccontextmanager
     async def pinned(self) -> AsyncIterator[Pin]:
-        """In the block the newest version of now is kept: by an engine that leaves the set and
-        comes back like a newcomer, while publications go on; where no other would be left, by all
-        of them, and the next publication waits. Whoever asks first comes before it.
+        """Inside the block the version that is newest at its begin is kept: by one engine that
+        leaves the set and comes back like a newcomer, while publications go on; where no other
+        engine would be left, by all engines, and the next publication waits.
         """
         async with self._lock:
             serving, label = self.serving(), self._newest.label
@@ -260,13 +289,11 @@ class Coordinator:
         await self._return(pin.engine)
 
     async def _return(self, engine: EngineHandle) -> None:
-        """Bring one that was away to the newest weights; one that cannot take them is dropped."""
+        """Re-admit an engine that was away at the newest version; drop it if it cannot load."""
         if self._pushes or not self._engines.lives(engine):
             async with self._lock:
                 self._engines.back(engine)
-                if (
-                    engine.actor_id in self._group
-                ):  # there was no publication meanwhile, else the group would be another
+                if engine.actor_id in self._group:  # no publication meanwhile formed another group
                     self._connected.add(engine.actor_id)
             return
         try:
@@ -278,8 +305,8 @@ class Coordinator:
 
     @asynccontextmanager
     async def without_learner(self) -> AsyncIterator[None]:
-        """The learner is gone: what is under way ends, however it does, and in the block nothing
-        begins; at its end `relink`.
+        """The learner is gone: wait for the end of the publication under way, whatever its result;
+        inside the block, which ends with `relink`, no other begins.
         """
         if self._running is not None:
             await asyncio.wait({self._running})
@@ -289,29 +316,28 @@ class Coordinator:
             self._lost = None
 
     async def relink(self, version: int, *, run_epoch: int) -> None:
-        """Inside `without_learner`: connect every engine to a learner that was started again, and
-        make its `version` live.
+        """Inside `without_learner`: connect every engine to the new learner, and make its `version`
+        live.
         """
         self._run_epoch = run_epoch
         await self._connect(list(self._engines.alive()))
-        staged = await self._learner.stage(self._label(version), verify=True, sequences=[])
-        await self._deliver(staged.announcement)
+        await self._publish_now(version)
         await self._live(version, self._newest.digest)
 
     def learner_lost(self, error: LearnerLost) -> None:
-        """Somebody met a dead learner: `refresh` raises it, for a loop that waits for groups asks
-        nothing else of the learner.
+        """Record a learner death; `refresh` raises it, because a loop that waits for groups makes
+        no other call to the learner.
         """
         self._lost = error
 
     async def refresh(self, version: int) -> None:
-        """Between learner steps: raise what a publication or a probe has found; with NCCL, bring
-        newcomers in.
+        """Between learner steps: raise what a publication or a drift probe found; where the
+        transport pushes, bring newcomers in.
 
         That forms a new group and sends the current weights, which are `version`, to all of it:
-        newcomers serve what is live, or nothing.
+        newcomers serve the live version, or nothing.
         """
-        self._probes.raise_findings()
+        self._probe.raise_findings()
         if self._lost is not None:
             raise self._lost
         if self._running is not None and self._running.done():
@@ -320,19 +346,23 @@ class Coordinator:
             await self.wait()
             async with self._lock:
                 await self._regroup()
-                staged = await self._learner.stage(self._label(version), verify=True, sequences=[])
-                await self._deliver(staged.announcement)
+                await self._publish_now(version)
             await self._live(version, self._newest.digest)
 
     @asynccontextmanager
     async def between_publications(self) -> AsyncIterator[None]:
-        """Inside the block none is under way: an engine that leaves tears nothing."""
+        """Inside the block no publication is under way, so an engine may leave."""
         async with self._lock:
             yield
 
     async def close(self) -> None:
-        """End what still runs in the background."""
-        await self._probes.close()
+        """End the drift probes."""
+        await self._probe.close()
+
+    async def _publish_now(self, version: int, *, strict: bool = False) -> None:
+        """Stage, verify and deliver the current weights, while the learner waits."""
+        staged = await self._learner.stage(self._label(version), verify=True, sequences=[])
+        await self._deliver(staged.announcement, strict=strict)
 
     async def _finish(self, announcement: Announcement, version: int, *, verify: bool) -> None:
         started = time.perf_counter()
@@ -344,31 +374,30 @@ class Coordinator:
         self.times.wall += (seconds := time.perf_counter() - started)
         self._listener.published(version, seconds)
         self.times.count += 1
-        self._probes.start(self.serving(), all_of_them=verify)
+        self._probe.start(self.serving(), all_of_them=verify)
 
     # ---- the set ----
 
     async def _regroup(self) -> None:
-        """With NCCL, between learner steps: check newcomers, each in a group of its own, and form
-        the group of all who live.
+        """Where the transport pushes, between learner steps: check newcomers, each in an own group,
+        and form the group of all engines that are alive.
         """
         if not self._pushes or self._members() == self._group:
             return
         if self._config.weight_sync.self_check:
-            for engine in [
+            newcomers = [
                 engine
                 for engine in self._engines.alive()
                 if engine.actor_id not in self._check.passed
-            ]:
+            ]
+            for engine in newcomers:
                 await self._connect([engine])
                 if engine.actor_id in self._connected:
                     await self._check_newcomer(engine)
         await self._connect(list(self._engines.alive()))
 
     async def _check_newcomer(self, engine: EngineHandle) -> None:
-        """One that fails its check is dropped; one that passes it with wrong numbers ends the
-        run.
-        """
+        """Check an engine: one that fails to answer is dropped, wrong numbers end the run."""
         try:
             await self._check.load_path([engine])
         except RunError:
@@ -378,20 +407,14 @@ class Coordinator:
             await self._engines.drop(engine.actor_id, error)
 
     async def _connect(self, engines: Sequence[EngineHandle], *, strict: bool = False) -> None:
-        """Connect exactly these engines. strict: the first that fails ends the run; otherwise it is
-        dropped, and the others connect without it.
+        """Connect exactly these engines. strict: the first failing engine ends the run; otherwise
+        it is dropped, and the others connect without it.
         """
         deadlines = self._config.weight_sync.deadlines
         for _ in range(ATTEMPTS if engines else 0):
-            payloads = dict(
-                zip(
-                    (engine.actor_id for engine in engines),
-                    await self._learner.connect(
-                        [engine.tensor_parallel_size for engine in engines]
-                    ),
-                    strict=True,
-                )
-            )
+            sizes = [engine.tensor_parallel_size for engine in engines]
+            names = [engine.actor_id for engine in engines]
+            payloads = dict(zip(names, await self._learner.connect(sizes), strict=True))
             outcome = await self._ask(
                 engines,
                 lambda engine, payloads=payloads: engine.connect(payloads[engine.actor_id]),
@@ -431,7 +454,7 @@ class Coordinator:
     async def _deliver(
         self, announcement: Announcement, *, strict: bool = False, sent: bool = False
     ) -> None:
-        """Every connected engine serves the announced weights, or is dropped. sent: the learner is
+        """Bring the announced weights to every connected engine, or drop it. sent: the learner is
         sending already.
         """
         engines = self.serving()
@@ -442,9 +465,8 @@ class Coordinator:
             self.times.add(outcome)
             await self._drop(outcome)
             engines = [engine for engine in engines if engine.actor_id in outcome.failed]
-            if self._pushes and (
-                engines or outcome.learner
-            ):  # one torn, all torn: a new group, and everything again
+            # one torn, all torn: a new group, and everything again
+            if self._pushes and (engines or outcome.learner):
                 if attempt < ATTEMPTS:
                     await self._connect(self.serving())
                 engines = self.serving()
@@ -456,14 +478,9 @@ class Coordinator:
                     f"{outcome.reasons()}"
                 )
             if attempt == ATTEMPTS:
-                await self._drop(
-                    DeliveryOutcome(
-                        lost={
-                            name: TornTransfer(receipt.reason)
-                            for name, receipt in outcome.failed.items()
-                        }
-                    )
-                )
+                failed = outcome.failed.items()
+                torn = {name: TornTransfer(receipt.reason) for name, receipt in failed}
+                await self._drop(DeliveryOutcome(lost=torn))
                 break
             self.times.repeated += 1
             self._listener.note(
@@ -483,14 +500,12 @@ class Coordinator:
                 )
             return receipt
 
-        seconds = self._config.weight_sync.deadlines.acknowledge_s
-        what = f"publication {announcement.label}"
         return await self._ask(
             engines,
             receive,
             learner=None if sent else self._learner.send(announcement),
-            seconds=seconds,
-            what=what,
+            seconds=self._config.weight_sync.deadlines.acknowledge_s,
+            what=f"publication {announcement.label}",
         )
 
     async def _deliver_to(
@@ -508,14 +523,13 @@ class Coordinator:
         learner: Awaitable[str] | None = None,
         patient: bool = False,
     ) -> DeliveryOutcome:
-        """The call's outcome; wrong bytes and wrong names raise here, because no repetition mends
-        them; so does a learner that hangs.
+        """Call engines and learner. Raises for wrong bytes and wrong names, which no repetition
+        mends, and for a learner that hangs.
 
-        patient: those who depend on one that failed notice it at `seconds` only.
+        patient: engines notice a failure of another at `seconds` only, so nobody is hurried.
         """
-        grace_s = (
-            grace(self._config.weight_sync.deadlines) if self._pushes and not patient else None
-        )
+        hurried = self._pushes and not patient
+        grace_s = grace(self._config.weight_sync.deadlines) if hurried else None
         outcome = await call_all(
             engines, call, learner=learner, seconds=seconds, grace_s=grace_s, what=what
         )

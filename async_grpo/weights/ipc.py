@@ -8,19 +8,20 @@ reads without a way through the host; a publication is complete before the next 
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
-from async_grpo.weights.transport import Announcement, WeightOwner
+from async_grpo.weights.layout import Layout, to_wire
+from async_grpo.weights.transport import Announcement, WeightOwner, WeightSender
 
 
-class IpcSender:
-    """A staging copy per rank on that rank's GPU; rank 0 announces the handles of all."""
+class IpcSender(WeightSender):
+    """A staging copy per rank on that rank's GPU; rank 0 announces the handles of all copies."""
 
     def __init__(self, owner: WeightOwner) -> None:
         self._owner = owner
@@ -30,40 +31,38 @@ class IpcSender:
         self._apart: Tensor | None = None
         self._handles = b""
 
+    @classmethod
+    def of(cls, owner: WeightOwner, *, config: Config, key: str) -> Self:
+        """Build the sender; it has no settings."""
+        return cls(owner)
+
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+        """Allocate the copy, and export it once: both sides count every export of memory."""
         if self._copy is None:
             self._copy = self._allocate()
-            self._handles = self._handles_of(
-                self._copy
-            )  # once: every export of memory is counted by both sides
+            self._handles = self._handles_of(self._copy)
         return [{"metadata": to_wire(self._layout)} for _ in tensor_parallel_sizes]
 
-    def rendezvous(self) -> str:
-        return ""
-
     def reserve(self) -> None:
+        """Allocate the second copy."""
         self._apart = self._allocate()
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
+        """Fill a copy and announce its handles."""
         copy = self._apart if apart else self._copy
         self._layout.fill(copy, self._owner.named_weights(), once=apart)
-        checksums = (
-            self._layout.checksums(copy) if verify or self._layout.nbytes <= DIGEST_BYTES else []
-        )
+        checksums, name = self._layout.sums(copy, verify=verify)
         torch.cuda.synchronize(self._owner.device)
         handles = self._handles_of(copy) if apart else self._handles
-        payload = {"handles": handles, "keep": not apart, "checksums": checksums if verify else []}
-        return Announcement(
-            label, "ipc", payload, digest(checksums) if checksums else "", self._layout.nbytes
-        )
-
-    def send(self) -> str:
-        return ""
+        payload = {"handles": handles, "keep": not apart, "checksums": checksums}
+        return Announcement(label, "ipc", payload, name, self._layout.nbytes)
 
     def release(self) -> None:
+        """Free the second copy."""
         self._apart = None
 
     def close(self) -> None:
+        """Free both copies."""
         self._copy = self._apart = None
 
     def _allocate(self) -> Tensor:
@@ -71,15 +70,14 @@ class IpcSender:
         if self._layout.nbytes > free:
             raise SetupError(
                 "a copy of the weights for the engine takes "
-                f"{self._layout.nbytes / 2**20:,.0f} MiB and the GPU has "
-                f"{free / 2**20:,.0f} MiB "
+                f"{self._layout.nbytes / 2**20:,.0f} MiB and the GPU has {free / 2**20:,.0f} MiB "
                 "free; lower cluster.engine.kv_cache_gb, or give learner and engines GPUs "
                 "of their own"
             )
         return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
 
     def _handles_of(self, copy: Tensor) -> bytes:
-        """How every rank's engine maps that rank's copy. Collective over the ranks."""
+        """Pickled GPU -> handle of the copy there. Collective over the ranks."""
         gpu = str(torch.cuda.get_device_properties(self._owner.device).uuid)
         return pickle.dumps(_merge({gpu: reduce_tensor(copy)[1]}))
 

@@ -1,8 +1,8 @@
-"""Where every tensor of a publication lies in one flat buffer, and checksums over parts of it.
+"""The flat buffer of a publication: where each tensor lies in it, and checksums over its buckets.
 
 Runs in: learner ranks (fill, checksums), engine workers (views, verification). All transports that
-copy the weights use this layout, so that a digest means the same everywhere. Invariants: tensors
-lie in the order of `weight_metadata`, each aligned; a bucket is a run of whole tensors; both sides
+copy the weights share this layout, so a digest means the same everywhere. Invariants: tensors lie
+in the order of `weight_metadata`, each aligned; a bucket is a run of whole tensors; both sides
 compute checksums with the same function, on any device.
 """
 
@@ -20,9 +20,7 @@ from async_grpo.errors import TransferMismatch
 
 BUCKET_BYTES = 64 * 2**20
 DIGEST_BYTES = 2**28
-"""Weights up to this size get checksums, and so a digest, at every publication: some 40 ms at the
-most.
-"""
+"""Weights up to this size get checksums, and so a digest, at every publication (at most 40 ms)."""
 KEPT_VIEWS = 2
 _ALIGN = 64
 _BLOCK = 2**16
@@ -41,7 +39,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor, without alignment."""
+        """Bytes of the tensor, without alignment."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -55,7 +53,7 @@ class WeightBucket:
 
 
 class Layout:
-    """The buffer's table of contents. `nbytes` is a multiple of 64."""
+    """The table of contents of the buffer; `nbytes` is a multiple of 64."""
 
     def __init__(self, metadata: Iterable[tuple[str, Sequence[int], str]]) -> None:
         self.metadata = [(name, tuple(shape), dtype) for name, shape, dtype in metadata]
@@ -74,16 +72,11 @@ class Layout:
         """Copy the weights into `buffer` [nbytes] uint8; without a buffer only exhaust them, as the
         gather needs of every rank.
 
-        once: the buffer is not one of the few that are used again and again, and nothing of it is
-        kept.
+        once: the buffer will not come again, so no view of it is kept.
         """
-        views = (
-            None
-            if buffer is None
-            else [self.view(buffer, entry) for entry in self.entries]
-            if once
-            else self._views_of(buffer)
-        )
+        views: list[Tensor] | None = None
+        if buffer is not None:
+            views = [view for _, view in self.tensors(buffer)] if once else self._views_of(buffer)
         for index, (name, weight) in enumerate(weights):
             entry = self.entries[index]
             if (name, tuple(weight.shape), weight.dtype) != (entry.name, entry.shape, entry.dtype):
@@ -106,30 +99,34 @@ class Layout:
             yield entry.name, self.view(buffer, entry)
 
     def checksums(self, buffer: Tensor) -> list[int]:
-        """One per bucket."""
+        """One checksum per bucket."""
         return [checksum(buffer[bucket.start : bucket.end]) for bucket in self.buckets]
 
-    def verify(self, buffer: Tensor, expected: Sequence[int]) -> None:
-        """Raise TransferMismatch, naming buckets and tensors, unless every bucket has its expected
-        checksum.
+    def sums(self, buffer: Tensor, *, verify: bool) -> tuple[list[int], str]:
+        """Checksums that a publication carries (none without `verify`), and its digest ("" where
+        the weights are large and not verified).
         """
-        found = self.checksums(buffer)
-        wrong = [
-            index
-            for index, pair in enumerate(zip(found, expected, strict=True))
-            if pair[0] != pair[1]
-        ]
-        if wrong:
-            raise TransferMismatch(mismatch(wrong[0], len(found), self.buckets[wrong[0]].names))
+        if not verify and self.nbytes > DIGEST_BYTES:
+            return [], ""
+        checksums = self.checksums(buffer)
+        return checksums if verify else [], digest(checksums) if checksums else ""
+
+    def verify(self, buffer: Tensor, expected: Sequence[int]) -> None:
+        """Raise TransferMismatch, naming bucket and tensors, for the first unexpected checksum."""
+        pairs = zip(self.checksums(buffer), expected, strict=True)
+        for index, (found, sent) in enumerate(pairs):
+            if found != sent:
+                names = self.buckets[index].names
+                raise TransferMismatch(mismatch(index, len(self.buckets), names))
 
     def _views_of(self, buffer: Tensor) -> list[Tensor]:
-        """Views of all tensors; buffers are few and used again and again, and making views of small
-        tensors takes as long as filling them.
+        """Views of all tensors, kept for the few buffers that come again and again: making views of
+        small tensors takes as long as filling them.
         """
         if buffer.data_ptr() not in self._views:
             if len(self._views) == KEPT_VIEWS:  # they keep their buffer alive
                 del self._views[next(iter(self._views))]
-            self._views[buffer.data_ptr()] = [self.view(buffer, entry) for entry in self.entries]
+            self._views[buffer.data_ptr()] = [view for _, view in self.tensors(buffer)]
         return self._views[buffer.data_ptr()]
 
     def _cut(self) -> Iterator[WeightBucket]:
@@ -145,7 +142,7 @@ class Layout:
 
 
 def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:
-    """What a wrong checksum means, in words."""
+    """The sentence about a bucket with a wrong checksum."""
     shown = ", ".join(names[:_SHOWN]) + (
         f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     )
@@ -157,8 +154,8 @@ def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:
 
 
 def checksum(data: Tensor) -> int:
-    """64-bit checksum of a contiguous uint8 tensor, which sees any changed or moved word. The same
-    on every device.
+    """64-bit checksum of a contiguous uint8 tensor; it sees any changed or moved word, and is the
+    same on every device.
 
     In blocks: every word times an odd number by its place in the block, summed modulo 2^64; block
     sums are folded in order.
@@ -170,24 +167,22 @@ def checksum(data: Tensor) -> int:
     tail = words.new_zeros(_BLOCK if whole < len(words) else 0)
     tail[: len(words) - whole] = words[whole:]
     weights = torch.arange(1, 2 * _BLOCK, 2, dtype=torch.int64, device=data.device)
-    rows = (
-        1 if data.device.type == "cpu" else 64
-    )  # in the processor's cache; on a GPU in a few kernels
+    # in the processor's cache; on a GPU in a few kernels
+    rows = 1 if data.device.type == "cpu" else 64
     parts = [
         part.view(-1, _BLOCK)
         for blocks in (words[:whole], tail)
         for part in blocks.split(rows * _BLOCK)
         if len(part)
     ]
-    scratch = words.new_empty(
-        rows, _BLOCK
-    )  # one for all: fresh pages would cost more than the arithmetic
+    # one for all parts: fresh pages would cost more than the arithmetic
+    scratch = words.new_empty(rows, _BLOCK)
     sums = [torch.mul(part, weights, out=scratch[: len(part)]).sum(1) for part in parts]
     return _fold(torch.cat(sums).tolist() if sums else [])
 
 
 def digest(checksums: Sequence[int]) -> str:
-    """One name for the bits of all weights, from the checksums of their buckets."""
+    """Name the bits of all weights, from the checksums of their buckets."""
     return f"sum64-{_fold(checksums):016x}"
 
 
@@ -199,5 +194,5 @@ def _fold(values: Sequence[int]) -> int:
 
 
 def to_wire(layout: Layout) -> list[list[Any]]:
-    """[name, shape, dtype] per tensor."""
+    """Return [name, shape, dtype] per tensor, the `metadata` of init payloads."""
     return [[name, list(shape), dtype] for name, shape, dtype in layout.metadata]

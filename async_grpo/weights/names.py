@@ -1,7 +1,7 @@
-"""Which tensors an engine loads, compared with those that the learner publishes.
+"""Compare the tensors that the learner publishes with those that an engine loads.
 
-Runs in: engine workers, once per connection. An engine ignores a name that it does not know and
-keeps old values under a name that never comes, without an error; so names and shapes are compared
+Runs in: engine workers, once per connection. Without an error, an engine ignores a name that it
+does not know and keeps old values under a name that never comes; so names and shapes are compared
 with the files that the engine itself was loaded from.
 """
 
@@ -32,8 +32,9 @@ class NamesDiffer(SetupError):
 
 
 def check_names(model_config: ModelConfig, metadata: Sequence[Sequence[Any]]) -> None:
-    """Raise NamesDiffer with the list of missing, extra, duplicate and differently shaped tensors.
-    metadata: [name, shape, dtype].
+    """Raise NamesDiffer with the missing, extra, duplicate and differently shaped tensors.
+
+    metadata: [name, shape, dtype] of every published tensor.
     """
     expected = {
         name: shape
@@ -74,7 +75,7 @@ def check_names(model_config: ModelConfig, metadata: Sequence[Sequence[Any]]) ->
 
 
 def checkpoint_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in the model's files; only their headers are read."""
+    """Read name -> shape of every tensor from the headers of the model's files."""
     directory = Path(model_config.model)
     if not directory.is_dir():
         directory = Path(

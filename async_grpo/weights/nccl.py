@@ -3,14 +3,14 @@
 Runs in: learner ranks. The engines' half is `worker.NcclEngine`; both drive vLLM's own NCCL
 weight-transfer engines, packed into buckets.
 
-    overlap:     stage  = gather bucket by bucket -> one copy on rank 0     send (a thread, while
-                 the next step runs) = broadcast the copy
-    no overlap:  stage  = nothing                                           send = gather bucket i +
-                 1 while bucket i is broadcast
+    overlap:     stage = gather bucket by bucket into one copy on rank 0
+                 send  = broadcast the copy, in a thread, while the next step runs
+    no overlap:  stage = nothing
+                 send  = gather bucket i + 1 while bucket i is broadcast
 
-Invariants: the group (rank 0 and every engine worker) is its own and never touches DeepSpeed's;
-with ZeRO-3 no GPU holds the whole model: its copy lies in host memory; a send or a rendezvous that
-does not move ends by itself within its deadline.
+Invariants: the group (rank 0 and every engine worker) is separate from DeepSpeed's; with ZeRO-3 no
+GPU holds the whole model, so its copy lies in host memory; a send or a rendezvous that does not
+move ends by itself within its deadline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,20 +30,26 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine,
 )
 
-from async_grpo.config.schema import Deadlines
+from async_grpo.config.schema import Config, Deadlines
 from async_grpo.errors import SetupError
-from async_grpo.weights.guard import UNDER_WAY, WatchedGroup, within
-from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
-from async_grpo.weights.transport import Announcement, TornTransfer, TransferStuck, WeightOwner
+from async_grpo.weights.layout import Layout, to_wire
+from async_grpo.weights.nccl_watchdog import WatchedGroup, within
+from async_grpo.weights.transport import (
+    Announcement,
+    TornTransfer,
+    TransferStuck,
+    WeightOwner,
+    WeightSender,
+    torn_after,
+)
 
 PACKED_BYTES = 2**28
 ABORT_S = 10.0
 COPY_SHARE = 0.1
-"""A staging copy up to this share of a GPU's memory lies on it, a larger one in pinned host memory.
-"""
+"""A staging copy up to this share of a GPU's memory lies there, a larger one in pinned memory."""
 
 
-class NcclSender:
+class NcclSender(WeightSender):
     """vLLM's NCCL trainer engine on rank 0; the other ranks take part in the gather."""
 
     def __init__(
@@ -56,7 +62,8 @@ class NcclSender:
         packed_bytes: int = PACKED_BYTES,
         packed_buffers: int = 2,
     ) -> None:
-        self._owner, self._overlap, self._deadlines = owner, overlap, deadlines
+        self._owner = owner
+        self._overlap, self._deadlines = overlap, deadlines
         self._packing = {
             "packed": packed,
             "packed_buffer_size_bytes": packed_bytes,
@@ -72,7 +79,14 @@ class NcclSender:
         self._engine: NCCLTrainerWeightTransferEngine | None = None
         self._sending: Future[str] | None = None
 
+    @classmethod
+    def of(cls, owner: WeightOwner, *, config: Config, key: str) -> Self:
+        """Build the sender of a rank, with the settings of `weight_sync`."""
+        settings = config.weight_sync
+        return cls(owner, overlap=settings.overlap, deadlines=settings.deadlines)
+
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+        """Leave the old group, and describe the new one to its engines."""
         self.close()
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -100,6 +114,7 @@ class NcclSender:
         return payloads
 
     def rendezvous(self) -> str:
+        """Join the group, within the deadline; why it failed, or ""."""
         assert self._info is not None, "connect() comes first"
         info, device = self._info, self._owner.device
 
@@ -115,14 +130,16 @@ class NcclSender:
         except (TimeoutError, RuntimeError) as error:
             return f"the learner could not form a group with the engines: {error}"
         if engine.model_update_group is not None:
-            deadlines = self._deadlines
             engine.model_update_group = WatchedGroup(
-                engine.model_update_group, quiet_s=deadlines.bucket_s, first_s=deadlines.pause_s
+                engine.model_update_group,
+                quiet_s=self._deadlines.bucket_s,
+                first_s=self._deadlines.pause_s,
             )
         self._engine = engine
         return ""
 
     def reserve(self) -> None:
+        """Allocate the memory for a copy apart, on rank 0."""
         if self._owner.rank == 0:
             self._apart = self._allocate()
 
@@ -131,35 +148,25 @@ class NcclSender:
         `send` reads the model itself.
         """
         self._wait()
-        self._verify, self._source.copy, checksums = verify, None, []
+        self._verify, self._source.copy, name = verify, None, ""
         copies = self._overlap or apart
         if copies:
-            if self._owner.rank == 0:
-                if apart:
-                    self._source.copy = self._apart
-                else:
-                    self._memory = self._source.copy = (
-                        self._allocate() if self._memory is None else self._memory
-                    )
-            self._layout.fill(self._source.copy, self._owner.named_weights(), once=apart)
+            if self._owner.rank == 0 and not apart and self._memory is None:
+                self._memory = self._allocate()
+            copy = self._source.copy = self._apart if apart else self._memory  # None but on rank 0
+            self._layout.fill(copy, self._owner.named_weights(), once=apart)
             if self._owner.device != "cpu":
-                torch.cuda.synchronize(
-                    self._owner.device
-                )  # it is sent from other streams, which do not wait for this one
-            if self._source.copy is not None and (verify or self._layout.nbytes <= DIGEST_BYTES):
-                checksums = self._layout.checksums(self._source.copy)
+                # the copy is sent from other streams, which do not wait for this one
+                torch.cuda.synchronize(self._owner.device)
+            if copy is not None:
+                name = self._layout.sums(copy, verify=verify)[1]
         return Announcement(
-            label,
-            "nccl",
-            {"verify": verify},
-            digest(checksums) if checksums else "",
-            self._layout.nbytes,
-            streamed=not copies,
+            label, "nccl", {"verify": verify}, name, self._layout.nbytes, streamed=not copies
         )
 
     def send(self) -> str:
-        """Streamed: on every rank, while nothing trains. From the copy, on rank 0: in a thread that
-        the next stage or connect waits for.
+        """Push the weights: streamed on every rank, while nothing trains; a copy from rank 0, in a
+        thread that the next `stage` or `connect` waits for.
         """
         assert self._engine is not None, "rendezvous() comes first"
         if self._source.copy is None:
@@ -171,12 +178,14 @@ class NcclSender:
         return ""
 
     def release(self) -> None:
+        """Free the copy apart, once it is sent."""
         self._wait()
         self._source.copy = self._apart = None
 
     def close(self) -> None:
+        """Leave the group; a send in the background is aborted."""
         if self._engine is not None:
-            self._engine.shutdown()  # aborts what is under way
+            self._engine.shutdown()
             self._engine = None
         self._wait()
 
@@ -188,9 +197,8 @@ class NcclSender:
             return ""
         if self._owner.device != "cpu":
             torch.cuda.set_device(self._owner.device)  # of this thread
-            torch.cuda.synchronize(
-                self._owner.device
-            )  # what is under way on other streams may still be writing the weights
+            # another stream may still be writing the weights
+            torch.cuda.synchronize(self._owner.device)
         group.begin(self._layout, verify=self._verify)
         try:
             self._engine.send_weights()
@@ -207,16 +215,16 @@ class NcclSender:
     def _send_copy(self, done: Future[str]) -> None:
         try:
             done.set_result(self._send())
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits
+        except Exception as error:  # noqa: BLE001 - raised in `_wait`
             done.set_exception(error)
 
     def _wait(self) -> None:
-        """Wait for the thread that sends the copy; that it was torn its engines know. Raises
-        TransferStuck if even an abort did not free it.
+        """Wait for the thread that sends the copy; only its engines know of a torn transfer. Raises
+        TransferStuck if even an abort did not free the thread.
         """
         sending, self._sending = self._sending, None
         if sending is not None:
-            seconds = self._deadlines.pause_s + UNDER_WAY * self._deadlines.bucket_s + ABORT_S
+            seconds = torn_after(self._deadlines) + ABORT_S
             try:
                 sending.result(timeout=seconds)
             except TimeoutError:
@@ -226,8 +234,8 @@ class NcclSender:
                 ) from None
 
     def _allocate(self) -> Tensor:
-        """Memory for a copy, counted before it is taken: on a GPU that hardly notices it, or pinned
-        on the host.
+        """Memory for a copy, on the GPU if its share is small, else pinned on the host. Raises
+        SetupError where the host has too little.
         """
         if self._owner.device == "cpu":
             return torch.empty(self._layout.nbytes, dtype=torch.uint8)
@@ -262,7 +270,7 @@ class _Source(WeightSource):
             yield name, tensor.to(self._owner.device, non_blocking=True)
 
     def open(self) -> None:
-        """A new pass over the tensors."""
+        """Begin a new pass over the tensors."""
         self._left = (
             self._owner.named_weights() if self.copy is None else self._layout.tensors(self.copy)
         )
@@ -274,8 +282,8 @@ class _Source(WeightSource):
 
 
 class _DriverCommands:
-    """vLLM's trainer engine would command the inference side through a client that has no
-    deadlines; here the driver does, at the same time.
+    """In place of the client through which vLLM's trainer engine would command the engines without
+    deadlines; the driver commands them here, at the same time.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

@@ -1,14 +1,12 @@
-"""Engines that are away: out of the set for the time of an evaluation, so that publications pass
-them by.
+"""Pins: an evaluation keeps one policy version, on an engine that is away or on all engines.
 
-Runs in: the driver. Hides from the coordinator those that are away: it asks, waits for and counts
-the others only. They stay alive for whoever watches processes; what they hold of training groups
-goes on, at first under the weights that they serve, and like any other group under newer ones when
-they are back.
+Runs in: the driver. Hides engines that are away from the coordinator, which asks, waits for and
+counts the others only. An engine that is away stays alive for the supervision of processes; its
+training groups go on, at first under the weights that it serves, and like any other group under
+newer weights when it is back.
 
 Invariant: an engine that is away holds no ticket of a version newer than the one that it serves,
-for the queue gives it none once another is live; what bounds staleness is the version of the
-ticket.
+for the queue gives it none once another is live; staleness is bounded by the ticket's version.
 """
 
 from __future__ import annotations
@@ -19,50 +17,52 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, Self
 
-from async_grpo.weights.delivery import EngineHandle
+from async_grpo.weights.fan_out import EngineHandle
 
 
 class EngineSet(Protocol):
-    """The engines that are alive now; `drop` declares one dead."""
+    """The engines of the run, as the manager keeps them."""
 
-    def alive(self) -> Sequence[EngineHandle]: ...
-    async def drop(self, actor_id: str, error: BaseException) -> None: ...
+    def alive(self) -> Sequence[EngineHandle]:
+        """Engines that are alive."""
+
+    async def drop(self, actor_id: str, error: BaseException) -> None:
+        """Declare an engine dead, because of this error."""
 
 
 class ServingEngines:
-    """An engine set without those that are away."""
+    """An engine set without the engines that are away."""
 
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
         self._away: set[str] = set()
 
     def alive(self) -> Sequence[EngineHandle]:
-        """Those that are alive and not away."""
-        return tuple(
-            engine for engine in self._engines.alive() if engine.actor_id not in self._away
-        )
+        """Engines that are alive and not away."""
+        here = self._engines.alive()
+        return tuple(engine for engine in here if engine.actor_id not in self._away)
 
     async def drop(self, actor_id: str, error: BaseException) -> None:
-        """Declare one dead, away or not."""
+        """Declare an engine dead, away or not."""
         self._away.discard(actor_id)
         await self._engines.drop(actor_id, error)
 
     def leave(self, engine: EngineHandle) -> None:
-        """It is away from now on."""
+        """Take an engine out of the set."""
         self._away.add(engine.actor_id)
 
     def back(self, engine: EngineHandle) -> None:
-        """It is away no longer."""
+        """Put an engine back into the set."""
         self._away.discard(engine.actor_id)
 
     def lives(self, engine: EngineHandle) -> bool:
-        """Whether it is alive, away or not."""
+        """Whether an engine is alive, away or not."""
         return any(other.actor_id == engine.actor_id for other in self._engines.alive())
 
 
 class Pin:
-    """A version that is kept: `label`; by an `engine` that is away, or, None, by all that serve,
-    for which the next publication waits.
+    """A version that is kept: by an `engine` that is away, or (None) by all engines that serve, and
+    then the next publication waits for the end of the pin.
     """
 
     def __init__(self, label: str, engine: EngineHandle | None = None) -> None:
@@ -78,24 +78,24 @@ class Pin:
 
     @property
     def holds(self) -> bool:
-        """Whether the block goes on."""
+        """Whether the pin still lasts."""
         return not self._over.is_set()
 
     async def over(self) -> None:
-        """Wait for the end of the block, as the learner, which is ready to publish."""
+        """Wait for the end of the pin, on behalf of the learner, which is ready to publish."""
         self._asked = time.perf_counter()
         await self._over.wait()
 
     @property
     def learner_waited_s(self) -> float:
-        """Seconds that the learner has waited for this pin so far."""
+        """Seconds that the learner has waited for the end of this pin so far."""
         return 0.0 if self._asked is None else time.perf_counter() - self._asked
 
 
 async def wait_unpinned(
     newest: Callable[[], Pin | None], held: Callable[[], AbstractContextManager[None]]
 ) -> float:
-    """Wait while the `newest` pin holds, and another one that follows at once, inside `held()`; the
+    """Wait inside `held()` while the `newest` pin lasts, and any that follows at once. Returns the
     seconds.
     """
     started = time.perf_counter()

@@ -10,7 +10,7 @@ read_segment), EngineCore processes (SegmentReader).
                                                      --views--> engines of that node
 
 Hides the segments: two files of a fixed size in /dev/shm, written in turn, so that a publication is
-staged while engines still read the one before; the mappings are reused, because fresh pages cost
+staged while engines still read the previous one; mappings are reused, because fresh pages cost
 several times the copy itself. Where /dev/shm has no room, the files lie in the run's directory.
 
 Invariants: segment files are private to the user (0600) and carry the run's key and their owner's
@@ -26,15 +26,22 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from async_grpo.config.schema import Config
 from async_grpo.runtime.lifetime import is_gone, owner
-from async_grpo.weights.layout import DIGEST_BYTES, Layout, digest, to_wire
-from async_grpo.weights.transport import Announcement, TornTransfer, WeightOwner
+from async_grpo.weights.layout import Layout, to_wire
+from async_grpo.weights.transport import (
+    Announcement,
+    TornTransfer,
+    WeightOwner,
+    WeightSender,
+    fallback_directory,
+)
 
 SEGMENT_DIR = Path("/dev/shm")
 _HEADER = struct.Struct("<8sQ")
@@ -44,15 +51,13 @@ _KEEP_FREE = 64 * 2**20
 
 
 def segment_path(directory: Path, key: str, index: int) -> Path:
-    """File of segment `index` (0, 1, or 2 for a self-check) that this process owns in the run with
-    this key.
-    """
+    """File of this process's segment `index` in the run with this key; 2 is a self-check's."""
     return directory / f"async_grpo-{key}-{owner()}-weights-{index}"
 
 
 def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
-    """Where three segments of `nbytes` fit: /dev/shm, or else `fallback`, with a sentence about it.
-    Raises OSError if neither has room.
+    """Directory with room for three segments of `nbytes`: /dev/shm, or else `fallback` with a
+    sentence for the user. Raises OSError if neither has room.
     """
     remove_abandoned_segments()
     needed = 3 * (nbytes + _HEADER_BYTES)
@@ -77,8 +82,8 @@ def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
 
 
 def remove_segments(key: str, fallback: Path) -> None:
-    """Remove the segments of this start of a run, also of one whose learner was killed; in its own
-    directory those of every start.
+    """Remove the segments of this start of a run, even of a killed learner, and in `fallback` those
+    of every start.
     """
     for path in (
         *SEGMENT_DIR.glob(f"async_grpo-{key}-*-weights-?"),
@@ -88,18 +93,14 @@ def remove_segments(key: str, fallback: Path) -> None:
 
 
 def remove_abandoned_segments() -> None:
-    """Remove segments in memory whose owner, named in the file name, no longer lives: what a killed
-    run, or learner, left behind.
-    """
+    """Remove segments in memory whose owner, a process id in the file name, no longer lives."""
     for path in SEGMENT_DIR.glob("async_grpo-*-weights-?"):
         if is_gone(path.name.split("-")[-3]):
             path.unlink(missing_ok=True)
 
 
 class _Mapping:
-    """A whole segment mapped into this process; `data` [nbytes] uint8 is what follows the
-    header.
-    """
+    """A segment mapped into this process; `data` [nbytes] uint8 follows the header."""
 
     def __init__(self, path: Path, nbytes: int, *, create: bool) -> None:
         self.path, size = path, _HEADER_BYTES + nbytes
@@ -107,9 +108,8 @@ class _Mapping:
         fd = os.open(path, flags, 0o600)
         try:
             if create:
-                os.posix_fallocate(
-                    fd, 0, size
-                )  # a full /dev/shm is an error now, not a bus error in the middle of a copy
+                # a full /dev/shm is an error now, not a bus error in the middle of a copy
+                os.posix_fallocate(fd, 0, size)
             elif os.fstat(fd).st_size < size:
                 raise TornTransfer(
                     f"{path} has {os.fstat(fd).st_size} bytes, the announcement says {size}"
@@ -126,17 +126,24 @@ class _Mapping:
         magic, sequence = _HEADER.unpack_from(self.map)
         return sequence if magic == _MAGIC else -1
 
+    def require(self, sequence: int) -> None:
+        """Raise TornTransfer unless the segment holds this write."""
+        if (found := self.sequence()) != sequence:
+            raise TornTransfer(
+                f"{self.path} holds write {found}, the announcement is for write {sequence}; "
+                "weights were not loaded"
+            )
+
     def mark(self, sequence: int) -> None:
         _HEADER.pack_into(self.map, 0, _MAGIC, sequence)
 
 
 class Segments:
-    """The two segments of one owner, written in turn, and a third for what must leave both
-    alone.
-    """
+    """The two segments of one owner, written in turn, and a third for a copy apart."""
 
     def __init__(self, directory: Path, key: str, nbytes: int) -> None:
-        self._directory, self._key, self._nbytes = directory, key, nbytes
+        self._directory, self._key = directory, key
+        self._nbytes = nbytes
         self._turns = [self._create(index) for index in (0, 1)]
         self._apart: _Mapping | None = None
         self._turn = self._sequence = 0
@@ -147,8 +154,8 @@ class Segments:
         self._apart = self._apart or self._create(2)
 
     def begin(self, sequence: int, *, apart: bool = False) -> Tensor:
-        """The buffer for the write with this even number, another than the two before; readers
-        refuse it until `commit`.
+        """Return the buffer for the write with this even number, new to the segment; readers refuse
+        the segment until `commit`.
         """
         if apart:
             self.reserve()
@@ -161,7 +168,7 @@ class Segments:
         return self._writing.data
 
     def commit(self) -> Path:
-        """The write is complete; its file."""
+        """Mark the write as complete; its file."""
         self._writing.mark(self._sequence)
         return self._writing.path
 
@@ -172,7 +179,7 @@ class Segments:
             self._apart = None
 
     def close(self) -> None:
-        """Remove the files; who has mapped them keeps what it sees."""
+        """Remove the files; processes that have mapped them can go on reading."""
         for mapping in (*self._turns, self._apart):
             if mapping is not None:
                 mapping.path.unlink(missing_ok=True)
@@ -181,32 +188,36 @@ class Segments:
         return _Mapping(segment_path(self._directory, self._key, index), self._nbytes, create=True)
 
 
-class SharedMemorySender:
-    """The learner's half. Rank 0 writes; the other ranks only take part in the gather. `note`: what
-    the user should know about it.
-    """
+class SharedMemorySender(WeightSender):
+    """The learner's half: rank 0 writes, the other ranks only take part in the gather."""
 
     def __init__(self, owner: WeightOwner, *, key: str, fallback: Path) -> None:
-        self._owner, self._key, self._fallback = owner, key, fallback
+        self._owner = owner
+        self._key, self._fallback = key, fallback
         self._layout = Layout(owner.weight_metadata())
         self._segments: Segments | None = None
         self._sequence = 0
         self.note = ""
 
+    @classmethod
+    def of(cls, owner: WeightOwner, *, config: Config, key: str) -> Self:
+        """Build the sender of a rank; segments carry `key`."""
+        return cls(owner, key=key, fallback=fallback_directory(config))
+
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+        """Create the segments, once."""
         if self._owner.rank == 0 and self._segments is None:
             directory, self.note = choose_directory(self._layout.nbytes, self._fallback)
             self._segments = Segments(directory, self._key, self._layout.nbytes)
         return [{"metadata": to_wire(self._layout)} for _ in tensor_parallel_sizes]
 
-    def rendezvous(self) -> str:
-        return ""
-
     def reserve(self) -> None:
+        """Create the third segment."""
         if self._segments is not None:
             self._segments.reserve()
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
+        """Write a segment and announce its path and sequence number."""
         self._sequence += 2
         buffer = (
             None if self._segments is None else self._segments.begin(self._sequence, apart=apart)
@@ -214,31 +225,18 @@ class SharedMemorySender:
         self._layout.fill(buffer, self._owner.named_weights(), once=apart)
         if buffer is None:
             return Announcement(label, "shared_memory")
-        checksums = (
-            self._layout.checksums(buffer) if verify or self._layout.nbytes <= DIGEST_BYTES else []
-        )
+        checksums, name = self._layout.sums(buffer, verify=verify)
         path = self._segments.commit()
-        payload = {
-            "path": str(path),
-            "sequence": self._sequence,
-            "checksums": checksums if verify else [],
-        }
-        return Announcement(
-            label,
-            "shared_memory",
-            payload,
-            digest(checksums) if checksums else "",
-            self._layout.nbytes,
-        )
-
-    def send(self) -> str:
-        return ""
+        payload = {"path": str(path), "sequence": self._sequence, "checksums": checksums}
+        return Announcement(label, "shared_memory", payload, name, self._layout.nbytes)
 
     def release(self) -> None:
+        """Remove the third segment."""
         if self._segments is not None:
             self._segments.release()
 
     def close(self) -> None:
+        """Remove all segments."""
         if self._segments is not None:
             self._segments.close()
             self._segments = None
@@ -254,8 +252,8 @@ class SegmentCopy:
         self.note = ""
 
     def write(self, source: tuple[str, int], data: np.ndarray) -> Path:
-        """Copy `data` [nbytes] uint8, the write with this number in the learner's file of this
-        path, into a local segment; once each.
+        """Copy `data` [nbytes] uint8 into a local segment, once per `source`: path and number of
+        the write in the learner's segment.
         """
         if self._newest is None or self._newest[0] != source:
             if self._segments is None:
@@ -272,18 +270,11 @@ class SegmentCopy:
 
 
 def read_segment(path: Path, sequence: int, nbytes: int) -> np.ndarray:
-    """A copy [nbytes] uint8 of the announced write. Raises TornTransfer unless it is exactly
-    that.
-    """
+    """Copy the announced write, [nbytes] uint8. Raises TornTransfer for any other write."""
     mapping = _Mapping(path, nbytes, create=False)
-    data = None
-    if mapping.sequence() == sequence:
-        data = mapping.data.numpy().copy()
-    if data is None or mapping.sequence() != sequence:
-        raise TornTransfer(
-            f"{path} holds write {mapping.sequence()}, the announcement is for write "
-            f"{sequence}; weights were not fetched"
-        )
+    mapping.require(sequence)
+    data = mapping.data.numpy().copy()
+    mapping.require(sequence)
     return data
 
 
@@ -297,8 +288,8 @@ class SegmentReader:
     def tensors(
         self, path: str, sequence: int, checksums: Sequence[int]
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, view) of every tensor. Raises TornTransfer unless the segment holds exactly the
-        announced write, and TransferMismatch where it was announced with other checksums.
+        """(name, view) of every tensor. Raises TornTransfer unless the segment holds the announced
+        write, TransferMismatch for other checksums than the announced ones.
         """
         self.check(path, sequence)
         if checksums:
@@ -307,20 +298,15 @@ class SegmentReader:
         yield from self.layout.tensors(self._mappings[path].data)
 
     def check(self, path: str, sequence: int) -> None:
-        """Raise TornTransfer unless the segment holds exactly the announced write; after loading:
-        nothing was written meanwhile.
+        """Raise TornTransfer unless the segment holds the announced write; after loading, the check
+        proves that nothing was written meanwhile.
         """
         mapping = self._mappings.get(path)
         if mapping is None or mapping.inode != os.stat(path).st_ino:
             for gone in [known for known in self._mappings if not Path(known).exists()]:
                 del self._mappings[gone]
             mapping = self._mappings[path] = _Mapping(Path(path), self.layout.nbytes, create=False)
-        found = mapping.sequence()
-        if found != sequence:
-            raise TornTransfer(
-                f"{path} holds write {found}, the announcement is for write {sequence}; "
-                "weights were not loaded"
-            )
+        mapping.require(sequence)
 
 
 def free_bytes(directory: Path) -> int:

@@ -1,27 +1,27 @@
-"""What the halves of a weight transport say to each other.
+"""The messages and the protocols of a weight transport.
 
 Runs in: learner ranks (senders), rollout actors and engine workers (receivers), the driver
-(coordinator). A publication is
+(coordinator); without torch at run time. A publication is
 
     learner: stage(label) -> Announcement; copies the weights out of the model, on all ranks
     driver:  hands the announcement to every engine, and lets the learner `send` at the same time
     engine:  pause (requests kept) -> load -> label -> resume -> Receipt
 
-Staging is the only part that the learner must wait for. An announcement stays valid until the next
-`stage`, in shared memory until the next but one; the coordinator waits for a publication before it
-stages again.
-
-Choice of the transport, in one place.
+The learner waits for staging only. Invariant: an announcement stays valid until the next `stage`,
+in shared memory until the next but one; the coordinator waits for a publication before the next
+`stage`. The transports themselves stand in `config.transports`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from async_grpo.config.schema import Config
+from async_grpo.config.schema import Config, Deadlines
+from async_grpo.config.transports import TRANSPORTS, automatic
 from async_grpo.errors import FaultBudgetSpent
 
 if TYPE_CHECKING:
@@ -38,47 +38,39 @@ trained token carries it.
 """
 
 
-WORKER_ENGINES = {
-    "shared_memory": "async_grpo_shared_memory",
-    "ipc": "async_grpo_ipc",
-    "nccl": "async_grpo_nccl",
-}
-"""Backend -> the name under which `worker` registers its engine with vLLM."""
+BUCKETS_IN_FLIGHT = 2
+"""Buckets that vLLM puts on its streams before it waits for the first: a call that returns says
+nothing about its own bucket.
+"""
 
 
 class TornTransfer(RuntimeError):
-    """A publication was cut off: what was loaded may be a mixture, and must be replaced by a
-    complete publication.
-    """
+    """A publication was cut off: the loaded weights may be a mixture until a complete one comes."""
 
 
 class TransferStuck(FaultBudgetSpent):
-    """The learner hangs in a transfer that cannot be aborted: its process would have to be
-    replaced.
-    """
+    """The learner hangs in a transfer that cannot be aborted; only a new process would help."""
 
 
 class Version(NamedTuple):
-    """What the weights contain: `step` learner steps of this `run_epoch`. Pairs are ordered, and
-    only grow while a run lasts.
-    """
+    """The weights after `step` learner steps of this `run_epoch`; versions of a run only grow."""
 
     run_epoch: int
     step: int
 
     @property
     def label(self) -> str:
-        """As the engine stamps it on tokens."""
+        """The label that engines stamp on tokens."""
         return f"v{self.run_epoch}.{self.step}"
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """One publication, as the engines need it. `label` is what the engine stamps on tokens;
-    `payload` is the transport's own.
+    """One publication, as the engines need it: the label to stamp on tokens, the transport's name
+    (`backend`) and the `payload` of the transport.
 
     digest: of the bits of all weights, "" where it was not computed. nbytes: of all weights.
-    streamed: nothing was copied, so the learner must not train until they are sent.
+    streamed: nothing was copied, so the learner must not train until the weights are sent.
     """
 
     label: str
@@ -113,10 +105,9 @@ TokenSequence = tuple[list[int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What a learner rank staged, and its log-probs at temperature 1 of the sequences that it was
-    asked for.
+    """A rank's staged weights, and its log-probs at temperature 1 of the requested sequences.
 
-    before: of `stage_perturbed`, the same under the true weights.
+    before: with `stage_perturbed`, the log-probs under the true weights.
     """
 
     announcement: Announcement
@@ -125,55 +116,55 @@ class Staged:
 
 
 class WeightSender(Protocol):
-    """The learner's half of a transport; one per learner rank, every call is made on every rank,
-    `send` of a copy on rank 0 alone.
+    """The learner's half of a transport: one per rank, every call is made on every rank, except
+    `send` of a copy, which rank 0 makes alone. The bodies here are those of a transport whose
+    engines read the copy on their own.
 
     note: what the user should know about the transport, or "".
     """
 
     note: str
 
+    @classmethod
+    def of(cls, owner: WeightOwner, *, config: Config, key: str) -> Self:
+        """Build the sender of a rank. `key` names the shared-memory segments of the run."""
+
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
-        """Prepare for these engines and return one init payload per engine. May be called again
-        when the set changes.
+        """Prepare for these engines; one init payload per engine. May be called again when the
+        set changes.
         """
 
     def rendezvous(self) -> str:
-        """Complete what the engines' init calls wait for; runs while they wait. A no-op without a
-        group. Returns why it failed, or "".
-        """
+        """Join the group while the engines' init calls wait for it; why it failed, or ""."""
+        return ""
 
     def reserve(self) -> None:
-        """Allocate the memory for `stage(apart=True)`, so that it cannot fail there, in the middle
-        of what all ranks do together.
-        """
+        """Allocate the memory for `stage(apart=True)`, where it can fail on a rank alone."""
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
-        """Copy the current weights out of the model; with `verify`, so that the engines can compare
-        what arrives with what was sent.
+        """Copy the current weights out of the model; with `verify`, so that engines can compare
+        the bytes that arrive.
 
-        apart: a copy in memory of its own, reserved before, which lives until `release` and leaves
-        the newest publication as it is.
+        apart: a copy in the reserved memory, which lives until `release` and leaves the newest
+        publication as it is.
         """
 
     def release(self) -> None:
-        """Free the copy that was staged apart; the engines have read it."""
+        """Free the copy that was staged apart, once the engines have read it."""
 
     def send(self) -> str:
-        """Push the staged weights; a no-op for transports whose engines pull. Returns why the
-        transfer is torn, or "".
+        """Push the staged weights; why the transfer is torn, or "".
 
-        Of a copy it goes on in the background; then only the engines know how it ended.
+        A copy is sent in the background; then only the engines know how the transfer ended.
         """
+        return ""
 
     def close(self) -> None:
         """Free segments, buffers and groups."""
 
 
 class WeightOwner(Protocol):
-    """What a sender needs of the learner: full tensors under Hugging Face names, the same order
-    every time.
-    """
+    """The learner as senders see it: full tensors under Hugging Face names, always in one order."""
 
     rank: int
     device: str
@@ -183,7 +174,7 @@ class WeightOwner(Protocol):
         """Name, full shape and dtype name (`float32`) of every published tensor."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, collective over the learner ranks."""
+        """Every tensor with its name; collective over the learner ranks."""
 
 
 def is_version(label: str) -> bool:
@@ -193,9 +184,7 @@ def is_version(label: str) -> bool:
 
 
 def parse_label(label: str) -> Version:
-    """The version that a stamped label names. An unknown label is an error: its tokens cannot be
-    trained.
-    """
+    """The version that a stamped label names. Raises ValueError for a label that names none."""
     if not is_version(label):
         raise ValueError(
             f"a token carries the weight version {label!r}, which no publication set; it "
@@ -206,31 +195,24 @@ def parse_label(label: str) -> Version:
 
 
 def resolve_backend(config: Config, *, device: str, colocated: bool) -> str:
-    """`shared_memory`, `ipc` or `nccl` for this configuration on `device` (`cpu` or `cuda`)."""
-    if config.weight_sync.backend != "auto":
-        return config.weight_sync.backend
-    if device == "cpu":
-        return "shared_memory"
-    return "ipc" if colocated else "nccl"
+    """Name of the transport of this configuration on `device` (`cpu` or `cuda`)."""
+    backend = config.weight_sync.backend
+    return backend if backend in TRANSPORTS else automatic(device=device, colocated=colocated)
 
 
 def make_sender(backend: str, owner: WeightOwner, *, config: Config, key: str) -> WeightSender:
-    """The learner's half of `backend`. `key` names the run's shared-memory segments."""
-    if backend == "shared_memory":
-        from async_grpo.weights.shared_memory import SharedMemorySender
-
-        return SharedMemorySender(owner, key=key, fallback=fallback_directory(config))
-    if backend == "ipc":
-        from async_grpo.weights.ipc import IpcSender
-
-        return IpcSender(owner)
-    from async_grpo.weights.nccl import NcclSender  # needs vLLM, which a CPU learner does not load
-
-    return NcclSender(
-        owner, overlap=config.weight_sync.overlap, deadlines=config.weight_sync.deadlines
-    )
+    """Build the learner's half of a transport, whose module is imported only now: a learner on CPU
+    loads no vLLM. `key` names the run's shared-memory segments.
+    """
+    module, _, name = TRANSPORTS[backend].sender.partition(":")
+    return getattr(import_module(module), name).of(owner, config=config, key=key)
 
 
 def fallback_directory(config: Config) -> Path:
-    """Where segments lie when /dev/shm has no room for them."""
+    """Directory of the segments when /dev/shm has no room for them."""
     return Path(config.run.dir) / "weights"
+
+
+def torn_after(deadlines: Deadlines) -> float:
+    """Seconds until learner and engines notice by themselves that a push was cut off."""
+    return deadlines.pause_s + BUCKETS_IN_FLIGHT * deadlines.bucket_s

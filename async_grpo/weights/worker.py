@@ -1,17 +1,17 @@
 """The engine workers' half of every transport, on top of vLLM's weight-transfer engines.
 
-Runs in: vLLM EngineCore and worker processes. vLLM imports this module there because
-`WorkerExtension` is named as its `worker_extension_cls`; importing it registers the engines, and
-the process for post-mortems. The front end makes one call per publication:
+Runs in: vLLM EngineCore and worker processes. vLLM imports this module there because its
+`worker_extension_cls` names `WorkerExtension`; the import registers the engines with vLLM, and the
+process for post-mortems. The front end makes one call per publication:
 
     take_publication -> start_weight_update -> update_weights (verify, then load)
         -> finish_weight_update -> what happened, as plain values
 
-Invariants: nothing is loaded whose checksum is wrong; after `finish_weight_update` every layer
+Invariants: tensors with a wrong checksum are not loaded; after `finish_weight_update` every layer
 computes with the new weights; a publication that was cut off leaves nothing behind that could mix
 with the next one; a worker that waits for the learner frees itself within its deadline. On CPU a
-tied LM head keeps a packed copy of the embedding that a layerwise reload does not refresh, so it is
-packed again here.
+tied LM head keeps a packed copy of the embedding that a layerwise reload does not refresh, so the
+copy is packed again here.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import TransferMismatch
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with
-from async_grpo.weights.guard import WatchedGroup, within
 from async_grpo.weights.layout import Layout
 from async_grpo.weights.names import NamesDiffer, check_names
+from async_grpo.weights.nccl_watchdog import WatchedGroup, within
 from async_grpo.weights.shared_memory import SegmentReader
-from async_grpo.weights.transport import WORKER_ENGINES, TornTransfer
+from async_grpo.weights.transport import TornTransfer
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -63,16 +64,15 @@ if TYPE_CHECKING:
 # killed
 TqdmDefaultWriteLock.mp_lock = None
 if "ASYNC_GRPO_ENGINE_OWNER" in os.environ:
-    die_with(
-        int(os.environ["ASYNC_GRPO_ENGINE_OWNER"])
-    )  # an EngineCore outlives a front end that is killed
+    # an EngineCore outlives a front end that is killed
+    die_with(int(os.environ["ASYNC_GRPO_ENGINE_OWNER"]))
 Metadata = list[list[Any]]
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """metadata: [name, shape, dtype] of every tensor that publications bring. The rest is for NCCL:
-    its group, and deadlines in seconds.
+    """Init payload. metadata: [name, shape, dtype] of every published tensor. The rest is NCCL's:
+    the group, and deadlines in seconds.
     """
 
     metadata: Metadata
@@ -84,8 +84,8 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SegmentInfo(WeightTransferUpdateInfo):
-    """Which segment holds the publication, its sequence number, and the checksums of its buckets
-    (none: not to be compared).
+    """The segment of the publication, its sequence number, and the checksums of its buckets (none:
+    they are not compared).
     """
 
     path: str
@@ -95,7 +95,7 @@ class SegmentInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class HandleInfo(WeightTransferUpdateInfo):
-    """handles: pickled GPU -> arguments of `rebuild_cuda_tensor`, `keep`: they will come again;
+    """handles: pickled GPU -> arguments of `rebuild_cuda_tensor`; keep: they will come again;
     checksums as in SegmentInfo.
     """
 
@@ -106,7 +106,7 @@ class HandleInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class BroadcastInfo(WeightTransferUpdateInfo):
-    """verify: a checksum follows every bucket."""
+    """A broadcast. verify: a checksum follows every bucket."""
 
     verify: bool
 
@@ -115,8 +115,10 @@ class _Reload:
     """Start and finish of an update, the same for all transports."""
 
     model: torch.nn.Module
+    _layout: Layout
 
     def start_weight_update(self) -> None:
+        """Forget what a cut-off publication left, and prepare every layer for loading."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             # left from a publication that was cut off: its half of a layer must not meet the other
@@ -127,6 +129,7 @@ class _Reload:
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
+        """Let every layer compute with the loaded weights."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             for module in self.model.modules():
@@ -145,23 +148,28 @@ class SharedMemoryEngine(_Reload, WeightTransferEngine[InitInfo, SegmentInfo]):
 
     init_info_cls, update_info_cls = InitInfo, SegmentInfo
     _reader: SegmentReader | None = None
+    _announced: SegmentInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Compare names, and lay out the segments to come."""
         check_names(self.vllm_config.model_config, init_info.metadata)
         self._reader = SegmentReader(init_info.metadata)
 
     def receive_weights(self, update_info: SegmentInfo) -> None:
+        """Load the tensors of the announced segment."""
         self._announced = update_info
         self._load(
             self._reader.tensors(update_info.path, update_info.sequence, update_info.checksums)
         )
 
     def finish_weight_update(self) -> None:
+        """Finish the reload, and check that nothing was written meanwhile."""
         super().finish_weight_update()
         # The layerwise reload may read the segment as late as here.
         self._reader.check(self._announced.path, self._announced.sequence)
 
     def shutdown(self) -> None:
+        """Drop the mappings."""
         self._reader = None
 
 
@@ -169,13 +177,17 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
     """Loads a publication from the learner's copy on this GPU."""
 
     init_info_cls, update_info_cls = InitInfo, HandleInfo
+    _kept: tuple[bytes, Tensor | None]
+    _buffer: Tensor | None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Compare names, and lay out the copies to come."""
         check_names(self.vllm_config.model_config, init_info.metadata)
         self._layout = Layout(init_info.metadata)
         self._kept: tuple[bytes, Tensor | None] = (b"", None)
 
     def receive_weights(self, update_info: HandleInfo) -> None:
+        """Map the learner's copy on this GPU, and load its tensors."""
         if update_info.handles != self._kept[0]:
             self._buffer = self._map(update_info)
             if update_info.keep:
@@ -187,6 +199,7 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
         self._load(self._layout.tensors(self._buffer))
 
     def finish_weight_update(self) -> None:
+        """Finish the reload, and let go of the copy."""
         super().finish_weight_update()
         torch.cuda.synchronize(self.device)  # the last layers are read as late as here
         self._buffer = None
@@ -201,27 +214,28 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
                 f"on {sorted(handles)}"
             )
         arguments = list(handles[gpu])
-        arguments[6] = (
-            self.device.index
-        )  # the learner's number for this GPU, which may have another one here
+        arguments[6] = self.device.index  # the learner may know this GPU by another number
         return rebuild_cuda_tensor(*arguments)
 
     def shutdown(self) -> None:
-        pass
+        """Nothing to leave: the mappings end with the process."""
 
 
 class NcclEngine(_Reload, NCCLWeightTransferEngine):
     """vLLM's NCCL engine with a watchdog, and checksums where the announcement asks for them."""
 
     init_info_cls, update_info_cls = InitInfo, BroadcastInfo
+    packed: bool
+    packed_buffer_size_bytes: int
+    packed_num_buffers: int
+    model_update_group: WatchedGroup
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Compare names, and join the learner's group within the deadline."""
         check_names(self.vllm_config.model_config, init_info.metadata)
         self.shutdown()
-        self._layout, group = (
-            Layout(init_info.metadata),
-            NCCLWeightTransferInitInfo(**init_info.group),
-        )
+        self._layout = Layout(init_info.metadata)
+        group = NCCLWeightTransferInitInfo(**init_info.group)
         self.packed, self.packed_buffer_size_bytes = group.packed, group.packed_buffer_size_bytes
         self.packed_num_buffers = group.packed_num_buffers
 
@@ -239,6 +253,7 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
         )
 
     def receive_weights(self, update_info: BroadcastInfo) -> None:
+        """Receive and load all buckets, under the watchdog."""
         entries = self._layout.entries
         stream = NCCLWeightTransferUpdateInfo(
             names=[entry.name for entry in entries],
@@ -255,14 +270,14 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
 class WorkerExtension:
     """Calls that the front end makes on every worker beside vLLM's own."""
 
+    _weight_update_active: bool  # of vLLM's worker
+
     def connect_weights(self, init_info: dict[str, Any]) -> dict[str, str]:
         """Prepare for publications; {} or what failed."""
         return _outcome(lambda: self.init_weight_transfer_engine(init_info))
 
     def take_publication(self, update_info: dict[str, Any]) -> dict[str, str]:
-        """Load one publication; {} or what failed, after which the next publication starts from
-        nothing.
-        """
+        """Load one publication; {} or what failed, after which the next starts from nothing."""
 
         def take() -> None:
             self._weight_update_active = False
@@ -273,20 +288,17 @@ class WorkerExtension:
         return _outcome(take)
 
     def cached_tokens(self) -> int:
-        """Tokens in the caches of the responses that are under way."""
+        """Count the tokens in the caches of running responses."""
         runner = self.model_runner
         if hasattr(runner, "requests"):
-            # Not of its batch: a paused scheduler may have run an empty step, which takes everybody
-            # out of that.
+            # Not of its batch: a paused scheduler may have run an empty step, which empties that.
             return sum(int(request.num_computed_tokens) for request in runner.requests.values())
         states = runner.req_states  # vLLM's second model runner
         return int(states.num_computed_tokens_np[list(states.req_id_to_index.values())].sum())
 
 
 def _outcome(work: Callable[[], None]) -> dict[str, str]:
-    """{} or {failure, reason} as in Receipt; errors do not travel between vLLM's processes as what
-    they are.
-    """
+    """{} or {failure, reason} as in Receipt: vLLM's processes do not keep the class of an error."""
     try:
         work()
     except NamesDiffer as error:
@@ -298,11 +310,9 @@ def _outcome(work: Callable[[], None]) -> dict[str, str]:
     return {}
 
 
-def _register(engines: dict[str, type[WeightTransferEngine]]) -> None:
-    for backend, engine in engines.items():
-        if WORKER_ENGINES[backend] not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(WORKER_ENGINES[backend], engine)
-
-
 stacks.register_child("engine")
-_register({"shared_memory": SharedMemoryEngine, "ipc": IpcEngine, "nccl": NcclEngine})
+for _transport in TRANSPORTS.values():
+    if _transport.vllm_name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            _transport.vllm_name, *_transport.engine.split(":")
+        )

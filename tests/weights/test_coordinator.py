@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from async_grpo.errors import SetupError, Stalled, TransferMismatch
-from async_grpo.weights import delivery
+from async_grpo.weights import fan_out
 from async_grpo.weights.checks import SelfCheckFailed
 from async_grpo.weights.transport import SELF_CHECK, Announcement, Receipt, TornTransfer
 from tests.support.publishing import FakeEngine, Fixture, config, torn, until
@@ -15,7 +15,7 @@ from tests.support.publishing import FakeEngine, Fixture, config, torn, until
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "GRACE_S", 0.05)
+    monkeypatch.setattr(fan_out, "GRACE_S", 0.05)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -640,6 +640,6 @@ def test_a_probe_that_spans_two_versions_or_an_unknown_one_is_repeated() -> None
         assert run.members[0].scored == ["v0.4", "v0.5", "v0.6"]
         assert run.members[1].scored == ["v0.4"]
         with pytest.raises(TransferMismatch, match="engine a0"):
-            run.coordinator._probes.raise_findings()
+            run.coordinator._probe.raise_findings()
 
     asyncio.run(scenario())

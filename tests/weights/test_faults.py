@@ -30,7 +30,7 @@ from async_grpo.cluster.processes import LearnerProcess
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, Stalled, TransferMismatch
 from async_grpo.rollout.engine import Engine
-from async_grpo.weights import delivery
+from async_grpo.weights import fan_out
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
 from tests.support import forkserver, nccl_over_gloo
@@ -68,7 +68,7 @@ def _clean(control: Control, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     control.clear()
     # a sender that was stuck leaves a stream that never ends
     packed_tensor._get_streams.cache_clear()
-    monkeypatch.setattr(delivery, "GRACE_S", GRACE_S)
+    monkeypatch.setattr(fan_out, "GRACE_S", GRACE_S)
     before = set(threading.enumerate())
     yield
     assert [

@@ -1,8 +1,8 @@
-"""One announcement to many engines: who serves it now, who has to take it again, and who is gone.
+"""One call to many engines at once: which engines did it, which must repeat it, which are gone.
 
 Runs in: the driver. Invariant: returns within its deadlines whatever the engines do. In a
-collective one engine that stops stops all; those that still work abort by themselves and say that
-they are torn, so the one that says nothing is the culprit.
+collective one engine that stops stops all; working engines abort by themselves and report that
+they are torn, so an engine that does not answer is the culprit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_grpo.config.schema import Deadlines
-from async_grpo.weights.transport import Announcement, Receipt, TokenSequence, TornTransfer
+from async_grpo.weights.transport import (
+    Announcement,
+    Receipt,
+    TokenSequence,
+    TornTransfer,
+    torn_after,
+)
 
 GRACE_S = 5.0
-UNDER_WAY = 2
-"""As in `guard`, which the driver does without: buckets that are on their way when nothing moves
-any more.
-"""
 
 
 class EngineHandle(Protocol):
@@ -31,18 +33,25 @@ class EngineHandle(Protocol):
     actor_id: str
     tensor_parallel_size: int
 
-    async def connect(self, payload: dict[str, Any]) -> Receipt: ...
-    async def receive(self, announcement: Announcement) -> Receipt: ...
-    async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]: ...
-    async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]: ...
+    async def connect(self, payload: dict[str, Any]) -> Receipt:
+        """Prepare the engine's half of the transport."""
+
+    async def receive(self, announcement: Announcement) -> Receipt:
+        """Load an announced publication."""
+
+    async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
+        """Sample a few fixed prompts: prompt, response, its log-probs [L]."""
+
+    async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
+        """Score responses: the version labels and the log-probs [L] of each."""
 
 
 @dataclass(slots=True)
 class DeliveryOutcome:
-    """By actor id: receipts of those that did it, why others failed, and the errors of those that
-    died or said nothing.
+    """Results by actor id: receipts of those that are `done` or `failed`, and the errors of `lost`
+    engines, which died or did not answer.
 
-    learner: why its half failed, or ""; learner_hangs: it said nothing.
+    learner: why the learner's half failed, or "". learner_hangs: whether it did not answer.
     """
 
     done: dict[str, Receipt] = field(default_factory=dict)
@@ -53,11 +62,11 @@ class DeliveryOutcome:
 
     @property
     def complete(self) -> bool:
-        """Whether everybody did it."""
+        """Whether all engines and the learner did it."""
         return not (self.failed or self.lost or self.learner)
 
     def reasons(self) -> str:
-        """Everything that went wrong, in words."""
+        """Say everything that went wrong."""
         said = [f"{actor_id}: {receipt.reason}" for actor_id, receipt in self.failed.items()]
         said += [
             f"{actor_id}: {type(error).__name__}: {error}" for actor_id, error in self.lost.items()
@@ -74,11 +83,10 @@ async def call_all(
     grace_s: float | None,
     what: str,
 ) -> DeliveryOutcome:
-    """Call all engines (and the learner) at once. seconds: for everything, named `what` in
-    messages.
+    """Call all engines (and the learner) at once. seconds: deadline of everything, which messages
+    call `what`.
 
-    grace_s: what the others get once one has failed, where all depend on each other; None where
-    they do not.
+    grace_s: seconds left once one call has failed, where all depend on each other; else None.
     """
     outcome = DeliveryOutcome()
     tasks: dict[asyncio.Future[Any], EngineHandle | None] = {
@@ -93,7 +101,7 @@ async def call_all(
                 waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
             )
             for task in finished:
-                _note(outcome, tasks[task], task)
+                _record(outcome, tasks[task], task)
             if grace_s is not None and not outcome.complete:
                 deadline = min(deadline, time.monotonic() + grace_s)
                 grace_s = None  # from the first failure on
@@ -103,19 +111,19 @@ async def call_all(
     for task in waiting:
         engine = tasks[task]
         if engine is None:
-            outcome.learner, outcome.learner_hangs = (
-                f"the learner did not finish {what} in time",
-                True,
-            )
+            outcome.learner = f"the learner did not finish {what} in time"
+            outcome.learner_hangs = True
         else:
             outcome.lost[engine.actor_id] = TimeoutError(
-                f"{engine.actor_id} did not answer {what} within its deadline ({seconds:g} "
-                "s at most)"
+                f"{engine.actor_id} did not answer {what} within its deadline "
+                f"({seconds:g} s at most)"
             )
     return outcome
 
 
-def _note(outcome: DeliveryOutcome, engine: EngineHandle | None, task: asyncio.Future[Any]) -> None:
+def _record(
+    outcome: DeliveryOutcome, engine: EngineHandle | None, task: asyncio.Future[Any]
+) -> None:
     error = task.exception()
     if engine is None:
         if error is not None:
@@ -128,12 +136,12 @@ def _note(outcome: DeliveryOutcome, engine: EngineHandle | None, task: asyncio.F
 
 
 def grace(deadlines: Deadlines) -> float:
-    """How long the others of a torn transfer may take to notice it themselves."""
-    return deadlines.pause_s + UNDER_WAY * deadlines.bucket_s + GRACE_S
+    """Seconds that the other engines of a torn transfer get to notice it by themselves."""
+    return torn_after(deadlines) + GRACE_S
 
 
 def require_complete(outcome: DeliveryOutcome, kind: type[Exception] = TornTransfer) -> None:
-    """Raise unless everybody did it: what an engine raised, or this kind with the reasons."""
+    """Raise unless the outcome is complete: the error of a lost engine, or `kind`."""
     for error in outcome.lost.values():
         raise error
     if not outcome.complete:
@@ -141,6 +149,6 @@ def require_complete(outcome: DeliveryOutcome, kind: type[Exception] = TornTrans
 
 
 def consume_exception(task: asyncio.Task[None]) -> None:
-    """Whoever waits gets the error; when the run ends first, nobody does."""
+    """Retrieve the task's exception, so that asyncio does not log it when the run ends first."""
     if not task.cancelled():
         task.exception()

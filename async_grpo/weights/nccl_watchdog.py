@@ -1,11 +1,10 @@
-"""Collectives that end: a communicator with a watchdog and checksums, and rendezvous with a
-deadline.
+"""NCCL collectives that end: a communicator with a watchdog and checksums, and `within`.
 
-Runs in: learner rank 0 and engine workers, around vLLM's NCCL communicator. A process that waits in
-a collective cannot be told anything, so it must free itself: a thread aborts the communicator when
-none of the buckets under way moved in time. Invariants: after an abort every further call raises
-TornTransfer (vLLM's communicator would return without having done anything); no thread of this
-module keeps a process alive.
+Runs in: learner rank 0 and engine workers, around vLLM's NCCL communicator. Nobody can reach a
+process that waits in a collective, so a thread of its own aborts the communicator when none of the
+buckets in flight moved in time. Invariants: after an abort every further call raises TornTransfer
+(vLLM's communicator would return without having done anything); no thread of this module keeps a
+process alive.
 """
 
 from __future__ import annotations
@@ -21,20 +20,14 @@ from torch import Tensor
 
 from async_grpo.errors import TransferMismatch
 from async_grpo.weights.layout import Layout, checksum, mismatch
-from async_grpo.weights.transport import TornTransfer
+from async_grpo.weights.transport import BUCKETS_IN_FLIGHT, TornTransfer
 
 T = TypeVar("T")
 _SIGN = 2**63
-UNDER_WAY = 2
-"""Buckets that vLLM puts on its streams before it waits for the first of them: a call that returns
-says nothing about its own bucket.
-"""
 
 
 def within(seconds: float, what: str, work: Callable[[], T]) -> T:
-    """The result of `work`, which may hang for ever in a thread of its own. Raises TimeoutError
-    naming `what` after `seconds`.
-    """
+    """Run `work`, which may hang for ever, in a thread. Raises TimeoutError after `seconds`."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -53,24 +46,28 @@ def within(seconds: float, what: str, work: Callable[[], T]) -> T:
 
 
 class WatchedGroup:
-    """vLLM's communicator (`broadcast`, `destroy`) for one publication at a time: `begin`,
-    broadcasts, `end`. `aborted`: why, or "".
+    """vLLM's communicator for one publication at a time: `begin`, broadcasts, `end`.
+
+    aborted: why the communicator was aborted, or "".
     """
 
     def __init__(self, group: Any, *, quiet_s: float, first_s: float) -> None:
-        """quiet_s: longest time for one bucket. first_s: longer it may take until the first, while
+        """quiet_s: longest time for one bucket. first_s: added to it before the first bucket, while
         other engines still pause.
         """
-        self._group, self._first_s, self.rank = group, first_s, group.rank
-        self._quiet_s = quiet_s * UNDER_WAY
+        self.rank = group.rank
         self.aborted = ""
+        self._group = group
+        self._first_s, self._quiet_s = first_s, quiet_s * BUCKETS_IN_FLIGHT
+        self._layout = Layout([])
         self._verify = False
+        self._buckets = self._bytes = 0
         self._moved_at = 0.0
         self._done = threading.Event()
 
     def begin(self, layout: Layout, *, verify: bool) -> None:
-        """Arm the watchdog. verify: a checksum follows every bucket, and receivers compare before
-        anything is loaded.
+        """Arm the watchdog. verify: a checksum follows every bucket; receivers compare it before
+        they load.
         """
         self._layout, self._verify = layout, verify
         self._buckets = self._bytes = 0
@@ -85,7 +82,7 @@ class WatchedGroup:
         self._raise_if_aborted()
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
-        """As the communicator's; raises TornTransfer after an abort, TransferMismatch for a wrong
+        """Broadcast one bucket. Raises TornTransfer after an abort, TransferMismatch for a wrong
         checksum.
         """
         self._raise_if_aborted()
@@ -99,19 +96,17 @@ class WatchedGroup:
             self._raise_if_aborted()
             raise TornTransfer(f"bucket {self._buckets + 1} did not go through: {error}") from error
         self._raise_if_aborted()
-        self._buckets, self._bytes, self._moved_at = (
-            self._buckets + 1,
-            self._bytes + tensor.nbytes,
-            max(self._moved_at, time.monotonic()),
-        )
+        self._buckets += 1
+        self._bytes += tensor.nbytes
+        self._moved_at = max(self._moved_at, time.monotonic())
 
     def abort(self, reason: str) -> None:
-        """Free whoever waits in a collective of this group."""
+        """Abort the communicator, which frees every thread that waits in it."""
         self.aborted = self.aborted or reason
         self._group.destroy()
 
     def destroy(self) -> None:
-        """Leave the group; vLLM's name for it."""
+        """Leave the group (the name is vLLM's)."""
         self._done.set()
         self.abort("the group was left")
 
@@ -126,7 +121,7 @@ class WatchedGroup:
             )
 
     def _names(self, start: int, end: int) -> Sequence[str]:
-        """Tensors in these bytes of the stream, which has no gaps."""
+        """Names of the tensors in these bytes of the stream, which has no gaps."""
         names, at = [], 0
         for entry in self._layout.entries:
             if start <= at < end:
@@ -138,7 +133,7 @@ class WatchedGroup:
         while not done.wait(max(0.01, self._moved_at + self._quiet_s - time.monotonic())):
             if time.monotonic() - self._moved_at >= self._quiet_s:
                 self.abort(
-                    f"no bucket moved for {self._quiet_s:g} s ({UNDER_WAY} x "
+                    f"no bucket moved for {self._quiet_s:g} s ({BUCKETS_IN_FLIGHT} x "
                     f"weight_sync.deadlines.bucket_s), after {self._buckets} buckets"
                 )
                 return

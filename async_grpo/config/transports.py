@@ -1,0 +1,80 @@
+"""The weight transports: what each can do, and where its two halves are.
+
+Runs in: every process; without torch and vLLM. Invariant: no other module compares a transport's
+name; code that depends on the transport asks for a trait. A transport is added with an entry here
+and a module in `weights` that has its sender and its engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """One way to bring weights from the learner to the engines.
+
+    sender: `module:class` of the learner's half, built with `of(owner, config=..., key=...)`.
+    engine: `module:class` of the workers' half, one of vLLM's weight-transfer engines.
+    needs_gpu: whether it works between GPUs only.
+    colocated: whether a learner rank and its engine share one GPU; None where both ways work.
+    pushes: the learner sends to a group that it forms with all engines, instead of every engine
+    reading a copy on its own.
+    relayed: engines read memory of rank 0's node, so every other node needs a relay.
+    """
+
+    name: str
+    sender: str
+    engine: str
+    needs_gpu: bool = True
+    colocated: bool | None = None
+    pushes: bool = False
+    relayed: bool = False
+
+    @property
+    def vllm_name(self) -> str:
+        """The name of the engine in vLLM's registry, where the plain names are vLLM's own."""
+        return f"async_grpo_{self.name}"
+
+
+TRANSPORTS = {
+    transport.name: transport
+    for transport in (
+        Transport(
+            "shared_memory",
+            sender="async_grpo.weights.shared_memory:SharedMemorySender",
+            engine="async_grpo.weights.worker:SharedMemoryEngine",
+            needs_gpu=False,
+            relayed=True,
+        ),
+        Transport(
+            "nccl",
+            sender="async_grpo.weights.nccl:NcclSender",
+            engine="async_grpo.weights.worker:NcclEngine",
+            colocated=False,
+            pushes=True,
+        ),
+        Transport(
+            "ipc",
+            sender="async_grpo.weights.ipc:IpcSender",
+            engine="async_grpo.weights.worker:IpcEngine",
+            colocated=True,
+        ),
+    )
+}
+
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Literal["auto", *TRANSPORTS]
+    """What `weight_sync.backend` may be."""
+
+
+def automatic(*, device: str, colocated: bool) -> str:
+    """The transport that `weight_sync.backend: auto` means on `device` (`cpu` or `cuda`)."""
+    return next(
+        name
+        for name, transport in TRANSPORTS.items()
+        if transport.needs_gpu == (device == "cuda") and transport.colocated in (None, colocated)
+    )

@@ -1,0 +1,73 @@
+"""The table of transports: the only place that knows a transport by its name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from async_grpo.config.transports import TRANSPORTS, automatic
+
+PACKAGE = Path(__file__).resolve().parents[2] / "async_grpo"
+
+
+def compared(tree: ast.AST) -> list[int]:
+    """Lines that compare with, look up or match a transport's name."""
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare | ast.MatchValue | ast.Subscript):
+            looked_at: list[ast.AST] = [node]
+        elif isinstance(node, ast.Dict):
+            looked_at = [key for key in node.keys if key is not None]
+        else:
+            continue
+        for part in looked_at:
+            for leaf in ast.walk(part):
+                if isinstance(leaf, ast.Constant) and leaf.value in TRANSPORTS:
+                    lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'if backend == "nccl": pass',
+        'x = config.weight_sync.backend in ("auto", "ipc")',
+        'x = {"shared_memory": 1}[backend]',
+        'x = TRANSPORTS["nccl"].pushes',
+        'match backend:\n    case "ipc":\n        pass',
+    ],
+)
+def test_a_comparison_with_a_transports_name_is_found(source: str) -> None:
+    assert compared(ast.parse(source))
+
+
+def test_nobody_compares_a_transports_name() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in PACKAGE.rglob("*.py")
+        if (lines := compared(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert found == {}, "ask a trait of config.transports instead"
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_the_halves_of_a_transport_exist(name: str) -> None:
+    """Read, not imported: the modules of some transports need vLLM or a GPU."""
+    for path, methods in (
+        (TRANSPORTS[name].sender, {"of", "connect", "stage"}),
+        (TRANSPORTS[name].engine, {"init_transfer_engine", "receive_weights"}),
+    ):
+        module, _, half = path.partition(":")
+        tree = ast.parse((PACKAGE.parent / f"{module.replace('.', '/')}.py").read_text("utf-8"))
+        [found] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == half]
+        assert methods <= {n.name for n in found.body if isinstance(n, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(
+    ("device", "colocated", "name"),
+    [("cpu", False, "shared_memory"), ("cuda", True, "ipc"), ("cuda", False, "nccl")],
+)
+def test_auto_means(device: str, colocated: bool, name: str) -> None:
+    assert automatic(device=device, colocated=colocated) == name
