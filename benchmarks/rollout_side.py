@@ -22,8 +22,8 @@ import psutil
 import torch
 
 from async_grpo.config.schema import Config
+from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.queue import Verdict
-from async_grpo.replay.token_ledger import ActorReport
 from async_grpo.rollout.actor import RolloutActor, _hash63
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import Buffer, GroupTicket, decode_group
@@ -217,9 +217,9 @@ class Sides:
         ), responses
 
     def _prompt(self, group_id: int) -> list[int]:
-        task = self._actor._task
+        task = self._actor.parts.task
         index = problem_index(self._config.seed, task.fingerprint, group_id, len(task))
-        return self._actor._tokenizer(prompt_of(index))["input_ids"]
+        return self._actor.parts.tokenizer(prompt_of(index))["input_ids"]
 
     async def _ours(self, prompts: dict[int, list[int]]) -> Any:
         queue = self._actor._queue = Tickets(min(prompts), len(prompts))
@@ -238,7 +238,7 @@ class Sides:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        llm, found = self._actor._engine._llm, {}
+        llm, found = self._actor.parts.engine._llm, {}
 
         async def one(group_id: int, prompt: list[int]) -> None:
             params = SamplingParams(
@@ -246,7 +246,7 @@ class Sides:
                 max_tokens=self._load.longest,
                 temperature=1.0,
                 seed=_hash63(self._config.seed, group_id) if self._load.seeded else None,
-                stop_token_ids=self._actor._engine._stop_token_ids,
+                stop_token_ids=self._actor.parts.engine._stop_token_ids,
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,

@@ -25,9 +25,10 @@ import msgpack
 from async_grpo.errors import NoSignal
 from async_grpo.groups import Batch, GroupTicket
 from async_grpo.planning import durations
+from async_grpo.replay.actor_reports import ActorReport, TokenTotals
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
-from async_grpo.replay.token_ledger import PLACES, ActorReport, TokenTotals
+from async_grpo.replay.token_ledger import PLACES
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, LEARNER_CAUSES, TimeByCause
 from async_grpo.wire import unpack_frames

@@ -27,10 +27,10 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
 from async_grpo.loop import Loop
 from async_grpo.planning import shaping
+from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.ledger import Ledger
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.replay.token_ledger import ActorReport
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.tasks.base import task_weights
 from async_grpo.tasks.registry import load_task

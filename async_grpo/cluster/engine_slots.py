@@ -1,7 +1,6 @@
-"""The places of a run's engines: which there are, where another would go, reserve one and give it
-back.
+"""The slots of a run's engines: list them, find room for another, reserve and give back.
 
-Runs in: the driver. Hides reservations and which nodes can be used. Invariants: a place that is
+Runs in: the driver. Hides reservations and which nodes can be used. Invariants: a slot that is
 given back leaves no reservation; room in which processes died more often than is allowed is not
 used again.
 """
@@ -20,18 +19,23 @@ from async_grpo.config.schema import Config
 
 @dataclass(eq=False)
 class EngineSlot:
-    """Room for one engine. `option` are the Ray options of its reservation, `engine` the process in
-    it, once there is one.
+    """Room for one engine. where: node and cores. option: Ray options of the reservation. engine:
+    the process in the slot (a `RemoteEngine`), once there is one.
     """
 
     index: int
-    slot: Slot
+    where: Slot
     option: dict[str, Any] | None = None
     engine: Any = None
     incarnations: int = 0
     leaving: bool = False
     filling: asyncio.Task[None] | None = None
-    """What starts a process there."""
+    """Task that starts a process here."""
+
+    @property
+    def node_id(self) -> str:
+        """Node of the slot."""
+        return self.where.node_id
 
     def next_id(self) -> str:
         """An actor id that no process had before."""
@@ -40,9 +44,7 @@ class EngineSlot:
 
 
 class EngineSlots:
-    """All places by index. `limit` is how many there may be without being asked for; None is as
-    many as have room.
-    """
+    """All slots by index. limit: how many may open by themselves; None is as many as have room."""
 
     def __init__(
         self,
@@ -53,28 +55,28 @@ class EngineSlots:
         options: Sequence[dict[str, Any]],
     ) -> None:
         self._config, self._session, self._placement = config, session, placement
-        self._places = {
-            index: EngineSlot(index, slot, option)
-            for index, (slot, option) in enumerate(zip(placement.engines, options, strict=True))
+        self._slots = {
+            index: EngineSlot(index, where, option)
+            for index, (where, option) in enumerate(zip(placement.engines, options, strict=True))
         }
-        self._opened = len(self._places)
+        self._opened = len(self._slots)
         self._given_up: list[Slot] = []
         self._addresses = {node.node_id: node.address for node in session.nodes()}
         self._sees_run_dir = {
-            slot.node_id: True for slot in (*placement.learners, *placement.engines)
+            where.node_id: True for where in (*placement.learners, *placement.engines)
         }
         self.limit = config.cluster.rollout_actors.max
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._slots)
 
     def all(self) -> list[EngineSlot]:
-        """In the order in which they were opened."""
-        return list(self._places.values())
+        """All slots in the order in which they were opened."""
+        return list(self._slots.values())
 
     def get(self, index: int) -> EngineSlot | None:
-        """The place with this index, unless it was given back."""
-        return self._places.get(index)
+        """The slot with this index, unless it was given back."""
+        return self._slots.get(index)
 
     def address(self, node_id: str) -> str:
         """A node's address, also after it is gone."""
@@ -88,57 +90,53 @@ class EngineSlots:
 
     def room(self, nodes: Sequence[Node], *, crowd: bool = False) -> Slot | None:
         """Where another engine would go; `crowd` is that of `placement.another`."""
-        taken = [*[place.slot for place in self._places.values()], *self._given_up]
+        taken = [*[slot.where for slot in self._slots.values()], *self._given_up]
         usable = [node for node in nodes if self._sees_run_dir.get(node.node_id, True)]
         return another(self._config, self._placement, usable, taken, crowd=crowd)
 
-    def open(self, slot: Slot) -> EngineSlot:
-        """A new place, not yet reserved."""
-        place = self._places[self._opened] = EngineSlot(self._opened, slot)
+    def open(self, where: Slot) -> EngineSlot:
+        """Open a slot, not yet reserved."""
+        slot = self._slots[self._opened] = EngineSlot(self._opened, where)
         self._opened += 1
-        return place
+        return slot
 
-    async def reserve(self, place: EngineSlot) -> None:
-        """Reserve a new place, on a node that sees the run's directory. Raises SetupError, or
+    async def reserve(self, slot: EngineSlot) -> None:
+        """Reserve a new slot, on a node that sees the run's directory. Raises SetupError, or
         RayError when the node goes away meanwhile.
         """
-        node_id, timeout_s = place.slot.node_id, self._config.cluster.resources_timeout_s
+        node_id, timeout_s = slot.node_id, self._config.cluster.resources_timeout_s
         if node_id not in self._sees_run_dir:
             await self._session.check_shared_storage(
                 self._config.run.dir, {node_id}, timeout_s=timeout_s
             )
             self._sees_run_dir[node_id] = True
-        [place.option] = await self._session.reserve([place.slot], timeout_s=timeout_s)
+        [slot.option] = await self._session.reserve([slot.where], timeout_s=timeout_s)
 
-    async def reserved_again(self, place: EngineSlot) -> bool:
-        """Whether the place still has its resources, or has them again within
-        `cluster.resources_timeout_s`.
-        """
+    async def reserved_again(self, slot: EngineSlot) -> bool:
+        """Whether the slot has its resources, at the latest in `cluster.resources_timeout_s`."""
         return await self._session.reserved_again(
-            place.option, timeout_s=self._config.cluster.resources_timeout_s
+            slot.option, timeout_s=self._config.cluster.resources_timeout_s
         )
 
-    async def node_serves(self, place: EngineSlot) -> bool:
-        """Whether the place's node still runs processes."""
+    async def node_serves(self, slot: EngineSlot) -> bool:
+        """Whether the slot's node still runs processes."""
         return await self._session.node_serves(
-            place.slot.node_id, timeout_s=self._config.cluster.resources_timeout_s
+            slot.node_id, timeout_s=self._config.cluster.resources_timeout_s
         )
 
-    def drop(self, place: EngineSlot) -> None:
-        """The place is none any more. Its reservation stays until `release`."""
-        self._places.pop(place.index, None)
+    def drop(self, slot: EngineSlot) -> None:
+        """Forget the slot. Its reservation stays until `release`."""
+        self._slots.pop(slot.index, None)
 
-    def give_up(self, place: EngineSlot) -> None:
-        """Open no other place in this room."""
-        self._given_up.append(place.slot)
+    def give_up(self, slot: EngineSlot) -> None:
+        """Open no other slot in this room."""
+        self._given_up.append(slot.where)
 
     def refuse(self, node_id: str) -> None:
-        """Open no place on this node, which does not see the run's directory."""
+        """Open no slot on this node, which does not see the run's directory."""
         self._sees_run_dir.setdefault(node_id, False)
 
-    def release(self, place: EngineSlot) -> None:
-        """Give the reservation back."""
-        if (
-            place.option is not None and not self._placement.colocated
-        ):  # there the learner's rank holds the same reservation
-            self._session.release(place.option)
+    def release(self, slot: EngineSlot) -> None:
+        """Give the reservation back; colocated, the learner's rank still holds it."""
+        if slot.option is not None and not self._placement.colocated:
+            self._session.release(slot.option)

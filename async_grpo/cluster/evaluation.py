@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import ray
 
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
+from async_grpo.cluster.rollout_actors import settled
 from async_grpo.cluster.samples import EvaluationSamples
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
@@ -244,7 +245,7 @@ class Evaluations:
         ]
         left, outcomes, rows = [], [], []
         try:
-            answers = await asyncio.gather(*[_settled(call) for call in calls])
+            answers = await asyncio.gather(*[settled(call) for call in calls])
         except asyncio.CancelledError:
             for call in calls:
                 ray.cancel(call)  # else the engine would go on answering
@@ -300,14 +301,6 @@ def _line(step: int, result: dict[str, float], pin: Pin) -> str:
         f"evaluated step {step} {who}: {found} ({result['eval/seconds']:.1f} s; the learner "
         f"waited {result['eval/learner_waited_s']:.1f} s)"
     )
-
-
-async def _settled(call: Any) -> Any:
-    """What the call returns, or the error of Ray that it raises."""
-    try:
-        return await call
-    except ray.exceptions.RayError as error:
-        return error
 
 
 async def _healthy(engine: Evaluator) -> bool:

@@ -1,11 +1,11 @@
-"""Responses under way, gathered for a checkpoint and handed to a run that resumes from one.
+"""Partial rollouts: gathered for a checkpoint, and handed to a run that resumes from one.
 
-Runs in: the driver. Hides where the beginnings come from (rollout actors are asked, while they and
-the learner go on) and which of them belong to the checkpoint: those of tickets that were out when
-its queue was written down, and those that wait to be continued still.
+Runs in: the driver. Hides where partial responses come from (rollout actors are asked, while they
+and the learner go on) and which of them belong to the checkpoint: those of tickets that were out
+when its queue was written down, and those that still wait to be continued.
 
-Invariant: an actor that does not answer in time is left out and counted; nobody waits for it but
-the file.
+Invariant: an actor that does not answer in time is left out and counted; only the file waits for
+it.
 """
 
 from __future__ import annotations
@@ -24,49 +24,46 @@ from async_grpo.replay.ledger import State
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.partial import FILE, PartialError, PartialFile, write_file
 from async_grpo.runtime.listener import RunListener
+from async_grpo.runtime.text import last_line
 
 PATIENCE_S = 10.0
-GroupsInPart = list[tuple[PartialStart, bytes]]
+EncodedGroups = list[tuple[PartialStart, bytes]]
 
 
 class PartialCollector:
-    """The beginnings of one start of the run; without `checkpoint.partial_rollouts` there are
-    none.
-    """
+    """Partial rollouts of one start of the run; none without `checkpoint.partial_rollouts`."""
 
     def __init__(self, config: Config, origin: Path | None, listener: RunListener) -> None:
-        """origin: the checkpoint that the run continues, its sums verified."""
-        self._on, self._listener = config.checkpoint.partial_rollouts, listener
-        self._restored = self._read(origin) if self._on and origin is not None else None
-        self._gathering: asyncio.Task[GroupsInPart] | None = None
+        """origin: the checkpoint that the run resumes from, its sums verified."""
+        self._enabled, self._listener = config.checkpoint.partial_rollouts, listener
+        self._restored = self._read(origin) if self._enabled and origin is not None else None
+        self._gathering: asyncio.Task[EncodedGroups] | None = None
         self.silent = 0
         self.path = None if self._restored is None else str(origin / FILE)
-        """What rollout actors continue from."""
+        """File from which rollout actors continue."""
 
     def snapshot(self, snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The queue of the checkpoint, with what it has to know of the beginnings."""
-        return (
-            snapshot
-            if self._restored is None or snapshot is None
-            else {**snapshot, "beginnings": self._restored.beginnings}
-        )
+        """The checkpoint's queue snapshot, with the facts of its partial rollouts added."""
+        if self._restored is None or snapshot is None:
+            return snapshot
+        return {**snapshot, "beginnings": self._restored.starts}
 
     def begin(self, engines: Sequence[RemoteEngine], snapshot: dict[str, Any]) -> None:
-        """Ask the actors; snapshot: the queue of the checkpoint that is being written."""
-        if self._on:
+        """Ask the actors. snapshot: of the queue, for the checkpoint that is being written."""
+        if self._enabled:
             if self._gathering is not None:
                 self._gathering.cancel()
             self._gathering = asyncio.ensure_future(self._gather(engines, snapshot))
 
     async def write(self, directory: Path) -> None:
-        """Write what they answered into the checkpoint. Raises OSError."""
+        """Write the actors' answers into the checkpoint. Raises OSError."""
         if self._gathering is not None:
             groups, self._gathering = await self._gathering, None
             await asyncio.to_thread(write_file, directory, groups)
 
-    def measurements(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Actors that did not answer, since the start."""
-        return {"cluster/partial_silent": float(self.silent)} if self._on else {}
+        return {"cluster/partial_silent": float(self.silent)} if self._enabled else {}
 
     def _read(self, origin: Path) -> PartialFile | None:
         if FILE not in checkpoint.read(origin)["files"]:
@@ -81,21 +78,20 @@ class PartialCollector:
 
     async def _gather(
         self, engines: Sequence[RemoteEngine], snapshot: dict[str, Any]
-    ) -> GroupsInPart:
-        rows = [
-            tuple(row[:5]) for row in snapshot["ledger"]["groups"]
-        ]  # id, attempt, version, state, actor
-        out = {
+    ) -> EncodedGroups:
+        # id, attempt, version, state, actor
+        rows = [tuple(row[:5]) for row in snapshot["ledger"]["groups"]]
+        issued = {
             (group_id, attempt, version, actor)
             for group_id, attempt, version, state, actor in rows
             if state == State.IN_FLIGHT
         }
         answers = await asyncio.gather(*[self._ask(engine) for engine in engines])
         found = [
-            (beginning, packed)
+            (start, packed)
             for engine, groups in zip(engines, answers, strict=True)
-            for beginning, packed in groups
-            if (beginning.group_id, beginning.attempt, beginning.version, engine.actor_id) in out
+            for start, packed in groups
+            if (start.group_id, start.attempt, start.version, engine.actor_id) in issued
         ]
         if self._restored is not None:
             waiting = {
@@ -104,13 +100,13 @@ class PartialCollector:
                 if state == State.WAITING
             }
             found += [
-                (one, self._restored.packed(one.group_id))
-                for one in self._restored.beginnings
-                if (one.group_id, one.attempt) in waiting
+                (start, self._restored.packed(start.group_id))
+                for start in self._restored.starts
+                if (start.group_id, start.attempt) in waiting
             ]
         return found
 
-    async def _ask(self, engine: RemoteEngine) -> GroupsInPart:
+    async def _ask(self, engine: RemoteEngine) -> EncodedGroups:
         try:
             return await asyncio.wait_for(engine.partials(), PATIENCE_S)
         except (TimeoutError, ray.exceptions.RayError) as error:
@@ -118,7 +114,7 @@ class PartialCollector:
             why = (
                 f"nothing within {PATIENCE_S:g} s"
                 if isinstance(error, TimeoutError)
-                else str(error).strip().splitlines()[-1]
+                else last_line(error)
             )
             self._listener.note(
                 f"{engine.actor_id} did not tell of its responses under way ({why}): they "

@@ -20,11 +20,11 @@ import numpy as np
 import ray
 
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
+from async_grpo.replay.actor_reports import ActorReport, ActorReports, QueueMetrics
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.queue import ReplayQueue, Verdict
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.replay.token_ledger import ActorReport, TimeTotals
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_frames
@@ -123,9 +123,9 @@ class QueueProcess(ReplayQueue):
             self.begin_segment()
         return str(self.report), self._ledger.run_epoch
 
-    async def measurements(self) -> tuple[dict[str, float], dict[str, TimeTotals]]:
-        """`metrics`, and the time of every engine that told of it."""
-        return await self.metrics(), self._reports.seconds()
+    async def full_metrics(self) -> QueueMetrics:
+        """`metrics`, and the latest report of every rollout actor."""
+        return QueueMetrics(await self.metrics(), self._reports.latest)
 
     async def pid(self) -> int:
         """Process id, for tests and post-mortems."""
@@ -195,8 +195,10 @@ class DriverQueue:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self.engine_seconds: dict[str, TimeTotals] = {}
-        """Of every actor that told, by the time of the last `metrics`."""
+        self.reports = ActorReports()
+        """Of all rollout actors, by the time of the last `metrics`; a queue that is started again
+        does not know those of dead ones.
+        """
 
     async def get_batch(self, step: int) -> Batch | None:
         return await self._call(self._handle.next_batch.remote(step))
@@ -205,9 +207,11 @@ class DriverQueue:
         return await self._call(self._handle.payload.remote(step, group_ids))
 
     async def metrics(self) -> dict[str, float]:
-        """Numbers to log; `engine_seconds` is renewed on the way."""
-        metrics, self.engine_seconds = await self._call(self._handle.measurements.remote())
-        return metrics
+        """Metrics of the queue and of all rollout actors."""
+        answer: QueueMetrics = await self._call(self._handle.full_metrics.remote())
+        for actor_id, report in answer.reports.items():
+            self.reports.tell(actor_id, report)
+        return answer.metrics | self.reports.metrics()
 
     async def tell(self, actor_id: str, report: ActorReport) -> None:
         await self._call(self._handle.tell.remote(actor_id, report))

@@ -20,6 +20,7 @@ import numpy as np
 from async_grpo.config.schema import Config
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.provenance import load_tokenizer
+from async_grpo.runtime.text import last_line
 from async_grpo.wire import Batch, Group, Rollout, decode_group, unpack_frames
 
 GROUPS = 2
@@ -89,10 +90,9 @@ class TrainingSamples:
             ]
             self._listener.samples(await asyncio.to_thread(self._rows, step, groups))
         except Exception as error:  # noqa: BLE001 - tokenizers raise what they like, and training must not hear of it
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            groups = ", ".join(map(str, group_ids))
             self._listener.note(
-                f"no samples of the groups {', '.join(map(str, group_ids))} of step "
-                f"{step}: {reason}"
+                f"no samples of the groups {groups} of step {step}: {last_line(error)}"
             )
 
     def _rows(self, step: int, groups: list[Group]) -> list[dict[str, Any]]:

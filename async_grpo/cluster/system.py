@@ -18,6 +18,7 @@ import ray
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.checkpoint.directory import Origin
+from async_grpo.cluster.engine_slots import EngineSlots
 from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.learner_recovery import LearnerSupervisor, PendingCheckpoint
@@ -28,7 +29,7 @@ from async_grpo.cluster.processes import MAX_CALLS
 from async_grpo.cluster.prometheus import Exported
 from async_grpo.cluster.queue import DriverQueue, QueueProcess
 from async_grpo.cluster.relays import Relays
-from async_grpo.cluster.rollout_actors import ActorManager, engine_times, final_reports
+from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec
 from async_grpo.cluster.samples import TrainingSamples
 from async_grpo.cluster.session import Session
 from async_grpo.cluster.watchdog import whole_step
@@ -94,8 +95,6 @@ class System:
         self.model_dir = ""
         self._producing = False
         self.queue_restarts = 0
-        self.engine_times: dict[str, dict[str, float]] = {}
-        """Seconds by cause of every place for an engine, by the time of the last step."""
 
     def connect(self, session: Session) -> None:
         """Belong to this Ray connection, which ends with `disconnect`."""
@@ -138,17 +137,18 @@ class System:
         )
         self.actors = ActorManager(
             config,
-            session=session,
-            placement=placement,
-            options=engine_options,
-            queue=self._queue_handle,
+            slots=EngineSlots(config, session=session, placement=placement, options=engine_options),
+            spec=ActorSpec(
+                self._queue_handle,
+                model_dir=model_dir,
+                device=placement.device,
+                backend=backend,
+                partials=self._under_way.path,
+            ),
             client=self.queue,
             relays=self._relays,
-            model_dir=model_dir,
-            backend=backend,
             listener=listener,
             failures=self,
-            partials=self._under_way.path,
         )
         self.learner = LearnerGroup(
             config,
@@ -233,7 +233,7 @@ class System:
         """One learner step; the first one lets the actors produce."""
         if not self._producing:
             self._producing = True
-            self.actors.begin(self.coordinator.join, self.coordinator.between_publications)
+            self.actors.begin(self.coordinator)
         return self._with_faults(
             await self.gang.surviving(partial(self._step, self.steps_done), blame=True)
         )
@@ -350,8 +350,7 @@ class System:
         await self.queue.close(orderly=orderly)
         if not orderly or not self.loop.time.began:
             return
-        reports = await final_reports(self.actors.alive())
-        for actor_id, report in reports.items():
+        for actor_id, report in (await self.actors.final_reports()).items():
             await self.queue.tell(actor_id, report)
         metrics = self._with_faults(await self.queue.metrics() | self.loop.time_metrics())
         self.loop.latest |= (
@@ -483,12 +482,10 @@ class System:
                 f"(restart {restarts} of at most {budget})"
             )
             self.queue_restarts = restarts
-        times, self.engine_times = engine_times(self.queue.engine_seconds)
         return (
             metrics
-            | times
-            | self.actors.measurements()
-            | self._under_way.measurements()
+            | self.actors.metrics()
+            | self._under_way.metrics()
             | {"cluster/learner_restarts": float(self.gang.restarts)}
         )
 

@@ -44,6 +44,7 @@ from typing import Any, Literal
 import numpy as np
 
 from async_grpo.replay import events
+from async_grpo.replay.actor_reports import ActorReport, ActorReports
 from async_grpo.replay.admission import Admission, Retirement
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.journal import Writer, snapshot_facts
@@ -53,7 +54,7 @@ from async_grpo.replay.metrics import QueueWaits, batch_metrics
 from async_grpo.replay.order import BatchPicker
 from async_grpo.replay.partial import PartialGroups
 from async_grpo.replay.rules import QueueSettings, Verdict, check_bound, problem_of, rejection
-from async_grpo.replay.token_ledger import ActorReport, Reports, masked_tokens, token_counts
+from async_grpo.replay.token_ledger import masked_tokens, token_counts
 from async_grpo.wire import (
     Batch,
     Buffer,
@@ -108,7 +109,7 @@ class ReplayQueue:
         self._admission = Admission(
             settings, self._ledger, self._retirement, continued or PartialGroups()
         )
-        self._pressure, self._reports = QueueWaits(), Reports()
+        self._pressure, self._reports = QueueWaits(), ActorReports()
         self._departure = BatchPicker(settings, self._ledger, self._admission, self.record)
         self._batch: Batch | None = None
         self._last_batch: dict[str, float] = {}

@@ -1,9 +1,9 @@
 """What became of every response token: the goodput ledger, as a function of the events.
 
 Runs in: the replay queue's process, and whoever reads a journal. Two sides meet here. Rollout
-actors tell what their engines sampled, as running totals since the process began (`Told`); results
-and failed attempts bring the tokens that belong to a group. What an actor sampled and has not
-brought yet is under way at it:
+actors report what their engines sampled, as running totals since the process began (`TokenTotals`);
+results and failed attempts bring the tokens that belong to a group. What an actor sampled and has
+not brought yet is under way at it:
 
     under way = sampled + continued - probes - evaluated - arrived        (of one actor; a total
                                                                           that is a moment old may
@@ -18,19 +18,15 @@ trained and once as regenerated.
 Invariants: `generated` is the sum of all places; at an orderly end nothing is under way, so the sum
 is what the engines counted. No result counts twice, however often it is sent. Plain numbers;
 nothing grows with the age of the run.
-
-What rollout actors tell about their engines when they ask for tickets. Hides who told what last.
-Token counts go into the ledger (`tokens`); seconds are passed on as they are. Invariant: a report
-replaces the one before, so one that is lost on the way does no harm.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from async_grpo.replay.actor_reports import TokenTotals
 from async_grpo.replay.events import (
     Done,
     Drop,
@@ -69,19 +65,6 @@ PLACES = (
     "lost",
 )
 """They add up to `generated`."""
-
-
-class TokenTotals(NamedTuple):
-    """Running totals of one actor's process. continued: tokens of beginnings that it took from a
-    checkpoint, sampled by an earlier engine. reprefilled: cached tokens that were computed again
-    after publications.
-    """
-
-    sampled: int = 0
-    probes: int = 0
-    evaluated: int = 0
-    continued: int = 0
-    reprefilled: int = 0
 
 
 def token_counts(meta: GroupMeta) -> tuple[int, int]:
@@ -289,50 +272,3 @@ class Tokens:
             dict.fromkeys((group_id, attempt) for group_id, attempt in snapshot["seen"])
         )
         return tokens
-
-
-TimeTotals = tuple[float, dict[str, float]]
-"""When an engine's time began to count (Unix seconds), and its seconds by cause."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActorReport:
-    """One actor's process so far: tokens; seconds by cause, and when they began to count (Unix
-    seconds, 0.0: not yet).
-    """
-
-    told: TokenTotals
-    began: float = 0.0
-    seconds: tuple[tuple[str, float], ...] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ActorReport, (TokenTotals(*self.told), self.began, self.seconds)
-
-
-class Reports:
-    """The latest report of every actor, also of those that are dead."""
-
-    def __init__(self) -> None:
-        self._latest: dict[str, ActorReport] = {}
-
-    def tell(self, actor_id: str, report: ActorReport) -> None:
-        """Take a report. Totals never fall, so an older one that comes late is left aside."""
-        known = self._latest.get(actor_id)
-        if known is None or report.told.sampled >= known.told.sampled:
-            self._latest[actor_id] = report
-
-    def news(self, known: Mapping[str, TokenTotals]) -> tuple[tuple[Any, ...], ...]:
-        """Rows of a `Sampled` event: what differs from what is known."""
-        return tuple(
-            (actor_id, *report.told)
-            for actor_id, report in self._latest.items()
-            if known.get(actor_id) != report.told
-        )
-
-    def seconds(self) -> dict[str, TimeTotals]:
-        """By actor, of those whose time counts."""
-        return {
-            actor_id: (report.began, dict(report.seconds))
-            for actor_id, report in self._latest.items()
-            if report.began
-        }

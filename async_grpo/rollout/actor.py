@@ -11,7 +11,7 @@ rollout of the group with role `baseline`.
 Invariants: a group stays in `holding` until the queue has answered its `put` or `fail`, so nothing
 that was completed can be lost with a message; a group that cannot be completed is failed by name
 with its reason, and only a dead engine or queue, or a verifier error that must end the run, ends
-`run`.
+`run`. `start` reaches `Engine.begin` before torch, vLLM or transformers is imported.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,14 +31,14 @@ import numpy as np
 from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, VerifierFailed
+from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.replay.queue import Verdict
-from async_grpo.replay.token_ledger import ActorReport
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
 from async_grpo.rollout.evaluator import EngineEvaluator, PromptTooLong, probe_sequences
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, encode_all
 from async_grpo.rollout.time_accounting import EngineTime
-from async_grpo.tasks.base import Problem, Score
+from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
@@ -45,9 +46,7 @@ from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
 from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, encode_group
 
 POLL_S = 0.02
-"""Between two questions for tickets; the queue's process lets each of them wait a while for its
-answer.
-"""
+"""Between two requests for tickets; the queue's process lets each wait a while for its answer."""
 HEARTBEAT_S = 0.5
 
 
@@ -61,11 +60,45 @@ class TicketQueue(Protocol):
         holding: list[tuple[int, int]],
         want: int,
         report: ActorReport | None,
-    ) -> list[GroupTicket] | None: ...
-    async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]: ...
+    ) -> list[GroupTicket] | None:
+        """At most `want` tickets; None when the run is over."""
+
+    async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
+        """Hand in finished groups."""
+
     async def fail(
         self, actor_id: str, tickets: list[GroupTicket], reason: str, tokens: list[int]
-    ) -> None: ...
+    ) -> None:
+        """Give tickets back, with the tokens that were sampled for each."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `RolloutActor.start` loads."""
+
+    engine: Engine
+    tokenizer: Any
+    task: Task
+    verifiers: VerifierPool
+    evaluator: EngineEvaluator
+
+
+@dataclass(eq=False)
+class _GroupWork:
+    """One group between its ticket and the queue's answer: stage, since when it is at this stage
+    and since when it is here (monotonic seconds).
+    """
+
+    ticket: GroupTicket
+    stage: str
+    since: float
+    begun: float
+    task: asyncio.Task[None] | None = None
+    generation: PartialGeneration | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.ticket.group_id, self.ticket.attempt
 
 
 class RolloutActor:
@@ -82,30 +115,32 @@ class RolloutActor:
         cores: Sequence[int],
         partials: str | None = None,
     ) -> None:
-        """partials: file with beginnings of responses, for the tickets that continue them."""
+        """partials: file with partial responses, for the tickets that continue them."""
         self.actor_id = actor_id
-        self._partials = None if partials is None else PartialFile.at(Path(partials))
-        self._growing: dict[tuple[int, int], PartialGeneration] = {}
-        self._config, self._queue, self._model_dir, self._device = config, queue, model_dir, device
+        self._config, self._queue = config, queue
+        self._model_dir, self._device = model_dir, device
         self._cores = set(cores)
-        self._baselines = int(
-            config.algorithm.adv_estimator == "remax"
-        )  # greedy responses per group
-        self._responses, self._slots = (
-            config.rollout.group_size + self._baselines,
-            config.cluster.engine.max_num_seqs,
-        )
-        self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._outbox: list[tuple[GroupTicket, bytes]] = []
+        self._partials = None if partials is None else PartialFile.at(Path(partials))
+        self._parts: Parts | None = None
+        self._baselines = int(config.algorithm.adv_estimator == "remax")  # greedy, per group
+        self._responses = config.rollout.group_size + self._baselines
+        self._slots = config.cluster.engine.max_num_seqs
+        self._groups: dict[tuple[int, int], _GroupWork] = {}
+        self._outbox: list[tuple[_GroupWork, bytes]] = []
+        self._outbox_filled = asyncio.Event()
         self._changed = asyncio.Event()
-        self._stages: dict[
-            tuple[int, int], tuple[str, float, float]
-        ] = {}  # of each group: stage, since when, and since when it is here
-        self._draining, self._ended = False, asyncio.Event()
-        self._resting = False
+        self._ended = asyncio.Event()
+        self._draining = self._resting = False
         self._produced_at = 0.0
         self._counts: Counter[str] = Counter()
         self._time = EngineTime()
+
+    @property
+    def parts(self) -> Parts:
+        """Engine, task and verifiers. Raises RuntimeError before `start` has returned."""
+        if self._parts is None:
+            raise RuntimeError(f"{self.actor_id} has not loaded its engine; call start() first")
+        return self._parts
 
     async def start(self, *, backend: str, label: str) -> None:
         """Load tokenizer, task, verifiers and engine, serving as `label`."""
@@ -114,14 +149,11 @@ class RolloutActor:
         from transformers import AutoTokenizer
 
         config = self._config
-        self._tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             self._model_dir, trust_remote_code=config.model.trust_remote_code
         )
-        self._task = load_task(config.task, config.seed)
-        if (
-            not isinstance(self._task.train(0).prompt, str)
-            and self._tokenizer.chat_template is None
-        ):
+        task = load_task(config.task, config.seed)
+        if not isinstance(task.train(0).prompt, str) and tokenizer.chat_template is None:
             raise SetupError(
                 f"task {config.task.name} asks in chat messages, but the tokenizer of "
                 f"{self._model_dir} has no chat template; "
@@ -129,30 +161,30 @@ class RolloutActor:
                 "(task.options.style=plain)"
             )
         everywhere = os.sched_getaffinity(0)
-        self._verifiers = VerifierPool(
-            config.task, seed=config.seed, cpu=everywhere - self._cores or everywhere
-        )
-        starting = asyncio.create_task(self._verifiers.start())
-        self._engine = await Engine.start(
+        others = everywhere - self._cores or everywhere
+        verifiers = VerifierPool(config.task, seed=config.seed, cpu=others)
+        starting = asyncio.create_task(verifiers.start())
+        engine = await Engine.start(
             config,
             model_dir=self._model_dir,
             device=self._device,
             backend=backend,
             label=label,
             early=early,
-            stop_token_ids=stop_tokens(self._model_dir, self._tokenizer.eos_token_id),
+            stop_token_ids=stop_tokens(self._model_dir, tokenizer.eos_token_id),
             seed=_hash63(config.seed, self.actor_id) >> 32,
         )
         await starting
-        self._answering = EngineEvaluator(
+        evaluator = EngineEvaluator(
             config,
-            engine=self._engine,
-            task=self._task,
-            verifiers=self._verifiers,
+            engine=engine,
+            task=task,
+            verifiers=verifiers,
             encode=self._encode,
             text=self._text,
-            cpu=everywhere - self._cores or everywhere,
+            cpu=others,
         )
+        self._parts = Parts(engine, tokenizer, task, verifiers, evaluator)
 
     async def run(self) -> None:
         """Produce groups until the queue closes. Raises when the engine or the queue is gone."""
@@ -161,22 +193,11 @@ class RolloutActor:
         polled = 0.0
         self._time.producing(True)
         try:
-            while True:
-                if self._draining and not self._groups:
-                    return
+            while not (self._draining and not self._groups):
                 want = 0 if self._draining or self._resting else self._room()
                 if want or time.monotonic() - polled > HEARTBEAT_S:
                     polled = time.monotonic()
-                    report = self._time.report(
-                        self._engine.sampled, self._counts, every_s=HEARTBEAT_S
-                    )
-                    tickets = await self._queue.acquire(
-                        self.actor_id,
-                        self._engine.serving_version,
-                        list(self._groups),
-                        want,
-                        report,
-                    )
+                    tickets = await self._acquire(want)
                     if tickets is None:
                         return
                     for ticket in tickets:
@@ -184,47 +205,41 @@ class RolloutActor:
                     if tickets and want > len(tickets):
                         continue
                 await self._wait_for_change(POLL_S)
-                for task in [sender, *self._groups.values()]:
+                for task in [sender, *(work.task for work in self._groups.values())]:
                     if task.done() and task.exception() is not None:
                         raise task.exception()
         finally:
-            pending = [sender, *self._groups.values()]
+            pending = [sender, *(work.task for work in self._groups.values())]
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
             self._groups.clear()
-            self._stages.clear()
-            self._growing.clear()
             self._outbox.clear()
             self._time.producing(False)
             self._ended.set()
 
     async def drain(self) -> None:
-        """Take no more tickets, and wait until the queue has all groups that this actor holds.
-        `run` returns.
-        """
+        """Take no more tickets; return, as `run` does, when the queue has all groups held here."""
         self._draining = True
         self._changed.set()
         await self._ended.wait()
 
     async def connect(self, payload: dict[str, Any]) -> Receipt:
         """Prepare the engine for publications."""
-        return await self._engine.connect(payload)
+        return await self.parts.engine.connect(payload)
 
     async def receive(self, announcement: Announcement) -> Receipt:
         """Take and serve the announced weights."""
         with self._time.during("paused"):
-            receipt = await self._engine.receive(announcement)
+            receipt = await self.parts.engine.receive(announcement)
         self._counts["paused_s"] += receipt.seconds.get("total", 0.0)
         self._counts["reprefilled"] += receipt.recomputed_tokens
         self._changed.set()
         return receipt
 
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
-        """Log-probs of these responses under the weights that are served, with the labels of
-        those.
-        """
-        return await self._engine.score(sequences)
+        """Log-probs of these responses under the served weights, with the labels of the weights."""
+        return await self.parts.engine.score(sequences)
 
     async def evaluate(
         self, *, indices: Sequence[int], total: int, label: str, samples: int
@@ -233,14 +248,12 @@ class RolloutActor:
         (`EngineEvaluator.answer`).
         """
         with self._time.during("evaluating"):
-            return await self._answering.answer(
+            return await self.parts.evaluator.answer(
                 indices=indices, total=total, label=label, samples=samples
             )
 
     async def rest(self) -> None:
-        """Take no more tickets until `go_on`; what this actor holds goes on, and `run` does not
-        return.
-        """
+        """Take no more tickets until `go_on`; groups held here go on, and `run` does not return."""
         self._resting = True
 
     async def go_on(self) -> None:
@@ -249,97 +262,80 @@ class RolloutActor:
         self._changed.set()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """A few greedy responses as (prompt, response, log-probs), for the comparison with the
-        learner.
-        """
-        return await probe_sequences(self._engine, self._task, self._encode, self._config.rollout)
+        """A few greedy responses as (prompt, response, log-probs), to compare with the learner."""
+        parts = self.parts
+        return await probe_sequences(parts.engine, parts.task, self._encode, self._config.rollout)
 
     async def final_report(self) -> ActorReport:
-        """What it did in all, after the queue was closed: it waits until what was under way is
-        dropped.
-        """
+        """Totals of the whole run, once the queue is closed and unfinished groups are dropped."""
         if self._time.is_producing:
             await self._ended.wait()
-        return self._time.report(self._engine.sampled, self._counts)
+        return self._time.report(self.parts.engine.sampled, self._counts)
 
-    async def health(self) -> dict[str, float]:
-        """Counters since the start; raises when the engine is dead."""
-        await self._engine.check()
-        sampled = {
-            f"sampled_{purpose}": float(tokens) for purpose, tokens in self._engine.sampled.items()
-        }
-        return (
-            {name: float(value) for name, value in self._counts.items()}
-            | {"in_flight": float(len(self._groups))}
-            | sampled
-        )
+    async def health(self) -> None:
+        """Raise EngineError when the engine is dead."""
+        await self.parts.engine.check()
 
     async def status(self) -> dict[str, Any]:
-        """What it serves, what is in flight with stage and ages in seconds (oldest first), and who
-        verifies, for post-mortems.
+        """Served label, groups with stage and ages in seconds (oldest first), counters and busy
+        verifiers, for post-mortems; also before `start` has returned.
         """
-        now, started = time.monotonic(), "_engine" in vars(self)
-        stages = sorted(
-            (begun, key, stage, since)
-            for key, (stage, since, begun) in self._stages.items()
-            if key in self._groups
-        )
+        now, parts = time.monotonic(), self._parts
         return {
-            "serving": self._engine.serving if started else "it is starting",
-            "paused": started and self._engine.paused,
+            "serving": "it is starting" if parts is None else parts.engine.serving,
+            "paused": parts is not None and parts.engine.paused,
             "draining": self._draining,
             "counts": dict(self._counts),
             "in_flight": [
                 {
-                    "group_id": key[0],
-                    "attempt": key[1],
-                    "stage": stage,
-                    "stage_s": now - since,
-                    "age_s": now - begun,
+                    "group_id": work.ticket.group_id,
+                    "attempt": work.ticket.attempt,
+                    "stage": work.stage,
+                    "stage_s": now - work.since,
+                    "age_s": now - work.begun,
                 }
-                for begun, key, stage, since in stages
+                for work in sorted(self._groups.values(), key=lambda work: (work.begun, work.key))
             ],
-            "verifying": self._verifiers.busy() if started else [],
+            "verifying": [] if parts is None else parts.verifiers.busy(),
         }
 
     async def partials(self) -> list[tuple[PartialStart, bytes]]:
-        """The beginnings of all groups that are under way, while they go on; of one that the queue
-        has got meanwhile, perhaps too.
+        """Partial responses of all groups that are being generated, which go on meanwhile; perhaps
+        also of a group that the queue has received by now.
         """
-        return await encode_all(
-            list(self._growing.values()), max_bytes=self._config.wire.max_frame_bytes
-        )
+        growing = [work.generation for work in self._groups.values() if work.generation is not None]
+        return await encode_all(growing, max_bytes=self._config.wire.max_frame_bytes)
 
     async def close(self) -> None:
         """Stop the engine and the verifiers."""
-        await self._answering.close()
-        await self._verifiers.close()
-        self._engine.close()
+        await self.parts.evaluator.close()
+        await self.parts.verifiers.close()
+        self.parts.engine.close()
 
-    def _open(self) -> int:
-        """Responses that the engine has not finished. The long ones keep a group here, not the
-        places of those that have ended.
-        """
-        unasked = sum(stage == "queued" for stage, _, _ in self._stages.values())
-        return self._engine.unfinished + unasked * self._responses
-
-    def _room(self) -> int:
-        """How many groups to ask for, so that the engine always has one waiting. Those that are
-        verified must not pile up without end.
-        """
-        return max(
-            0,
-            min(
-                -(-(self._slots - self._open()) // self._responses), self._slots - len(self._groups)
-            )
-            + 1,
+    async def _acquire(self, want: int) -> list[GroupTicket] | None:
+        engine = self.parts.engine
+        report = self._time.report(engine.sampled, self._counts, every_s=HEARTBEAT_S)
+        return await self._queue.acquire(
+            self.actor_id, engine.serving_version, list(self._groups), want, report
         )
 
+    def _room(self) -> int:
+        """Groups to ask for, so that the engine always has one waiting, and groups that are being
+        verified do not pile up. Counts responses that the engine has not finished: the long ones
+        keep a group here, but not the slots of those that have ended.
+        """
+        queued = sum(work.stage == "queued" for work in self._groups.values())
+        unfinished = self.parts.engine.unfinished + queued * self._responses
+        free = -(-(self._slots - unfinished) // self._responses)
+        return max(0, min(free, self._slots - len(self._groups)) + 1)
+
     def _start_group(self, ticket: GroupTicket) -> None:
-        key = (ticket.group_id, ticket.attempt)
-        if key not in self._groups:
-            self._groups[key] = asyncio.create_task(self._produce(ticket))
-            self._at(ticket, "queued")
+        now = time.monotonic()
+        work = _GroupWork(ticket, "queued", now, now)
+        if work.key not in self._groups:
+            self._groups[work.key] = work
+            work.task = asyncio.create_task(self._produce(work))
+            self._enter(work, "queued")
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         try:
@@ -348,85 +344,78 @@ class RolloutActor:
             return
         self._changed.clear()
 
-    async def _produce(self, ticket: GroupTicket) -> None:
+    async def _produce(self, work: _GroupWork) -> None:
+        config, ticket = self._config, work.ticket
         try:
-            async with asyncio.timeout(self._config.rollout.group_timeout_s):
-                frame = encode_group(
-                    await self._group(ticket), max_bytes=self._config.wire.max_frame_bytes
-                )
+            async with asyncio.timeout(config.rollout.group_timeout_s):
+                group = await self._group(work)
+                frame = encode_group(group, max_bytes=config.wire.max_frame_bytes)
         except TimeoutError:
-            timeout_s = self._config.rollout.group_timeout_s
-            stage = self._stages[ticket.group_id, ticket.attempt][0]
+            timeout_s = config.rollout.group_timeout_s
             # Not one slow group but an engine that hangs: this actor is replaced.
-            if stage != "verifying" and time.monotonic() - self._produced_at > timeout_s:
+            if work.stage != "verifying" and time.monotonic() - self._produced_at > timeout_s:
                 raise EngineError(
                     f"no group came out of the engine for rollout.group_timeout_s = {timeout_s:g} s"
                 ) from None
             await self._fail(
-                ticket,
+                work,
                 f"timeout: no result within rollout.group_timeout_s = {timeout_s:g} s, it "
-                f"was {stage}",
+                f"was {work.stage}",
             )
         except VerifierError as error:
-            if self._config.task.verifier.on_error == "fail":
+            if config.task.verifier.on_error == "fail":
                 raise VerifierFailed(
                     f"a verifier of {self.actor_id}: group {ticket.group_id} could not be "
                     f"scored ({error}) and task.verifier.on_error is fail"
                 ) from error
-            await self._fail(ticket, f"verifier: {error}")
+            await self._fail(work, f"verifier: {error}")
         except (EngineError, WireError, PromptTooLong) as error:
-            await (
-                self._engine.check()
-            )  # a dead engine ends the run of this actor instead of failing group after group
-            await self._fail(ticket, f"{type(error).__name__}: {error}")
+            # a dead engine ends the run of this actor instead of failing group after group
+            await self.parts.engine.check()
+            await self._fail(work, f"{type(error).__name__}: {error}")
         else:
             self._produced_at = time.monotonic()
-            self._outbox.append((ticket, frame))
-            self._at(ticket, "put")
+            self._outbox.append((work, frame))
+            self._enter(work, "put")
             self._changed.set()
-            self._outbox_event.set()
+            self._outbox_filled.set()
 
-    async def _group(self, ticket: GroupTicket) -> Group:
-        config, queued = self._config, time.time()
-        problem = self._task.train(
-            problem_index(config.seed, self._task.fingerprint, ticket.group_id, len(self._task))
+    async def _group(self, work: _GroupWork) -> Group:
+        config, task, ticket, queued = self._config, self.parts.task, work.ticket, time.time()
+        problem = task.train(
+            problem_index(config.seed, task.fingerprint, ticket.group_id, len(task))
         )
-        prompt_ids = self._encode(problem)
-        seed = _hash63(config.seed, ticket.group_id) if config.seeded else None
-        self._at(ticket, "generating")
-        completions = await self._generate(ticket, prompt_ids, seed=seed)
+        prompt = self._encode(problem)
+        self._enter(work, "generating")
+        completions = await self._generate(work, prompt)
         done = time.time()
-        self._at(ticket, "verifying")
+        self._enter(work, "verifying")
         scores = await self._score(problem, completions)
         size = config.rollout.group_size
+        lengths = [len(completion.token_ids) for completion in completions]
         self._counts["groups"] += 1
-        self._counts["tokens"] += sum(
-            len(completion.token_ids) for completion in completions[:size]
-        )
-        self._counts["baseline_tokens"] += sum(
-            len(completion.token_ids) for completion in completions[size:]
-        )
-        rollouts = [
-            Rollout(
-                response_ids=completion.token_ids,
-                behavior_logprobs=completion.logprobs,
-                loss_mask=np.ones(len(completion.token_ids), np.uint8),
-                versions=completion.versions,
-                rewards=score.rewards,
-                verdict=score.verdict,
-                finish_reason=completion.finish_reason,
-                role="train" if index < size else "baseline",
-            )
-            for index, (completion, score) in enumerate(zip(completions, scores, strict=True))
-        ]
+        self._counts["tokens"] += sum(lengths[:size])
+        self._counts["baseline_tokens"] += sum(lengths[size:])
         return Group(
             group_id=ticket.group_id,
             attempt=ticket.attempt,
             policy_version=ticket.policy_version,
             actor_id=self.actor_id,
             run_epoch=ticket.run_epoch,
-            prompt_ids=np.asarray(prompt_ids, np.int32),
-            rollouts=rollouts,
+            prompt_ids=np.asarray(prompt, np.int32),
+            rollouts=[
+                Rollout(
+                    response_ids=completion.token_ids,
+                    behavior_logprobs=completion.logprobs,
+                    loss_mask=np.ones(len(completion.token_ids), np.uint8),
+                    versions=completion.versions,
+                    rewards=score.rewards,
+                    verdict=score.verdict,
+                    finish_reason=completion.finish_reason,
+                    role="train" if index < size else "baseline",
+                )
+                for index, (completion, score) in enumerate(zip(completions, scores, strict=True))
+            ],
             times={
                 "queued": queued,
                 "first_token": min(completion.first_token for completion in completions),
@@ -435,26 +424,32 @@ class RolloutActor:
             },
         )
 
-    async def _generate(
-        self, ticket: GroupTicket, prompt_ids: list[int], *, seed: int | None
-    ) -> list[Completion]:
+    async def _generate(self, work: _GroupWork, prompt: list[int]) -> list[Completion]:
         """`group_size` samples, then the greedy responses, all generated at the same time; from
-        their beginnings where the ticket continues them.
+        their partial responses where the ticket continues them.
         """
-        rollout = self._config.rollout
-        wanted = [self._sampling(n=rollout.group_size, temperature=rollout.temperature, seed=seed)]
-        wanted += [self._sampling(n=1, temperature=0.0, seed=None)] * self._baselines
-        known = (
+        config, rollout, ticket = self._config, self._config.rollout, work.ticket
+        samples = Sampling(
+            n=rollout.group_size,
+            max_tokens=rollout.response_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            seed=_hash63(config.seed, ticket.group_id) if config.seeded else None,
+        )
+        wanted = [samples, *[replace(samples, n=1, temperature=0.0, seed=None)] * self._baselines]
+        prefixes = (
             []
             if self._partials is None
-            else self._partials.take(ticket, prompt_ids, wanted, self._counts)
+            else self._partials.take(ticket, prompt, wanted, self._counts)
         )
-        growing = PartialGeneration(self._engine, ticket, prompt_ids, wanted, known=known)
-        self._growing[ticket.group_id, ticket.attempt] = growing
-        return await growing.finish()
+        work.generation = PartialGeneration(
+            self.parts.engine, ticket, prompt, wanted, prefixes=prefixes
+        )
+        return await work.generation.finish()
 
     async def _score(self, problem: Problem, completions: list[Completion]) -> list[Score]:
-        results = await self._verifiers.score_many(
+        results = await self.parts.verifiers.score_many(
             [(self._text(completion), problem.reference) for completion in completions]
         )
         scores = []
@@ -464,16 +459,15 @@ class RolloutActor:
                 self._counts[f"verifier_errors_{result.reason}"] += 1
                 if self._config.task.verifier.on_error != "zero":
                     raise result
-                result = Score(rewards={name: 0.0 for name in self._task.weights}, verdict=0.0)
+                result = Score(rewards=dict.fromkeys(self.parts.task.weights, 0.0), verdict=0.0)
             scores.append(result)
         return scores
 
     async def _send_outbox(self) -> None:
         """Put whatever is ready in one call; what comes meanwhile goes with the next."""
-        self._outbox_event = asyncio.Event()
         while True:
-            await self._outbox_event.wait()
-            self._outbox_event.clear()
+            await self._outbox_filled.wait()
+            self._outbox_filled.clear()
             batch = list(self._outbox)
             if not batch:
                 continue
@@ -481,55 +475,36 @@ class RolloutActor:
             for verdict in verdicts:
                 self._counts[f"put_{verdict.status}"] += 1
             del self._outbox[: len(batch)]
-            for ticket, _ in batch:
-                self._leave(ticket)
+            for work, _ in batch:
+                self._leave(work)
 
-    async def _fail(self, ticket: GroupTicket, reason: str) -> None:
+    async def _fail(self, work: _GroupWork, reason: str) -> None:
         self._counts["failed"] += 1
-        self._at(ticket, "fail")
-        growing = self._growing.get(
-            (ticket.group_id, ticket.attempt)
-        )  # None: its prompt was too long
-        await self._queue.fail(
-            self.actor_id, [ticket], reason, [0 if growing is None else growing.tokens]
-        )
-        self._leave(ticket)
+        self._enter(work, "fail")
+        # no generation: its prompt was too long
+        tokens = 0 if work.generation is None else work.generation.tokens
+        await self._queue.fail(self.actor_id, [work.ticket], reason, [tokens])
+        self._leave(work)
 
-    def _at(self, ticket: GroupTicket, stage: str) -> None:
-        key, now = (ticket.group_id, ticket.attempt), time.monotonic()
-        self._stages[key] = stage, now, self._stages[key][2] if key in self._stages else now
-        self._time.stage(key, stage)
+    def _enter(self, work: _GroupWork, stage: str) -> None:
+        work.stage, work.since = stage, time.monotonic()
+        self._time.stage(work.key, stage)
 
-    def _leave(self, ticket: GroupTicket) -> None:
-        key = (ticket.group_id, ticket.attempt)
-        self._groups.pop(key, None)
-        self._stages.pop(key, None)
-        self._time.stage(key, None)
-        self._growing.pop(key, None)
+    def _leave(self, work: _GroupWork) -> None:
+        self._groups.pop(work.key, None)
+        self._time.stage(work.key, None)
         self._changed.set()
 
-    def _sampling(self, *, n: int, temperature: float, seed: int | None) -> Sampling:
-        rollout = self._config.rollout
-        return Sampling(
-            n=n,
-            max_tokens=rollout.response_length,
-            temperature=temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            seed=seed,
-        )
-
     def _encode(self, problem: Problem) -> list[int]:
-        ids = prompt_ids(self._tokenizer, problem.prompt)
-        if len(ids) > self._config.rollout.prompt_length:
+        ids, limit = prompt_ids(self.parts.tokenizer, problem.prompt), self._config.rollout
+        if len(ids) > limit.prompt_length:
             raise PromptTooLong(
-                f"a prompt has {len(ids)} tokens, rollout.prompt_length is "
-                f"{self._config.rollout.prompt_length}"
+                f"a prompt has {len(ids)} tokens, rollout.prompt_length is {limit.prompt_length}"
             )
         return ids
 
     def _text(self, completion: Completion) -> str:
-        return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
 
 def _hash63(*parts: object) -> int:

@@ -8,11 +8,8 @@ Invariants: `serving` is the label that new tokens carry; it changes only inside
 the load and the resume, and its version never falls. An engine whose weights may be a mixture stays
 paused. A response keeps its tokens over a publication. Every returned token has a finite log-prob
 under the distribution it was sampled from and a version stamped by the engine; anything else
-raises.
-
-Requests to vLLM whose tokens are counted, twice: as vLLM sees them arrive, and request by request.
-Hides where vLLM keeps what there is of a request: it forgets it in the moment in which the request
-is aborted.
+raises. Tokens are counted twice: as vLLM sees them arrive, and request by request, aborted ones
+included (vLLM forgets a request the moment it is aborted).
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,22 +47,19 @@ Purpose = Literal["rollouts", "probes", "evaluated"]
 
 
 class CountedRequests:
-    """`sampled`: tokens so far: `total` by vLLM's own count, running requests included; and by
-    purpose, of requests that ended.
-
-    `cut_off`: tokens of aborted requests for rollouts, by name, for those who ask.
-    """
+    """Sends requests to vLLM and counts their tokens."""
 
     def __init__(self) -> None:
         self.sampled: Counter[str] = Counter()
+        """`total` by vLLM's own count, running requests included; and by purpose, of ended ones."""
         self.cut_off: dict[str, int] = {}
+        """Tokens of aborted requests for rollouts, by name, until `Engine.cut_off` asks."""
 
     def logger(self) -> type:
-        """A logger for vLLM that only adds up tokens. With one of our own, vLLM notes the times of
-        requests without its default loggers.
+        """A logger class for vLLM that only adds up tokens; with it vLLM notes request times.
 
-        It takes the place of the one for Prometheus, which would cost a twentieth of this process's
-        time, and whose endpoint nobody serves.
+        It replaces the Prometheus logger, which would cost a twentieth of this process's time and
+        whose endpoint is not served.
         """
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -90,8 +84,8 @@ class CountedRequests:
     async def final(
         self, llm: AsyncLLM, prompt: dict[str, Any], params: Any, name: str, purpose: Purpose
     ) -> RequestOutput | None:
-        """What a request came to; its tokens are counted, also when the call is cancelled, which
-        aborts it.
+        """Send a request and count its tokens; its last output. Cancelling aborts the request, and
+        counts too.
         """
 
         async def last() -> RequestOutput | None:
@@ -100,29 +94,15 @@ class CountedRequests:
                 final = output
             return final
 
-        work = asyncio.ensure_future(
-            last()
-        )  # a task of its own, so that there is something to look at before it is cancelled
+        # a task of its own, so that its tokens can be looked at before it is cancelled
+        work = asyncio.ensure_future(last())
         try:
             await asyncio.wait({work})
             final = work.result()
         except BaseException:
-            processor = llm.output_processor
-            states = [
-                processor.request_states[request_id]
-                for request_id in processor.external_req_ids.get(name, ())
-            ]
-            parents = {
-                id(state.parent_req): state.parent_req
-                for state in states
-                if state.parent_req is not None
-            }
-            ended = sum(
-                len(one.token_ids)
-                for parent in parents.values()
-                for one in parent.output_aggregator
-                if one is not None
-            )
+            states = list(_states(llm, name))
+            parents = {id(state.parent_req): state.parent_req for state in states}
+            ended = sum(len(one.token_ids) for parent in parents.values() for one in _ended(parent))
             work.cancel()
             await asyncio.wait({work})
             tokens = ended + sum(len(state.detokenizer.output_token_ids) for state in states)
@@ -130,10 +110,21 @@ class CountedRequests:
             if purpose == "rollouts":
                 self.cut_off[name] = tokens
             raise
-        self.sampled[purpose] += (
-            sum(len(output.token_ids) for output in final.outputs) if final is not None else 0
-        )
+        if final is not None:
+            self.sampled[purpose] += sum(len(output.token_ids) for output in final.outputs)
         return final
+
+
+def _states(llm: AsyncLLM, name: str) -> Iterator[Any]:
+    """vLLM's state of every running response of a request."""
+    processor = llm.output_processor
+    for request_id in processor.external_req_ids.get(name, ()):
+        yield processor.request_states[request_id]
+
+
+def _ended(parent: Any) -> list[CompletionOutput]:
+    """Responses that have ended, of a request whose others still run (None: it has one only)."""
+    return [] if parent is None else [one for one in parent.output_aggregator if one is not None]
 
 
 HEALTH_S = 0.5
@@ -141,16 +132,14 @@ CPU_KV_CACHE_GB, SHARED_GPU_KV_CACHE_GB = 0.25, 4.0
 
 
 class EngineError(RuntimeError):
-    """The engine returned something that must not be trained, or died."""
+    """The engine died, or returned a response that must not be trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One response: token_ids [L] int32, logprobs [L] float32 (processed: temperature included),
-    labels by span of tokens.
-
-    finish_reason: "" while it goes on. first_token: when the request's first token came, in Unix
-    seconds.
+    labels by span of tokens. finish_reason: "" for a partial response. first_token: when the
+    request's first token came, in Unix seconds.
     """
 
     token_ids: np.ndarray
@@ -161,9 +150,7 @@ class Completion:
 
     @property
     def versions(self) -> list[VersionSpan]:
-        """Policy versions by span. Raises ValueError for a label that is no version: such a
-        response cannot be trained.
-        """
+        """Policy versions by span. Raises ValueError for a label that is no version."""
         return [
             VersionSpan(parse_label(label).step, start, end) for label, start, end in self.labels
         ]
@@ -171,9 +158,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample: a subset of vLLM's parameters. `seed` None draws from the engine's own
-    generator.
-    """
+    """Sampling parameters, as vLLM's; `seed` None draws from the engine's own generator."""
 
     n: int
     max_tokens: int
@@ -187,18 +172,21 @@ class Engine:
     """One vLLM AsyncLLM. Build it with `await Engine.start(...)`."""
 
     def __init__(
-        self, llm: AsyncLLM, *, stop_token_ids: Sequence[int], recompute: bool, deadlines: Deadlines
+        self,
+        llm: AsyncLLM,
+        *,
+        stop_token_ids: Sequence[int],
+        recompute: bool,
+        deadlines: Deadlines,
+        counted: CountedRequests | None = None,
+        directory: Path | None = None,
     ) -> None:
-        self._llm, self._stop_token_ids, self._recompute, self._deadlines = (
-            llm,
-            list(stop_token_ids),
-            recompute,
-            deadlines,
-        )
+        """recompute: clear KV caches at publications. directory: temporary files of the engine."""
+        self._llm, self._stop_token_ids = llm, list(stop_token_ids)
+        self._recompute, self._deadlines = recompute, deadlines
+        self._counted, self._directory = counted or CountedRequests(), directory
         self._requests = 0
         self._running: dict[str, int] = {}  # responses of each named request
-        self._counted = CountedRequests()
-        self._directory: Path | None = None
         self._steady = asyncio.Event()  # no publication is under way, and the weights are whole
         self._steady.set()
         self.serving = ""
@@ -216,26 +204,24 @@ class Engine:
         seed: int,
         early: EarlyProcess | None = None,
     ) -> Engine:
-        """Load `model_dir` on `device` (`cpu` or `cuda`), ready for publications over `backend`,
-        serving as `label`. early: from `begin`.
+        """Load `model_dir` on `device` (`cpu` or `cuda`) for publications over `backend`, serving
+        as `label`. early: from `begin`.
         """
         early = early or cls.begin(device)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.core_client import AsyncMPClient
 
-        if not {"mode", "clear_cache"} <= set(
-            inspect.signature(AsyncMPClient.pause_scheduler_async).parameters
-        ):
+        pause = inspect.signature(AsyncMPClient.pause_scheduler_async)
+        if not {"mode", "clear_cache"} <= pause.parameters.keys():
             raise SetupError(
                 "this vLLM cannot pause with requests kept, or not say what becomes of "
                 "their caches; install the version of packages.toml"
             )
-        args = AsyncEngineArgs(
-            **_engine_arguments(
-                config, model_dir=model_dir, device=device, backend=backend, seed=seed
-            )
+        arguments = _engine_arguments(
+            config, model_dir=model_dir, device=device, backend=backend, seed=seed
         )
+        args = AsyncEngineArgs(**arguments)
         counted = CountedRequests()
         with _temporary_files() as directory, early.offered() if early else nullcontext():
             llm = await asyncio.to_thread(
@@ -246,36 +232,31 @@ class Engine:
             stop_token_ids=stop_token_ids,
             recompute=config.weight_sync.kv_cache == "recompute",
             deadlines=config.weight_sync.deadlines,
+            counted=counted,
+            directory=directory,
         )
-        engine._directory, engine._counted = directory, counted
         await engine._set_label(label)
         return engine
 
     @staticmethod
     def begin(device: str, *, cores: Collection[int] = ()) -> EarlyProcess | None:
-        """Let the engine's process start before `start` needs it; on CPU only. cores: on which it
-        will run, any if empty.
-        """
+        """Launch the engine's process before `start` needs it (CPU only), on these cores or any."""
         _set_environment(device)
         return EarlyProcess(cores=cores) if device == "cpu" else None
 
     @property
     def serving_version(self) -> int:
-        """Policy version of the weights it serves; -1 before the first publication and during the
-        self-check.
-        """
+        """Served policy version; -1 before the first publication and during the self-check."""
         return parse_label(self.serving).step if is_version(self.serving) else -1
 
     @property
     def sampled(self) -> Counter[str]:
-        """Tokens sampled so far: `total`, running requests included; and by purpose, of requests
-        that ended.
-        """
+        """Tokens sampled so far (`CountedRequests.sampled`)."""
         return self._counted.sampled
 
     @property
     def paused(self) -> bool:
-        """A publication is under way, or has left weights that may be a mixture."""
+        """Whether a publication runs, or has left weights that may be a mixture."""
         return not self._steady.is_set()
 
     async def generate(
@@ -291,14 +272,13 @@ class Engine:
 
         name: for `so_far`, `unfinished` and `cut_off`; no two requests have the same.
         """
-        if not name:
-            self._requests += 1
-            return await self._generate(prompt_ids, sampling, f"r{self._requests}", purpose)
-        self._running[name] = sampling.n
+        if name:
+            self._running[name] = sampling.n
+        self._requests += 1
         try:
-            return await self._generate(prompt_ids, sampling, name, purpose)
+            return await self._generate(prompt_ids, sampling, name or f"r{self._requests}", purpose)
         finally:
-            del self._running[name]
+            self._running.pop(name, None)
 
     async def _generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, name: str, purpose: Purpose
@@ -308,12 +288,7 @@ class Engine:
 
         await self._steady.wait()  # the salt below must be that of the weights that will serve it
         params = SamplingParams(
-            n=sampling.n,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
+            **asdict(sampling),
             stop_token_ids=self._stop_token_ids,
             logprobs=0,
             flat_logprobs=True,
@@ -330,10 +305,8 @@ class Engine:
             )
         first_token = final.metrics.arrival_time + final.metrics.first_token_latency
         try:
-            return [
-                _completion(output, first_token)
-                for output in sorted(final.outputs, key=lambda output: output.index)
-            ]
+            outputs = sorted(final.outputs, key=lambda output: output.index)
+            return [_completion(output, first_token) for output in outputs]
         except EngineError:
             if purpose == "rollouts":
                 self._counted.cut_off[name] = sum(len(output.token_ids) for output in final.outputs)
@@ -341,32 +314,23 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """Responses of named requests that have not ended, those included that have not begun."""
+        """Responses of named requests that have not ended, begun or not."""
         begun = self._llm.output_processor.external_req_ids
         return sum(
             len(begun.get(name, ())) or responses for name, responses in self._running.items()
         )
 
     def so_far(self, name: str) -> dict[int, Completion]:
-        """What there is of the responses of a `generate` that runs, by index. Costs nothing until
-        it is asked for; generation goes on.
+        """Partial responses of a running `generate`, by index; generation goes on.
 
-        vLLM streams to whoever pays for every token, so this looks at what it has gathered for the
-        final answer.
+        Reads what vLLM has gathered for the final answer, since its streaming costs time for every
+        token.
         """
-        processor, found = self._llm.output_processor, {}
-        for request_id in processor.external_req_ids.get(name, ()):
-            state = processor.request_states[request_id]
-            if state.parent_req is not None:
-                found |= {
-                    one.index: _completion(one, 0.0)
-                    for one in state.parent_req.output_aggregator
-                    if one is not None
-                }
-            tokens, logprobs = (
-                state.detokenizer.output_token_ids,
-                state.logprobs_processor.logprobs.logprobs,
-            )
+        found = {}
+        for state in _states(self._llm, name):
+            found |= {one.index: _completion(one, 0.0) for one in _ended(state.parent_req)}
+            tokens = state.detokenizer.output_token_ids
+            logprobs = state.logprobs_processor.logprobs.logprobs
             if len(tokens) != len(logprobs):
                 raise EngineError(
                     f"a response of {len(tokens)} tokens has {len(logprobs)} log-probs; it "
@@ -374,31 +338,23 @@ class Engine:
                 )
             starts = state.weight_version_starts
             ends = [start for _, start in starts[1:]] + [len(tokens)]
-            labels = (
-                [(label, start, end) for (label, start), end in zip(starts, ends, strict=True)]
-                if starts
-                else []
-            )
+            labels = [
+                (label, start, end) for (label, start), end in zip(starts, ends, strict=False)
+            ]
             found[state.request_index] = Completion(
-                token_ids=np.asarray(tokens, np.int32),
-                logprobs=np.asarray(logprobs, np.float32),
-                labels=labels,
-                finish_reason="",
-                first_token=0.0,
+                np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), labels, "", 0.0
             )
         return found
 
     def cut_off(self, name: str) -> int:
-        """Tokens of a request for rollouts that was aborted, or whose responses are refused;
-        once.
-        """
+        """Tokens of a request for rollouts that was aborted or refused; the second call gives 0."""
         return self._counted.cut_off.pop(name, 0)
 
     async def score(
         self, sequences: Sequence[tuple[list[int], list[int]]]
     ) -> list[tuple[list[str], np.ndarray]]:
-        """Log-probs [L] at temperature 1 of each response in (prompt, response) pairs, and the
-        labels under which they were computed.
+        """Log-probs [L] at temperature 1 of each response in (prompt, response) pairs, with the
+        labels of the weights.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -417,13 +373,8 @@ class Engine:
             await self._steady.wait()
             self._requests += 1
             labels = [self.serving]
-            final = await self._counted.final(
-                self._llm,
-                {"prompt_token_ids": prompt + response},
-                params,
-                f"s{self._requests}",
-                "probes",
-            )
+            tokens, name = {"prompt_token_ids": prompt + response}, f"s{self._requests}"
+            final = await self._counted.final(self._llm, tokens, params, name, "probes")
             if final is None or final.prompt_logprobs is None:
                 raise EngineError("the engine returned no log-probs of a prompt")
             labels += [span.version for span in final.outputs[0].weight_versions or []]
@@ -432,14 +383,10 @@ class Engine:
                 [row[token].logprob for row, token in zip(rows, response, strict=True)], np.float32
             )
 
-        return list(
-            await asyncio.gather(*[one(prompt, response) for prompt, response in sequences])
-        )
+        return await asyncio.gather(*[one(*pair) for pair in sequences])
 
     async def connect(self, payload: dict[str, Any]) -> Receipt:
-        """Prepare the workers for publications (for NCCL: join the group; blocks until the learner
-        joins too).
-        """
+        """Prepare the workers for publications (NCCL: join the group, when the learner does)."""
         return self._receipt(await self._workers("connect_weights", payload))
 
     async def receive(self, announcement: Announcement) -> Receipt:
@@ -451,21 +398,20 @@ class Engine:
         """
         self._refuse_older(announcement.label)
         self._steady.clear()
-        started, deadlines = time.perf_counter(), self._deadlines
-        # `pause_generation` is this call and a sleep of 20 ms, which sorts outputs for whoever
-        # looks at the time and not at their labels.
-        await _within(
-            deadlines.pause_s,
-            "pause",
-            self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute),
+        started, limits = time.perf_counter(), self._deadlines
+        # `pause_generation` is this call and a sleep of 20 ms, for users who sort outputs by time
+        # and not by their labels.
+        pause = self._llm.engine_core.pause_scheduler_async(
+            mode="keep", clear_cache=self._recompute
         )
+        await _within(limits.pause_s, "pause", pause)
         lost = await self._workers("cached_tokens") if self._recompute else [0]
         paused = time.perf_counter()
         outcome = self._receipt(await self._workers("take_publication", announcement.payload))
         if outcome.failure:
             return outcome
         loaded = time.perf_counter()
-        await _within(deadlines.resume_s, "resume", self._go_on(announcement.label))
+        await _within(limits.resume_s, "resume", self._go_on(announcement.label))
         resumed = time.perf_counter()
         seconds = {
             "pause": paused - started,
@@ -476,9 +422,7 @@ class Engine:
         return Receipt(self.serving, seconds=seconds, recomputed_tokens=lost[0])
 
     async def _workers(self, method: str, *args: object) -> list[Any]:
-        """What every worker answers. Raises EngineError when the EngineCore dies: vLLM leaves such
-        a call without an answer for ever.
-        """
+        """Call every worker; raise EngineError when the EngineCore dies (vLLM would wait on)."""
         call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
         try:
             while not (await asyncio.wait({call}, timeout=HEALTH_S))[0]:
@@ -488,9 +432,8 @@ class Engine:
             call.cancel()
 
     def _receipt(self, outcomes: list[dict[str, str]]) -> Receipt:
-        """What the workers say, as one answer."""
-        failed = next((outcome for outcome in outcomes if outcome), {})
-        return Receipt(self.serving, **failed)
+        """The receipt of a call: the first failure of a worker, if any."""
+        return Receipt(self.serving, **next(filter(None, outcomes), {}))
 
     def _refuse_older(self, label: str) -> None:
         if (
@@ -511,9 +454,8 @@ class Engine:
         """Raise EngineError when the EngineCore process is gone."""
         try:
             await self._llm.check_health()
-        except (
-            Exception
-        ) as error:  # vLLM's own types differ by cause; all of them mean the same to the caller
+        # vLLM's own types differ by cause; all of them mean the same to the caller
+        except Exception as error:
             raise EngineError(f"the engine is not healthy: {error}") from error
 
     def close(self) -> None:
@@ -537,9 +479,7 @@ async def _within(seconds: float, phase: str, work: Awaitable[None]) -> None:
 
 
 def stop_tokens(model_dir: str, eos_token_id: int | None) -> list[int]:
-    """Token ids that end a response: the tokenizer's eos and those of the model's generation
-    configuration.
-    """
+    """Token ids that end a response: the tokenizer's eos, and the model's generation config's."""
     from transformers.utils import cached_file
 
     ids = set() if eos_token_id is None else {eos_token_id}
@@ -559,8 +499,8 @@ def stop_tokens(model_dir: str, eos_token_id: int | None) -> list[int]:
 
 @contextmanager
 def _temporary_files() -> Iterator[Path]:
-    """While the engine's processes start: the directory where they put their sockets and rendezvous
-    files, which vLLM leaves when they are killed.
+    """Block in which engine processes start: the directory for their sockets and rendezvous files,
+    which vLLM leaves when they are killed.
     """
     directory, before = own_directory("engine"), os.environ.get("TMPDIR")
     os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = str(directory)
@@ -581,16 +521,13 @@ def _temporary_files() -> Iterator[Path]:
 def _set_environment(device: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault(
-        "JOBLIB_MULTIPROCESSING", "0"
-    )  # importing it would make a semaphore, which stays when the process is killed
+    # importing joblib would make a semaphore, which stays when the process is killed
+    os.environ.setdefault("JOBLIB_MULTIPROCESSING", "0")
     if device == "cpu":
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-            "0"  # keeps the `uni` executor: one EngineCore child, no second worker process
-        )
-        os.environ["TORCHDYNAMO_DISABLE"] = (
-            "1"  # compiling small sampler functions would take 18 s at the first request
-        )
+        # keeps the `uni` executor: one EngineCore child, no second worker process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # compiling small sampler functions would take 18 s at the first request
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -1,17 +1,17 @@
-"""Responses that are being generated, as a checkpoint keeps them and as a resumed run continues
-them.
+"""Partial rollouts: half-generated responses in a checkpoint, continued by a resumed run.
 
-Runs in: rollout actors (what is under way; continuing) and the driver (the file). Hides the file
-`partial.msgpack` in a checkpoint: a msgpack list with one row per group (`PartialStart`, and how
-many bytes it has), and behind it the groups, msgpack maps of plain values and arrays as bytes.
+Runs in: rollout actors (reading partial responses off the engine; continuing them) and the driver
+(the file). Hides the file `partial.msgpack` in a checkpoint: a msgpack list with one row per group
+(`PartialStart`, and how many bytes it has), and behind it the groups, msgpack maps of plain values
+and arrays as bytes.
 
-    generate --so far--> encode -> driver -> partial.msgpack -> PartialFile.take -> known
-        -> prompt + tokens so far -> generate -> joined
+    generate --so_far--> encode -> driver -> partial.msgpack -> PartialFile.take -> prefixes
+        -> prompt + tokens of the prefix -> generate -> join
 
-Invariants: tokens, log-probs and version labels of a beginning are never changed; what is generated
-behind it carries its own; a response that had ended stays as it is. Nothing is unpickled, every
-length is checked, and what does not fit the group (another prompt, other sizes, another ticket) is
-not used: the group is then generated from its beginning.
+Invariants: tokens, log-probs and version labels of a prefix never change; tokens generated after it
+carry their own; a response that had ended stays as it is. Nothing is unpickled, every length is
+checked, and a prefix that does not fit the group (another prompt, other sizes, another ticket) is
+not used: the group is then generated from scratch.
 """
 
 from __future__ import annotations
@@ -43,17 +43,22 @@ _MAX_NAME = 64
 
 
 class PartialError(ValueError):
-    """A file of beginnings that is not one."""
+    """The file does not hold partial rollouts."""
 
 
 class PartialEngine(Protocol):
-    """The engine as responses see it."""
+    """The engine as a generation sees it; see `Engine` for the methods."""
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = ""
-    ) -> list[Completion]: ...
-    def so_far(self, name: str) -> dict[int, Completion]: ...
-    def cut_off(self, name: str) -> int: ...
+    ) -> list[Completion]:
+        """Generate the responses to one prompt."""
+
+    def so_far(self, name: str) -> dict[int, Completion]:
+        """Partial responses of a running request, by index."""
+
+    def cut_off(self, name: str) -> int:
+        """Tokens of an aborted request."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +81,17 @@ class PartialGeneration:
         prompt_ids: list[int],
         wanted: Sequence[Sampling],
         *,
-        known: Sequence[Completion] = (),
+        prefixes: Sequence[Completion] = (),
     ) -> None:
-        """wanted: how to sample, in the order of the responses. known: their beginnings, one each,
-        or nothing.
+        """wanted: how to sample, in the order of the responses. prefixes: partial responses to
+        continue, one each, or none.
         """
         self.ticket, self.prompt_ids = ticket, prompt_ids
-        self._engine, self._known = engine, list(known)
+        self._engine, self._prefixes = engine, list(prefixes)
         self._answers: dict[int, Completion] = {}
-        self.tokens = sum(len(one.token_ids) for one in self._known)
-        """Tokens there are in the end, also of responses that were cut off."""
-        firsts = itertools.accumulate((sampling.n for sampling in wanted), initial=0)
-        if known:
+        self.tokens = sum(len(one.token_ids) for one in prefixes)
+        """Tokens when the generation has ended, those of aborted requests included."""
+        if prefixes:
             each = [replace(sampling, n=1) for sampling in wanted for _ in range(sampling.n)]
             self._requests = [
                 _Request(
@@ -96,10 +100,11 @@ class PartialGeneration:
                     replace(one, max_tokens=one.max_tokens - len(start.token_ids)),
                     index,
                 )
-                for index, (one, start) in enumerate(zip(each, known, strict=True))
+                for index, (one, start) in enumerate(zip(each, prefixes, strict=True))
                 if not start.finish_reason
             ]
         else:
+            firsts = itertools.accumulate((sampling.n for sampling in wanted), initial=0)
             self._requests = [
                 _Request(_name(), prompt_ids, sampling, first)
                 for sampling, first in zip(wanted, firsts, strict=False)
@@ -111,27 +116,23 @@ class PartialGeneration:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # when one failed, the others must not go on for nobody
+            for task in tasks:  # when one failed, nobody needs the others
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [
-            self._response(index, None) for index in range(len(self._known) or len(self._answers))
-        ]
+        count = len(self._prefixes) or len(self._answers)
+        return [self._response(index, None) for index in range(count)]
 
     def so_far(self) -> list[Completion]:
-        """What there is of the responses; empty as long as there is nothing."""
-        told: dict[int, Completion] = {}
-        for request in self._requests:
-            told |= {
-                request.first + index: one
-                for index, one in self._engine.so_far(request.name).items()
-            }
-        count = len(self._known) or sum(request.sampling.n for request in self._requests)
-        return (
-            [self._response(index, told.get(index)) for index in range(count)]
-            if told or self._answers or self._known
-            else []
-        )
+        """The partial responses; empty before the first token."""
+        grown = {
+            request.first + index: one
+            for request in self._requests
+            for index, one in self._engine.so_far(request.name).items()
+        }
+        if not (grown or self._answers or self._prefixes):
+            return []
+        count = len(self._prefixes) or sum(request.sampling.n for request in self._requests)
+        return [self._response(index, grown.get(index)) for index in range(count)]
 
     async def _generate(self, request: _Request) -> None:
         try:
@@ -146,17 +147,18 @@ class PartialGeneration:
 
     def _response(self, index: int, grown: Completion | None) -> Completion:
         grown = self._answers.get(index, grown)
-        if not self._known:
+        if not self._prefixes:
             return grown or EMPTY
-        return self._known[index] if grown is None else join(self._known[index], grown)
+        prefix = self._prefixes[index]
+        return prefix if grown is None else join(prefix, grown)
 
 
 EMPTY = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], "", 0.0)
-"""A response without a token yet."""
+"""A response without a token."""
 
 
 def join(start: Completion, rest: Completion) -> Completion:
-    """A response of two parts: each token keeps its log-prob and its label."""
+    """Concatenate two parts of a response; each token keeps its log-prob and its label."""
     at, labels = len(start.token_ids), list(start.labels)
     for label, first, end in rest.labels:
         goes_on = labels and labels[-1][0] == label
@@ -170,17 +172,17 @@ def join(start: Completion, rest: Completion) -> Completion:
     )
 
 
-def encode(growing: PartialGeneration, *, max_bytes: int) -> tuple[PartialStart, bytes] | None:
-    """The beginnings of one group; None where there is no token yet, or more than `max_bytes`."""
-    ticket, responses = growing.ticket, growing.so_far()
+def encode(generation: PartialGeneration, *, max_bytes: int) -> tuple[PartialStart, bytes] | None:
+    """Encode the partial responses of one group; None without a token, or above `max_bytes`."""
+    ticket, responses = generation.ticket, generation.so_far()
     tokens = sum(len(one.token_ids) for one in responses)
     if not tokens:
         return None
     newest = max(parse_label(label).step for one in responses for label, _, _ in one.labels)
-    open_ones = sum(not one.finish_reason for one in responses)
+    unfinished = sum(not one.finish_reason for one in responses)
     packed = msgpack.packb(
         {
-            "prompt": np.asarray(growing.prompt_ids, _INT32).tobytes(),
+            "prompt": np.asarray(generation.prompt_ids, _INT32).tobytes(),
             "responses": [
                 {
                     "tokens": one.token_ids.astype(_INT32).tobytes(),
@@ -195,60 +197,58 @@ def encode(growing: PartialGeneration, *, max_bytes: int) -> tuple[PartialStart,
     if len(packed) > max_bytes:
         return None
     return PartialStart(
-        ticket.group_id, ticket.attempt, ticket.policy_version, newest, open_ones, tokens
+        ticket.group_id, ticket.attempt, ticket.policy_version, newest, unfinished, tokens
     ), packed
 
 
 async def encode_all(
     groups: Sequence[PartialGeneration], *, max_bytes: int
 ) -> list[tuple[PartialStart, bytes]]:
-    """`encode` of those that have something to tell."""
+    """`encode` every group that has a token; other calls run in between."""
     found = []
-    for growing in groups:
-        if (one := encode(growing, max_bytes=max_bytes)) is not None:
+    for generation in groups:
+        if (one := encode(generation, max_bytes=max_bytes)) is not None:
             found.append(one)
-        await asyncio.sleep(0)  # other calls must not wait for all of them
+        await asyncio.sleep(0)
     return found
 
 
 def write_file(directory: Path, groups: Sequence[tuple[PartialStart, bytes]]) -> None:
-    """Write the file of a checkpoint; no file where there is nothing."""
+    """Write the file of a checkpoint; without groups there is none."""
     if groups:
-        rows = msgpack.packb([[*beginning, len(packed)] for beginning, packed in groups])
+        rows = msgpack.packb([[*start, len(packed)] for start, packed in groups])
         with open(directory / FILE, "wb") as file:
             file.writelines([rows, *(packed for _, packed in groups)])
 
 
 class PartialFile:
-    """The beginnings in a checkpoint. Its file stays open, so that it can be read after the
-    checkpoint was pruned.
-    """
+    """Partial responses of a checkpoint; readable (the file stays open) when that is pruned."""
 
     def __init__(self, path: Path) -> None:
-        """Raises PartialError for what is not such a file, OSError if it cannot be read."""
+        """Raises PartialError for another kind of file, OSError if it cannot be read."""
         self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - closed by `close`
         try:
-            self._places = self._index(os.fstat(self._file.fileno()).st_size)
+            self._rows = self._index(os.fstat(self._file.fileno()).st_size)
         except PartialError:
             self._file.close()
             raise
 
     @classmethod
     def at(cls, path: Path) -> PartialFile | None:
-        """The file of a checkpoint; None if there is none, or the checkpoint was pruned."""
+        """Open the file of a checkpoint; None if there is none, or the checkpoint was pruned."""
         try:
             return cls(path)
         except FileNotFoundError:
             return None
 
     @property
-    def beginnings(self) -> list[PartialStart]:
-        """What the queue has to know."""
-        return [beginning for beginning, _, _ in self._places.values()]
+    def starts(self) -> list[PartialStart]:
+        """Facts for the queue: one row per group that was not taken yet."""
+        return [start for start, _, _ in self._rows.values()]
 
     def packed(self, group_id: int) -> bytes:
-        """One group as it was encoded."""
-        _, offset, length = self._places[group_id]
+        """One group as `encode` made it."""
+        _, offset, length = self._rows[group_id]
         self._file.seek(offset)
         return self._file.read(length)
 
@@ -259,28 +259,27 @@ class PartialFile:
         wanted: Sequence[Sampling],
         counts: Counter[str],
     ) -> list[Completion]:
-        """The beginnings of the responses that this ticket stands for, at most once; empty where
-        they do not fit it, or cannot be read.
+        """Partial responses of this ticket's group, at most once; empty where they do not fit the
+        ticket, or cannot be read. Counts the tokens.
         """
         try:
-            known = self._take(ticket, prompt_ids, wanted)
+            prefixes = self._take(ticket, prompt_ids, wanted)
         except (PartialError, OSError):  # as good as none; the file was whole when the run began
             counts["continued_unreadable"] += 1
             return []
-        counts["continued_tokens"] += sum(len(one.token_ids) for one in known)
-        return known
+        counts["continued_tokens"] += sum(len(one.token_ids) for one in prefixes)
+        return prefixes
 
     def _take(
         self, ticket: GroupTicket, prompt_ids: list[int], wanted: Sequence[Sampling]
     ) -> list[Completion]:
-        known = self._places.get(ticket.group_id)
-        if known is None or (known[0].attempt, known[0].version) != (
-            ticket.attempt,
-            ticket.policy_version,
-        ):
+        if ticket.group_id not in self._rows:
+            return []
+        start = self._rows[ticket.group_id][0]
+        if (start.attempt, start.version) != (ticket.attempt, ticket.policy_version):
             return []
         packed = self.packed(ticket.group_id)
-        del self._places[ticket.group_id]
+        del self._rows[ticket.group_id]
         prompt, responses = _decode(packed)
         limits = [sampling.max_tokens for sampling in wanted for _ in range(sampling.n)]
         if prompt != prompt_ids or len(responses) != len(limits):
@@ -293,7 +292,7 @@ class PartialFile:
         return responses
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._file.close()
 
     def _index(self, size: int) -> dict[int, tuple[PartialStart, int, int]]:
@@ -302,7 +301,7 @@ class PartialFile:
             rows, offset = unpacker.unpack(), unpacker.tell()
         except (msgpack.UnpackException, ValueError, RecursionError) as error:
             raise PartialError(f"{self._file.name} is not a file of responses: {error}") from error
-        places = {}
+        found = {}
         for row in rows if type(rows) is list else [rows]:
             if (
                 type(row) is not list
@@ -314,11 +313,11 @@ class PartialFile:
                     "a list of groups"
                 )
             *facts, length = row
-            places[row[0]] = PartialStart(*facts), offset, length
+            found[row[0]] = PartialStart(*facts), offset, length
             offset += length
         if offset != size:
             raise PartialError(f"{self._file.name} announces {offset} bytes and has {size}")
-        return places
+        return found
 
 
 def _unpacker(file: BinaryIO | None, size: int) -> msgpack.Unpacker:
@@ -337,7 +336,7 @@ def _unpacker(file: BinaryIO | None, size: int) -> msgpack.Unpacker:
 
 
 def _decode(packed: bytes) -> tuple[list[int], list[Completion]]:
-    """Prompt and beginnings of one group."""
+    """Prompt and partial responses of one group."""
     unpacker = _unpacker(None, len(packed))
     unpacker.feed(packed)
     try:

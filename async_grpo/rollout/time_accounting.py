@@ -1,8 +1,7 @@
-"""What a rollout actor tells of its engine: tokens, and what it spends its time on, from the stages
-of its groups.
+"""An actor's report: tokens and counters, and what its engine spends its time on.
 
-Runs in: rollout actors. Hides which cause wins where several hold: weights, generation, evaluation,
-the verifier, no ticket.
+Runs in: rollout actors. Derives the cause from the stages of the actor's groups. Hides which cause
+wins where several hold: weights, generation, evaluation, the verifier, no ticket.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from async_grpo.replay.token_ledger import ActorReport, TokenTotals
+from async_grpo.replay.actor_reports import ActorReport, TokenTotals
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, TimeByCause
 
 
@@ -27,11 +26,11 @@ class EngineTime:
         self._stages: dict[tuple[int, int], str] = {}
         self._count: Counter[str] = Counter()
         self._inside: Counter[str] = Counter()
-        self._told_at = 0.0
+        self._reported_at = 0.0
         self.is_producing = False
 
     def producing(self, on: bool) -> None:
-        """It takes tickets from now on, or no more."""
+        """The actor takes tickets from now on, or no more."""
         self.is_producing = on
         if not on:
             self._stages.clear()
@@ -62,21 +61,27 @@ class EngineTime:
     def report(
         self, sampled: Mapping[str, int], counts: Mapping[str, float], *, every_s: float = 0.0
     ) -> ActorReport | None:
-        """What the queue is told: tokens that the engine `sampled`, what the actor `counts`, and
-        seconds. None if it was told less than `every_s` ago.
+        """The report for the queue: tokens that the engine `sampled`, seconds, and `counts` of the
+        actor; None if the last one was made less than `every_s` ago.
         """
         now = self._clock()
-        if every_s and now - self._told_at < every_s:
+        if every_s and now - self._reported_at < every_s:
             return None
-        self._told_at = now
-        told = TokenTotals(
+        self._reported_at = now
+        tokens = TokenTotals(
             sampled=sampled["total"],
             probes=sampled["probes"],
             evaluated=sampled["evaluated"],
             continued=int(counts["continued_tokens"]),
             reprefilled=int(counts["reprefilled"]),
         )
-        return ActorReport(told, self._time.began, tuple(self._time.seconds().items()))
+        purposes = [(f"sampled_{purpose}", float(count)) for purpose, count in sampled.items()]
+        return ActorReport(
+            tokens,
+            self._time.began,
+            tuple(self._time.seconds().items()),
+            (*purposes, *((name, float(count)) for name, count in counts.items())),
+        )
 
     def _look(self) -> None:
         cause = self._cause()

@@ -44,6 +44,11 @@ def one_line(error: BaseException) -> str:
     return without_password(text.splitlines()[0])[:ERROR_CHARS]
 
 
+def last_line(error: BaseException) -> str:
+    """The last line of an error's message, where Ray puts the cause; its class without one."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
 def _below(error: BaseException) -> BaseException | None:
     """The error behind an error; libraries also put it among the arguments."""
     behind = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

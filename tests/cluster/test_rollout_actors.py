@@ -23,9 +23,10 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from async_grpo.cluster import rollout_actors
+from async_grpo.cluster.engine_slots import EngineSlots
 from async_grpo.cluster.placement import PlacementError
 from async_grpo.cluster.relays import Relays
-from async_grpo.cluster.rollout_actors import ActorManager, RemoteEngine
+from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec, RemoteEngine
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError
@@ -49,6 +50,16 @@ class Client:
 
     async def is_over(self) -> bool:
         return False
+
+
+class NoPublications:
+    """The coordinator's side: every engine serves at once."""
+
+    async def join(self, engine: RemoteEngine, admit: Callable[[], None]) -> None:
+        admit()
+
+    def between_publications(self) -> nullcontext[None]:
+        return nullcontext()
 
 
 class Fleet:
@@ -146,13 +157,9 @@ async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIter
     here = Fleet(cluster, session, None, client)
     here.manager = ActorManager(
         config,
-        session=session,
-        placement=where,
-        options=options,
-        queue=None,
+        slots=EngineSlots(config, session=session, placement=where, options=options),
+        spec=ActorSpec(None, model_dir="", device=where.device, backend="shared_memory"),
         client=client,
-        model_dir="",
-        backend="shared_memory",
         relays=Relays(
             home=where.learners[0].node_id,
             key="",
@@ -165,10 +172,7 @@ async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIter
     )
     await here.manager.start()
 
-    async def join(engine: RemoteEngine, admit: Callable[[], None]) -> None:
-        admit()
-
-    here.manager.begin(join, nullcontext)
+    here.manager.begin(NoPublications())
     try:
         yield here
     finally:
@@ -185,7 +189,7 @@ def reservations() -> list[str]:
 
 
 def alive(here: Fleet) -> float:
-    return here.manager.measurements()["cluster/rollout_actors"]
+    return here.manager.metrics()["cluster/rollout_actors"]
 
 
 async def test_a_run_follows_the_nodes_of_its_cluster(cluster, extra, tmp_path) -> None:

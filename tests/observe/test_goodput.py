@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.cluster.rollout_actors import engine_times
 from async_grpo.groups import GroupMeta, RowMeta
+from async_grpo.replay.actor_reports import ActorReport, TokenTotals, engine_times
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
-from async_grpo.replay.token_ledger import PLACES, ActorReport, TokenTotals, masked_tokens
+from async_grpo.replay.token_ledger import PLACES, masked_tokens
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, TimeByCause
 from async_grpo.wire import decode_meta
@@ -235,7 +235,7 @@ def test_the_time_of_an_engine_follows_its_groups() -> None:
         "restarting": 0.0,
         "other": 32.0,
     }
-    assert (report.began, report.told) == (100.0, TokenTotals(9, 2, 3, 4, 5))
+    assert (report.began, report.tokens) == (100.0, TokenTotals(9, 2, 3, 4, 5))
     assert engine.report({}, {}, every_s=0.5) is None
 
 

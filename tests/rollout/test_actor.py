@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import VerifierFailed
-from async_grpo.replay.token_ledger import ActorReport
+from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.rollout.engine import CountedRequests, EngineError
 from async_grpo.tasks.verifier import VerifierError
 from async_grpo.wire import GroupTicket
@@ -21,6 +21,14 @@ from tests.support.rollout_parts import Parts, actor_of
 
 def run(parts: Parts, **settings: Any) -> None:
     asyncio.run(asyncio.wait_for(actor_of(parts, **settings).run(), 10))
+
+
+def test_an_actor_that_was_not_started_says_so() -> None:
+    actor = actor_of(Parts())
+    actor._parts = None
+    assert asyncio.run(actor.status())["serving"] == "it is starting"
+    with pytest.raises(RuntimeError, match=r"a has not loaded its engine; call start\(\) first"):
+        asyncio.run(actor.health())
 
 
 def test_every_ticket_becomes_a_frame() -> None:
@@ -38,7 +46,7 @@ def test_remax_adds_one_greedy_response_to_the_same_prompt(seeded: bool) -> None
 
     async def produce() -> dict[str, float]:
         await asyncio.wait_for(actor.run(), 10)
-        return await actor.health()
+        return dict((await actor.final_report()).counters)
 
     told = asyncio.run(produce())
     assert {tuple((row.role, row.length) for row in meta.rows) for meta in parts.frames} == {
@@ -226,7 +234,7 @@ def test_what_a_failed_attempt_and_the_engine_sampled_is_told() -> None:
     run(parts, adv_estimator="remax")
     assert parts.wasted == {0: 10, 1: 10}, "what there was of both requests when they were aborted"
     assert parts.reports and {
-        (report.told.sampled, report.told.probes) for report in parts.reports
+        (report.tokens.sampled, report.tokens.probes) for report in parts.reports
     } == {(7, 3)}
     late = Parts(verifier=VerifierError("crash", "gone"))
     run(late)

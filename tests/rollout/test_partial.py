@@ -136,7 +136,7 @@ async def test_responses_are_told_while_they_grow() -> None:
 
 async def test_responses_continue_behind_their_tokens_and_are_told_again() -> None:
     engine = Streams()
-    growing = PartialGeneration(engine, TICKET, PROMPT, WANTED, known=KNOWN)
+    growing = PartialGeneration(engine, TICKET, PROMPT, WANTED, prefixes=KNOWN)
     assert all(map(same, growing.so_far(), KNOWN)), (
         "a checkpoint before the first new token keeps what there was"
     )
@@ -159,7 +159,9 @@ async def test_responses_continue_behind_their_tokens_and_are_told_again() -> No
         all(
             map(
                 same,
-                await PartialGeneration(engine, TICKET, PROMPT, WANTED[1:], known=ended).finish(),
+                await PartialGeneration(
+                    engine, TICKET, PROMPT, WANTED[1:], prefixes=ended
+                ).finish(),
                 ended,
             )
         )
@@ -182,9 +184,9 @@ def file_of(
         GroupTicket(7, 2, 1),
         [9],
         [Sampling(n=1, max_tokens=8, temperature=1.0)],
-        known=KNOWN[2:],
+        prefixes=KNOWN[2:],
     )
-    growing = PartialGeneration(Streams(), ticket, prompt, WANTED[: len(known) - 1], known=known)
+    growing = PartialGeneration(Streams(), ticket, prompt, WANTED[: len(known) - 1], prefixes=known)
     write_file(directory, [encode(one, max_bytes=10**6) for one in (other, growing)])
     return directory / FILE
 
@@ -193,7 +195,7 @@ def test_a_file_gives_back_what_was_written_once(tmp_path: Path) -> None:
     write_file(tmp_path, [])
     assert PartialFile.at(tmp_path / FILE) is None, "no file where there is nothing"
     file = PartialFile.at(file_of(tmp_path))
-    assert file.beginnings == [PartialStart(7, 2, 1, 1, 1, 3), PartialStart(0, 1, 0, 1, 2, 9)]
+    assert file.starts == [PartialStart(7, 2, 1, 1, 1, 3), PartialStart(0, 1, 0, 1, 2, 9)]
     (tmp_path / FILE).unlink()
     assert all(map(same, file.take(TICKET, PROMPT, WANTED, Counter()), KNOWN)), (
         "its checkpoint was pruned"
@@ -316,7 +318,7 @@ def test_an_actor_continues_the_group_that_its_ticket_names(tmp_path: Path, dama
 
     async def produce() -> dict[str, float]:
         await asyncio.wait_for(actor.run(), 10)
-        return await actor.health()
+        return dict((await actor.final_report()).counters)
 
     told = asyncio.run(produce())
     first, second = sorted(map(decode_group, parts.raw), key=lambda group: group.group_id)
@@ -416,13 +418,12 @@ async def test_a_checkpoint_gets_the_tickets_that_were_out_and_those_that_wait(
     parts.begin(engines, {"ledger": {"groups": rows}})
     await asyncio.wait_for(parts.write(new), 10)
     written = PartialFile(new / FILE)
-    assert [one.group_id for one in written.beginnings] == [3, 7] and written.packed(3) == b"packed"
+    assert [one.group_id for one in written.starts] == [3, 7] and written.packed(3) == b"packed"
     assert written.packed(7) == PartialFile(old / FILE).packed(7), (
         "what waits to be continued is carried over"
     )
     assert (
-        parts.measurements() == {"cluster/partial_silent": 2.0}
-        and "b did not tell" in said[0] + said[1]
+        parts.metrics() == {"cluster/partial_silent": 2.0} and "b did not tell" in said[0] + said[1]
     ), said
 
 
@@ -455,9 +456,7 @@ async def test_without_the_setting_nobody_is_asked(tmp_path: Path) -> None:
     )
     parts.begin([Told("a", RuntimeError("asked"))], {})
     await parts.write(tmp_path / "nowhere")
-    assert (
-        parts.path is None and parts.snapshot({"a": 1}) == {"a": 1} and parts.measurements() == {}
-    )
+    assert parts.path is None and parts.snapshot({"a": 1}) == {"a": 1} and parts.metrics() == {}
 
 
 @pytest.mark.parametrize(
@@ -548,7 +547,7 @@ def test_a_real_engine_tells_and_continues_and_the_log_probs_are_those_of_the_mo
                 )
                 for one in wanted
             ]
-            again = PartialGeneration(engine, TICKET, prompt, short, known=known)
+            again = PartialGeneration(engine, TICKET, prompt, short, prefixes=known)
             task = asyncio.create_task(again.finish())
             halfway = await until(again, min(len(start.token_ids) for start in known) + 3)
             return known, halfway, await asyncio.wait_for(task, 60)

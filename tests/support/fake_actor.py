@@ -32,8 +32,8 @@ class StandIn:
     async def drain(self) -> None:
         self._over.set()
 
-    async def health(self) -> dict[str, float]:
-        return {}
+    async def health(self) -> None:
+        pass
 
     async def close(self) -> None:
         pass

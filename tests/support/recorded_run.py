@@ -74,7 +74,6 @@ def tell(home: Path) -> dict[str, Any]:
 
         async def overhear(actor_id: str, report: Any) -> None:
             told["report"], told["engine_wall"] = report, time.time() - report.began
-            told["health"] = await system.actors.alive()[0].handle.health.remote()
             await tell(actor_id, report)
 
         system.queue.tell = overhear
@@ -83,7 +82,7 @@ def tell(home: Path) -> dict[str, Any]:
             system.coordinator.times.count,
         )
         trainer.stop()
-        told["engine_times"] = system.engine_times
+        told["engine_times"] = system.queue.reports.engine_times()[1]
     told["metrics"], told["samples"] = (
         lines(home / "run", "metrics.jsonl"),
         lines(home / "run", "samples.jsonl"),

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from async_grpo.config.schema import Config
+from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.queue import Verdict
-from async_grpo.replay.token_ledger import ActorReport
+from async_grpo.rollout.actor import Parts as LoadedParts
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import Completion, EngineError, Sampling
 from async_grpo.tasks.base import Problem, Score
@@ -159,10 +160,7 @@ def actor_of(
         }
     )
     actor = RolloutActor(config, actor_id="a", queue=parts, model_dir="m", device="cpu", cores=())
-    actor._tokenizer, actor._engine, actor._verifiers, actor._task = (
-        Tokenizer(),
-        parts,
-        parts,
-        Task(),
+    actor._parts = LoadedParts(
+        engine=parts, tokenizer=Tokenizer(), task=Task(), verifiers=parts, evaluator=None
     )
     return actor

@@ -33,13 +33,13 @@ def test_every_line_adds_up_to_the_token(counted_run: dict[str, Any]) -> None:
 def test_what_the_engine_sampled_is_what_became_of_groups_probes_and_evaluations(
     counted_run: dict[str, Any],
 ) -> None:
-    last, told = counted_run["metrics"][-1], counted_run["report"].told
+    last, told = counted_run["metrics"][-1], counted_run["report"].tokens
     found = places(last)
     assert told.sampled == last["goodput/generated"], (
         "vLLM counted them one by one; the queue knows the groups that arrived"
     )
     requests = {
-        purpose: int(counted_run["health"][f"sampled_{purpose}"])
+        purpose: int(dict(counted_run["report"].counters)[f"sampled_{purpose}"])
         for purpose in ("rollouts", "probes", "evaluated")
     }
     assert sum(requests.values()) == told.sampled, (

@@ -60,7 +60,7 @@ def test_a_run_that_was_killed_continues_the_responses_of_its_checkpoint(tmp_pat
     left = read_history(tmp_path / "run" / "journal")
     in_flight = {
         one.group_id: one
-        for one in file.beginnings
+        for one in file.starts
         if left.groups[one.group_id].state == State.IN_FLIGHT
     }
     assert in_flight, "nothing was under way when it was killed"

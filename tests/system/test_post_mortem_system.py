@@ -71,9 +71,9 @@ def ask(trainer: Trainer, work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run_coroutine_threadsafe(work, trainer.system.event_loop).result(timeout=30)
 
 
-async def _health(trainer: Trainer) -> dict[str, float]:
+async def _counts(trainer: Trainer) -> dict[str, float]:
     [engine] = trainer.system.actors.alive()
-    return await engine.handle.health.remote()
+    return (await engine.handle.status.remote())["counts"]
 
 
 def bundle(directory: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
@@ -136,7 +136,7 @@ def _the_verifiers_hang(trainer: Trainer, home: Path, told: dict[str, Any]) -> N
     )
     (home / "verifier").write_text("")
     told["errors"] = wait_until(
-        lambda: ask(trainer, _health(trainer)).get("verifier_errors"),
+        lambda: ask(trainer, _counts(trainer)).get("verifier_errors"),
         60,
         "the count of verifier errors",
     )
