@@ -50,6 +50,7 @@ from async_grpo.replay.journal import (
     snapshot_facts,
 )
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
+from async_grpo.replay.order import Due
 from async_grpo.replay.partial import PartialGroups, PartialStart, choose, told
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
@@ -277,32 +278,22 @@ def _taken_over(
 def _keep_what_can_be_trained(
     entries: list[GroupEntry], settings: QueueSettings, report: ResumeReport
 ) -> None:
-    """With `wait`, ready groups that a smaller bound or batch than before cannot train in time wait
-    for another attempt.
-
-    Order `fifo` trains the waiting ones with a smaller id first, so they count.
+    """With `wait`, let ready groups that a smaller bound or batch than before cannot train in time
+    wait for another attempt.
     """
     if settings.on_stale != "wait":
         return
-    if settings.order == "fifo":
-        order = sorted(entries, key=lambda entry: entry.group_id)
-    else:
-        order = sorted(
-            (entry for entry in entries if entry.state == State.READY),
-            key=lambda entry: (entry.policy_version, entry.group_id),
-        )
-    place = 0
-    for entry in order:
-        if (
-            entry.policy_version + settings.max_staleness
-            < settings.trained_steps + place // settings.rollout_batch_size
-        ):
-            if entry.state == State.WAITING:
-                continue
+    ready = [entry for entry in entries if entry.state == State.READY]
+    in_time = settings.order_rule.in_time(
+        sorted(Due(entry.policy_version, entry.group_id) for entry in ready),
+        waiting=[entry.group_id for entry in entries if entry.state == State.WAITING],
+        steps=settings.trained_steps,
+    )
+    for entry in ready:
+        if entry.group_id not in in_time:
             report.waits("too old for these settings")
             entry.state, entry.policy_version = State.WAITING, settings.trained_steps
             entry.meta = entry.frame = entry.place = None
-        place += 1 if settings.order == "fifo" or entry.state == State.READY else 0
 
 
 @dataclass(frozen=True)
