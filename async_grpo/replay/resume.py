@@ -40,10 +40,11 @@ from typing import Any, Literal
 from async_grpo.errors import JournalDamage, JournalError
 from async_grpo.replay.admission import free_again
 from async_grpo.replay.events import Drop
-from async_grpo.replay.history import Past, Results, apply_record, event_of, find_past
+from async_grpo.replay.history import Link, Past, Visitor, find_past, read
 from async_grpo.replay.journal import (
     JOURNAL_FORMAT,
     Fsync,
+    Results,
     Segment,
     Writer,
     segments,
@@ -107,17 +108,12 @@ def obstacle(past: Past, settings: QueueSettings, results: Results) -> str:
     batches, or "".
     """
     for step in range(settings.trained_steps + 1, past.ledger.newest_version + 1):
-        if step not in past.batches:
+        if step not in past.steps:
             return f"the journal does not have the batch of step {step}"
-        for group_id in past.batches[step]:
+        for group_id in past.steps[step]:
             entry = past.results.get(group_id)
             try:
-                results.read(
-                    None if entry is None else entry.place,
-                    group_id,
-                    0 if entry is None else entry.attempt,
-                    settings,
-                )
+                results.read(entry, max_bytes=settings.max_frame_bytes)
             except WireError as error:
                 return f"group {group_id} of step {step} cannot be read ({error})"
     return ""
@@ -139,9 +135,7 @@ def forward(past: Past, settings: QueueSettings, results: Results) -> tuple[Ledg
     ]  # in each state in the order of arrival
     for entry in (*in_slots, *end.unused.values()):
         if entry.state == State.TRAINING:
-            entry.meta, entry.frame = results.read(
-                entry.place, entry.group_id, entry.attempt, settings
-            )
+            entry.meta, entry.frame = results.read(entry, max_bytes=settings.max_frame_bytes)
         elif entry.state != State.TRAINED:
             entry = _taken_over(entry, end.newest_version, settings, results, report)
         kept.append(entry)
@@ -170,7 +164,7 @@ def rewind(
     closed[State.UNUSED] -= len(end.unused)  # a run that goes on has use for them
     known = end.entries | end.unused
     lost = {
-        group_id: after for after, ids in past.batches.items() if after > step for group_id in ids
+        group_id: after for after, ids in past.steps.items() if after > step for group_id in ids
     }
     report.lost_steps, report.from_step = max(end.steps - step, 0), step
     kept: list[GroupEntry] = []
@@ -261,7 +255,7 @@ def _taken_over(
         report.waits("with tokens of lost learner steps")
     else:
         try:
-            meta, frame = results.read(entry.place, entry.group_id, entry.attempt, settings)
+            meta, frame = results.read(entry, max_bytes=settings.max_frame_bytes)
         except WireError:
             report.waits("unreadable in the journal")
             return waiting
@@ -395,15 +389,13 @@ def _go_on(
     clock: Callable[[], float],
 ) -> ReplayQueue:
     """The queue's process died: everything is as it was."""
-    ledger = Ledger.from_snapshot(last.snapshot["ledger"])
-    for record in last.records():
-        apply_record(ledger, event_of(record, last), record.place, last)
+    visitor = Visitor(last.snapshot)
+    read([Link(last, None)], visitor)
+    ledger = visitor.ledger
     results, unreadable = Results(Path(journal.directory)), []
     for entry in (*ledger.slots[State.READY].values(), *ledger.slots[State.TRAINING].values()):
         try:
-            entry.meta, entry.frame = results.read(
-                entry.place, entry.group_id, entry.attempt, settings
-            )
+            entry.meta, entry.frame = results.read(entry, max_bytes=settings.max_frame_bytes)
         except WireError as error:
             if entry.state == State.TRAINING:
                 raise JournalError(
