@@ -132,6 +132,11 @@ class GroupMeta:
     run_epoch: int = 0
 
     @property
+    def rows_to_train(self) -> list[RowMeta]:
+        """The rollouts that filters, retirement and the loss see: all but the baseline."""
+        return [row for row in self.rows if row.role == "train"]
+
+    @property
     def min_version(self) -> int:
         """Oldest version that sampled a token of the group."""
         return min(row.min_version for row in self.rows)

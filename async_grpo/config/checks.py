@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, Config
+from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, UNBOUNDED_ORDERS, Config
 from async_grpo.config.section import Section
 from async_grpo.config.transports import TRANSPORTS, Transport
 
@@ -553,10 +553,10 @@ def _staleness(config: Config) -> Iterator[str]:
             f"{every} steps need {every} x {batch} = "
             f"{every * batch} before a publication frees any, so the slots would never return."
         )
-    if config.replay.order == "ready" and config.replay.on_stale == "wait":
+    if config.replay.order in UNBOUNDED_ORDERS and config.replay.on_stale == "wait":
         yield (
-            "`replay.order: ready` lets groups leave as they are completed, so one that "
-            "takes longer than the others may become older than "
+            f"`replay.order: {config.replay.order}` lets groups leave as they are completed, "
+            "so one that takes longer than the others may become older than "
             f"`replay.max_staleness` = {bound} by any number of steps: use "
             "`replay.on_stale: mask` or `expire` with it, or order oldest or fifo."
         )

@@ -361,6 +361,10 @@ class Journal(Section):
     """
 
 
+UNBOUNDED_ORDERS = ("ready",)
+"""Orders that do not keep `max_staleness` by themselves, see `replay.order`."""
+
+
 class Replay(Section):
     on_resume = FREE
     max_staleness: Annotated[NonNegative, warn("how old a trained token may be", trains=True)] = 1

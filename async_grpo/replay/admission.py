@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from async_grpo.algo.filters import accuracy
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.partial import PartialGroups
-from async_grpo.replay.rules import QueueSettings, fair_share, rows_to_train
+from async_grpo.replay.rules import QueueSettings, fair_share
 from async_grpo.wire import GroupMeta
 
 
@@ -56,7 +56,7 @@ class Retirement:
         if self._at is None:
             return None
         rate, problem = (
-            accuracy([row.verdict for row in rows_to_train(meta)]),
+            accuracy([row.verdict for row in meta.rows_to_train]),
             self._index(meta.group_id),
         )
         return (

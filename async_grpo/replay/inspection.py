@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 from async_grpo.replay.history import GroupRecord, History, Start, Unlisted
 from async_grpo.replay.journal import segment_path, segments
 from async_grpo.replay.ledger import Ledger, State
-from async_grpo.replay.rules import rows_to_train
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.wire import GroupMeta, WireError
 
@@ -235,7 +234,7 @@ def listed_steps(history: History) -> tuple[int, int] | None:
 
 
 def _measured(meta: GroupMeta, step: int | None, weights: Mapping[str, float]) -> Facts:
-    rows, times = rows_to_train(meta), meta.times.values()
+    rows, times = meta.rows_to_train, meta.times.values()
     versions = sorted({version for row in rows for version, _ in row.versions})
     lengths, verdicts = (
         [row.length for row in rows],

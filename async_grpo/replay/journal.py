@@ -43,9 +43,9 @@ import msgpack
 
 from async_grpo.errors import JournalDamage, JournalError
 from async_grpo.replay.events import Event, to_wire
-from async_grpo.replay.ledger import FramePosition
+from async_grpo.replay.ledger import FramePosition, GroupEntry
 from async_grpo.runtime.storage import settle_folder
-from async_grpo.wire import Buffer
+from async_grpo.wire import Buffer, GroupMeta, WireError, decode_meta
 
 Fsync = Literal["group", "interval", "never"]
 JOURNAL_FORMAT = 6
@@ -413,3 +413,54 @@ def _mapped(path: Path) -> Any:
 
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+OPEN_SEGMENTS = 8
+"""Segments that stay mapped while frames are read; a batch of one learner step lies in one or two.
+"""
+
+
+class Results:
+    """Frames at their places in a journal."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: dict[int, Segment] = {}
+
+    def view(self, place: FramePosition) -> memoryview:
+        """The bytes at a place. Raises JournalError where its segment is gone or unreadable."""
+        if place.segment not in self._open:
+            segment = Segment(self._directory, place.segment)
+            while len(self._open) >= OPEN_SEGMENTS:
+                del self._open[next(iter(self._open))]
+            self._open[place.segment] = segment
+        return self._open[place.segment].payload(place)
+
+    def meta(
+        self,
+        place: FramePosition,
+        group_id: int,
+        attempt: int | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> GroupMeta:
+        """What the frame says beside the tokens. Raises WireError for a damaged frame or one of
+        another group or attempt, JournalError where its segment is gone.
+        """
+        meta = decode_meta(self.view(place), max_bytes=max_bytes)
+        if meta.group_id != group_id or attempt not in (None, meta.attempt):
+            raise WireError(
+                f"the journal has group {meta.group_id} attempt {meta.attempt} in the "
+                f"place of group {group_id}" + ("" if attempt is None else f" attempt {attempt}")
+            )
+        return meta
+
+    def read(self, entry: GroupEntry | None, *, max_bytes: int | None) -> tuple[GroupMeta, bytes]:
+        """Metadata and frame of the attempt of `entry`. Raises WireError."""
+        if entry is None or entry.place is None:
+            raise WireError("the journal has no frame of it")
+        try:
+            meta = self.meta(entry.place, entry.group_id, entry.attempt, max_bytes=max_bytes)
+            return meta, bytes(self.view(entry.place))
+        except JournalError as error:
+            raise WireError(str(error)) from error

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from async_grpo.replay.ledger import GroupEntry
-from async_grpo.replay.rules import QueueSettings, rows_to_train
+from async_grpo.replay.rules import QueueSettings
 
 WINDOW, WARM, EVERY = 1000, 100, 25
 """Groups over which slow and fast are told apart: the latest ones, as soon as there are so many,
@@ -97,7 +97,7 @@ def batch_metrics(
     """How old the batch of `step` is: lags in learner steps over what is trained with weight,
     tokens that are too old, seconds ready.
     """
-    rows = [row for entry in chosen for row in rows_to_train(entry.meta)]
+    rows = [row for entry in chosen for row in entry.meta.rows_to_train]
     oldest = [step - 1 - row.min_version for row in rows]
     lags = [step - 1 - version for row in rows for version, _ in row.versions]
     masked = 0.0

@@ -1,22 +1,192 @@
-"""Which groups leave the queue for a learner step, and when.
+"""Which groups leave the queue for a learner step, and when: the order rules, and who asks them.
 
-Runs in: the replay queue's process. Hides the order of departure and the check that nobody who
-stays behind becomes too old (`rules`); with `mask` and `expire` nothing waits, and with `expire`
-what is too old goes back first.
+Runs in: the replay queue's process. Hides the order of departure and the bound that goes with it.
+With R = rollout_batch_size, K = max_staleness and groups known by their ticket versions:
+
+    oldest   by ticket version, then id. A batch leaves only if every group that stays behind can
+             still be trained in time (`can_leave`)
+    fifo     strictly by id, so a batch leaves when no smaller id is waiting or in flight
+    ready    as groups are completed; no bound of its own, so it goes with `mask` and `expire` only
+
+A rule is a class in `ORDERS`, and a name in the schema; picking batches, rolling back (`resume`)
+and partial rollouts (`partial`) ask that class. With `mask` and `expire` nothing waits, and with
+`expire` a group that is too old goes back first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from async_grpo.replay.admission import Admission
+from async_grpo.groups import GroupMeta
 from async_grpo.replay.events import Event, Expire
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
-from async_grpo.replay.rules import QueueSettings, can_leave, in_order, is_too_old
+
+if TYPE_CHECKING:
+    from async_grpo.replay.admission import Admission
+    from async_grpo.replay.rules import OnStale, QueueSettings
+
+
+class Due(NamedTuple):
+    """A group that is to be trained: the version of its ticket and its id."""
+
+    version: int
+    group_id: int
+
+
+class Order:
+    """A rule for batches of R groups under the bound K; this one takes groups as they come."""
+
+    bounded: ClassVar[bool] = False
+    """Whether the rule keeps the bound by itself, so that `on_stale: wait` is possible."""
+
+    def __init__(self, *, batch_size: int, max_staleness: int) -> None:
+        self._size, self._bound = batch_size, max_staleness
+
+    def sorted(self, ready: Collection[GroupEntry]) -> list[GroupEntry]:
+        """Put ready groups, given as they were completed, in the order in which they leave."""
+        return list(ready)
+
+    def may_leave(
+        self,
+        chosen: Sequence[GroupEntry],
+        *,
+        behind: Collection[Due],
+        waiting: Collection[int],
+        step: int,
+    ) -> bool:
+        """Tell whether all that stays behind is trained in time when `chosen` leaves for `step`.
+
+        behind: what is ready, in flight or may be issued again now. waiting: all waiting ids.
+        """
+        return True
+
+    def in_time(
+        self,
+        candidates: Sequence[Due],
+        *,
+        ready: Collection[Due] = (),
+        waiting: Collection[int] = (),
+        steps: int,
+    ) -> set[int]:
+        """Ids of the candidates that can be trained in time after `steps` learner steps, beside
+        groups that are `ready` and ids that are `waiting`. The first candidates are preferred.
+        """
+        return {one.group_id for one in candidates}
+
+
+class Ready(Order):
+    """As groups are completed."""
+
+
+class Oldest(Order):
+    """By age of the ticket, then by id."""
+
+    bounded = True
+
+    def sorted(self, ready: Collection[GroupEntry]) -> list[GroupEntry]:
+        """See Order."""
+        return sorted(ready, key=lambda group: (group.policy_version, group.group_id))
+
+    def may_leave(
+        self,
+        chosen: Sequence[GroupEntry],
+        *,
+        behind: Collection[Due],
+        waiting: Collection[int],
+        step: int,
+    ) -> bool:
+        """See Order."""
+        return self._fits([one.version for one in behind], step)
+
+    def in_time(
+        self,
+        candidates: Sequence[Due],
+        *,
+        ready: Collection[Due] = (),
+        waiting: Collection[int] = (),
+        steps: int,
+    ) -> set[int]:
+        """See Order. Waiting groups get new tickets, so they do not count."""
+        versions, kept = [one.version for one in ready], set()
+        if self._fits([*versions, *(one.version for one in candidates)], steps):
+            return {one.group_id for one in candidates}
+        for one in candidates:
+            if self._fits([*versions, one.version], steps):
+                versions.append(one.version)
+                kept.add(one.group_id)
+        return kept
+
+    def _fits(self, versions: Sequence[int], step: int) -> bool:
+        return can_leave(versions, step=step, max_staleness=self._bound, batch_size=self._size)
+
+
+class Fifo(Order):
+    """Strictly by id."""
+
+    bounded = True
+
+    def sorted(self, ready: Collection[GroupEntry]) -> list[GroupEntry]:
+        """See Order."""
+        return sorted(ready, key=lambda group: group.group_id)
+
+    def may_leave(
+        self,
+        chosen: Sequence[GroupEntry],
+        *,
+        behind: Collection[Due],
+        waiting: Collection[int],
+        step: int,
+    ) -> bool:
+        """See Order."""
+        last = chosen[-1].group_id
+        return all(group_id > last for group_id in (*waiting, *(one.group_id for one in behind)))
+
+    def in_time(
+        self,
+        candidates: Sequence[Due],
+        *,
+        ready: Collection[Due] = (),
+        waiting: Collection[int] = (),
+        steps: int,
+    ) -> set[int]:
+        """See Order. Waiting groups with a smaller id are trained first, so they count."""
+        ids = sorted({*waiting, *(one.group_id for one in (*candidates, *ready))})
+        last_step = {group_id: steps + place // self._size for place, group_id in enumerate(ids)}
+        return {
+            one.group_id
+            for one in candidates
+            if one.version + self._bound >= last_step[one.group_id]
+        }
+
+
+ORDERS: dict[str, type[Order]] = {"oldest": Oldest, "fifo": Fifo, "ready": Ready}
+
+
+def can_leave(staying: Sequence[int], *, step: int, max_staleness: int, batch_size: int) -> bool:
+    """Tell whether all groups that stay behind when a batch leaves for `step` can be trained in
+    time. `staying` are their ticket versions.
+
+    Sorted, the i-th is trained at step `step + 1 + i // R` at the latest, when its tokens have lag
+    `step + i // R - version` or less.
+    """
+    return all(
+        version + max_staleness >= step + index // batch_size
+        for index, version in enumerate(sorted(staying))
+    )
+
+
+def is_too_old(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> bool:
+    """Tell whether a ready group cannot be trained in `step` any more: with `mask` when all its
+    tokens are too old, else when one is.
+    """
+    masked = on_stale == "mask"
+    version = max(row.max_version for row in meta.rows_to_train) if masked else meta.min_version
+    return step - 1 - version > max_staleness
 
 
 class BatchPicker:
-    """Chooses batches. `record` makes an event happen."""
+    """Chooses the batch of a learner step. `record` makes an event happen."""
 
     def __init__(
         self,
@@ -25,16 +195,13 @@ class BatchPicker:
         admission: Admission,
         record: Callable[[Event], None],
     ) -> None:
-        self._settings, self._ledger, self._admission, self._record = (
-            settings,
-            ledger,
-            admission,
-            record,
-        )
+        self._settings, self._ledger = settings, ledger
+        self._order = settings.order_rule
+        self._admission, self._record = admission, record
         self._tried: tuple[int, int] | None = None
 
     def choose(self, step: int) -> list[GroupEntry] | None:
-        """The batch of `step` sorted by group_id, or None while it must wait."""
+        """Choose the batch of `step`, sorted by group_id; None while it must wait."""
         if self._tried == (step, self._ledger.changes):
             return None
         chosen = self._choose(step)
@@ -42,45 +209,25 @@ class BatchPicker:
         return chosen
 
     def _choose(self, step: int) -> list[GroupEntry] | None:
-        settings, slots = self._settings, self._ledger.slots
-        size = settings.rollout_batch_size
-        if settings.on_stale != "wait":
+        slots, size = self._ledger.slots, self._settings.rollout_batch_size
+        waits = self._settings.on_stale == "wait"
+        if not waits:
             self._expire(step)
         if len(slots[State.READY]) < size:
             return None
-        ready = in_order(settings.order, slots[State.READY].values())
-        if settings.on_stale == "wait" and not self._can_wait(ready[:size], ready[size:], step):
-            return None
-        return sorted(ready[:size], key=lambda entry: entry.group_id)
+        ready = self._order.sorted(slots[State.READY].values())
+        chosen = ready[:size]
+        if waits:
+            staying = (*ready[size:], *slots[State.IN_FLIGHT].values())
+            behind = [Due(entry.policy_version, entry.group_id) for entry in staying]
+            behind += [Due(version, group_id) for group_id, version in self._admission.again()]
+            waiting = slots[State.WAITING]
+            if not self._order.may_leave(chosen, behind=behind, waiting=waiting, step=step):
+                return None
+        return sorted(chosen, key=lambda entry: entry.group_id)
 
     def _expire(self, step: int) -> None:
-        rule = {
-            "step": step,
-            "max_staleness": self._settings.max_staleness,
-            "on_stale": self._settings.on_stale,
-        }
+        bound, on_stale = self._settings.max_staleness, self._settings.on_stale
         for entry in list(self._ledger.slots[State.READY].values()):
-            if is_too_old(entry.meta, **rule):
+            if is_too_old(entry.meta, step=step, max_staleness=bound, on_stale=on_stale):
                 self._record(Expire(entry.group_id, entry.attempt, step))
-
-    def _can_wait(self, chosen: list[GroupEntry], ready: list[GroupEntry], step: int) -> bool:
-        """Whether the groups that stay behind, ready or not, are trained in time when these
-        leave.
-        """
-        slots = self._ledger.slots
-        if self._settings.order == "fifo":
-            return (
-                min(
-                    [*slots[State.WAITING], *slots[State.IN_FLIGHT]],
-                    default=chosen[-1].group_id + 1,
-                )
-                > chosen[-1].group_id
-            )
-        staying = [entry.policy_version for entry in (*ready, *slots[State.IN_FLIGHT].values())]
-        staying += [version for _, version in self._admission.again()]
-        return can_leave(
-            staying,
-            step=step,
-            max_staleness=self._settings.max_staleness,
-            batch_size=self._settings.rollout_batch_size,
-        )

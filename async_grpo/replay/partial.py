@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
-from async_grpo.replay.rules import QueueSettings, can_leave
+from async_grpo.replay.order import Due
+from async_grpo.replay.rules import QueueSettings
 
 
 class PartialStart(NamedTuple):
@@ -71,7 +72,19 @@ def choose(
     step = ledger.newest_version
     fresh = [one for one in under_way if one.newest <= step <= one.version + settings.max_staleness]
     fresh.sort(key=lambda one: (one.version, one.group_id))
-    chosen = _in_time(fresh, ledger, settings)[:free]
+    if settings.on_stale == "wait":  # those that can be trained in time with what is ready
+        in_time = settings.order_rule.in_time(
+            [
+                Due(one.version, one.group_id) for one in reversed(fresh)
+            ],  # the newest have most time
+            ready=[
+                Due(one.policy_version, one.group_id) for one in ledger.slots[State.READY].values()
+            ],
+            waiting=ledger.slots[State.WAITING],
+            steps=step,
+        )
+        fresh = [one for one in fresh if one.group_id in in_time]
+    chosen = fresh[:free]
     ids = {one.group_id for one in chosen}
     for one in under_way:
         entry = ledger.entries[one.group_id]
@@ -102,39 +115,3 @@ def _in_flight(one: PartialStart, end: Ledger) -> bool:
         entry.attempt,
         entry.policy_version,
     ) == (one.attempt, one.version)
-
-
-def _in_time(
-    fresh: list[PartialStart], ledger: Ledger, settings: QueueSettings
-) -> list[PartialStart]:
-    """Those that can be trained in time with what is ready; with `mask` and `expire` nothing has to
-    be.
-    """
-    step, size = ledger.newest_version, settings.rollout_batch_size
-    if settings.on_stale != "wait":
-        return fresh
-    if settings.order == "fifo":
-        places = {
-            group_id: place
-            for place, group_id in enumerate(
-                sorted({*ledger.slots[State.WAITING], *ledger.slots[State.READY]})
-            )
-        }
-        return [
-            one
-            for one in fresh
-            if one.version + settings.max_staleness >= step + places[one.group_id] // size
-        ]
-    ready = [entry.policy_version for entry in ledger.slots[State.READY].values()]
-
-    def fits(some: list[PartialStart]) -> bool:
-        versions = ready + [one.version for one in some]
-        return can_leave(versions, step=step, max_staleness=settings.max_staleness, batch_size=size)
-
-    if fits(fresh):
-        return fresh
-    chosen: list[PartialStart] = []
-    for one in reversed(fresh):  # the newest first: they have most time
-        if fits([one, *chosen]):
-            chosen.insert(0, one)
-    return chosen

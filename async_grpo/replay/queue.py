@@ -16,9 +16,8 @@ With R = rollout_batch_size, K = max_staleness and s learner steps done:
 
     admission   `admission`: fewer than B = (K + 1) R groups hold a slot; tickets go only to engines
                 that serve the live version
-    order       `order`: the R first ready groups by `order` leave. With `wait` only if everything
-                that stays behind can still be trained in time (`rules.can_leave`; order `fifo`:
-                only the next R ids); with `mask` and `expire` as soon as there are R
+    order       `order`: the R first ready groups leave. With `wait` only if everything that stays
+                behind can still be trained in time; with `mask` and `expire` as soon as there are R
     release     slots of trained groups return when their weights are live; rejected, failed and
                 expired groups free theirs at once
     deadline    a ticket that is out for longer than `ticket_timeout_s` is taken back, whatever its
@@ -80,7 +79,7 @@ SLICE_BYTES, SLICE_FRAMES = 2**22, 32
 
 class ReplayQueue:
     """Owner of every group between its ticket and its learner step. Every call answers at once;
-    `recovery.open_queue` builds one on a journal.
+    `resume.open_queue` builds one on a journal.
     """
 
     def __init__(

@@ -40,16 +40,18 @@ from typing import Any, Literal
 from async_grpo.errors import JournalDamage, JournalError
 from async_grpo.replay.admission import free_again
 from async_grpo.replay.events import Drop
-from async_grpo.replay.history import Past, Results, apply_record, event_of, find_past
+from async_grpo.replay.history import Link, Past, Visitor, find_past, read
 from async_grpo.replay.journal import (
     JOURNAL_FORMAT,
     Fsync,
+    Results,
     Segment,
     Writer,
     segments,
     snapshot_facts,
 )
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
+from async_grpo.replay.order import Due
 from async_grpo.replay.partial import PartialGroups, PartialStart, choose, told
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
@@ -106,17 +108,12 @@ def obstacle(past: Past, settings: QueueSettings, results: Results) -> str:
     batches, or "".
     """
     for step in range(settings.trained_steps + 1, past.ledger.newest_version + 1):
-        if step not in past.batches:
+        if step not in past.steps:
             return f"the journal does not have the batch of step {step}"
-        for group_id in past.batches[step]:
+        for group_id in past.steps[step]:
             entry = past.results.get(group_id)
             try:
-                results.read(
-                    None if entry is None else entry.place,
-                    group_id,
-                    0 if entry is None else entry.attempt,
-                    settings,
-                )
+                results.read(entry, max_bytes=settings.max_frame_bytes)
             except WireError as error:
                 return f"group {group_id} of step {step} cannot be read ({error})"
     return ""
@@ -138,9 +135,7 @@ def forward(past: Past, settings: QueueSettings, results: Results) -> tuple[Ledg
     ]  # in each state in the order of arrival
     for entry in (*in_slots, *end.unused.values()):
         if entry.state == State.TRAINING:
-            entry.meta, entry.frame = results.read(
-                entry.place, entry.group_id, entry.attempt, settings
-            )
+            entry.meta, entry.frame = results.read(entry, max_bytes=settings.max_frame_bytes)
         elif entry.state != State.TRAINED:
             entry = _taken_over(entry, end.newest_version, settings, results, report)
         kept.append(entry)
@@ -169,7 +164,7 @@ def rewind(
     closed[State.UNUSED] -= len(end.unused)  # a run that goes on has use for them
     known = end.entries | end.unused
     lost = {
-        group_id: after for after, ids in past.batches.items() if after > step for group_id in ids
+        group_id: after for after, ids in past.steps.items() if after > step for group_id in ids
     }
     report.lost_steps, report.from_step = max(end.steps - step, 0), step
     kept: list[GroupEntry] = []
@@ -260,7 +255,7 @@ def _taken_over(
         report.waits("with tokens of lost learner steps")
     else:
         try:
-            meta, frame = results.read(entry.place, entry.group_id, entry.attempt, settings)
+            meta, frame = results.read(entry, max_bytes=settings.max_frame_bytes)
         except WireError:
             report.waits("unreadable in the journal")
             return waiting
@@ -277,32 +272,22 @@ def _taken_over(
 def _keep_what_can_be_trained(
     entries: list[GroupEntry], settings: QueueSettings, report: ResumeReport
 ) -> None:
-    """With `wait`, ready groups that a smaller bound or batch than before cannot train in time wait
-    for another attempt.
-
-    Order `fifo` trains the waiting ones with a smaller id first, so they count.
+    """With `wait`, let ready groups that a smaller bound or batch than before cannot train in time
+    wait for another attempt.
     """
     if settings.on_stale != "wait":
         return
-    if settings.order == "fifo":
-        order = sorted(entries, key=lambda entry: entry.group_id)
-    else:
-        order = sorted(
-            (entry for entry in entries if entry.state == State.READY),
-            key=lambda entry: (entry.policy_version, entry.group_id),
-        )
-    place = 0
-    for entry in order:
-        if (
-            entry.policy_version + settings.max_staleness
-            < settings.trained_steps + place // settings.rollout_batch_size
-        ):
-            if entry.state == State.WAITING:
-                continue
+    ready = [entry for entry in entries if entry.state == State.READY]
+    in_time = settings.order_rule.in_time(
+        sorted(Due(entry.policy_version, entry.group_id) for entry in ready),
+        waiting=[entry.group_id for entry in entries if entry.state == State.WAITING],
+        steps=settings.trained_steps,
+    )
+    for entry in ready:
+        if entry.group_id not in in_time:
             report.waits("too old for these settings")
             entry.state, entry.policy_version = State.WAITING, settings.trained_steps
             entry.meta = entry.frame = entry.place = None
-        place += 1 if settings.order == "fifo" or entry.state == State.READY else 0
 
 
 @dataclass(frozen=True)
@@ -404,15 +389,13 @@ def _go_on(
     clock: Callable[[], float],
 ) -> ReplayQueue:
     """The queue's process died: everything is as it was."""
-    ledger = Ledger.from_snapshot(last.snapshot["ledger"])
-    for record in last.records():
-        apply_record(ledger, event_of(record, last), record.place, last)
+    visitor = Visitor(last.snapshot)
+    read([Link(last, None)], visitor)
+    ledger = visitor.ledger
     results, unreadable = Results(Path(journal.directory)), []
     for entry in (*ledger.slots[State.READY].values(), *ledger.slots[State.TRAINING].values()):
         try:
-            entry.meta, entry.frame = results.read(
-                entry.place, entry.group_id, entry.attempt, settings
-            )
+            entry.meta, entry.frame = results.read(entry, max_bytes=settings.max_frame_bytes)
         except WireError as error:
             if entry.state == State.TRAINING:
                 raise JournalError(

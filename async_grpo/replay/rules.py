@@ -1,5 +1,5 @@
-"""The rules of the replay queue as pure functions: who gets slots, which results are refused, which
-groups leave, and when.
+"""The rules of the replay queue as pure functions: who gets slots, which results are refused, and
+what must not be trained. Which groups leave, and when: `order`.
 
 Runs in: the replay queue's process. Hides nothing and keeps no state.
 """
@@ -7,16 +7,16 @@ Runs in: the replay queue's process. Hides nothing and keeps no state.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from async_grpo.algo.filters import FilterRule, filter_reason
 from async_grpo.algo.rewards import Shaping, score
 from async_grpo.errors import StalenessError
+from async_grpo.replay.order import ORDERS, Order
 from async_grpo.wire import GroupMeta, GroupTicket, RowMeta
 
-Order = Literal["oldest", "fifo", "ready"]
 OnStale = Literal["wait", "mask", "expire"]
 
 
@@ -42,7 +42,7 @@ class QueueSettings:
     max_num_gen_batches: int
     shaping: Shaping
     filter: FilterRule | None = None
-    order: Order = "oldest"
+    order: str = "oldest"
     on_stale: OnStale = "wait"
     ticket_timeout_s: float | None = None
     max_failed_fraction: float = 1.0
@@ -56,9 +56,12 @@ class QueueSettings:
     next_group_id: int = 0
 
     def __post_init__(self) -> None:
-        if self.order == "ready" and self.on_stale == "wait":
+        if self.order not in ORDERS:
+            raise ValueError(f"order is {self.order!r}, not one of {', '.join(ORDERS)}")
+        if self.on_stale == "wait" and not ORDERS[self.order].bounded:
             raise ValueError(
-                "order `ready` has no bound of its own: it needs on_stale `mask` or `expire`"
+                f"order `{self.order}` has no bound of its own: it needs on_stale `mask` or "
+                "`expire`"
             )
         if self.retire_at is None:
             return
@@ -73,6 +76,13 @@ class QueueSettings:
     def capacity(self) -> int:
         """B = (K + 1) R: groups that may hold a slot."""
         return (self.max_staleness + 1) * self.rollout_batch_size
+
+    @property
+    def order_rule(self) -> Order:
+        """The rule by which groups leave."""
+        return ORDERS[self.order](
+            batch_size=self.rollout_batch_size, max_staleness=self.max_staleness
+        )
 
     @property
     def total_groups(self) -> int:
@@ -141,16 +151,11 @@ def problem_of(
     return None
 
 
-def rows_to_train(meta: GroupMeta) -> list[RowMeta]:
-    """The rollouts of a group that filters, retirement and the loss see: all but the baseline."""
-    return [row for row in meta.rows if row.role == "train"]
-
-
 def rejection(meta: GroupMeta, rule: FilterRule, shaping: Shaping) -> str | None:
     """Why the rule rejects the group, or None. Raises ValueError where a rollout lacks what the
     rule looks at.
     """
-    rows = rows_to_train(meta)
+    rows = meta.rows_to_train
     return filter_reason(
         rule,
         values=[_value(row, rule.metric, shaping) for row in rows] if rule.zero_variance else [],
@@ -175,29 +180,6 @@ def _value(row: RowMeta, metric: str, shaping: Shaping) -> float:
     return row.rewards[metric]
 
 
-def in_order(order: Order, ready: Collection[Any]) -> list[Any]:
-    """Ready groups, given as they were completed, in the order in which they leave: by age (ticket
-    version, then id), by id, or as given.
-    """
-    if order == "ready":
-        return list(ready)
-    return sorted(
-        ready, key=lambda group: (group.policy_version if order == "oldest" else 0, group.group_id)
-    )
-
-
-def is_too_old(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> bool:
-    """Whether a ready group cannot be trained in `step` any more: with `mask` when all its tokens
-    are too old, else when one is.
-    """
-    version = (
-        max(row.max_version for row in rows_to_train(meta))
-        if on_stale == "mask"
-        else meta.min_version
-    )
-    return step - 1 - version > max_staleness
-
-
 def check_bound(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> None:
     """Raise StalenessError for a group that must not leave for `step`: a token from the future, or
     one too old that nobody masks.
@@ -209,16 +191,3 @@ def check_bound(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnS
             f"{meta.min_version} to {meta.max_version} at "
             f"max_staleness {max_staleness}; this is a bug, please report it"
         )
-
-
-def can_leave(staying: Sequence[int], *, step: int, max_staleness: int, batch_size: int) -> bool:
-    """Order `oldest`: whether all groups that stay behind when a batch leaves for `step` can be
-    trained in time.
-
-    `staying` are their ticket versions. Sorted, the i-th is trained at step `step + 1 + i // R` at
-    the latest, when its tokens have lag `step + i // R - version` or less.
-    """
-    return all(
-        version + max_staleness >= step + index // batch_size
-        for index, version in enumerate(sorted(staying))
-    )

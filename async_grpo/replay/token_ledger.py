@@ -40,7 +40,6 @@ from async_grpo.replay.events import (
     TakeBatch,
     Waste,
 )
-from async_grpo.replay.rules import rows_to_train
 from async_grpo.wire import GroupMeta
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def masked_tokens(
     nothing is too old).
     """
     masked = 0
-    for row in (row for meta in metas for row in rows_to_train(meta)):
+    for row in (row for meta in metas for row in meta.rows_to_train):
         stale = 0 if stale_before is None else row.tokens_before(stale_before)
         cut_off = mask_truncated and row.finish_reason == "length"
         masked += row.length if cut_off else min(row.length, stale + row.length - row.mask_tokens)

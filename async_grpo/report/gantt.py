@@ -117,12 +117,12 @@ def _groups(window: Window, rows: list[MetricsRow], journal: Path) -> None:
         row.step: row.time - row.values["time/step"] + row.values.get("time/wait", 0.0)
         for row in rows
     }
-    for group_id in sorted(stretch.results)[:GROUPS]:
+    for group_id in sorted(stretch.groups)[:GROUPS]:
         _group(window, stretch, group_id, taken)
 
 
 def _group(window: Window, stretch: Stretch, group_id: int, taken: dict[int, float]) -> None:
-    result = stretch.results[group_id]
+    result = stretch.groups[group_id]
     try:
         meta = stretch.meta(group_id)
     except WireError:

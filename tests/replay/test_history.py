@@ -40,7 +40,7 @@ async def test_steps_are_those_of_the_whole_history(tmp_path: Path, seed: int) -
         assert stretch.steps == {
             step: ids for step, ids in history.steps.items() if first <= step <= last + 1
         }
-        for group_id, result in stretch.results.items():
+        for group_id, result in stretch.groups.items():
             assert result.step == next(
                 (step for step, ids in stretch.steps.items() if group_id in ids), None
             )
@@ -48,7 +48,7 @@ async def test_steps_are_those_of_the_whole_history(tmp_path: Path, seed: int) -
                 assert stretch.meta(group_id) == history.meta(group_id)
     everything = Stretch(tmp_path, first=1, last=newest)
     ready = {group_id for group_id, record in history.groups.items() if record.state == State.READY}
-    assert {group_id for group_id, result in everything.results.items() if result.waits} == ready
+    assert {group_id for group_id, result in everything.groups.items() if result.waits} == ready
 
 
 async def test_what_does_not_tell_of_these_steps_is_not_read(

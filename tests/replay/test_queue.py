@@ -22,9 +22,10 @@ from async_grpo.replay import events, ledger
 from async_grpo.replay import queue as queue_module
 from async_grpo.replay.limits import MAX_FAILED_GROUPS
 from async_grpo.replay.metrics import batch_metrics
+from async_grpo.replay.order import can_leave, is_too_old
 from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
 from async_grpo.replay.resume import open_queue
-from async_grpo.replay.rules import QueueSettings, can_leave, fair_share, is_too_old
+from async_grpo.replay.rules import QueueSettings, fair_share
 from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import GroupTicket, VersionSpan, decode_meta, encode_group, unpack_frames
 from tests.support.frames import frame_of, make_group, with_header

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from async_grpo.replay import events, rules
+from async_grpo.replay import events
 from async_grpo.replay import order as order_module
 from async_grpo.replay import queue as queue_module
 from async_grpo.replay.journal import Writer
 from async_grpo.replay.ledger import Ledger
+from async_grpo.replay.order import Oldest
 from async_grpo.replay.rules import QueueSettings
 from benchmarks.scenario import Scenario
 from benchmarks.simulator import simulate
@@ -204,7 +205,7 @@ ROUGH = replace(
     restarts=(3,),
     lost_steps=1,
 )
-apply_event, append_event = Ledger.apply, Writer.append_event
+apply_event, append_event, by_age = Ledger.apply, Writer.append_event, Oldest.sorted
 
 
 def without(*kinds: type) -> Callable:
@@ -225,9 +226,9 @@ BROKEN = {
     "every batch leaves": (OLD, order_module, "can_leave", lambda *_, **__: True, "StalenessError"),
     "the order is reversed": (
         replace(OLD, on_stale="mask", learner_s=5.0, max_staleness=3),
-        order_module,
-        "in_order",
-        lambda *rest: rules.in_order(*rest)[::-1],
+        Oldest,
+        "sorted",
+        lambda *rest: by_age(*rest)[::-1],
         "the order says",
     ),
     "nothing is too old": (
