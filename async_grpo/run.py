@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.algo.accuracy import powers_of_two
 from async_grpo.config.load import ConfigError, load_config
+from async_grpo.config.recipes import ListRecipes
 from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, RunError, Stalled, StopRequested
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.token_ledger import PLACES
@@ -40,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m async_grpo.run",
         description="Asynchronous GRPO training from one YAML file.",
     )
-    parser.add_argument("config", help="YAML file, for example configs/quickstart.yaml")
+    parser.add_argument("config", help="YAML file, or the name of a recipe: quickstart")
+    parser.add_argument("--recipes", nargs=0, action=ListRecipes, help="list the recipes, and exit")
     parser.add_argument(
         "overrides",
         nargs="*",
