@@ -4,15 +4,18 @@ that they name exist.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 from async_grpo.config.docs import settings
+from async_grpo.config.recipes import recipes
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+README = ROOT / "README.md"
 SECTIONS = {name for name, setting in settings().items() if setting.section and "." not in name}
 FREE = tuple(
     name
@@ -59,5 +62,19 @@ def test_settings_that_are_named_exist(page: Path) -> None:
 
 
 def test_every_page_is_found_from_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in text] == []
+    text = README.read_text(encoding="utf-8")
+    pages = [page.relative_to(ROOT).as_posix() for page in PAGES if page != README]
+    assert [page for page in pages if f"]({page})" not in text] == []
+
+
+def test_the_readme_is_short_and_its_commands_exist() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 220
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= targets
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert importlib.util.find_spec(module), f"python -m {module}"
+    recipe = re.findall(r"async_grpo\.run ([a-z]\w+)(?= |$)", text, re.MULTILINE)
+    named = [*recipe, *re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)]
+    assert set(named) <= set(recipes()), named
+    assert all(f"`{name}`" in text for name in recipes())
