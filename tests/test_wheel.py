@@ -82,6 +82,8 @@ def test_the_metadata_names_licence_readme_and_addresses(wheel: zipfile.ZipFile)
     assert text.strip().startswith("# async_grpo")
     assert f"]({REPOSITORY}/blob/main/docs/concepts.md)" in text
     assert "](docs/" not in text
+    for page in ("CITATION.cff", "CHANGELOG.md"):
+        assert metadata["Version"] in (ROOT / page).read_text(encoding="utf-8"), page
     addresses = [line.split(", ")[1] for line in metadata.get_all("Project-URL", [])]
     assert addresses and all(address.startswith(REPOSITORY) for address in addresses)
 
