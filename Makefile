@@ -2,8 +2,9 @@
 #   PYTHON=python3.12   the Python to build .venv from     SET=cpu|gpu   the package set (default: gpu where there is an NVIDIA GPU)
 #   ARGS="..."          passed on to the run or to pytest
 #   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/chaos.md)
+#   ASYNC_GRPO_REPOSITORY=https://...  of `make wheel`: address of the published source, for the links in the metadata
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-system test-all chaos lint clean
+.PHONY: help install quickstart test test-system test-all chaos lint types format wheel clean
 
 PYTHON ?= python3
 SET ?= auto
@@ -47,9 +48,18 @@ test-all: test test-system  ## run all tests, the slow ones too
 chaos: install  ## kill, stop and starve a small run, N times; START=... goes on there
 	@$(IN_VENV) python -m tests.chaos --count $(N) --seed $(SEED) --start $(START) --out $(CHAOS_FILE)
 
-lint: install  ## check the style
+lint: install  ## check style and format
 	@$(IN_VENV) ruff check . && ruff format --check .
 
+types: install  ## check the types
+	@$(IN_VENV) mypy
+
+format: install  ## format everything
+	@$(IN_VENV) ruff check --fix --select I . && ruff format .
+
+wheel: install  ## build dist/*.whl, which has the recipes in it
+	@$(IN_VENV) uv build --quiet --out-dir dist . && ls dist/*
+
 clean:  ## remove .venv, caches and build results (runs/ stays)
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

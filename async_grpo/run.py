@@ -29,6 +29,7 @@ from async_grpo.errors import (
     Stalled,
     StopRequested,
 )
+from async_grpo.config.recipes import ListRecipes
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.runtime.stopping import Signals, grace_period
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m async_grpo.run",
         description="Asynchronous GRPO training from one YAML file.",
     )
-    parser.add_argument("config", help="YAML file, for example configs/quickstart.yaml")
+    parser.add_argument("config", help="YAML file, or the name of a recipe: quickstart")
+    parser.add_argument("--recipes", nargs=0, action=ListRecipes, help="list the recipes, and exit")
     parser.add_argument(
         "overrides",
         nargs="*",

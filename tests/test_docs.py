@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from async_grpo.config.docs import settings
+from async_grpo.config.recipes import recipes
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+README = ROOT / "README.md"
 SECTIONS = {name for name, setting in settings().items() if setting.section and "." not in name}
 FREE = tuple(
     name
@@ -58,6 +60,31 @@ def test_settings_that_are_named_exist(page: Path) -> None:
             )
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_commands_that_are_named_exist(page: Path) -> None:
+    text, ours = page.read_text(encoding="utf-8"), "(?:async_grpo|benchmarks|configs|tests)"
+    files = rf"(?<![\w/])(?:{ours}/[\w./]+\.(?:py|yaml)|(?:\w+/)*test_\w+\.py)\b"
+    homes = [ROOT, ROOT / "tests"] if page.name == "testing.md" else [ROOT]
+    for name in re.findall(files, text):
+        assert any((home / name).is_file() for home in homes), f"{page.name} names {name}"
+    for name in re.findall(rf"python -m ({ours}[.\w]*\w)", text):
+        module = ROOT / name.replace(".", "/")
+        found = module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
+        assert found, f"{page.name} names python -m {name}"
+
+
 def test_every_page_is_found_from_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in text] == []
+    text = README.read_text(encoding="utf-8")
+    pages = [page.relative_to(ROOT).as_posix() for page in PAGES if page != README]
+    assert [page for page in pages if f"]({page})" not in text] == []
+
+
+def test_the_readme_is_short_and_its_commands_exist() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 220
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= targets
+    recipe = re.findall(r"async_grpo\.run ([a-z]\w+)(?= |$)", text, re.MULTILINE)
+    named = [*recipe, *re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)]
+    assert set(named) <= set(recipes()), named
+    assert all(f"`{name}`" in text for name in recipes())

@@ -357,7 +357,7 @@ def test_metadata_holds_the_pins_the_entry_point_and_all_packages(tmp_path):
     script = (
         "import setuptools, json, runpy; seen = {};"
         "setuptools.setup = lambda **kw: seen.update(kw); runpy.run_path('setup.py'); "
-        "print(json.dumps(seen))"
+        "print(json.dumps(seen, default=str))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -390,5 +390,15 @@ def test_makefile_lists_its_targets():
         timeout=60,
         check=True,
     )
-    for target in ("install", "quickstart", "test", "test-all", "lint", "clean"):
+    for target in (
+        "install",
+        "quickstart",
+        "test",
+        "test-all",
+        "lint",
+        "types",
+        "format",
+        "wheel",
+        "clean",
+    ):
         assert f"make {target} " in done.stdout

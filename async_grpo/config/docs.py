@@ -220,7 +220,12 @@ def _default(setting: Setting) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or with `--check` compare it; 0 when it is up to date afterwards."""
+    """Write the page, or with `--check` compare it; 0 when it is up to date afterwards, 2 outside a
+    checkout.
+    """
+    if not PAGE.parent.is_dir():
+        print("error: the page is written in a checkout of the source only", file=sys.stderr)
+        return 2
     if arguments == ["--check"]:
         fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == render()
         print(

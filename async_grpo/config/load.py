@@ -26,6 +26,7 @@ from async_grpo.config import yaml12
 from async_grpo.config.checks import RuleError
 from async_grpo.config.docs import Setting, settings
 from async_grpo.config.peers import PEERS
+from async_grpo.config.recipes import locate, suggestion
 from async_grpo.config.schema import Config
 
 
@@ -43,12 +44,13 @@ def load_config(
     cwd: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Read `path`, apply `section.key=value` overrides in their order, check everything and resolve
-    `run.dir`. Raises ConfigError.
+    """Read `path` (a file, or a recipe's name), apply `section.key=value` overrides in their order,
+    check everything and resolve `run.dir`. Raises ConfigError.
 
     An override's value is YAML, and replaces the whole value of its key. An empty file is a
     configuration without settings.
     """
+    path = locate(path)
     data, lines = _read_file(Path(path))
     places = {key: f"{path}, line {line}" for key, line in lines.items()}
     for text in overrides:
@@ -79,6 +81,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     except FileNotFoundError:
         raise ConfigError(
             f"The configuration file {path} does not exist (current directory: {os.getcwd()})."
+            + suggestion(path)
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
