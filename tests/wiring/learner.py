@@ -1,0 +1,123 @@
+"""The settings that the learner's ranks read: two updates of a tiny model on CPU."""
+
+from __future__ import annotations
+
+import gc
+from functools import cache
+from typing import Any
+from unittest import mock
+
+from transformers import AutoModelForCausalLM
+
+from async_grpo.config.schema import Config
+from async_grpo.learner import zero
+from async_grpo.learner.learner import Learner
+from async_grpo.learner.rows import StalenessError
+from tests.support.learners import (
+    Case,
+    copy_weights,
+    free_port,
+    make_case,
+    set_rank,
+    split,
+    write_neighbour,
+)
+from tests.support.wiring import Wire, tiny_model, workplace
+
+GIVEN = {"learner.lr": 1e-2, "rollout.response_length": 24}
+LORA = {"model.lora": {}}
+KL_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
+HALF = {"model.dtype": "bfloat16"}
+
+
+@cache
+def _case() -> Case:
+    return make_case(tiny_model(), n_updates=2)
+
+
+@cache
+def _neighbour() -> str:
+    return write_neighbour(tiny_model(), str(workplace()))
+
+
+def trained(config: Config) -> Any:
+    """Metrics and weights after a learner step of two updates, and what DeepSpeed and the model's
+    loader were given; or why a row was refused.
+    """
+    set_rank(0, 1, free_port())
+    case, load, real = _case(), AutoModelForCausalLM.from_pretrained, zero.deepspeed_config
+    asked: list[Any] = []
+
+    def loading(directory: str, **options: Any) -> Any:
+        asked.append(options["trust_remote_code"])
+        return load(directory, **options)
+
+    def settings(*arguments: Any, **options: Any) -> dict[str, Any]:
+        asked.append(real(*arguments, **options))
+        return asked[-1]
+
+    with (
+        mock.patch.object(AutoModelForCausalLM, "from_pretrained", loading),
+        mock.patch.object(zero, "deepspeed_config", settings),
+        mock.patch.object(gc, "collect", lambda: 0),  # DeepSpeed's, a second each with bfloat16
+    ):
+        learner = Learner(
+            config, model_dir=tiny_model(), fetch=case.fetch, device="cpu", total_updates=10
+        )
+    try:
+        sums = learner.begin(case.plan([split(range(len(rows)), 2) for rows in case.updates]))
+        learner.assign(case.values, 0.1)
+        updates = []
+        for index in range(2):
+            learner.update(index)
+            wire = learner._metrics.to_wire()["sums"]
+            updates.append([wire[f"train/{name}"] for name in ("loss", "grad_norm", "lr")])
+        learner.end()
+        moved = [float(tensor.double().abs().sum()) for tensor in copy_weights(learner).values()]
+        recomputes = learner.engine.module.hf.is_gradient_checkpointing
+        again = learner.begin(case.plan([split(range(len(rows)), 2) for rows in case.updates]))
+        return [sums, updates, moved, recomputes, again, asked]
+    except StalenessError as error:
+        return str(error)
+    finally:
+        learner.close()
+
+
+def _trained(key: str, value: Any, given: dict[str, Any] | None = None) -> Wire:
+    return Wire(key, value, trained, {**GIVEN, **(given or {})})
+
+
+def wires() -> list[Wire]:
+    """Made when they are asked for, since they name a model."""
+    return [
+        _trained("model.dtype", "bfloat16"),
+        _trained("model.reference", _neighbour(), KL_LOSS),
+        _trained(
+            "model.reference_refresh_steps",
+            3,
+            {
+                "algorithm.add_token_level_kl": True,
+                "algorithm.adv_estimator": "reinforce_plus_plus",
+                "algorithm.anchor": "recomputed",
+            },
+        ),
+        _trained("model.lora", {}),
+        _trained("model.lora.rank", 2, LORA),
+        _trained("model.lora.alpha", 8.0, LORA),
+        _trained("model.lora.target_modules", ["q_proj"], LORA),
+        _trained("model.freeze", ["embed_tokens"]),
+        _trained("model.lm_head_fp32", True, HALF),
+        _trained("model.trust_remote_code", True),
+        _trained("rollout.temperature", 0.7),
+        _trained("replay.max_staleness", 0),
+        _trained("replay.on_stale", "mask", {"replay.max_staleness": 0}),
+        _trained("learner.zero_stage", 2),
+        Wire("learner.lr", 3e-3, trained),
+        _trained("learner.betas", [0.5, 0.9]),
+        _trained("learner.weight_decay", 0.5),
+        _trained("learner.warmup_steps", 4),
+        _trained("learner.schedule", "linear"),
+        _trained("learner.grad_clip", 0.01),
+        _trained("learner.gradient_checkpointing", True),
+        _trained("learner.deepspeed", {"wall_clock_breakdown": True}),
+    ]

@@ -1,0 +1,17 @@
+"""All wires, and the settings that cannot have one."""
+
+from __future__ import annotations
+
+from tests.support.wiring import Wire
+from tests.wiring import algorithm, learner, replay, rollout, tasks, weights
+
+WIRES: list[Wire] = [
+    *algorithm.WIRES,
+    *learner.wires(),
+    *replay.WIRES,
+    *rollout.WIRES,
+    *tasks.WIRES,
+    *weights.WIRES,
+]
+EQUIVALENT: dict[str, str] = {}
+"""Key -> why no test can tell whether it has an effect."""

@@ -1,0 +1,144 @@
+"""The settings of weight publication in the driver: a coordinator with a fake learner and fake
+engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from async_grpo.config.schema import Config
+from async_grpo.weights import coordinator as coordinator_module
+from async_grpo.weights.coordinator import Coordinator
+from async_grpo.weights.transport import (
+    Announcement,
+    Receipt,
+    Staged,
+    TokenSequence,
+    fallback_directory,
+    resolve_backend,
+)
+from tests.support.wiring import Wire, recorded_waits
+
+PROMPT, RESPONSE = [1, 2], [3, 4]
+
+
+class Parts:
+    """Learner, engine and engine set in one, and what they were asked."""
+
+    actor_id, tensor_parallel_size = "a", 1
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.label, self.weight = "", 1.0
+        self.learner_runs = asyncio.Event()
+
+    def alive(self) -> list[Parts]:
+        return [self]
+
+    async def connect(self, payload: Any) -> Any:
+        return [{}] if isinstance(payload, list) else Receipt("")
+
+    async def rendezvous(self) -> str:
+        return ""
+
+    async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
+        self.seen.append(("stage", verify, len(sequences)))
+        return Staged(self._announced(label, 1.0), [_logprobs(1.0) for _ in sequences])
+
+    async def stage_perturbed(
+        self, label: str, *, scale: float, sequences: list[TokenSequence]
+    ) -> Staged:
+        self.seen.append("perturbed")
+        moved = 1.0 + 100 * scale
+        one = [_logprobs(moved) for _ in sequences]
+        return Staged(self._announced(label, moved), one, [_logprobs(1.0) for _ in sequences])
+
+    def _announced(self, label: str, weight: float) -> Announcement:
+        return Announcement(label, "nccl", {"weight": weight})
+
+    async def send(self, announcement: Announcement) -> str:
+        return ""
+
+    async def release(self) -> None: ...
+
+    async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]:
+        return [_logprobs(1.0) for _ in sequences]
+
+    async def receive(self, announcement: Announcement) -> Receipt:
+        await asyncio.sleep(0.01)
+        self.label, self.weight = announcement.label, announcement.payload["weight"]
+        return Receipt(self.label, seconds={"total": 0.0})
+
+    async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
+        return [(PROMPT, RESPONSE, _logprobs(self.weight))]
+
+    async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
+        return [([self.label], _logprobs(self.weight)) for _ in sequences]
+
+
+def _logprobs(weight: float) -> np.ndarray:
+    return -weight * np.arange(1, 3, dtype=np.float32)
+
+
+def published(config: Config) -> list[Any]:
+    """What a start and three publications ask of learner and engine, whether the learner waits for
+    them, and their deadlines.
+    """
+    return asyncio.run(_published(config))
+
+
+async def _published(config: Config) -> list[Any]:
+    parts, live, graces = Parts(), [], []
+    call_all = coordinator_module.call_all
+
+    async def call(*arguments: Any, grace_s: float | None, **options: Any) -> Any:
+        graces.append(grace_s)
+        return await call_all(*arguments, grace_s=grace_s, **options)
+
+    async def note_live(version: int, digest: str) -> None:
+        live.append(version)
+
+    with recorded_waits() as waits, mock.patch.object(coordinator_module, "call_all", call):
+        coordinator = Coordinator(
+            config,
+            learner=parts,
+            engines=parts,
+            backend="nccl",
+            live=note_live,
+            exact=True,
+            note=parts.seen.append,
+        )
+        await coordinator.start(0)
+        for version in (1, 2, 3):
+            await coordinator.publish(version)
+            parts.seen.append(("live when the learner goes on", list(live)))
+        await coordinator.settle()
+        await coordinator.close()
+    return [parts.seen, live, graces, sorted(waits)]
+
+
+def chosen(config: Config) -> list[Any]:
+    """How weights are sent on each device, and where they lie when memory has no room."""
+    ways = [
+        resolve_backend(config, device=device, colocated=colocated)
+        for device, colocated in (("cpu", False), ("cuda", True), ("cuda", False))
+    ]
+    return [*ways, fallback_directory(config).name, str(fallback_directory(config).parent)]
+
+
+DEADLINES = "weight_sync.deadlines"
+WIRES = [
+    Wire("weight_sync.backend", "nccl", chosen),
+    Wire("run.dir", "/tmp/wiring/elsewhere", chosen),
+    Wire("weight_sync.overlap", False, published),
+    Wire("weight_sync.self_check", False, published),
+    Wire("weight_sync.verify_every", 2, published),
+    Wire(f"{DEADLINES}.rendezvous_s", 71.0, published),
+    Wire(f"{DEADLINES}.acknowledge_s", 172.0, published),
+    Wire(f"{DEADLINES}.pause_s", 73.0, published),
+    Wire(f"{DEADLINES}.bucket_s", 24.0, published),
+]
