@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.algo.accuracy import powers_of_two
 from async_grpo.config.load import ConfigError, load_config
+from async_grpo.config.recipes import ListRecipes
 from async_grpo.errors import (
     EXIT_MEANING,
     FaultBudgetSpent,
@@ -29,7 +30,6 @@ from async_grpo.errors import (
     Stalled,
     StopRequested,
 )
-from async_grpo.config.recipes import ListRecipes
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.runtime.stopping import Signals, grace_period
