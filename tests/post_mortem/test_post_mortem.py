@@ -25,7 +25,7 @@ from async_grpo.post_mortem import diagnose
 from async_grpo.runtime import stacks
 
 START = (
-    "import sys; from async_grpo import stacks; stacks.register(sys.argv[1], sys.argv[2]); "
+    "import sys; from async_grpo.runtime import stacks; stacks.register(sys.argv[1], sys.argv[2]); "
     "print('ready', flush=True)\n"
 )
 STUCK = {
@@ -170,7 +170,7 @@ def test_children_are_parts_of_their_parent_and_the_end_removes_all(
         [
             sys.executable,
             "-c",
-            "from async_grpo import stacks; stacks.register_child('engine'); input()",
+            "from async_grpo.runtime import stacks; stacks.register_child('engine'); input()",
         ],
         stdin=subprocess.PIPE,
     )
