@@ -522,7 +522,8 @@ def test_a_driver_whose_loop_is_stuck_exits_5_with_its_stacks(tmp_path: Path) ->
     code = (
         "import asyncio, sys, threading, time\nfrom pathlib import Path\nfrom types "
         "import SimpleNamespace\n"
-        "from async_grpo import run\nfrom async_grpo.runtime import stacks\nfrom async_grpo.cluster.post_mortem import "
+        "from async_grpo import run\nfrom async_grpo.runtime import stacks\n"
+        "from async_grpo.cluster.post_mortem import "
         "Scene\nfrom async_grpo.observe.console.console import Console\n"
         "home = Path(sys.argv[1])\nstacks.register('driver', stacks.home(home))\nloop = "
         "asyncio.new_event_loop()\n"
