@@ -1,10 +1,8 @@
-"""What is trained of a model: all of it, what `model.freeze` leaves, or low-rank adapters (LoRA,
-through peft).
+"""The trained part of a model: all of it, what `model.freeze` leaves, or LoRA adapters (by peft).
 
 Runs in: learner ranks. Hides peft. Invariants:
 
-- A model that is read on its own has its adapters beside its weights: W x + scaling B A x. Base
-  weights are never changed.
+- Adapters stand beside the weights, W x + scaling B A x; base weights never change.
 - Adapters start as no change at all (B is zero) and equal on every rank; the language-model head
   and the embeddings get none.
 """
@@ -34,13 +32,11 @@ _ADAPTER = "default"
 
 
 class UntrainableError(SetupError, ValueError):
-    """`model.lora` or `model.freeze` names what the model does not have, or leaves nothing to
-    train.
-    """
+    """`model.lora` or `model.freeze` names an unknown layer, or leaves nothing to train."""
 
 
 def restrict(hf: PreTrainedModel, settings: Model, *, seed: int, base: str) -> None:
-    """Leave of `hf` trainable what `settings` say. base: where the model came from. Raises
+    """Freeze what `settings` do not train, and attach adapters. base: the model's directory. Raises
     UntrainableError.
     """
     if settings.lora is not None:
@@ -74,9 +70,8 @@ def _freeze(hf: PreTrainedModel, patterns: Sequence[str]) -> None:
 def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = (
-        lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    )
+    targets = lora.target_modules
+    targets = targets if isinstance(targets, str) else list(targets)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -109,7 +104,7 @@ def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
 
 
 def layers(hf: nn.Module) -> dict[str, LoraLayer]:
-    """Layers with an adapter, by module name."""
+    """Find the layers with an adapter, by module name."""
     return {
         name: module
         for name, module in hf.named_modules()
@@ -118,7 +113,7 @@ def layers(hf: nn.Module) -> dict[str, LoraLayer]:
 
 
 def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter, float]:
-    """A [rank, in], B [out, rank] and the scaling of their product."""
+    """Return A [rank, in], B [out, rank] and the scaling of their product."""
     return layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight, layer.scaling[_ADAPTER]
 
 
@@ -126,8 +121,8 @@ def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter, float]:
 def switched_off(hf: nn.Module) -> Iterator[None]:
     """Inside the block the model is its base.
 
-    The adapters are computed and weighted 0: under ZeRO-3 all passes call the same modules in the
-    same order.
+    The adapters are still computed, with weight 0: under ZeRO-3 all passes must call the same
+    modules in the same order.
     """
     scalings = [(layer, layer.scaling[_ADAPTER]) for layer in layers(hf).values()]
     try:
@@ -140,8 +135,8 @@ def switched_off(hf: nn.Module) -> Iterator[None]:
 
 
 def export(hf: PreTrainedModel, directory: Path, *, writes: bool) -> None:
-    """Write the adapters for `PeftModel.from_pretrained`. Collective; only where `writes` files
-    appear. Raises StorageFailure.
+    """Write the adapters for `PeftModel.from_pretrained`, where `writes`. Collective. Raises
+    StorageFailure.
     """
     named = [
         (f"base_model.model.{name}.lora_{part}.weight", factor)

@@ -1,30 +1,22 @@
-"""The learner on disk: DeepSpeed checkpoints that resume bit for bit, and models for
-`from_pretrained`.
+"""The learner on disk: checkpoints that resume bit for bit, and models for `from_pretrained`.
 
-Runs in: learner ranks. Hides the file layout. Invariants: a checkpoint continues only under the
-ZeRO stage and dtype that wrote it, and with stage 3 under as many ranks; a model file never has
-more than 4 GiB, so no rank holds a second copy of the model; what one rank cannot write is an error
-on every rank, after all of them have gone through the same collective calls, so that they can go on
-with the next step.
+Runs in: learner ranks. Hides the layout of the files, DeepSpeed's way to them, and how a rank's
+part of a checkpoint reaches the disk beside the training steps:
 
-A checkpoint of another number of ranks: the optimizer's state, divided anew. Hides how DeepSpeed's
-ZeRO stages 1 and 2 divide it: the parameters of a group lie one behind the other in a vector,
-float32 weights and each moment alike, and each rank has an interval of it, in which a parameter has
-at most one fragment. Every rank reads all files, mapped into memory, and copies what belongs into
-its own interval.
+    Saving.write    called on all ranks by the thread that trains: model and optimizer into a draft,
+                    in memory where all ranks have room, else in DIRECTORY
+    Saving.finish   called by another thread while training goes on: the draft is copied, hashed and
+                    fsynced into DIRECTORY (a draft that lies there is hashed, fsynced and renamed)
 
-Invariant: afterwards every float32 weight and moment has the value that it had, bit for bit.
+Invariants:
 
-One rank's part of a checkpoint: written between two learner steps, brought to the disk beside them.
-`write` is called on all ranks by the thread that trains, `finish` by another thread while training
-goes on:
-
-    model, optimizer --write--> draft, in memory where all ranks have room
-                     --finish--> copied, hashed, fsynced --> DIRECTORY
-                               or in DIRECTORY, and then `finish` only hashes, fsyncs and renames
-
-Invariants: one checkpoint at a time; a draft does not outlive a failure, `close`, or the start of
-the next run on this machine.
+- A checkpoint continues only under the ZeRO stage and dtype that wrote it, and with stage 3 under
+  as many ranks. With stages 1 and 2 another number of ranks divides the optimizer's state anew;
+  every float32 weight and moment keeps its value bit for bit.
+- A storage failure on one rank is an error on every rank, after all of them have gone through the
+  same collective calls, so that they can go on with the next step.
+- One checkpoint at a time; a draft does not outlive a failure, `close`, or the start of the next
+  run on this machine. A model file has at most 4 GiB, so no rank holds a second copy of the model.
 """
 
 from __future__ import annotations
@@ -50,91 +42,86 @@ from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason,
 if TYPE_CHECKING:
     from async_grpo.learner.learner import Learner
 
-STAGES = (0, 1, 2)
-"""With stage 0 every rank holds everything. Stage 3 divides each parameter for itself, weights
-included.
-"""
-
-
-def load_optimizer(engine: Any, directory: Path, *, saved_ranks: int) -> None:
-    """Fill the optimizer of a ZeRO 1 or 2 engine, whose weights are loaded, from the files of
-    `saved_ranks` ranks.
-
-    Raises ValueError for a missing file.
-    """
-    optimizer = engine.optimizer
-    flats, mine = optimizer.single_partition_of_fp32_groups, optimizer._param_slice_mappings
-    begins = {
-        name: parameter._hp_mapping.lp_fragment_address.start
-        for parameter, name in optimizer.param_names.items()
-        if _has_part(parameter)
-    }
-    seen: list[dict[str, int]] = [{} for _ in mine]
-    for rank in range(saved_ranks):
-        saved = torch.load(
-            _file(directory, rank), weights_only=False, mmap=True, map_location="cpu"
-        )["optimizer_state_dict"]
-        for group, flat in enumerate(flats):
-            state = saved["base_optimizer_state"]["state"].get(group, {})
-            vectors = {
-                key: value
-                for key, value in state.items()
-                if torch.is_tensor(value) and value.dim() == 1
-            }
-            own = optimizer.optimizer.state[flat] if state else {}
-            for key, value in state.items():
-                if key not in own:
-                    own[key] = (
-                        torch.zeros_like(flat) if key in vectors else copy.deepcopy(value)
-                    )  # nothing keeps the file open
-            pairs = [
-                (flat.data, saved["single_partition_of_fp32_groups"][group]),
-                *((own[key], vectors[key]) for key in vectors),
-            ]
-            for name, theirs in saved["param_slice_mappings"][group].items():
-                begin = seen[group].get(name, 0)
-                seen[group][name] = begin + theirs.numel
-                if name in mine[group]:
-                    _copy(pairs, mine[group][name], begins[name], theirs, begin)
-
-
-def _copy(
-    pairs: list[tuple[Tensor, Tensor]], mine: Any, my_begin: int, theirs: Any, their_begin: int
-) -> None:
-    """Copy what two fragments of a parameter share, each with its place in a rank's interval
-    (`start`, `numel`) and in the parameter (begin).
-    """
-    first = max(my_begin, their_begin)
-    count = min(my_begin + mine.numel, their_begin + theirs.numel) - first
-    if count > 0:
-        for target, source in pairs:
-            target.narrow(0, mine.start + first - my_begin, count).copy_(
-                source.narrow(0, theirs.start + first - their_begin, count)
-            )
-
-
-def _has_part(parameter: Tensor) -> bool:
-    """Whether a fragment of this parameter belongs to this rank."""
-    return getattr(parameter, "_hp_mapping", None) is not None
-
-
-def _file(directory: Path, rank: int) -> Path:
-    found = list(directory.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
-    if len(found) != 1:
-        raise ValueError(f"{directory} has no optimizer state of rank {rank}")
-    return found[0]
-
-
 _TAG = "learner"
 _RANKS = "learner.ranks"
 _REFERENCE = "reference.pt"
 _SHARD_BYTES = 2**32
+_DIVISIBLE_STAGES = (0, 1, 2)
+"""With stage 0 every rank holds everything; stage 3 divides each parameter, weights included."""
+
+
+class Saving:
+    """One rank's part of a checkpoint, written and not finished."""
+
+    def __init__(self, learner: Learner, *, key: str) -> None:
+        """key: of this start of the run; drafts carry it."""
+        self._learner, self._key = learner, key
+        self._draft: Path | None = None
+        self._count = 0
+        drafts.remove_abandoned_drafts()
+
+    def write(self, directory: str, state: dict[str, Any]) -> Written:
+        """Write learner (with `state`) and exported model. Collective. Raises StorageFailure on
+        every rank, after removing the draft.
+        """
+        self.discard()
+        in_memory, note = self._choose()
+        self._count += 1
+        draft = Path(directory) / f"draft_{self._learner.rank:02d}"
+        if in_memory:
+            draft = drafts.draft_in_memory(self._key, self._count)
+        self._draft = draft
+        _remove(draft)  # of a learner that died while it wrote this checkpoint
+        try:
+            writes = Writes()
+            writes.do(lambda: (draft / "learner").mkdir(mode=0o700, parents=True))
+            writes.agree()
+            self._learner.save(str(draft / "learner"), state)
+            self._learner.export(str(draft / "hf"))
+        except StorageFailure:
+            self.discard()
+            raise
+        mine = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
+        return Written(sum(_gather(mine)), in_memory, note, self._learner.updates)
+
+    def finish(self, directory: str) -> dict[str, FileSum]:
+        """Bring the draft into `directory`. Returns size and checksum of every file by its name
+        there. Raises OSError, after removing the draft.
+        """
+        draft, target = self._draft, Path(directory)
+        if draft is None:
+            raise RuntimeError("finish without write")
+        self._draft = None  # a call that hangs on its storage must leave the next draft alone
+        try:
+            sums = {}
+            for path in sorted(path for path in draft.rglob("*") if path.is_file()):
+                name = path.relative_to(draft)
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                sums[str(name)] = storage.move(path, target / name)
+            return sums
+        finally:
+            _remove(draft)
+
+    def discard(self) -> None:
+        """Remove the draft, unless it is being finished."""
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            _remove(draft)
+
+    def _choose(self) -> tuple[bool, str]:
+        """Whether all ranks write into memory, and the reason if they do not."""
+        ranks = _gather((*drafts.room(), self._learner.bytes_to_save()))
+        if drafts.fits(ranks):
+            return True, ""
+        free, needed = min(rank[1] for rank in ranks), sum(rank[2] for rank in ranks)
+        return False, (
+            f"{drafts.SEGMENT_DIR} and memory have room for {max(free, 0) / 2**20:,.0f} "
+            f"MiB, and it may take {needed / 2**20:,.0f} MiB"
+        )
 
 
 class Writes:
-    """What one rank writes between two `agree`: after the first write that the storage refuses the
-    others are left out.
-    """
+    """The writes of one rank between two `agree`; after a failed write the others are skipped."""
 
     def __init__(self) -> None:
         self._error = ""
@@ -151,28 +138,23 @@ class Writes:
             self._error = reason(cause)
 
     def torch(self, value: Any, path: Path) -> None:
-        """Write a file of `torch.save`."""
+        """Write `value` with `torch.save`."""
 
         def write() -> None:
-            with open(path, "wb") as file:  # of Python's, whose errors say what is wrong
+            with open(path, "wb") as file:  # Python's errors say what is wrong, torch's do not
                 torch.save(value, file)
 
         self.do(write)
 
     def agree(self) -> None:
         """Raise StorageFailure on every rank if one could not write. Collective."""
-        errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, self._error)
-        if any(errors):
-            raise StorageFailure(
-                "; ".join(
-                    f"learner rank {rank}: {error}" for rank, error in enumerate(errors) if error
-                )
-            )
+        errors = enumerate(_gather(self._error))
+        if failed := [f"learner rank {rank}: {error}" for rank, error in errors if error]:
+            raise StorageFailure("; ".join(failed))
 
 
 class _CheckpointWriter:
-    """DeepSpeed's way to files, through `Writes`."""
+    """The checkpoint engine of DeepSpeed, which writes its files through `Writes`."""
 
     def __init__(self, writes: Writes) -> None:
         self._writes = writes
@@ -195,17 +177,15 @@ def save(
     engine: Any, directory: str, client_state: dict[str, Any], *, rank: int, layout: dict[str, Any]
 ) -> None:
     """Write the engine's state (`client_state`: plain values) and, per rank, its random state and
-    layout. Called on every rank.
-
-    The directory may be another one on each rank. Raises StorageFailure.
+    layout. Called on every rank, each with a directory of its own or the same. Raises
+    StorageFailure.
     """
     writes = Writes()
     writes.do(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
     kept = engine.checkpoint_engine
     engine.checkpoint_engine = _CheckpointWriter(writes)
-    engine._copy_recovery_script = lambda *_: (
-        None
-    )  # scripts beside the files; what they raise would leave the other ranks waiting
+    # scripts beside the files, whose errors would leave the other ranks waiting
+    engine._copy_recovery_script = lambda *_: None
     try:
         engine.save_checkpoint(
             directory, tag=_TAG, client_state={"async_grpo": client_state}, save_latest=False
@@ -226,18 +206,16 @@ def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> d
 
     Raises ValueError for a missing file, or a layout that cannot be continued.
     """
-    written = _read_rank(directory, 0)
-    saved_ranks, other_ranks = (
-        written["layout"][_RANKS],
-        written["layout"][_RANKS] != layout[_RANKS],
-    )
-    if written["layout"] | {_RANKS: layout[_RANKS]} != layout:
+    written = _read_rank(directory, 0)["layout"]
+    saved_ranks = written[_RANKS]
+    other_ranks = saved_ranks != layout[_RANKS]
+    if written | {_RANKS: layout[_RANKS]} != layout:
         raise ValueError(
-            f"{directory} holds a learner with {written['layout']}, this one has {layout}; "
+            f"{directory} holds a learner with {written}, this one has {layout}; "
             "resume with the settings of the checkpoint"
         )
     stage = layout["learner.zero_stage"]
-    if other_ranks and stage not in STAGES:
+    if other_ranks and stage not in _DIVISIBLE_STAGES:
         raise ValueError(
             f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage "
             f"{stage}, whose files only {saved_ranks} ranks can read; set "
@@ -248,7 +226,7 @@ def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> d
     if loaded is None:
         raise ValueError(f"{directory} holds no DeepSpeed checkpoint")
     if divided:
-        load_optimizer(engine, Path(directory) / _TAG, saved_ranks=saved_ranks)
+        _load_optimizer(engine, Path(directory) / _TAG, saved_ranks=saved_ranks)
     random = _read_rank(directory, min(rank, saved_ranks - 1))["random"]
     torch.set_rng_state(random["cpu"])
     if "cuda" in random:
@@ -265,9 +243,82 @@ def _read_rank(directory: str, rank: int) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
+def _rank_file(directory: str, rank: int) -> Path:
+    return Path(directory) / f"rank_{rank}.pt"
+
+
+def _load_optimizer(engine: Any, directory: Path, *, saved_ranks: int) -> None:
+    """Fill the optimizer of a ZeRO 1 or 2 engine, whose weights are loaded, from the files of
+    `saved_ranks` ranks. Raises ValueError for a missing file.
+
+    The parameters of a group lie one behind the other in a vector, float32 weights and each moment
+    alike. A rank has an interval of the vector, with at most one fragment of a parameter. Every
+    rank maps all files into memory and copies what belongs into its own interval.
+    """
+    optimizer = engine.optimizer
+    flats, mine = optimizer.single_partition_of_fp32_groups, optimizer._param_slice_mappings
+    begins = {
+        name: parameter._hp_mapping.lp_fragment_address.start
+        for parameter, name in optimizer.param_names.items()
+        if _has_part(parameter)
+    }
+    seen: list[dict[str, int]] = [{} for _ in mine]
+    for rank in range(saved_ranks):
+        saved = torch.load(
+            _optimizer_file(directory, rank), weights_only=False, mmap=True, map_location="cpu"
+        )["optimizer_state_dict"]
+        for group, flat in enumerate(flats):
+            state = saved["base_optimizer_state"]["state"].get(group, {})
+            vectors = {
+                key: value
+                for key, value in state.items()
+                if torch.is_tensor(value) and value.dim() == 1
+            }
+            own = optimizer.optimizer.state[flat] if state else {}
+            for key, value in state.items():
+                if key not in own:  # deep copies, so that nothing keeps the file open
+                    own[key] = torch.zeros_like(flat) if key in vectors else copy.deepcopy(value)
+            pairs = [
+                (flat.data, saved["single_partition_of_fp32_groups"][group]),
+                *((own[key], vectors[key]) for key in vectors),
+            ]
+            for name, theirs in saved["param_slice_mappings"][group].items():
+                begin = seen[group].get(name, 0)
+                seen[group][name] = begin + theirs.numel
+                if name in mine[group]:
+                    _copy(pairs, mine[group][name], begins[name], theirs, begin)
+
+
+def _copy(
+    pairs: list[tuple[Tensor, Tensor]], mine: Any, my_begin: int, theirs: Any, their_begin: int
+) -> None:
+    """Copy what two fragments of a parameter share. Each has a place in a rank's interval (`start`,
+    `numel`) and in the parameter (begin).
+    """
+    first = max(my_begin, their_begin)
+    count = min(my_begin + mine.numel, their_begin + theirs.numel) - first
+    if count > 0:
+        for target, source in pairs:
+            target.narrow(0, mine.start + first - my_begin, count).copy_(
+                source.narrow(0, theirs.start + first - their_begin, count)
+            )
+
+
+def _has_part(parameter: Tensor) -> bool:
+    """Whether this rank has a fragment of the parameter."""
+    return getattr(parameter, "_hp_mapping", None) is not None
+
+
+def _optimizer_file(directory: Path, rank: int) -> Path:
+    found = list(directory.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
+    if len(found) != 1:
+        raise ValueError(f"{directory} has no optimizer state of rank {rank}")
+    return found[0]
+
+
 def save_weights(weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool) -> None:
-    """Write a refreshed reference, whose weights are in no model directory; `weights` is exhausted
-    on every rank. Raises StorageFailure.
+    """Write a refreshed reference, whose weights are in no model directory. Collective: every rank
+    exhausts `weights`. Raises StorageFailure.
     """
     kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights if writes}
     out = Writes()
@@ -300,10 +351,8 @@ def load_weights(
 def export(
     model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool
 ) -> None:
-    """Write config and safetensors shards from `weights`, which is exhausted on every rank; only
-    where `writes` files appear.
-
-    Raises StorageFailure.
+    """Write config and safetensors shards, where `writes`. Collective: every rank exhausts
+    `weights`. Raises StorageFailure.
     """
     target, out = Path(directory), Writes()
     shard: dict[str, Tensor] = {}
@@ -329,12 +378,9 @@ def export(
         held, total = held + size, total + size
     if writes:
         flush()
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        out.do(
-            lambda: _write_text(
-                target / "model.safetensors.index.json", json.dumps(index, indent=1)
-            )
-        )
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
+        path = target / "model.safetensors.index.json"
+        out.do(lambda: path.write_text(index, encoding="utf-8"))
     out.agree()
 
 
@@ -345,95 +391,13 @@ def _write_config(model: PreTrainedModel, target: Path) -> None:
         model.generation_config.save_pretrained(target)
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _rank_file(directory: str, rank: int) -> Path:
-    return Path(directory) / f"rank_{rank}.pt"
-
-
-class Saving:
-    """What a rank has written and not finished."""
-
-    def __init__(self, learner: Learner, *, key: str) -> None:
-        """key: of this start of the run."""
-        self._learner, self._key = learner, key
-        self._draft: Path | None = None
-        self._count = 0
-        drafts.remove_abandoned_drafts()
-
-    def write(self, directory: str, state: dict[str, Any]) -> Written:
-        """Write learner (with `state`) and exported model. Collective. Raises StorageFailure on
-        every rank, and nothing is left then.
-        """
-        self.discard()
-        in_memory, note = self._choose()
-        self._count += 1
-        own = (
-            drafts.draft_in_memory(self._key, self._count)
-            if in_memory
-            else Path(directory) / f"draft_{self._learner.rank:02d}"
-        )
-        draft = self._draft = own
-        _remove(draft)  # of a learner that died while it wrote this checkpoint
-        try:
-            writes = Writes()
-            writes.do(lambda: (draft / "learner").mkdir(mode=0o700, parents=True))
-            writes.agree()
-            self._learner.save(str(draft / "learner"), state)
-            self._learner.export(str(draft / "hf"))
-        except StorageFailure:
-            self.discard()
-            raise
-        mine = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
-        return Written(sum(_gather(mine)), in_memory, note, self._learner.updates)
-
-    def finish(self, directory: str) -> dict[str, FileSum]:
-        """Bring what was written into `directory`; size and checksum of every file by its name
-        there. Raises OSError, and nothing is left in memory.
-        """
-        draft, target = self._draft, Path(directory)
-        if draft is None:
-            raise RuntimeError("finish without write")
-        self._draft = None  # one that hangs on its storage must not take the next draft with it
-        try:
-            sums = {}
-            for path in sorted(path for path in draft.rglob("*") if path.is_file()):
-                name = path.relative_to(draft)
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                sums[str(name)] = storage.move(path, target / name)
-            return sums
-        finally:
-            _remove(draft)
-
-    def discard(self) -> None:
-        """Remove what has been written and is not being finished."""
-        draft, self._draft = self._draft, None
-        if draft is not None:
-            _remove(draft)
-
-    def _choose(self) -> tuple[bool, str]:
-        """Whether all ranks write into memory; and why not."""
-        wanted = self._learner.bytes_to_save()
-        ranks = _gather((*drafts.room(), wanted))
-        if drafts.fits(ranks):
-            return True, ""
-        needed, free = (sum(rank[2] for rank in ranks), min(rank[1] for rank in ranks))
-        return (
-            False,
-            f"{drafts.SEGMENT_DIR} and memory have room for {max(free, 0) / 2**20:,.0f} "
-            f"MiB, and it may take {needed / 2**20:,.0f} MiB",
-        )
-
-
 def _remove(draft: Path) -> None:
-    shutil.rmtree(
-        draft, ignore_errors=True
-    )  # the directory around it may be gone, or the disk broken
+    # the directory around it may be gone, or the disk broken
+    shutil.rmtree(draft, ignore_errors=True)
 
 
 def _gather(value: Any) -> list[Any]:
+    """The values of all ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -1,10 +1,9 @@
-"""Where a rank writes its part of a checkpoint first: a directory in memory, as long as there is
-room.
+"""Drafts: the directories in memory where ranks first write their parts of a checkpoint.
 
 Runs in: learner ranks, and the driver (`remove_drafts`). Hides names and room. Invariants: a draft
 in memory is private to the user, and its name carries the run's key and its owner's process id; the
-owner removes it, the driver by key at the end of the run, and the next run those of owners that no
-longer live. All ranks have room, or none uses memory.
+owner removes it, the driver removes drafts by key at the end of the run, and the next run removes
+those of owners that no longer live. All ranks have room, or none uses memory.
 """
 
 from __future__ import annotations
@@ -22,38 +21,32 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def draft_in_memory(key: str, number: int) -> Path:
-    """The directory that this process may create in memory for its draft of this number, in the run
-    with this key.
-    """
+    """Name the directory in memory for this process's draft of this number and run key."""
     return SEGMENT_DIR / f"async_grpo-{key}-{owner()}-{number}-checkpoint"
 
 
 def remove_drafts(key: str) -> None:
-    """Remove the drafts of this start of a run on this machine, also of ranks that were killed."""
+    """Remove the drafts of this start of a run on this machine, even of killed ranks."""
     for path in SEGMENT_DIR.glob(f"async_grpo-{key}-*-checkpoint"):
         shutil.rmtree(path, ignore_errors=True)  # its owner may be removing it at this moment
 
 
 def remove_abandoned_drafts() -> None:
-    """Remove drafts whose owner no longer lives: what a killed run left behind."""
+    """Remove drafts whose owner no longer lives."""
     for path in SEGMENT_DIR.glob("async_grpo-*-checkpoint"):
         if is_gone(path.name.split("-")[-3]):
             shutil.rmtree(path, ignore_errors=True)  # other ranks that start do the same
 
 
 def room() -> tuple[str, int]:
-    """The memory that ranks share, by a name, and how many bytes may be written there without
-    driving the machine out of memory.
-    """
+    """Name the memory that ranks of a machine share, and count the bytes that may go there."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     free = min(free_bytes(SEGMENT_DIR), available_bytes()) - KEEP_FREE
     return f"{boot}/{SEGMENT_DIR.stat().st_dev}", free
 
 
 def fits(ranks: Iterable[tuple[str, int, int]]) -> bool:
-    """Whether all ranks, each (memory, free bytes there, bytes needed), have room at the same
-    time.
-    """
+    """Whether all ranks, each (memory, free bytes there, bytes needed), have room together."""
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
     for memory, available, wanted in ranks:
@@ -63,11 +56,9 @@ def fits(ranks: Iterable[tuple[str, int, int]]) -> bool:
 
 
 def available_bytes() -> int:
-    """Memory that is free, or can be freed at once, on this machine and in this container."""
-    fields = dict(
-        line.split(":", 1)
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    )
+    """Count the memory that is free, or can be freed at once, in this machine and container."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
     available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
         limit, used = (
@@ -80,8 +71,6 @@ def available_bytes() -> int:
         )
     except FileNotFoundError:
         return available  # no container of its own
-    return (
-        available
-        if limit == "max"
-        else min(available, int(limit) - int(used) + int(usage["inactive_file"]))
-    )
+    if limit == "max":
+        return available
+    return min(available, int(limit) - int(used) + int(usage["inactive_file"]))

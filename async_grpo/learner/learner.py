@@ -4,11 +4,10 @@ Runs in: learner ranks; every method is called on all ranks with the same argume
 Hides DeepSpeed and its ZeRO stages; the formulas are `token_math`'s. Invariants:
 
 - The gradient of an update is that of the plan's rows and weights, whatever their split into
-  micro-batches and ranks: weights hold the
-  global normalisers, so losses are added, and DeepSpeed's mean over ranks is undone by the factor
-      `world_size`.
-- All ranks run the same number of forward and backward passes; one without rows runs a dummy token
-  with loss 0.
+  micro-batches and ranks: weights hold the global normalisers, so losses are added, and the factor
+  `world_size` undoes DeepSpeed's mean over ranks.
+- All ranks run the same number of forward and backward passes; a rank without rows runs a dummy
+  token with loss 0.
 - A non-finite loss or gradient norm ends the update on every rank.
 """
 
@@ -50,9 +49,7 @@ Fetch = Callable[[int, Sequence[int]], wire.Buffer]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward pass over a micro-batch: its rows, their token tensors, log-probs [M] and entropies
-    [M].
-    """
+    """A forward pass over a micro-batch: rows, token tensors, log-probs [M], entropies [M]."""
 
     packed: Packed
     batch: TokenBatch
@@ -61,8 +58,8 @@ class Pass:
 
 
 class Learner:
-    """One rank of the learner gang. `rank` and `world_size` are its place, `device` is "cpu" or
-    "cuda:0", `sharded` whether no rank holds the model.
+    """One rank of the learner group. `rank` and `world_size` are its place, `device` is "cpu" or
+    "cuda:0", `sharded` whether no rank holds the whole model.
     """
 
     def __init__(
@@ -95,9 +92,12 @@ class Learner:
         self._collectives = Collectives(self._torch_device)
         self._math = TokenMath(config, self._collectives)
         self._grad_norm: float | None = None
-        self._build(model_dir)
+        self.engine = self._build_policy(model_dir)
+        self._published = Published(self.engine.module.hf, keeps=self.rank == 0 or not self.sharded)
+        self._reference = self._build_reference(model_dir)
 
-    def _build(self, model_dir: str) -> None:
+    def _build_policy(self, model_dir: str) -> Any:
+        """The DeepSpeed engine around the trained model."""
         import deepspeed
 
         learner = self.config.learner
@@ -110,32 +110,27 @@ class Learner:
         )
         if learner.zero_stage == 0:
             optimizer.register_step_pre_hook(self._clip_gradients)
-        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
-        self.engine.train()
-        self._published = Published(self.engine.module.hf, keeps=self.rank == 0 or not self.sharded)
-        is_base = self.config.model.lora is not None and self.config.model.reference is None
-        self._reference = (
-            self._build_reference(model_dir)
-            if self.config.algorithm.uses_reference and not is_base
-            else None
-        )
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        engine.train()
+        return engine
 
-    def _build_reference(self, model_dir: str) -> torch.nn.Module:
+    def _build_reference(self, model_dir: str) -> torch.nn.Module | None:
+        """The reference model; None without one, or where it is the policy without its adapters."""
         import deepspeed
 
-        model = (
-            self._load(self.config.model.reference or model_dir, gradient_checkpointing=False)
-            .requires_grad_(False)
-            .eval()
-        )
+        settings = self.config.model
+        is_base = settings.lora is not None and settings.reference is None
+        if is_base or not self.config.algorithm.uses_reference:
+            return None
+        model = self._load(settings.reference or model_dir, gradient_checkpointing=False)
+        model.requires_grad_(False).eval()
         shapes = [zero.full_shape(parameter) for parameter in model.parameters()]
-        if self.config.model.reference_refresh_steps and shapes != [
-            shape for _, shape, _ in self._published.metadata()
-        ]:
+        policy = [shape for _, shape, _ in self._published.metadata()]
+        if settings.reference_refresh_steps and shapes != policy:
             raise ValueError(
-                "model.reference_refresh_steps copies the policy's weights into the "
-                "reference, but model.reference is of another "
-                "architecture; set it to 0, or use a reference of the policy's architecture"
+                "model.reference_refresh_steps copies the policy's weights into the reference, but "
+                "model.reference is of another architecture; set it to 0, or use a reference of "
+                "the policy's architecture"
             )
         if not self.sharded:
             return model.to(self._torch_device)
@@ -156,12 +151,12 @@ class Learner:
         )
 
     def begin(self, plan: RankPlan) -> dict[RowKey, float]:
-        """Fetch and check this rank's rows, and compute reference and anchor log-probs where
-        something needs them.
+        """Fetch and check this rank's rows, and compute the reference and anchor log-probs that the
+        loss or the reward needs.
 
-        Returns the token KL of each row that this rank owns, summed over its mask, if it is part of
-        the reward; else nothing. Raises StalenessError for a token outside the bound, ValueError
-        for a payload that does not fit the plan.
+        Returns the token KL of each row that this rank owns, summed over its mask, if the KL is
+        part of the reward; else nothing. Raises StalenessError for a token outside the bound,
+        ValueError for a payload that does not fit the plan.
         """
         if self._plan is not None:
             raise RuntimeError(
@@ -193,9 +188,8 @@ class Learner:
             self._metrics.add_value("time/learner_reference", watch.seconds)
         if algorithm.anchor == "recomputed":
             with Stopwatch() as watch:
-                for row, values in zip(
-                    rows, self._no_grad_logprobs(self.engine, tokens), strict=True
-                ):
+                anchors = self._no_grad_logprobs(self.engine, tokens)
+                for row, values in zip(rows, anchors, strict=True):
                     row.anchor = values
             self._metrics.add_value("time/learner_anchor", watch.seconds)
         self._plan = plan
@@ -205,8 +199,8 @@ class Learner:
         return {key: sums[key] for key in plan.owned}
 
     def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
-        """What the rows of the step are worth; between `begin` and the first `update`. kl_coef: of
-        the token KL in the reward.
+        """Give the rows of the step their values; between `begin` and the first `update`. kl_coef:
+        of the token KL in the reward.
         """
         if self._plan is None:
             raise RuntimeError("assign without begin")
@@ -214,10 +208,10 @@ class Learner:
         self._math.assign(trained, owned=self._plan.owned, values=values, kl_coef=kl_coef)
 
     def update(self, index: int) -> None:
-        """One optimizer step over `plan.updates[index]`.
+        """Make one optimizer step over `plan.updates[index]`.
 
         Raises NonFinite on every rank: for a loss before any weight changes; for a gradient norm
-        after, so the weights must not be used.
+        afterwards, and then the weights must not be used.
         """
         if self._plan is None:
             raise RuntimeError(f"update {index} without begin")
@@ -257,13 +251,11 @@ class Learner:
         return self._metrics.to_wire()
 
     def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[Tensor]:
-        """Tokens that the loss selects by statistics of the whole update, per micro-batch; one pass
-        without gradient.
+        """Tokens that the loss selects by statistics of the whole update, per micro-batch, from a
+        pass without gradient.
         """
         with torch.no_grad(), Stopwatch() as watch:
-            passes = [
-                self._forward(micro_batch, with_entropy=False) for micro_batch in micro_batches
-            ]
+            passes = [self._forward(rows, with_entropy=False) for rows in micro_batches]
             selections = self._math.select(
                 self._plan.step, [one.batch for one in passes], [one.logprobs for one in passes]
             )
@@ -273,7 +265,7 @@ class Learner:
     def _loss(
         self, planned: Sequence[PlanRow], selection: Tensor | None, *, unmoved: bool
     ) -> Tensor:
-        """This rank's share of the loss from one micro-batch: a scalar to be added to the others.
+        """This rank's share of the loss of one micro-batch, a scalar to be added to the others.
         unmoved: the weights are those of the step's start.
         """
         one = self._forward(planned, with_entropy=True)
@@ -290,8 +282,7 @@ class Learner:
         )
 
     def _forward(self, planned: Sequence[PlanRow], *, with_entropy: bool) -> Pass:
-        """One pass of the policy over a micro-batch, and the token tensors in the order of its rows
-        in the pack.
+        """Run the policy over a micro-batch; token tensors come in the order of the packed rows.
 
         Without rows a dummy token takes the same path with weight 0: ZeRO-3 compares the order of
         backward hooks between ranks, which depends on the outputs that the loss uses.
@@ -307,19 +298,14 @@ class Learner:
         share of the rows' tokens that were not computed again; train/micro_batch_tokens: tokens per
         forward pass.
         """
-        computed, tokens, positions = (
-            packed.input_ids.numel(),
-            packed.layout.tokens,
-            packed.layout.positions,
-        )
+        computed = packed.input_ids.numel()
+        tokens, positions = packed.layout.tokens, packed.layout.positions
         self._metrics.add_value("train/padding", positions - tokens, positions)
         self._metrics.add_value("train/shared_prompts", tokens - computed, tokens)
         self._metrics.add_value("train/micro_batch_tokens", computed)
 
     def _checked_total(self, losses: Tensor, micro_batches: Sequence[Sequence[PlanRow]]) -> float:
-        """Sum of the losses over all ranks. Raises NonFinite on every rank before any weight
-        changes.
-        """
+        """Sum of the losses over all ranks. Raises NonFinite on every rank."""
         totals = torch.stack([losses.double().sum(), (~losses.isfinite()).double().sum()])
         finite = losses.isfinite().tolist()
         dist.all_reduce(totals)
@@ -335,9 +321,7 @@ class Learner:
         return total
 
     def _step(self) -> float:
-        """Optimizer step; returns the learning rate, leaves the gradient norm before clipping in
-        `_grad_norm`.
-        """
+        """Step the optimizer and return the learning rate; sets `_grad_norm`, before clipping."""
         settings = self.config.learner
         lr = learning_rate(
             self.updates,
@@ -355,27 +339,24 @@ class Learner:
         return lr
 
     def _clip_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Before the step of plain AdamW (stage 0): the gradients are reduced, DeepSpeed neither
-        clips nor measures them.
+        """Clip and measure the reduced gradients before the step of plain AdamW (stage 0), where
+        DeepSpeed does neither.
         """
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
-        self._grad_norm = float(
-            torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip)
-        )
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip)
+        self._grad_norm = float(norm)
 
     def logprobs(
         self, sequences: list[tuple[list[int], list[int]]], *, temperature: float | None = None
     ) -> list[np.ndarray]:
-        """Float32 log-probs of each response in (prompt, response) pairs, by default at the
-        training temperature; collective with ZeRO-3.
+        """Compute float32 log-probs of each response in (prompt, response) pairs, by default at the
+        training temperature. Collective with ZeRO-3.
         """
         rows = [(np.asarray(prompt), np.asarray(response)) for prompt, response in sequences]
         return self._no_grad_logprobs(self.engine, rows, temperature=temperature)
 
     def _reference_logprobs(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
-        """Of the reference model, or of the policy without its adapters."""
+        """Log-probs of the reference model, or of the policy without its adapters."""
         if self._reference is not None:
             return self._no_grad_logprobs(self._reference, rows)
         with adapters.switched_off(self.engine.module):
@@ -406,20 +387,18 @@ class Learner:
         return out
 
     def weight_metadata(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, full shape and dtype name of every weight, in the order of `named_weights`."""
+        """List name, full shape and dtype name of every weight, in the order of `named_weights`."""
         return self._published.metadata()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under Hugging Face names, adapters merged, a tied head left out. Each is
-        valid until the next item.
-
-        Collective with ZeRO-3: every rank must exhaust the iterator.
+        """Yield full weights under Hugging Face names, adapters merged, a tied head left out; each
+        is valid until the next. Collective with ZeRO-3: every rank must exhaust the iterator.
         """
         return self._published.named()
 
     def perturbed(self, *, scale: float, seed: int) -> AbstractContextManager[None]:
         """Inside the block every weight w is w + scale * rms(w) * noise, the same on every rank;
-        leaving restores it bit for bit.
+        leaving restores the weights bit for bit.
 
         With adapters w is the base's weight. No update may happen inside. Rank 0 (without ZeRO-3:
         every rank) keeps a copy of the weights in host memory meanwhile.
@@ -428,9 +407,8 @@ class Learner:
 
     def save(self, directory: str, state: dict[str, Any]) -> None:
         """Write weights, optimizer, update counter, random state and `state` (plain values) so that
-        `load` continues bit for bit.
-
-        Each rank may have a directory of its own. Raises StorageFailure, on every rank.
+        `load` continues bit for bit. Each rank may have a directory of its own. Raises
+        StorageFailure, on every rank.
         """
         kept = {"updates": self.updates, "state": state, "reference_moved": self._reference_moved}
         checkpoint.save(self.engine, directory, kept, rank=self.rank, layout=self._layout())
@@ -440,8 +418,7 @@ class Learner:
             )
 
     def load(self, directory: str) -> dict[str, Any]:
-        """Continue from `save` and return its `state`, with the reference as it was if it had been
-        refreshed.
+        """Continue from `save` and return its `state`; a refreshed reference is restored.
 
         Raises ValueError if the ZeRO stage or the dtype differ, with stage 3 also the ranks, or a
         file is missing.
@@ -464,10 +441,8 @@ class Learner:
         }
 
     def export(self, directory: str) -> None:
-        """Write the model for `from_pretrained` (safetensors and config; the tokenizer is the
-        caller's), and its adapters in `adapter/`.
-
-        Collective. Raises StorageFailure, on every rank.
+        """Write the model for `from_pretrained` (safetensors and config, no tokenizer), and its
+        adapters in `adapter/`. Collective. Raises StorageFailure, on every rank.
         """
         checkpoint.export(
             self.engine.module.hf, self.named_weights(), directory, writes=self.rank == 0
@@ -478,23 +453,18 @@ class Learner:
             )
 
     def bytes_to_save(self) -> int:
-        """What this rank writes with `save` and `export`, at most."""
-        parameters, learner = list(self.engine.module.parameters()), self.config.learner
-        counts = [torch.Size(zero.full_shape(parameter)).numel() for parameter in parameters]
-        trained = sum(
-            count
-            for count, parameter in zip(counts, parameters, strict=True)
-            if parameter.requires_grad
-        )
-        model, first = sum(counts) * self._dtype.itemsize, self.rank == 0
-        optimizer = (
-            (first and 8 * trained) if learner.zero_stage == 0 else 12 * trained // self.world_size
-        )
-        module = model // self.world_size if self.sharded else (first and model)
-        return (
-            int(1.1 * (optimizer + module + (first and model * (2 + self._reference_moved))))
-            + 2**24
-        )
+        """Bytes that this rank writes with `save` and `export`, at most."""
+        counts = [
+            (torch.Size(zero.full_shape(parameter)).numel(), parameter.requires_grad)
+            for parameter in self.engine.module.parameters()
+        ]
+        trained = sum(count for count, requires_grad in counts if requires_grad)
+        model, first = sum(count for count, _ in counts) * self._dtype.itemsize, self.rank == 0
+        plain = self.config.learner.zero_stage == 0
+        optimizer = first * 8 * trained if plain else 12 * trained // self.world_size
+        module = model // self.world_size if self.sharded else first * model
+        exported = first * model * (2 + self._reference_moved)
+        return int(1.1 * (optimizer + module + exported)) + 2**24
 
     def close(self) -> None:
         """Free the model and leave the process group."""

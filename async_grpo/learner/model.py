@@ -7,9 +7,8 @@ no padding, and attention sees each row alone. Invariants:
 - Nothing of size N x N exists. Attention takes rows in buckets of little padding, whatever the mix
   of lengths.
 - The language-model head sees only the hidden states that predict a response token, in one module
-  call: under ZeRO-3 its weight
-  is gathered once for the forward and once for the backward pass on every rank, however many chunks
-      the rows need.
+  call: under ZeRO-3 every rank gathers its weight once for the forward and once for the backward
+  pass, however many chunks the rows need.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ def varlen_attention(
     row_layout: RowLayout | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each packed row; the signature is Hugging Face's attention interface.
+    """Compute causal attention inside each packed row, with Hugging Face's attention interface.
 
-    query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]. Raises ValueError for
-    attention this function does not compute.
+    query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]. Raises ValueError for other
+    kinds of attention.
     """
     if row_layout is None or attention_mask is not None:
         raise ValueError(
@@ -97,10 +96,10 @@ AttentionInterface.register(ATTENTION, varlen_attention)
 
 
 class LogprobHead(nn.Module):
-    """The language-model head, from hidden states straight to log-probs. Keeps the parameter names
-    of the layer it replaces.
+    """The language-model head, from hidden states straight to log-probs; its parameters have the
+    names of the replaced layer.
 
-    float32: compute logits in float32 from whatever type the weights have; one float32 copy of the
+    float32: compute logits in float32 whatever type the weights have; one float32 copy of the
     weight lives during the call.
     """
 
@@ -118,13 +117,11 @@ class LogprobHead(nn.Module):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs [M] of `targets` [M] from `hidden` [M, H], and their entropies [M] or None."""
         weight, bias = self.weight, self.bias
         if self._float32:
-            hidden, weight, bias = (
-                hidden.float(),
-                weight.float(),
-                None if bias is None else bias.float(),
-            )
+            hidden, weight = hidden.float(), weight.float()
+            bias = None if bias is None else bias.float()
 
         def project(part: Tensor) -> Tensor:
             return F.linear(part, weight, bias)
@@ -140,9 +137,7 @@ class LogprobHead(nn.Module):
 
 
 class PolicyModel(nn.Module):
-    """A causal language model with `LogprobHead`; parameters are those of `hf`, under the prefix
-    `hf.`.
-    """
+    """A causal language model with `LogprobHead`; parameters are those of `hf`, prefixed `hf.`."""
 
     def __init__(self, hf: PreTrainedModel, *, float32_head: bool) -> None:
         super().__init__()
@@ -153,9 +148,7 @@ class PolicyModel(nn.Module):
     def forward(
         self, packed: Packed, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [M] float32 of the response tokens at `temperature`, and their entropies [M] or
-        None.
-        """
+        """Log-probs [M] float32 of response tokens at `temperature`, and entropies [M] or None."""
         states = self.hf.base_model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,

@@ -1,13 +1,13 @@
-"""Rows as one sequence of tokens, in which rows that answer the same prompt share it.
+"""Rows packed as one sequence of tokens, in which rows that answer the same prompt share it.
 
 Runs in: learner ranks. Hides where the tokens of a row lie. A pack of three answers to prompt p and
 one to prompt q:
 
-    tokens       p p p q q | a a a a | b b | c c | d d d         N: each is computed once by linear
-                 layers
-    attention    p p p a a a a                                   positions: every row with its
-                 prompt in front, padded to the longest p p p b b . .
-                 row of its bucket p p p c c . . q q d d d
+    tokens       p p p q q | a a a a | b b | c c | d d d     N: linear layers compute each once
+    attention    p p p a a a a                               positions: every row with its prompt
+                 p p p b b . .                               in front, padded to the longest row of
+                 p p p c c . .                               its bucket
+                 q q d d d
 
 Invariants: a token looks at the tokens of its row before it and at no others; attention's result
 for a prompt is taken from the prompt's first row, all of whose copies agree; the gradient of a
@@ -27,9 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 SPARE_POSITIONS = 64
-"""Padding of a bucket that costs attention about as much as another bucket would: calls of kernels,
-forward and backward.
-"""
+"""Padding that costs attention about as much as the kernel calls of another bucket would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +39,14 @@ class LengthBucket:
 
     @property
     def positions(self) -> int:
-        """Those of attention, with padding."""
+        """Attention positions, with padding."""
         return self.rows * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Tokens [start, stop) of a pack are those of prompts with `times` + 1 rows each; others [(stop
-    - start) * times]: positions of their copies in all rows but the first, token by token.
+    """Tokens [start, stop) of a pack, of prompts with `times` + 1 rows each. others
+    [(stop - start) * times]: positions of their copies in all rows but the first, token by token.
     """
 
     start: int
@@ -79,11 +77,11 @@ class RowLayout:
         return sum(bucket.positions for bucket in self.buckets)
 
     def spread(self, states: Tensor) -> tuple[Tensor, ...]:
-        """States of the tokens [N, ...] -> of each bucket's positions [rows * width, ...]."""
+        """Spread states of the tokens [N, ...] to each bucket's positions [rows * width, ...]."""
         return _Spread.apply(states, self).split([bucket.positions for bucket in self.buckets])
 
     def collect(self, results: Sequence[Tensor]) -> Tensor:
-        """Results of each bucket's positions -> of the tokens [N, ...]."""
+        """Collect the tokens' results [N, ...] from those of each bucket's positions."""
         return _Collect.apply(torch.cat(list(results)), self)
 
 
@@ -124,7 +122,7 @@ class _Collect(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Rows as one sequence. N input tokens, M response tokens.
+    """Rows as one sequence of N input tokens, with M response tokens.
 
     input_ids [1, N], position_ids [1, N]; predictors [M]: index of the hidden state that predicts
     each response token; targets [M]; order: packed row k is row `order[k]` of the caller; the M
@@ -168,11 +166,8 @@ def pack(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) ->
         inputs.append(response[:-1])
         positions.append(np.arange(len(prompt), lengths[index]))
         targets.append(response)
-        tokens.append(
-            np.concatenate(
-                [np.arange(start, start + len(prompt)), np.arange(at, at + len(response) - 1)]
-            )
-        )
+        shared, own = np.arange(start, start + len(prompt)), np.arange(at, at + len(response) - 1)
+        tokens.append(np.concatenate([shared, own]))
         at += len(response) - 1
     predictors = [
         part[len(rows[index][0]) - 1 :] for part, index in zip(tokens, order, strict=True)
@@ -207,14 +202,10 @@ def _layout(
     for bucket in buckets:
         starts += range(positions, positions + bucket.positions, bucket.width)
         positions += bucket.positions
-    take, own, foreign = (
-        np.zeros(positions, np.int64),
-        np.zeros(count, np.int64),
-        np.ones(positions, bool),
-    )
-    for start, part in zip(
-        reversed(starts), reversed(tokens), strict=True
-    ):  # a prompt's first row comes last and stays
+    take, own = np.zeros(positions, np.int64), np.zeros(count, np.int64)
+    foreign = np.ones(positions, bool)
+    # in reverse: a prompt's first row comes last and stays
+    for start, part in zip(reversed(starts), reversed(tokens), strict=True):
         take[start : start + len(part)] = part
         own[part] = np.arange(start, start + len(part))
     foreign[own] = False
@@ -244,9 +235,7 @@ def _layout(
 def _runs(
     prompts: Sequence[tuple[list[int], int]],
 ) -> list[tuple[int, list[tuple[list[int], int]]]]:
-    """Neighbouring prompts with equally many rows: how many rows beside the first, and the
-    prompts.
-    """
+    """Group neighbouring prompts with equally many rows: rows beside the first, and the prompts."""
     runs: list[tuple[int, list[tuple[list[int], int]]]] = []
     for places, length in prompts:
         if not runs or runs[-1][0] != len(places) - 1:

@@ -1,8 +1,8 @@
 """The rows of a learner step on one rank, from the wire to tensors.
 
-Runs in: learner ranks. Hides the decoding of the payload. Invariant: every token that is trained
-has a lag between 0 and the configured bound, checked here for every row that is planned: an older
-one gets weight 0 with `on_stale: mask`, and ends the run otherwise.
+Runs in: learner ranks. Hides the decoding of the payload. Invariant: every trained token has a lag
+between 0 and the configured bound, checked here for every planned row: an older token gets weight 0
+with `on_stale: mask`, and ends the run otherwise.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ class TokenBatch:
 
     @classmethod
     def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
-        """The tokens of several micro-batches in order, without `reference`; `row_index` stays what
-        it was in each.
-        """
+        """Join several micro-batches in order, without `reference`; `row_index` stays as it is."""
         names = [name for name in cls.__dataclass_fields__ if name != "reference"]
         return cls(
             reference=None,
@@ -91,9 +89,9 @@ class TokenBatch:
 def decode_rows(
     plan: RankPlan, payload: wire.Buffer, *, max_staleness: int, mask_stale: bool = False
 ) -> dict[RowKey, LearnerRow]:
-    """The planned rows by (group_id, row). mask_stale: tokens older than `max_staleness` are not
-    trained instead of refused. Raises StalenessError, and ValueError for a payload that is not what
-    the plan names.
+    """Decode the planned rows by (group_id, row). mask_stale: do not train tokens older than
+    `max_staleness`, instead of refusing them. Raises StalenessError, and ValueError for a payload
+    that does not fit the plan.
     """
     groups = {
         group.group_id: group for group in map(wire.decode_group, wire.unpack_frames(payload))
@@ -142,8 +140,8 @@ def decode_rows(
 def token_batch(
     planned: Sequence[PlanRow], rows: Sequence[LearnerRow], device: torch.device
 ) -> TokenBatch:
-    """Token tensors of rows in packed order; without rows, those of the one dummy token, outside
-    mask and loss.
+    """Build the token tensors of rows in packed order; without rows, of the one dummy token,
+    outside mask and loss.
     """
     lengths = np.array([row.length for row in planned] or [1])
 
@@ -193,7 +191,7 @@ def token_batch(
 
 def learning_rate(update: int, *, lr: float, warmup: int, schedule: str, total: int) -> float:
     """Learning rate of optimizer update `update` (from 0): linear warm-up to `lr`, then the
-    schedule, which ends at 0 after `total`.
+    schedule, which ends at 0 after `total` updates.
     """
     if update < warmup:
         return lr * (update + 1) / warmup
@@ -207,13 +205,15 @@ def learning_rate(update: int, *, lr: float, warmup: int, schedule: str, total: 
 
 
 class Stopwatch:
-    """Seconds of a `with` block."""
+    """Measures the seconds of a `with` block."""
 
-    seconds = 0.0
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
 
     def __enter__(self) -> Self:
-        self._start = time.perf_counter()
+        self._started = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.seconds = time.perf_counter() - self._start
+        self.seconds = time.perf_counter() - self._started

@@ -1,5 +1,4 @@
-"""The policy's weights as engines and exports get them: whole, under Hugging Face names, adapters
-merged.
+"""The published weights of the policy: whole, under Hugging Face names, adapters merged.
 
 Runs in: learner ranks. Hides where parameters live (ZeRO, offload) and that some have adapters.
 Invariants:
@@ -27,7 +26,7 @@ from async_grpo.learner import adapters, zero
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """base [out, in] if it has an adapter: down [rank, in], up [out, rank]."""
+    """A parameter `base` [out, in], with its adapter: down [rank, in], up [out, rank]."""
 
     name: str
     base: nn.Parameter
@@ -39,7 +38,7 @@ class _Weight:
         return [parameter for parameter in (self.base, self.down, self.up) if parameter is not None]
 
     def merged(self) -> Tensor:
-        """The weight, of whole parameters."""
+        """Merge the adapter into the weight; parameters must be whole."""
         if self.down is None:
             return self.base.data
         product = self.up.data.float() @ self.down.data.float()  # [out, in]
@@ -63,14 +62,14 @@ class Published:
         self._keeps = keeps
 
     def metadata(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, full shape and dtype name of every weight, in the order of `named`."""
+        """List name, full shape and dtype name of every weight, in the order of `named`."""
         return [
             (one.name, zero.full_shape(one.base), str(one.base.dtype).removeprefix("torch."))
             for one in self._weights
         ]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, valid until the next item. Collective with ZeRO-3: every rank must exhaust
+        """Yield every weight, valid until the next. Collective with ZeRO-3: every rank must exhaust
         the iterator.
         """
         for bucket in zero.buckets(self._weights, _Weight.parameters):
@@ -80,8 +79,8 @@ class Published:
 
     @contextmanager
     def perturbed(self, *, scale: float, seed: int) -> Iterator[None]:
-        """Inside the block every base weight w is w + scale * rms(w) * noise; leaving restores it
-        bit for bit.
+        """Inside the block every base weight w is w + scale * rms(w) * noise; leaving restores the
+        weights bit for bit.
         """
         kept: dict[str, Tensor] = {}
         try:

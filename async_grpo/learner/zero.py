@@ -1,12 +1,10 @@
-"""DeepSpeed's settings and the differences between its ZeRO stages.
+"""DeepSpeed's settings, the differences between its ZeRO stages, and sums over the learner ranks.
 
-Runs in: learner ranks. Hides where a parameter lives: with stages 0 to 2 every rank holds it whole,
-with stage 3 a rank holds a slice and reading it is collective. DeepSpeed is imported inside
-functions, because it chooses its accelerator when imported.
-
-Sums, maxima and concatenations over the learner ranks. Hides the device that the process group
-communicates from. Invariant: every rank calls the same functions in the same order, whatever it
-holds, and all get the same result.
+Runs in: learner ranks. Hides where a parameter lives (with stages 0 to 2 every rank holds it whole,
+with stage 3 a rank holds a slice, and reading it is collective), and the device from which the
+process group communicates. DeepSpeed is imported inside functions, because it chooses its
+accelerator when imported. Invariant: every rank makes the same collective calls in the same order,
+whatever it holds, and all get the same result.
 """
 
 from __future__ import annotations
@@ -30,8 +28,9 @@ Item = TypeVar("Item")
 
 
 def start(device: str, *, timeout_s: float) -> None:
-    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; no-op if
-    it exists. timeout_s: of collectives.
+    """Join the process group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless it exists.
+
+    timeout_s: of collectives.
     """
     cpu = device == "cpu"
     if cpu:
@@ -65,13 +64,11 @@ def start(device: str, *, timeout_s: float) -> None:
 
 
 def _store(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
-    """The rendezvous of the ranks. Rank 0 listens on MASTER_ADDR alone; left to itself, torch would
-    listen on every interface. Where MASTER_LISTEN_FD is set, that socket listens already.
+    """Open the rendezvous of the ranks. Rank 0 listens on MASTER_ADDR alone, where torch would take
+    every interface; where MASTER_LISTEN_FD is set, that socket listens already.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if host.startswith(
-        "127."
-    ):  # the ranks' connections to each other would go by the machine's name
+    if host.startswith("127."):  # else connections between ranks go by the machine's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if rank > 0:
@@ -92,8 +89,8 @@ def _store(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of the policy. Raises ValueError for keys of `learner.deepspeed`
-    that this project sets itself.
+    """Build the DeepSpeed configuration of the policy. Raises ValueError for keys of
+    `learner.deepspeed` that this project sets itself.
     """
     learner = config.learner
     refused = sorted(path for path in _paths(learner.deepspeed) if path in REFUSED_DEEPSPEED_KEYS)
@@ -130,9 +127,7 @@ def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> 
 
 
 def reference_config(*, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of a frozen model that is sharded by stage 3 and has no
-    optimizer.
-    """
+    """Build the DeepSpeed configuration of a frozen model, sharded by stage 3."""
     return {
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
@@ -146,8 +141,8 @@ def reference_config(*, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
 def gathered(
     parameters: Sequence[nn.Parameter], *, modify: bool = False
 ) -> AbstractContextManager[None]:
-    """Whole parameters inside the block (collective with stage 3, no-op otherwise); `modify`: rank
-    0's changes are kept on leaving.
+    """Make parameters whole inside the block (collective with stage 3, no-op otherwise). modify:
+    keep rank 0's changes on leaving.
     """
     import deepspeed
 
@@ -155,17 +150,15 @@ def gathered(
 
 
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Give `target` the weights of `source`, a module of the same architecture. Collective with
-    stage 3.
-    """
+    """Copy the weights of `source` to `target`, of equal architecture. Collective with stage 3."""
     for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
         with torch.no_grad(), gathered([ours]), gathered([theirs], modify=True):
             theirs.data.copy_(ours.data)
 
 
 def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter with its name, each valid until the next. Collective with stage 3: every rank
-    must exhaust it.
+    """Yield every parameter with its name, valid until the next. Collective with stage 3: every
+    rank must exhaust the iterator.
     """
     for name, parameter in module.named_parameters():
         with gathered([parameter]):
@@ -173,16 +166,14 @@ def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of the whole parameter."""
+    """Return the shape of the whole parameter."""
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
 def buckets(
     items: Sequence[Item], parameters: Callable[[Item], Sequence[nn.Parameter]]
 ) -> Iterator[list[Item]]:
-    """Consecutive items whose parameters fill up to 64 MiB a bucket (or one larger item): the unit
-    of a gather.
-    """
+    """Cut items into units of a gather: up to 64 MiB of parameters, or one larger item."""
     bucket: list[Item] = []
     held = 0
     for item in items:
@@ -218,27 +209,27 @@ def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 
 class Collectives:
-    """`device`: where the group's tensors must lie ("cpu" for gloo, a CUDA device for NCCL)."""
+    """Sums, maxima and concatenations over the ranks. device: where the group's tensors must lie
+    ("cpu" for gloo, a CUDA device for NCCL).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._world_size = device, dist.get_world_size()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in the shape and on the device of `tensor`."""
+        """Sum a tensor over the ranks, in its shape and on its device."""
         total = tensor.to(self._device, copy=True)
         dist.all_reduce(total)
         return total.to(tensor.device)
 
     def maximum(self, value: int) -> int:
-        """Largest value of any rank."""
+        """Return the largest value of any rank."""
         tensor = torch.tensor(value, device=self._device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return int(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Concatenation over the ranks along the first dimension, whose length may differ between
-        them.
-        """
+        """Concatenate over the ranks along the first dimension, whose length may differ."""
         lengths = torch.zeros(self._world_size, dtype=torch.int64, device=self._device)
         lengths[dist.get_rank()] = len(tensor)
         dist.all_reduce(lengths)
@@ -252,7 +243,7 @@ class Collectives:
         ).to(tensor.device)
 
     def union(self, values: Sequence[int]) -> list[int]:
-        """Values of all ranks, sorted, each once."""
+        """Merge the values of all ranks, sorted, each once."""
         gathered: list[Any] = [None] * self._world_size
         dist.all_gather_object(gathered, list(values))
         return sorted({value for part in gathered for value in part})
