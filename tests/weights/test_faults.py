@@ -363,7 +363,7 @@ class Run:
         self.owner = Model(MixedModel())
         save_file(self.owner.model.state_dict(), directory / "model.safetensors")
         self.members = [
-            Handle(self, f"a{index}", child=f"a{index}" in forkserver) for index in range(engines)
+            Handle(self, f"a{index}", child=f"a{index}" in children) for index in range(engines)
         ]
         self.process = Learner(self, self.owner, overlap=overlap)
         group = LearnerGroup(
