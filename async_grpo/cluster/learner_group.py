@@ -1,10 +1,9 @@
 """The learner ranks as one object: the same calls for 1 or M ranks.
 
-Runs in: the driver. Hides how many ranks there are: a call goes to all of them and returns when all
-are done; rank metrics are merged as sums and counts. Invariants: every collective call is made on
-every rank; a rank that dies or does not answer ends the call with LearnerLost, since the others
-would wait for it for ever; after `kill` nothing but `start` may be called, and a rank is never
-replaced alone.
+Runs in: the driver. Hides the number of ranks: a call goes to all of them and returns when all are
+done. Invariants: every collective call is made on every rank; a rank that dies or does not answer
+ends the call with LearnerLost, since the other ranks would wait for it for ever; after `kill` only
+`start` may be called, and a rank is never replaced alone.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ from async_grpo.weights.transport import Announcement, Staged, TokenSequence
 
 CLOSE_TIMEOUT_S = 10.0
 DEATH_NOTICE_S = 10.0
-"""Time for Ray to tell that a process is dead, once another rank has complained of a broken
-connection.
-"""
+"""Seconds for Ray to tell that a rank is dead, once another complains of a broken connection."""
 
 
 class LearnerFailed(RunError):
-    """An error of the learner's own; its ranks may be out of step with each other."""
+    """The learner raised an error; its ranks may be out of step with each other."""
 
 
 class LearnerGroup:
@@ -54,12 +51,8 @@ class LearnerGroup:
         total_updates: int,
     ) -> None:
         """options: Ray's, one per rank. queue: the handle from which ranks fetch their groups."""
-        self._config, self._placement, self._options, self._queue = (
-            config,
-            placement,
-            options,
-            queue,
-        )
+        self._config, self._queue = config, queue
+        self._placement, self._options = placement, options
         self._setup = {
             "model_dir": model_dir,
             "device": placement.device,
@@ -71,12 +64,12 @@ class LearnerGroup:
         self._address = ""
         self._serves = asyncio.Event()
         self.calls = Calls()
-        """What the ranks are asked, for post-mortems."""
+        """The calls under way, for post-mortems."""
         self.state: dict[str, Any] | None = None
-        """What the checkpoint held that the learner resumed from."""
+        """The state in the checkpoint from which the learner resumed."""
 
     async def start(self, checkpoint: str | None) -> None:
-        """Start all ranks, and load the model, or the checkpoint."""
+        """Start all ranks, and load the model or the checkpoint."""
         actor = ray.remote(concurrency_groups={TRANSFER: 1, SAVING: 1})(LearnerProcess)
         self._handles = [
             actor.options(**option).remote(
@@ -104,41 +97,41 @@ class LearnerGroup:
             ray.kill(handle)
 
     async def back(self) -> None:
-        """Wait until ranks that died have been started again, or the run has ended for that."""
+        """Wait until lost ranks have been started again, or the run has ended."""
         await self._serves.wait()
 
     async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
-        """Start a learner step: every rank fetches its rows. Token KL summed over each row, if it
-        is part of the reward.
+        """Start a learner step: every rank fetches its rows. Returns the token KL summed over each
+        row, if it is part of the reward.
         """
         sums = await self._each("call", [("begin", plan) for plan in plans])
         return {key: value for rank in sums for key, value in rank.items()}
 
     async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
-        """Tell every rank what the rows are worth."""
+        """Give every rank the values of the rows."""
         await self._all("call", "assign", values, kl_coef)
 
     async def update(self, index: int) -> None:
-        """One optimizer step."""
+        """Make one optimizer step."""
         await self._all("call", "update", index)
 
     async def end(self) -> list[dict[str, Any]]:
-        """End the step; metrics of each rank on the wire form of MetricSums."""
+        """End the step; metrics of each rank in the wire form of MetricSums."""
         return await self._all("call", "end")
 
     async def save(self, directory: str, state: dict[str, Any]) -> None:
-        """Write the learner's state into `directory`, to be loaded by this group."""
+        """Write the learner's state into `directory`, for this group to load."""
         await self._all("call", "save", directory, state)
 
     async def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written:
-        """Write learner and exported model of all ranks, into memory where they have room. Raises
+        """Write learner and exported model of all ranks, into memory where there is room. Raises
         StorageFailure.
         """
         return _unless_failed(await self._all("write_checkpoint", directory, state))[0]
 
     async def finish_checkpoint(self, directory: str) -> dict[str, FileSum]:
-        """Bring what was written into `directory`, while steps go on; all files in it. Raises
-        StorageFailure.
+        """Bring the written files into `directory`, while steps go on. Returns all files in it.
+        Raises StorageFailure.
         """
         return {
             name: entry
@@ -164,11 +157,10 @@ class LearnerGroup:
     async def stage_perturbed(
         self, label: str, *, scale: float, sequences: list[TokenSequence]
     ) -> Staged:
-        """The same of visibly perturbed weights, which are put back at once; may come in the middle
-        of a learner step.
+        """Stage visibly perturbed weights, with their log-probs and those of the true weights,
+        which are restored at once; may come in the middle of a learner step.
 
-        Raises LearnerFailed for what goes wrong here, so that nobody takes it for the fault of the
-        engine that is checked.
+        Raises LearnerFailed for an error here, which is not the fault of the checked engine.
         """
         try:
             return (await self._all("stage_perturbed", label, scale=scale, sequences=sequences))[0]
@@ -178,8 +170,8 @@ class LearnerGroup:
             ) from error
 
     async def send(self, announcement: Announcement) -> str:
-        """Push staged weights, for transports that push; why the transfer is torn, or "". A copy is
-        sent in the background.
+        """Push staged weights, for transports that push; why the transfer is torn, or "". A copy
+        goes in the background.
         """
         if not TRANSPORTS[announcement.backend].pushes:
             return ""
@@ -196,11 +188,11 @@ class LearnerGroup:
         await self._all("release")
 
     async def transport_note(self) -> str:
-        """What the user should know about the transport, or ""."""
+        """Return the transport's note for the user, or ""."""
         return (await self._all("note"))[0]
 
     async def logprobs(self, sequences: list[TokenSequence]) -> list[np.ndarray]:
-        """Log-probs of (prompt, response) token lists under the current weights."""
+        """Compute log-probs of (prompt, response) token lists under the current weights."""
         return (await self._all("call", "logprobs", sequences))[0]
 
     async def pids(self) -> list[int]:
@@ -238,16 +230,13 @@ class LearnerGroup:
             asyncio.ensure_future(getattr(handle, method).remote(*args, **kwargs))
             for handle, args in zip(self._handles, arguments, strict=True)
         ]
-        what = (
-            "the learner's "
-            f"{' '.join([method, *[arg for arg in arguments[0] if isinstance(arg, str)][:1]])}"
-        )
+        name = next((arg for arg in arguments[0] if isinstance(arg, str)), "")
+        what = f"the learner's {method} {name}".rstrip()
         try:
             with self.calls.under_way(what, calls) as late:
                 return await self._within(asyncio.gather(*calls), deadline, what, late)
         except ray.exceptions.RayTaskError:
-            # A rank that dies breaks the connections of the others, and their complaint may come
-            # first.
+            # a rank that dies breaks the connections of the others, whose error may come first
             if len(calls) > 1 and (death := await _death(calls)) is not None:
                 raise self._lost(what, death) from death
             raise
@@ -257,7 +246,7 @@ class LearnerGroup:
     ) -> Any:
         try:
             return await asyncio.wait_for(work, seconds)
-        except ray.exceptions.RayTaskError:  # one that carries a TimeoutError is one itself
+        except ray.exceptions.RayTaskError:  # a TimeoutError too, if it carries one
             raise
         except TimeoutError as error:
             self._serves.clear()
@@ -276,14 +265,14 @@ class LearnerGroup:
 
 
 def _unless_failed(answers: list[Any]) -> list[Any]:
-    """The answers of all ranks. Raises StorageFailure with the texts among them."""
+    """Return the answers of all ranks. Raises StorageFailure with the texts among them."""
     if texts := {answer: None for answer in answers if isinstance(answer, str)}:
         raise StorageFailure("; ".join(texts))
     return answers
 
 
 async def _death(calls: Sequence[asyncio.Future[Any]]) -> BaseException | None:
-    """The error of a rank that is dead, if Ray tells of one in time."""
+    """Return the error of a dead rank, if Ray tells of one in time."""
     deadline = time.monotonic() + DEATH_NOTICE_S
     pending = set(calls)
     while pending:

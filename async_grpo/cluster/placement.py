@@ -1,8 +1,8 @@
 """Which process goes where: pure functions of (configuration, nodes, taken slots).
 
 Runs in: the driver, and anywhere for a dry run. Knows no Ray: the caller gives the nodes and turns
-the result into placement groups. `place` is for the start of a run, `another` for a cluster that
-has changed since.
+the result into placement groups. `place` is for the start of a run, `another` for one more engine
+later, `refuse` for settings that cannot run on the device found.
 
     split       one bundle per engine with its tensor-parallel GPUs, all on one node; a bundle per
                 learner rank, on as few nodes as possible
@@ -10,12 +10,9 @@ has changed since.
 
 On CPU every process is one bundle with a share of the CPUs and, where there are enough, cores of
 its own. Learner and driver are on the first node, where one core stays free for the driver and the
-queue; spare ones go to the engines first, for their verifiers, and then to the learner. Engines for
-which the first node has no core go to other nodes. The engines that a run must have start even
-where they share cores.
-
-What a configuration cannot be run with on the machines that it has. Invariant: a refusal is one
-sentence that names the settings and what to do.
+queue; spare cores go to the engines first, for their verifiers, and then to the learner. Engines
+for which the first node has no core go to other nodes. The engines that a run must have start even
+where they share cores. Invariant: a refusal is one sentence with the settings and what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ CPU_ENGINES = 2
 
 
 def room_for(config: Config) -> int:
-    """CPUs of a Ray that is started for this run: one per process, and a spare one."""
+    """CPUs of a Ray cluster that is started for this run: one per process, and a spare one."""
     actors = config.cluster.rollout_actors
     return config.learner.ranks + (actors.max or actors.min) + 1
 
@@ -44,9 +41,7 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of the cluster: its resources, what anybody has reserved of them, and the cores
-    its processes may use.
-    """
+    """One machine of the cluster: resources, reservations, and cores that processes may use."""
 
     node_id: str
     address: str
@@ -58,15 +53,13 @@ class Node:
 
     @property
     def free_gpus(self) -> int:
-        """GPUs that nobody has reserved, not even in part."""
+        """GPUs without a reservation, even of a part."""
         return int(self.gpus - self.used_gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one process runs. `gpus` is what it asks Ray for; `cores` is empty when it is not
-    pinned.
-    """
+    """The place of one process. gpus: its request to Ray. cores: empty when it is not pinned."""
 
     node_id: str
     cpus: float
@@ -76,8 +69,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`learners[i]` is rank i, `engines[j]` is rollout actor j. `rank_offsets[j]` is engine j's
-    first rank in an NCCL group.
+    """The slots of a run: `learners[i]` is rank i, `engines[j]` is rollout actor j, and
+    `rank_offsets[j]` its first rank in an NCCL group.
     """
 
     device: str
@@ -88,10 +81,8 @@ class Placement:
 
 
 def place(config: Config, nodes: list[Node]) -> Placement:
-    """Place all learner ranks, and as many engines as there is room for, from
-    `cluster.rollout_actors.min` to `max`.
-
-    Raises PlacementError naming what was asked for and what each node has.
+    """Place all learner ranks, and from `cluster.rollout_actors.min` to `max` engines, as there is
+    room. Raises PlacementError naming the request and what each node has.
     """
     device = config.cluster.device
     if device == "auto":
@@ -124,11 +115,10 @@ def another(
     *,
     crowd: bool = False,
 ) -> Slot | None:
-    """Where one more engine would go beside `engines`, or None where the cluster has no room;
-    whether there should be one is not asked.
+    """Find the slot of one more engine beside `engines`, or None where the cluster has no room.
 
-    `placement` is that of the start: its learner ranks stay where they are. An engine that shares a
-    GPU with a rank has no room beyond the ranks. With `crowd` it may share cores on CPU.
+    `placement` is that of the start: its learner ranks stay where they are. Engines that share GPUs
+    with ranks have no room beyond the ranks. crowd: the engine may share cores on CPU.
     """
     if placement.colocated:
         return None
@@ -147,7 +137,7 @@ def another(
 
 
 def describe(nodes: Sequence[Node]) -> str:
-    """What each node has, for messages."""
+    """Say what each node has."""
     return (
         "; ".join(
             f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
@@ -163,9 +153,7 @@ def describe(nodes: Sequence[Node]) -> str:
 
 
 def _with_taken(node: Node, slots: Sequence[Slot]) -> Node:
-    """Ray reports a reservation a little later than it makes it; what the run itself has taken is
-    known at once.
-    """
+    """The node with the run's own slots reserved, which Ray reports a little late."""
     own = [slot for slot in slots if slot.node_id == node.node_id]
     return replace(
         node,
@@ -175,28 +163,24 @@ def _with_taken(node: Node, slots: Sequence[Slot]) -> Node:
 
 
 def _free_cpus(node: Node) -> float:
-    """Rounded to Ray's own resolution, since shares do not add up exactly."""
+    """Free CPUs in Ray's resolution, since shares do not add up exactly."""
     return round(node.cpus - node.used_cpus, 4)
 
 
 def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
-    """`cluster.layout`, where `auto` shares GPUs between learner and engines only if the ranks take
-    them all.
+    """Whether learner and engines share GPUs; with `cluster.layout: auto` only if the ranks take
+    all GPUs and the transport allows it.
     """
-    ranks, size, layout = (
-        config.learner.ranks,
-        config.cluster.engine.tensor_parallel_size,
-        config.cluster.layout,
-    )
-    if layout != "auto":
-        return layout == "colocated"
-    transport = TRANSPORTS.get(config.weight_sync.backend)  # None: auto
-    gpus = sum(int(node.gpus) for node in nodes)
-    return size == 1 and (transport is None or bool(transport.colocated)) and gpus == ranks
+    cluster, transport = config.cluster, TRANSPORTS.get(config.weight_sync.backend)
+    if cluster.layout != "auto":
+        return cluster.layout == "colocated"
+    if cluster.engine.tensor_parallel_size > 1 or (transport and not transport.colocated):
+        return False
+    return sum(int(node.gpus) for node in nodes) == config.learner.ranks
 
 
 def _count(config: Config, room: int, asked: str, nodes: list[Node]) -> int:
-    """How many of the engines that have room the run starts with."""
+    """Number of engines of the start, of those that have room."""
     actors = config.cluster.rollout_actors
     if room < actors.min:
         raise PlacementError(
@@ -221,8 +205,8 @@ def _refuse_what_needs_gpus(config: Config, nodes: list[Node]) -> None:
 
 
 def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:
-    """The learner and as many engines as have cores on the first node; further engines on the
-    others, a CPU each.
+    """Place the learner and engines with cores on the first node, further engines elsewhere, with a
+    CPU each.
     """
     first, ranks, actors = nodes[0], config.learner.ranks, config.cluster.rollout_actors
     cores = len(first.cores) or int(first.cpus)
@@ -256,7 +240,7 @@ def _another_on_cpu(
     *,
     crowd: bool,
 ) -> Slot | None:
-    """On the learner's node it takes cores that a removed engine has left, or none of its own."""
+    """Find a slot on CPU; on the learner's node with the cores that a removed engine has left."""
     limit = config.cluster.rollout_actors.max or CPU_ENGINES
     for node in nodes:
         there = sum(slot.node_id == node.node_id for slot in engines)
@@ -280,8 +264,8 @@ def _another_on_cpu(
 
 
 def _deal_cores(cores: tuple[int, ...], *, ranks: int, engines: int) -> list[tuple[int, ...]]:
-    """Cores of each learner rank, then of each engine, the highest first; none for anybody where a
-    process would have to share.
+    """Cores of each learner rank, then of each engine, the highest first; none for any process
+    where one would have to share.
     """
     if len(cores) < ranks + engines:
         return [()] * (ranks + engines)
@@ -316,8 +300,8 @@ def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Sl
 
 
 def _node_for(ranks: int, free: dict[str, int], *, size: int) -> str:
-    """The node of the next ranks: one that holds them all and loses the fewest engines by it,
-    otherwise the one with most room.
+    """The node of the next ranks: of the nodes that hold them all the one that loses the fewest
+    engines by it, otherwise the node with most room.
     """
     fitting = [node_id for node_id, gpus in free.items() if gpus >= ranks]
     if not fitting:
@@ -348,8 +332,8 @@ def _place_colocated(config: Config, nodes: list[Node]) -> tuple[list[Slot], lis
 
 
 def refuse(config: Config, *, device: str, backend: str) -> None:
-    """Raise SetupError for what is wrong on this device (`cpu` or `cuda`), or with this way to send
-    weights.
+    """Raise SetupError for settings that cannot run on this device (`cpu` or `cuda`), or with this
+    transport.
     """
     _refuse_bfloat16_without_zero(config, device)
     _refuse_seeds_that_cannot_pause(config, device)
@@ -362,9 +346,8 @@ def _refuse_bfloat16_without_zero(config: Config, device: str) -> None:
         dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
     ):
         raise SetupError(
-            "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be "
-            "added up in bfloat16; use stage 1, 2 or 3, or "
-            "model.dtype=float32."
+            "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be added up in "
+            "bfloat16; use stage 1, 2 or 3, or model.dtype=float32."
         )
 
 

@@ -1,4 +1,4 @@
-"""Shared-memory weights on nodes without a learner rank.
+"""Relays: shared-memory weights on nodes without learner rank 0.
 
 Runs in: the driver (Relays), one small process per node (RelayProcess). Once per publication and
 node:
@@ -6,9 +6,9 @@ node:
     learner's segment --home relay reads--> Ray's object store --network-->
         node's relay writes --> node's segment --> its engines
 
-Hides where an engine is: it is told the path of its own node. Invariants: the learner does not wait
-for any of this; the bytes are fetched once per node, whoever asks first; what arrives is what was
-announced, or the engines that asked get an error.
+Hides the node of an engine, which gets the path of its own node. Invariants: the learner does not
+wait for relays; the bytes are fetched once per node, for the first engine that asks; the announced
+bytes arrive, or the engines that asked get an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEPT = 1
 
 
 class RelayProcess:
-    """One node's relay."""
+    """The relay of one node."""
 
     def __init__(self, *, key: str, fallback: str, role: str) -> None:
         die_with_parent()
@@ -46,11 +46,11 @@ class RelayProcess:
         self._copy = SegmentCopy(key=key, fallback=Path(fallback))
 
     def read(self, path: str, sequence: int, nbytes: int) -> np.ndarray:
-        """The bytes of the learner's segment, on its node."""
+        """Read the learner's segment, on its node: [nbytes] uint8."""
         return read_segment(Path(path), sequence, nbytes)
 
     def write(self, source: tuple[str, int], data: np.ndarray) -> tuple[str, str]:
-        """Copy them into this node's segment: its path, and what the user should know."""
+        """Copy the bytes into this node's segment; its path, and a note for the user or ""."""
         return str(self._copy.write(source, data)), self._copy.note
 
     def pid(self) -> int:
@@ -63,9 +63,7 @@ class RelayProcess:
 
 
 class Relays:
-    """Relay processes by node, started when the first engine of a node asks. `home`: the node of
-    learner rank 0.
-    """
+    """Relay processes by node, started when the first engine of a node asks."""
 
     def __init__(
         self,
@@ -76,24 +74,20 @@ class Relays:
         where: Callable[[str], dict[str, Any]],
         listener: RunListener,
     ) -> None:
-        """where(node_id): Ray options of a process on that node that needs no reserved resources.
-        fallback: a directory in the run's.
+        """home: the node of learner rank 0. where(node_id): Ray options of an unreserved process on
+        that node. fallback: a directory in the run's.
         """
-        self._home, self._key, self._fallback, self._where, self._listener = (
-            home,
-            key,
-            fallback,
-            where,
-            listener,
-        )
+        self._home, self._where = home, where
+        self._key, self._fallback = key, fallback
+        self._listener = listener
         self._relays: dict[str, Any] = {}
         self._paths: dict[tuple[str, str, int], asyncio.Task[str]] = {}
         self._newest: tuple[tuple[str, int] | None, Any] = (None, None)
         self._noted: set[str] = set()
 
     async def local(self, announcement: Announcement, node_id: str) -> Announcement:
-        """The announcement as engines on this node need it. Raises Ray's error when a relay died
-        more often than it is started again.
+        """Return the announcement as engines on this node need it. Raises Ray's error when a relay
+        has died too often.
         """
         if not TRANSPORTS[announcement.backend].relayed or node_id == self._home:
             return announcement
@@ -106,7 +100,7 @@ class Relays:
         try:
             path = await asyncio.shield(self._paths[key])
         except BaseException:
-            self._paths.pop(key, None)  # whoever asks next tries again
+            self._paths.pop(key, None)  # the next engine that asks tries again
             self._newest = (None, None)
             raise
         return replace(announcement, payload=payload | {"path": path})
@@ -123,11 +117,8 @@ class Relays:
             ray.kill(relay)
 
     async def _fetch(self, announcement: Announcement, node_id: str) -> str:
-        payload = announcement.payload
-        write = (
-            payload["path"],
-            payload["sequence"],
-        )  # a learner that was started again counts from the beginning, in files of its own
+        # by path too: a learner that was started again counts from the beginning, in own files
+        write = announcement.payload["path"], announcement.payload["sequence"]
         if self._newest[0] != write:  # read once, however many nodes there are
             self._newest = write, self._relay(self._home).read.remote(*write, announcement.nbytes)
         path, note = await self._relay(node_id).write.remote(write, self._newest[1])

@@ -115,7 +115,6 @@ class _Reload:
     """Start and finish of an update, the same for all transports."""
 
     model: torch.nn.Module
-    _layout: Layout
 
     def start_weight_update(self) -> None:
         """Forget what a cut-off publication left, and prepare every layer for loading."""
@@ -177,6 +176,7 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
     """Loads a publication from the learner's copy on this GPU."""
 
     init_info_cls, update_info_cls = InitInfo, HandleInfo
+    _layout: Layout
     _kept: tuple[bytes, Tensor | None]
     _buffer: Tensor | None
 
@@ -229,6 +229,7 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
     packed_buffer_size_bytes: int
     packed_num_buffers: int
     model_update_group: WatchedGroup
+    _layout: Layout
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Compare names, and join the learner's group within the deadline."""
