@@ -63,7 +63,7 @@ class Publisher(Protocol):
     """The coordinator as the loop sees it."""
 
     async def publish(self, version: int) -> float: ...
-    def measurements(self) -> dict[str, float]: ...
+    def weight_metrics(self) -> dict[str, float]: ...
     async def refresh(self, version: int) -> None: ...
     async def settle(self) -> None: ...
 
@@ -178,7 +178,9 @@ class Loop:
         self.phase = f"collecting the metrics of learner step {step}"
         wall = time.perf_counter() - started
         metrics |= (
-            sums.means() | await self._guard(self._queue.metrics()) | self._publisher.measurements()
+            sums.means()
+            | await self._guard(self._queue.metrics())
+            | self._publisher.weight_metrics()
         )
         metrics |= self._times(
             wall=wall,

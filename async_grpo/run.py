@@ -372,7 +372,7 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     rows += goodput(loop.latest)
     if trainer.verdict is not None:
         rows.append(("verdict", trainer.verdict.text))
-    checks = system.coordinator.measurements()
+    checks = system.coordinator.weight_metrics()
     if checks["weights/probes"]:
         rows.append(
             (

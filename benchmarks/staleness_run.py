@@ -129,7 +129,7 @@ class InStep:
     def label(self, version: int) -> str:
         return Version(self._number, version).label
 
-    def measurements(self) -> dict[str, float]:
+    def weight_metrics(self) -> dict[str, float]:
         return {}
 
     async def refresh(self, version: int) -> None: ...

@@ -229,7 +229,7 @@ class Fakes:
         self.events.append(f"publish {version}")
         return 0.5
 
-    def measurements(self) -> dict[str, float]:
+    def weight_metrics(self) -> dict[str, float]:
         return {}
 
     async def refresh(self, version: int) -> None:
@@ -456,7 +456,7 @@ def fake_trainer(
     }
     coordinator = SimpleNamespace(
         times=SimpleNamespace(count=4, learner_waited=0.4, repeated=1, dropped=0),
-        measurements=lambda: {"weights/probes": 3.0, "weights/drift": 2e-6},
+        weight_metrics=lambda: {"weights/probes": 3.0, "weights/drift": 2e-6},
     )
     return SimpleNamespace(
         system=SimpleNamespace(

@@ -55,7 +55,7 @@ class _Digests:
         (self.comparison.unknown if not digest or expected is None else known).append(version)
         return 0.0
 
-    def measurements(self) -> dict[str, float]:
+    def weight_metrics(self) -> dict[str, float]:
         return {"weights/differ": float(len(self.comparison.different))}
 
     async def refresh(self, version: int) -> None: ...

@@ -205,7 +205,7 @@ class Coordinator:
         self.times.learner_waited += waited
         return waited
 
-    def measurements(self) -> dict[str, float]:
+    def weight_metrics(self) -> dict[str, float]:
         """Metrics of the publications so far, and of the drift probes."""
         return self.times.metrics() | self._probe.metrics()
 

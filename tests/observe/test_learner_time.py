@@ -86,7 +86,7 @@ class Run:
         self.takes(0.5)
         return 0.0
 
-    def measurements(self) -> dict[str, float]:
+    def weight_metrics(self) -> dict[str, float]:
         return {}
 
     async def refresh(self, version: int) -> None: ...

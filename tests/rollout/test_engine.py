@@ -297,7 +297,7 @@ async def test_of_a_torn_load_nothing_remains(run: Run, tear: str) -> None:
     assert (
         run.lived == [0, 1]
         and not run.dropped
-        and run.coordinator.measurements()["weights/repeated"] == 1
+        and run.coordinator.weight_metrics()["weights/repeated"] == 1
     )
     assert await run.serving.distance(model) < 1e-4
     assert await run.serving.distance(run.serving.model) > 1e-3
@@ -417,7 +417,7 @@ async def test_a_stopped_process_is_dropped_within_its_deadline(
         os.kill(run.serving.pid, signal.SIGCONT)
     assert time.monotonic() - started < ACKNOWLEDGE_S + LATE_S
     assert list(run.dropped) == ["a0"] and str(run.dropped["a0"]).startswith(says)
-    assert run.coordinator.measurements()["weights/dropped_engines"] == 1 and not run.notes, (
+    assert run.coordinator.weight_metrics()["weights/dropped_engines"] == 1 and not run.notes, (
         "it is not repeated for one that is gone"
     )
 

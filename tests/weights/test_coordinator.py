@@ -38,7 +38,7 @@ def test_a_publication_is_staged_received_and_then_live(overlap: bool) -> None:
             "live 4",
         ]
         assert [engine.weight for engine in run.members] == [2.0, 2.0]
-        measured = run.coordinator.measurements()
+        measured = run.coordinator.weight_metrics()
         assert measured["weights/publications"] == 1  # of the run, without its start
         assert measured["weights/engine_paused_s"] == pytest.approx(0.25)
         assert measured["weights/recomputed_tokens"] == 14
@@ -123,7 +123,7 @@ def test_an_engine_that_dies_or_says_nothing_is_dropped_and_the_others_go_live(l
             )
         assert run.members[0].label == "v0.1"
         assert run.events[-1] == "live 1"
-        assert run.coordinator.measurements()["weights/dropped_engines"] == 1
+        assert run.coordinator.weight_metrics()["weights/dropped_engines"] == 1
 
     asyncio.run(scenario())
 
@@ -184,7 +184,7 @@ def test_a_torn_engine_takes_the_publication_again_before_it_is_live() -> None:
         )
         assert run.members[1].weight == 2.0
         assert run.events[-1] == "live 1"
-        assert run.coordinator.measurements()["weights/repeated"] == 2
+        assert run.coordinator.weight_metrics()["weights/repeated"] == 2
         assert run.notes == ["publication v0.1 was cut off and is repeated: a1: cut off"] * 2
 
     asyncio.run(scenario())
@@ -596,7 +596,7 @@ def test_every_nth_publication_is_verified_and_probed() -> None:
         await train(run, 1, 2, 3, 4, 5, 6, 7)
         assert run.learner.verified == ["v0.0", "v0.3", "v0.6"]
         assert [engine.scored for engine in run.members] == [["v0.3", "v0.6"]] * 2
-        measured = run.coordinator.measurements()
+        measured = run.coordinator.weight_metrics()
         assert (measured["weights/probes"], measured["weights/probes_owed"]) == (4, 0)
         assert measured["weights/drift"] < 1e-6
         await run.coordinator.close()
@@ -632,9 +632,9 @@ def test_a_probe_that_spans_two_versions_or_an_unknown_one_is_repeated() -> None
         await run.coordinator.start(0)
         run.members[0].spans = [["v0.4", "v0.5"], ["v0.3"]]
         await train(run, 1, 2, 3, 4)
-        assert run.coordinator.measurements()["weights/probes_owed"] == 1
+        assert run.coordinator.weight_metrics()["weights/probes_owed"] == 1
         await train(run, 5)
-        assert run.coordinator.measurements()["weights/probes_owed"] == 1
+        assert run.coordinator.weight_metrics()["weights/probes_owed"] == 1
         run.members[0].deaf = True
         await train(run, 6)  # asked a third time, and now it can be compared
         assert run.members[0].scored == ["v0.4", "v0.5", "v0.6"]

@@ -437,7 +437,7 @@ class Run:
         )
 
     def count(self, name: str) -> float:
-        return self.coordinator.measurements()[f"weights/{name}"]
+        return self.coordinator.weight_metrics()[f"weights/{name}"]
 
 
 @pytest.fixture

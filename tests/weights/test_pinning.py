@@ -81,7 +81,7 @@ def test_with_one_engine_the_next_publication_waits_and_the_wait_is_the_evaluati
             await until(lambda: pin.learner_waited_s > 0.05)
             assert run.events[-1] == "live 0" and run.members[0].label == "v0.0"
         assert await publishing < 0.05 and run.events[-1] == "live 1"
-        assert run.coordinator.measurements()["weights/learner_waited_s"] < 0.05
+        assert run.coordinator.weight_metrics()["weights/learner_waited_s"] < 0.05
         async with run.coordinator.pinned() as pin:
             assert pin.label == "v0.1"
 
