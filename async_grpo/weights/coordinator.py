@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -128,7 +128,7 @@ class Coordinator:
         run_epoch: int = 0,
     ) -> None:
         """exact: learner and engines compute in float32. live(step, digest): tell the queue."""
-        self._config, self._listener = config, listener
+        self._settings, self._listener = config.weight_sync, listener
         self._learner, self._engines = learner, ServingEngines(engines)
         self._backend, self._pushes = backend, TRANSPORTS[backend].pushes
         self._live, self._run_epoch = live, run_epoch
@@ -157,16 +157,16 @@ class Coordinator:
         async with self._lock:
             engines, measured = list(self._engines.alive()), {}
             await self._connect(engines, strict=True)
-            if self._config.weight_sync.self_check or self._config.weight_sync.verify_every:
-                responses = await self._check.responses(engines[0])
-                sequences = [(prompt, response) for prompt, response, _ in responses]
+            if self._settings.self_check or self._settings.verify_every:
+                answers = await self._check.responses(engines[0])
+                sequences = [(prompt, response) for prompt, response, _ in answers]
                 self._check.sequences = self._probe.sequences = sequences
-            if self._config.weight_sync.self_check:
+            if self._settings.self_check:
                 measured = await self._check.load_path(engines)
-            await self._publish_now(version, strict=True)
-            if self._config.weight_sync.self_check:
+            digest = await self._publish_now(version, strict=True)
+            if self._settings.self_check:
                 measured |= await self._check.sampler(engines)
-        await self._live(version, self._newest.digest)
+        await self._live(version, digest)
         self.times = PublicationTimes()  # of the run, without its start
         return measured
 
@@ -199,7 +199,7 @@ class Coordinator:
             self._finish(staged.announcement, version, verify=verify)
         )
         self._running.add_done_callback(consume_exception)
-        if not self._config.weight_sync.overlap or staged.announcement.streamed:
+        if not self._settings.overlap or staged.announcement.streamed:
             await self.wait()
         waited = time.perf_counter() - started
         self.times.learner_waited += waited
@@ -250,13 +250,13 @@ class Coordinator:
     async def _join(self, engine: EngineHandle, admit: Callable[[], None]) -> None:
         async with self._joining:
             [payload] = await self._learner.connect([engine.tensor_parallel_size])
-            seconds = self._config.weight_sync.deadlines.rendezvous_s
+            seconds = self._settings.deadlines.rendezvous_s
             require_complete(
                 await self._ask(
                     [engine], lambda one: one.connect(payload), seconds=seconds, what="connecting"
                 )
             )
-            if self._config.weight_sync.self_check and engine.actor_id not in self._check.passed:
+            if self._settings.self_check and engine.actor_id not in self._check.passed:
                 await self._check.load_path([engine])
             async with self._lock:
                 assert self._newest is not None, "start() comes first"
@@ -321,8 +321,7 @@ class Coordinator:
         """
         self._run_epoch = run_epoch
         await self._connect(list(self._engines.alive()))
-        await self._publish_now(version)
-        await self._live(version, self._newest.digest)
+        await self._live(version, await self._publish_now(version))
 
     def learner_lost(self, error: LearnerLost) -> None:
         """Record a learner death; `refresh` raises it, because a loop that waits for groups makes
@@ -346,8 +345,8 @@ class Coordinator:
             await self.wait()
             async with self._lock:
                 await self._regroup()
-                await self._publish_now(version)
-            await self._live(version, self._newest.digest)
+                digest = await self._publish_now(version)
+            await self._live(version, digest)
 
     @asynccontextmanager
     async def between_publications(self) -> AsyncIterator[None]:
@@ -359,10 +358,11 @@ class Coordinator:
         """End the drift probes."""
         await self._probe.close()
 
-    async def _publish_now(self, version: int, *, strict: bool = False) -> None:
-        """Stage, verify and deliver the current weights, while the learner waits."""
+    async def _publish_now(self, version: int, *, strict: bool = False) -> str:
+        """Stage, verify and deliver the current weights, while the learner waits; their digest."""
         staged = await self._learner.stage(self._label(version), verify=True, sequences=[])
         await self._deliver(staged.announcement, strict=strict)
+        return staged.announcement.digest
 
     async def _finish(self, announcement: Announcement, version: int, *, verify: bool) -> None:
         started = time.perf_counter()
@@ -384,7 +384,7 @@ class Coordinator:
         """
         if not self._pushes or self._members() == self._group:
             return
-        if self._config.weight_sync.self_check:
+        if self._settings.self_check:
             newcomers = [
                 engine
                 for engine in self._engines.alive()
@@ -410,7 +410,7 @@ class Coordinator:
         """Connect exactly these engines. strict: the first failing engine ends the run; otherwise
         it is dropped, and the others connect without it.
         """
-        deadlines = self._config.weight_sync.deadlines
+        deadlines = self._settings.deadlines
         for _ in range(ATTEMPTS if engines else 0):
             sizes = [engine.tensor_parallel_size for engine in engines]
             names = [engine.actor_id for engine in engines]
@@ -425,7 +425,7 @@ class Coordinator:
             )
             if strict:
                 require_complete(outcome, Stalled)
-            await self._drop(outcome)
+            await self._drop(outcome.lost)
             engines = [engine for engine in engines if engine.actor_id not in outcome.lost]
             if outcome.complete or not (self._pushes and engines):
                 self._connected, self._group = set(outcome.done), set(outcome.done)
@@ -443,8 +443,8 @@ class Coordinator:
     def _members(self) -> set[str]:
         return {engine.actor_id for engine in self._engines.alive()}
 
-    async def _drop(self, outcome: DeliveryOutcome) -> None:
-        for actor_id, error in outcome.lost.items():
+    async def _drop(self, lost: Mapping[str, BaseException]) -> None:
+        for actor_id, error in lost.items():
             self._connected.discard(actor_id)
             self.times.dropped += 1
             await self._engines.drop(actor_id, error)
@@ -463,7 +463,7 @@ class Coordinator:
             if strict:
                 require_complete(outcome, Stalled)
             self.times.add(outcome)
-            await self._drop(outcome)
+            await self._drop(outcome.lost)
             engines = [engine for engine in engines if engine.actor_id in outcome.failed]
             # one torn, all torn: a new group, and everything again
             if self._pushes and (engines or outcome.learner):
@@ -479,8 +479,7 @@ class Coordinator:
                 )
             if attempt == ATTEMPTS:
                 failed = outcome.failed.items()
-                torn = {name: TornTransfer(receipt.reason) for name, receipt in failed}
-                await self._drop(DeliveryOutcome(lost=torn))
+                await self._drop({name: TornTransfer(receipt.reason) for name, receipt in failed})
                 break
             self.times.repeated += 1
             self._listener.note(
@@ -504,7 +503,7 @@ class Coordinator:
             engines,
             receive,
             learner=None if sent else self._learner.send(announcement),
-            seconds=self._config.weight_sync.deadlines.acknowledge_s,
+            seconds=self._settings.deadlines.acknowledge_s,
             what=f"publication {announcement.label}",
         )
 
@@ -529,7 +528,7 @@ class Coordinator:
         patient: engines notice a failure of another at `seconds` only, so nobody is hurried.
         """
         hurried = self._pushes and not patient
-        grace_s = grace(self._config.weight_sync.deadlines) if hurried else None
+        grace_s = grace(self._settings.deadlines) if hurried else None
         outcome = await call_all(
             engines, call, learner=learner, seconds=seconds, grace_s=grace_s, what=what
         )
