@@ -375,7 +375,7 @@ async def test_the_drift_alarm_finds_weights_that_changed_behind_the_back(
 async def until_probed(run: Run) -> None:
     """The probes of the last publication have been answered."""
     async with asyncio.timeout(ACKNOWLEDGE_S):
-        while run.coordinator._probes._asking:
+        while run.coordinator._probe._asking:
             await asyncio.sleep(0.01)
 
 
