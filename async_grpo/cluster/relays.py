@@ -108,11 +108,9 @@ class Relays:
     async def close(self) -> None:
         """Remove the segments and end the relays."""
         relays, self._relays = list(self._relays.values()), {}
-        if relays:
-            await asyncio.wait(
-                [asyncio.ensure_future(_settled(relay.close.remote())) for relay in relays],
-                timeout=CLOSE_TIMEOUT_S,
-            )
+        calls = [relay.close.remote() for relay in relays]
+        with suppress(TimeoutError):  # ended below either way, and dead already is as good
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CLOSE_TIMEOUT_S)
         for relay in relays:
             ray.kill(relay)
 
@@ -136,8 +134,3 @@ class Relays:
                 key=self._key, fallback=str(self._fallback), role=f"relay-{node_id[:8]}"
             )
         return self._relays[node_id]
-
-
-async def _settled(call: Any) -> None:
-    with suppress(ray.exceptions.RayError):  # it is being ended; dead already is just as good
-        await call

@@ -6,6 +6,7 @@ Runs in: any process. Invariant: what `visible` returns can move no cursor and c
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from async_grpo.errors import RunError
 
@@ -20,6 +21,12 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
         else letter.encode("unicode_escape", "backslashreplace").decode()
         for letter in text
     )
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Write the first `most` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def ago(seconds: float) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.errors import TransferMismatch
+from async_grpo.runtime.text import listed
 
 BUCKET_BYTES = 64 * 2**20
 DIGEST_BYTES = 2**28
@@ -143,13 +144,10 @@ class Layout:
 
 def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:
     """The sentence about a bucket with a wrong checksum."""
-    shown = ", ".join(names[:_SHOWN]) + (
-        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    )
     of = "" if buckets is None else f" of {buckets}"
     return (
         f"bucket {bucket + 1}{of} of the published weights arrived with other bytes than were "
-        f"sent; it holds {shown}"
+        f"sent; it holds {listed(names, _SHOWN)}"
     )
 
 

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 
 from async_grpo.errors import SetupError
+from async_grpo.runtime.text import listed
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -55,18 +56,8 @@ def check_names(model_config: ModelConfig, metadata: Sequence[Sequence[Any]]) ->
         if name in expected and published[name] != expected[name]
     ]
     twice = [name for name, count in Counter(name for name, _, _ in metadata).items() if count > 1]
-    found = [
-        f"{what}: {', '.join(names[:_SHOWN])}"
-        f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
-        for what, names in (
-            ("missing", missing),
-            ("extra", extra),
-            ("twice", twice),
-            ("of another shape", shapes),
-        )
-        if names
-    ]
-    if found:
+    kinds = {"missing": missing, "extra": extra, "twice": twice, "of another shape": shapes}
+    if found := [f"{kind}: {listed(names, _SHOWN)}" for kind, names in kinds.items() if names]:
         raise NamesDiffer(
             "the learner's tensors are not those that the engine loads from "
             f"{model_config.model}; {'; '.join(found)}. "

@@ -184,7 +184,7 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
         """Compare names, and lay out the copies to come."""
         check_names(self.vllm_config.model_config, init_info.metadata)
         self._layout = Layout(init_info.metadata)
-        self._kept: tuple[bytes, Tensor | None] = (b"", None)
+        self._kept = (b"", None)
 
     def receive_weights(self, update_info: HandleInfo) -> None:
         """Map the learner's copy on this GPU, and load its tensors."""
