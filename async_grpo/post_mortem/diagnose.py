@@ -22,9 +22,7 @@ _DISTRIBUTED = ("distributed_c10d.py", "comm/comm.py", "comm/torch.py")
 
 
 def conclude(facts: dict[str, Any]) -> tuple[str, list[str]]:
-    """The line that says where the run is and who is to blame, if that is known; and all that was
-    found, the most telling first.
-    """
+    """Say where the run is and who is to blame; and all findings, the most telling first."""
     processes = [process for node in facts["nodes"] for process in node["processes"]]
     found = [*_troubled(processes, facts), *_silent(facts)]
     if facts["exit_code"] == STALLED:  # otherwise nobody need be late
@@ -37,7 +35,7 @@ def conclude(facts: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def _troubled(processes: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
-    """Processes that the kernel says something about, those that are still there first."""
+    """Name the processes that the kernel says something about, living ones first."""
     alive = [process for process in processes if process["alive"] and process["trouble"]]
     alive.sort(key=lambda process: not process["trouble"].startswith(("is stopped", "is held")))
     living = {process["role"] for process in processes if process["alive"]}
@@ -53,7 +51,7 @@ def _troubled(processes: list[dict[str, Any]], facts: dict[str, Any]) -> list[st
 
 
 def _belongs(role: str, facts: dict[str, Any]) -> bool:
-    """Not a process of a rollout actor that was replaced."""
+    """Whether the role is not of a rollout actor that was replaced."""
     actor = role.partition(PART)[0]
     return not actor.startswith("actor-") or actor in facts["actors"]
 
@@ -67,9 +65,7 @@ def _silent(facts: dict[str, Any]) -> list[str]:
 
 
 def _late_ranks(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]:
-    """Calls of the learner under way. Where only one late rank is outside a collective, the others
-    wait for it.
-    """
+    """Describe the learner's calls; one late rank alone outside a collective is named."""
     found = []
     for call in facts["learner"]:
         late = [
@@ -97,7 +93,7 @@ def _late_ranks(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[
 
 
 def _oldest(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]:
-    """The oldest group in flight of each actor and whom it waits for, the oldest of all first."""
+    """Describe each actor's oldest group in flight and whom it waits for, oldest first."""
     found = []
     for actor_id, actor in facts["actors"].items():
         status = actor["status"]
@@ -146,7 +142,7 @@ def _dropped(facts: dict[str, Any]) -> list[str]:
 
 
 def text(facts: dict[str, Any]) -> str:
-    """summary.txt: what a person reads first."""
+    """Write summary.txt, which a person reads first."""
     lines = [
         f"exit code {facts['exit_code']}: {facts['meaning']}",
         facts["error"],
