@@ -333,7 +333,8 @@ class BottleneckWatch:
         self, setup: ThroughputModel, *, min_steps: int = MIN_STEPS, min_s: float = MIN_S
     ) -> None:
         """Set the fewest steps and seconds of an interval."""
-        self._setup, self._min_steps, self._min_s = setup, min_steps, min_s
+        self._setup = setup
+        self._min_steps, self._min_s = min_steps, min_s
         self._first: Mapping[str, float] | None = None
         self._sums: dict[str, float] = {}
         self._steps = 0
@@ -367,4 +368,5 @@ class BottleneckWatch:
         return LearnerTime.between(self._first or {}, metrics).total
 
     def _begin(self, metrics: Mapping[str, float]) -> None:
-        self._first, self._sums, self._steps = dict(metrics), {}, 0
+        self._first = dict(metrics)
+        self._sums, self._steps = {}, 0

@@ -76,7 +76,8 @@ class Curve:
                 (first + second) / 2
                 for first, second in zip(self.points[::2], self.points[1::2], strict=False)
             ]
-            self._sum, self._count, self.stride = 0.0, 0, 2 * self.stride
+            self._sum, self._count = 0.0, 0
+            self.stride *= 2
 
     def values(self) -> list[float]:
         """Return the means, oldest first; the last one may be of fewer values."""

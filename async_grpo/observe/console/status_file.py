@@ -98,7 +98,8 @@ class StatusFile:
                     json.dumps(self._who | {"written": now} | facts) + "\n", encoding="utf-8"
                 )
                 os.replace(temporary, self._path)
-                self._written, self._last, self._full = now, facts, False
+                self._written, self._last = now, facts
+                self._full = False
             except OSError as error:
                 if not self._full:
                     _log.warning(
