@@ -52,11 +52,8 @@ def gather(run_dir: str, *, role: str = "", seconds: float = stacks.ANSWER_S) ->
 
 def _children(looks: Iterable[stacks.Look], known: set[int]) -> list[dict[str, Any]]:
     """Describe children of registered processes that have not registered themselves."""
-    parents = {
-        one.process.pid: one.process.role
-        for one in looks
-        if one.alive and one.process.role != "driver"
-    }
+    living = [one.process for one in looks if one.alive and one.process.role != "driver"]
+    parents = {process.pid: process.role for process in living}
     found = []
     for entry in Path("/proc").iterdir():
         status = stacks.status(int(entry.name)) if entry.name.isdigit() else {}
@@ -83,12 +80,8 @@ def _usage(pid: int) -> dict[str, Any]:
     """Read memory, processor time and open files of a process; empty when it is gone."""
     status = stacks.status(pid)
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat.rpartition(")")[2].split()
         files = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return {}

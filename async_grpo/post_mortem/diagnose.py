@@ -42,8 +42,7 @@ def _troubled(processes: list[dict[str, Any]], facts: dict[str, Any]) -> list[st
     gone = [
         process
         for process in processes
-        if not process["alive"]
-        and process["role"] not in living
+        if process["role"] not in living  # so this one is not alive
         and _belongs(process["role"], facts)
         and "verifier" not in process["role"]
     ]
@@ -68,28 +67,22 @@ def _late_ranks(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[
     """Describe the learner's calls; one late rank alone outside a collective is named."""
     found = []
     for call in facts["learner"]:
-        late = [
-            process
-            for process in processes
-            if process["alive"]
-            and process["role"].replace("learner-", "rank ") in call["waits_for"].split(", ")
-        ]
-        busy = [
-            process
-            for process in late
-            if process["where"]
-            and not any(name in line for line in process["where"] for name in _DISTRIBUTED)
-        ]
+        ranks = call["waits_for"].replace("rank ", "learner-").split(", ")
+        late = [one for one in processes if one["alive"] and one["role"] in ranks]
+        busy = [one for one in late if one["where"] and not _is_in_collective(one)]
         who = busy if len(busy) == 1 and len(late) > 1 else late
         names = ", ".join(
-            f"{process['name']}, in {process['where'][0]}" if process["where"] else process["name"]
-            for process in who
+            f"{one['name']}, in {one['where'][0]}" if one["where"] else one["name"] for one in who
         )
         found.append(
             f"{call['call']} has been waiting for {names or call['waits_for'] or 'nobody'} "
             f"for {call['seconds']:.0f} s"
         )
     return found
+
+
+def _is_in_collective(process: dict[str, Any]) -> bool:
+    return any(name in line for line in process["where"] for name in _DISTRIBUTED)
 
 
 def _oldest(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]:
@@ -102,32 +95,19 @@ def _oldest(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]
         oldest = status["in_flight"][0]
         who, since = actor_id, oldest["stage_s"]
         if oldest["stage"] == "generating":
-            who = next(
-                (
-                    process["name"]
-                    for process in processes
-                    if process["role"] == f"{actor_id}{PART}engine" and process["alive"]
-                ),
-                f"the engine of {actor_id}",
-            )
-            doing = (
-                "is paused for new weights"
-                if status["paused"]
-                else f"has been generating group {oldest['group_id']}"
-            )
+            role = f"{actor_id}{PART}engine"
+            names = [one["name"] for one in processes if one["role"] == role and one["alive"]]
+            who = names[0] if names else f"the engine of {actor_id}"
+            doing = f"has been generating group {oldest['group_id']}"
+            if status["paused"]:
+                doing = "is paused for new weights"
         elif oldest["stage"] == "verifying":
             pid, busy = max(status["verifying"], key=lambda one: one[1], default=(0, 0.0))
+            who = f"the verifiers of {actor_id}"
+            doing = f"have been scoring group {oldest['group_id']}"
             if busy > SLOW_S:
-                who, doing, since = (
-                    f"verifier of {actor_id} (pid {pid})",
-                    "has been at one response",
-                    busy,
-                )
-            else:
-                who, doing = (
-                    f"the verifiers of {actor_id}",
-                    f"have been scoring group {oldest['group_id']}",
-                )
+                who, since = f"verifier of {actor_id} (pid {pid})", busy
+                doing = "has been at one response"
         else:
             doing = f"has had group {oldest['group_id']} in stage {oldest['stage']}"
         found.append((since, f"{who} {doing} for {since:.0f} s"))
@@ -152,32 +132,23 @@ def text(facts: dict[str, Any]) -> str:
     ]
     if "nodes" in facts:
         lines += _section("found", facts.get("findings", []))
-        lines += _section(
-            "did not answer", [f"{name}: {why}" for name, why in facts["silent"].items()]
-        )
+        silent = [f"{name}: {why}" for name, why in facts["silent"].items()]
+        lines += _section("did not answer", silent)
         lines += _section("replay queue", _queue(facts))
         lines += _section("rollout actors", _actors(facts))
-        lines += _section(
-            "learner",
-            [
-                f"{call['call']}: {call['seconds']:.1f} s, waiting for "
-                f"{call['waits_for'] or 'nobody'}"
-                for call in facts["learner"]
-            ],
-        )
+        calls = [
+            f"{call['call']}: {call['seconds']:.1f} s, waiting for {call['waits_for'] or 'nobody'}"
+            for call in facts["learner"]
+        ]
+        lines += _section("learner", calls)
         lines += _section("actors that died", facts["deaths"])
         for node in facts["nodes"]:
-            lines += _section(
-                f"processes on {node['host']}",
-                [node["note"]] if "note" in node else _processes(node),
-            )
-            lines += _section(
-                f"machine {node['host']}",
-                [f"{name}: {value}" for name, value in node.get("machine", {}).items()],
-            )
-        lines += _section(
-            "versions", [f"{name} {value}" for name, value in facts["versions"].items()]
-        )
+            seen = [node["note"]] if "note" in node else _processes(node)
+            machine = [f"{name}: {value}" for name, value in node.get("machine", {}).items()]
+            lines += _section(f"processes on {node['host']}", seen)
+            lines += _section(f"machine {node['host']}", machine)
+        versions = [f"{name} {value}" for name, value in facts["versions"].items()]
+        lines += _section("versions", versions)
     return "\n".join(lines) + "\n"
 
 
