@@ -276,11 +276,8 @@ class Loop:
     def _times(
         self, *, wall: float, wait: float, train: float, publish: float, metrics: dict[str, float]
     ) -> dict[str, float]:
-        tokens, before, self._line = (
-            metrics["rollout/response_tokens"],
-            self._line,
-            self.time_metrics(),
-        )
+        tokens, before = metrics["rollout/response_tokens"], self._line
+        self._line = self.time_metrics()
         spent = LearnerTime.between(before, self._line, tokens=tokens)
         self.durations.append(wall)
         self.tokens += int(tokens)

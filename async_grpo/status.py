@@ -22,7 +22,7 @@ EVERY_S, PLAIN_EVERY_S = 2.0, 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m async_grpo.status",
         description="How a run is doing, seen from another shell.",

@@ -63,9 +63,9 @@ MIN_STEPS, MIN_S = 5, 5.0
 
 @dataclass(frozen=True)
 class ThroughputModel:
-    """What the model needs to know of a configuration. places: groups that one rollout actor has
-    room for; whole: a group keeps its place until its last response is verified, otherwise each
-    response keeps its own until it ends.
+    """Hold the settings that the model needs. places: groups for which one rollout actor has room;
+    whole: a group keeps its place until its last response is verified, else each response until it
+    ends.
     """
 
     batch: int
@@ -79,6 +79,7 @@ class ThroughputModel:
 
     @classmethod
     def of(cls, config: Config) -> ThroughputModel:
+        """Read the settings from a configuration."""
         responses = config.rollout.group_size + (config.algorithm.adv_estimator == "remax")
         return cls(
             batch=config.rollout.rollout_batch_size,
@@ -93,9 +94,7 @@ class ThroughputModel:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """kind: who limits. text: one sentence. advice: setting -> value. predicted_gain: in groups per
-    second; rate: what there is now.
-    """
+    """States who limits a run. advice: setting -> value; rates in groups per second."""
 
     kind: Kind
     text: str
@@ -106,9 +105,7 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class Interval:
-    """What was measured between two lines of metrics. Seconds are shares of the time that passed;
-    rates in groups per second.
-    """
+    """Hold the rates (groups per second) and shares of time between two lines of metrics."""
 
     rate: float
     """Trained groups."""
@@ -133,9 +130,7 @@ class Interval:
         steps: int,
         batch: int,
     ) -> Interval:
-        """first, last: metrics of two learner steps, `steps` apart; means: of `RATES`, over the
-        steps between.
-        """
+        """Compute the rates from two lines, `steps` apart; means: of `RATES` over those steps."""
         speed, generate_s = means["rollout/tokens_per_s_per_response"], means["rollout/generate_s"]
         learner = LearnerTime.between(first, last)
         engine, seconds = spent(first, last, ENGINE_PREFIX), learner.total
@@ -156,12 +151,12 @@ class Interval:
 
 
 def _rest(share: float) -> float:
-    """What a share leaves, never nothing."""
+    """Subtract a share from 1; never 0."""
     return max(1.0 - share, 1e-3)
 
 
 def diagnose(setup: ThroughputModel, seen: Interval) -> Bottleneck:
-    """The verdict on an interval."""
+    """Find the bottleneck of an interval."""
     found = _busy(setup, seen) if seen.learner["starved"] < LITTLE else _starved(setup, seen)
     if found is None or found.predicted_gain < WORTH * seen.rate:
         idle = (
@@ -177,7 +172,7 @@ def diagnose(setup: ThroughputModel, seen: Interval) -> Bottleneck:
 
 
 def _busy(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
-    """The learner has batches: it is the limit, or its publications are."""
+    """Judge a learner that has batches: the learner or its publications are the limit."""
     published = seen.learner["publishing"]
     if published >= MUCH:
         return _publications(
@@ -201,11 +196,9 @@ def _busy(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
 
 
 def _starved(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
-    """The learner waits for groups."""
-    idle, limit = (
-        f"learner idle {seen.learner['starved']:.0%}",
-        seen.rate / _rest(seen.learner["starved"]),
-    )
+    """Judge a learner that waits for groups."""
+    starved = seen.learner["starved"]
+    idle, limit = f"learner idle {starved:.0%}", seen.rate / _rest(starved)
     if (paused := seen.engine["paused"]) >= MUCH:
         return _publications(
             setup,
@@ -310,13 +303,13 @@ def _publications(setup: ThroughputModel, seen: Interval, share: float, why: str
 
 
 def _taken(setup: ThroughputModel, seen: Interval) -> float:
-    """Share of the places for groups at the engines that are taken, by Little's law."""
+    """Compute the share of the engines' places for groups that is taken (Little's law)."""
     taken_s = seen.generate_s + seen.verify_s if setup.whole else seen.response_s
     return seen.completed * taken_s / (seen.actors * setup.places)
 
 
 def _engines_limit(setup: ThroughputModel, seen: Interval) -> float:
-    """Trained groups per second when all places are taken."""
+    """Compute the trained groups per second when all places are taken."""
     return seen.rate / min(max(_taken(setup, seen), 1e-3), 1.0)
 
 
@@ -334,22 +327,21 @@ def _verdict(
 
 
 class BottleneckWatch:
-    """Collects the lines of learner steps and judges one interval after the other. `latest`: the
-    last verdict.
-    """
+    """Judges one interval of learner steps after the other; `latest` is the newest verdict."""
 
     def __init__(
         self, setup: ThroughputModel, *, min_steps: int = MIN_STEPS, min_s: float = MIN_S
     ) -> None:
-        """An interval has at least so many steps and seconds."""
-        self._setup, self._min_steps, self._min_s = setup, min_steps, min_s
+        """Set the fewest steps and seconds of an interval."""
+        self._setup = setup
+        self._min_steps, self._min_s = min_steps, min_s
         self._first: Mapping[str, float] | None = None
         self._sums: dict[str, float] = {}
         self._steps = 0
         self.latest: Bottleneck | None = None
 
     def observe(self, metrics: Mapping[str, float]) -> Bottleneck | None:
-        """Take the metrics of a learner step; a verdict when an interval is complete."""
+        """Take the metrics of a learner step; return a verdict when an interval is complete."""
         if "time/engine/working" not in metrics or "time/learner/working" not in metrics:
             return None  # no engine has told anything yet, or the step was repeated
         if self._first is None or any(
@@ -357,9 +349,7 @@ class BottleneckWatch:
             for name in metrics
             if name.startswith((LEARNER_PREFIX, ENGINE_PREFIX))
         ):
-            self._begin(
-                metrics
-            )  # also when the queue's process died, and with it what dead actors had told
+            self._begin(metrics)  # also when the queue's process died, with times of dead actors
             return None
         self._steps += 1
         for name in RATES:
@@ -367,12 +357,10 @@ class BottleneckWatch:
         if self._steps < self._min_steps or self._passed(metrics) < self._min_s:
             return None
         means = {name: total / self._steps for name, total in self._sums.items()}
-        self.latest = diagnose(
-            self._setup,
-            Interval.between(
-                self._first, metrics, means, steps=self._steps, batch=self._setup.batch
-            ),
+        seen = Interval.between(
+            self._first, metrics, means, steps=self._steps, batch=self._setup.batch
         )
+        self.latest = diagnose(self._setup, seen)
         self._begin(metrics)
         return self.latest
 
@@ -380,4 +368,5 @@ class BottleneckWatch:
         return LearnerTime.between(self._first or {}, metrics).total
 
     def _begin(self, metrics: Mapping[str, float]) -> None:
-        self._first, self._sums, self._steps = dict(metrics), {}, 0
+        self._first = dict(metrics)
+        self._sums, self._steps = {}, 0

@@ -22,9 +22,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def gather(run_dir: str, *, role: str = "", seconds: float = stacks.ANSWER_S) -> dict[str, Any]:
-    """Processes of this host, of all roles or of this one and its parts, and the state of the
-    machine. Plain values only.
-    """
+    """Describe this host: its processes (all, or a role and its parts) and its state."""
     directory = stacks.home(run_dir)
     usage = {
         process.pid: _usage(process.pid) for process in stacks.registered(directory, role=role)
@@ -53,14 +51,9 @@ def gather(run_dir: str, *, role: str = "", seconds: float = stacks.ANSWER_S) ->
 
 
 def _children(looks: Iterable[stacks.Look], known: set[int]) -> list[dict[str, Any]]:
-    """Children of registered processes that have not registered: helpers of the libraries, and what
-    does not get as far as registering.
-    """
-    parents = {
-        one.process.pid: one.process.role
-        for one in looks
-        if one.alive and one.process.role != "driver"
-    }
+    """Describe children of registered processes that have not registered themselves."""
+    living = [one.process for one in looks if one.alive and one.process.role != "driver"]
+    parents = {process.pid: process.role for process in living}
     found = []
     for entry in Path("/proc").iterdir():
         status = stacks.status(int(entry.name)) if entry.name.isdigit() else {}
@@ -84,15 +77,11 @@ def _children(looks: Iterable[stacks.Look], known: set[int]) -> list[dict[str, A
 
 
 def _usage(pid: int) -> dict[str, Any]:
-    """Memory, processor time and open files of a process; empty when it is gone."""
+    """Read memory, processor time and open files of a process; empty when it is gone."""
     status = stacks.status(pid)
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat.rpartition(")")[2].split()
         files = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return {}
@@ -107,12 +96,12 @@ def _usage(pid: int) -> dict[str, Any]:
 
 
 def _logs(process: stacks.Process) -> dict[str, str]:
-    """The ends of the files that its output goes to."""
+    """Read the ends of the files that the process's output goes to."""
     return {Path(path).name: tail(Path(path)) for path in process.logs}
 
 
 def tail(path: Path) -> str:
-    """The last LOG_TAIL bytes of a file as text."""
+    """Read the last LOG_TAIL bytes of a file as text."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -123,7 +112,7 @@ def tail(path: Path) -> str:
 
 
 def machine(run_dir: str) -> dict[str, Any]:
-    """Memory, disks, load and kills for want of memory on this host."""
+    """Read memory, disks, load and kills for want of memory of this host."""
     memory = _pairs("/proc/meminfo")
     return {
         "memory": {

@@ -22,9 +22,7 @@ _DISTRIBUTED = ("distributed_c10d.py", "comm/comm.py", "comm/torch.py")
 
 
 def conclude(facts: dict[str, Any]) -> tuple[str, list[str]]:
-    """The line that says where the run is and who is to blame, if that is known; and all that was
-    found, the most telling first.
-    """
+    """Say where the run is and who is to blame; and all findings, the most telling first."""
     processes = [process for node in facts["nodes"] for process in node["processes"]]
     found = [*_troubled(processes, facts), *_silent(facts)]
     if facts["exit_code"] == STALLED:  # otherwise nobody need be late
@@ -37,15 +35,14 @@ def conclude(facts: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def _troubled(processes: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
-    """Processes that the kernel says something about, those that are still there first."""
+    """Name the processes that the kernel says something about, living ones first."""
     alive = [process for process in processes if process["alive"] and process["trouble"]]
     alive.sort(key=lambda process: not process["trouble"].startswith(("is stopped", "is held")))
     living = {process["role"] for process in processes if process["alive"]}
     gone = [
         process
         for process in processes
-        if not process["alive"]
-        and process["role"] not in living
+        if process["role"] not in living  # so this one is not alive
         and _belongs(process["role"], facts)
         and "verifier" not in process["role"]
     ]
@@ -53,7 +50,7 @@ def _troubled(processes: list[dict[str, Any]], facts: dict[str, Any]) -> list[st
 
 
 def _belongs(role: str, facts: dict[str, Any]) -> bool:
-    """Not a process of a rollout actor that was replaced."""
+    """Whether the role is not of a rollout actor that was replaced."""
     actor = role.partition(PART)[0]
     return not actor.startswith("actor-") or actor in facts["actors"]
 
@@ -67,27 +64,15 @@ def _silent(facts: dict[str, Any]) -> list[str]:
 
 
 def _late_ranks(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]:
-    """Calls of the learner under way. Where only one late rank is outside a collective, the others
-    wait for it.
-    """
+    """Describe the learner's calls; one late rank alone outside a collective is named."""
     found = []
     for call in facts["learner"]:
-        late = [
-            process
-            for process in processes
-            if process["alive"]
-            and process["role"].replace("learner-", "rank ") in call["waits_for"].split(", ")
-        ]
-        busy = [
-            process
-            for process in late
-            if process["where"]
-            and not any(name in line for line in process["where"] for name in _DISTRIBUTED)
-        ]
+        ranks = call["waits_for"].replace("rank ", "learner-").split(", ")
+        late = [one for one in processes if one["alive"] and one["role"] in ranks]
+        busy = [one for one in late if one["where"] and not _is_in_collective(one)]
         who = busy if len(busy) == 1 and len(late) > 1 else late
         names = ", ".join(
-            f"{process['name']}, in {process['where'][0]}" if process["where"] else process["name"]
-            for process in who
+            f"{one['name']}, in {one['where'][0]}" if one["where"] else one["name"] for one in who
         )
         found.append(
             f"{call['call']} has been waiting for {names or call['waits_for'] or 'nobody'} "
@@ -96,8 +81,12 @@ def _late_ranks(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[
     return found
 
 
+def _is_in_collective(process: dict[str, Any]) -> bool:
+    return any(name in line for line in process["where"] for name in _DISTRIBUTED)
+
+
 def _oldest(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]:
-    """The oldest group in flight of each actor and whom it waits for, the oldest of all first."""
+    """Describe each actor's oldest group in flight and whom it waits for, oldest first."""
     found = []
     for actor_id, actor in facts["actors"].items():
         status = actor["status"]
@@ -106,32 +95,19 @@ def _oldest(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]
         oldest = status["in_flight"][0]
         who, since = actor_id, oldest["stage_s"]
         if oldest["stage"] == "generating":
-            who = next(
-                (
-                    process["name"]
-                    for process in processes
-                    if process["role"] == f"{actor_id}{PART}engine" and process["alive"]
-                ),
-                f"the engine of {actor_id}",
-            )
-            doing = (
-                "is paused for new weights"
-                if status["paused"]
-                else f"has been generating group {oldest['group_id']}"
-            )
+            role = f"{actor_id}{PART}engine"
+            names = [one["name"] for one in processes if one["role"] == role and one["alive"]]
+            who = names[0] if names else f"the engine of {actor_id}"
+            doing = f"has been generating group {oldest['group_id']}"
+            if status["paused"]:
+                doing = "is paused for new weights"
         elif oldest["stage"] == "verifying":
             pid, busy = max(status["verifying"], key=lambda one: one[1], default=(0, 0.0))
+            who = f"the verifiers of {actor_id}"
+            doing = f"have been scoring group {oldest['group_id']}"
             if busy > SLOW_S:
-                who, doing, since = (
-                    f"verifier of {actor_id} (pid {pid})",
-                    "has been at one response",
-                    busy,
-                )
-            else:
-                who, doing = (
-                    f"the verifiers of {actor_id}",
-                    f"have been scoring group {oldest['group_id']}",
-                )
+                who, since = f"verifier of {actor_id} (pid {pid})", busy
+                doing = "has been at one response"
         else:
             doing = f"has had group {oldest['group_id']} in stage {oldest['stage']}"
         found.append((since, f"{who} {doing} for {since:.0f} s"))
@@ -146,7 +122,7 @@ def _dropped(facts: dict[str, Any]) -> list[str]:
 
 
 def text(facts: dict[str, Any]) -> str:
-    """summary.txt: what a person reads first."""
+    """Write summary.txt, which a person reads first."""
     lines = [
         f"exit code {facts['exit_code']}: {facts['meaning']}",
         facts["error"],
@@ -156,32 +132,23 @@ def text(facts: dict[str, Any]) -> str:
     ]
     if "nodes" in facts:
         lines += _section("found", facts.get("findings", []))
-        lines += _section(
-            "did not answer", [f"{name}: {why}" for name, why in facts["silent"].items()]
-        )
+        silent = [f"{name}: {why}" for name, why in facts["silent"].items()]
+        lines += _section("did not answer", silent)
         lines += _section("replay queue", _queue(facts))
         lines += _section("rollout actors", _actors(facts))
-        lines += _section(
-            "learner",
-            [
-                f"{call['call']}: {call['seconds']:.1f} s, waiting for "
-                f"{call['waits_for'] or 'nobody'}"
-                for call in facts["learner"]
-            ],
-        )
+        calls = [
+            f"{call['call']}: {call['seconds']:.1f} s, waiting for {call['waits_for'] or 'nobody'}"
+            for call in facts["learner"]
+        ]
+        lines += _section("learner", calls)
         lines += _section("actors that died", facts["deaths"])
         for node in facts["nodes"]:
-            lines += _section(
-                f"processes on {node['host']}",
-                [node["note"]] if "note" in node else _processes(node),
-            )
-            lines += _section(
-                f"machine {node['host']}",
-                [f"{name}: {value}" for name, value in node.get("machine", {}).items()],
-            )
-        lines += _section(
-            "versions", [f"{name} {value}" for name, value in facts["versions"].items()]
-        )
+            seen = [node["note"]] if "note" in node else _processes(node)
+            machine = [f"{name}: {value}" for name, value in node.get("machine", {}).items()]
+            lines += _section(f"processes on {node['host']}", seen)
+            lines += _section(f"machine {node['host']}", machine)
+        versions = [f"{name} {value}" for name, value in facts["versions"].items()]
+        lines += _section("versions", versions)
     return "\n".join(lines) + "\n"
 
 

@@ -91,7 +91,7 @@ def _span(text: str) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m async_grpo.report",
         description="Write a run's report, or send MLflow what it lacks.",

@@ -45,7 +45,7 @@ class MetricsRow:
 
 @dataclass
 class RunData:
-    """One run, at the moment of reading."""
+    """One run, as read at one moment."""
 
     directory: Path
     config: dict[str, Any]
@@ -72,12 +72,12 @@ class RunData:
         )
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps at which the metric is known, and its values."""
+        """Return the steps at which the metric is known, and its values."""
         known = [(row.step, row.values[name]) for row in self.rows if name in row.values]
         return [step for step, _ in known], [value for _, value in known]
 
     def buckets(self, name: str) -> list[str]:
-        """Lag buckets that have this metric, by lag."""
+        """List the lag buckets that have this metric, by lag."""
         found = {
             match[1]
             for row in self.rows
@@ -87,14 +87,14 @@ class RunData:
         return sorted(found, key=lambda bucket: int(bucket.partition("-")[0]))
 
     def setting(self, path: str) -> Any:
-        """A value of the configuration by its dotted path; None where there is none."""
+        """Look up a setting by its dotted path; None where there is none."""
         value: Any = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
     def between(self, first: int, last: int) -> list[MetricsRow]:
-        """The rows of these learner steps, none left out."""
+        """Read the rows of these learner steps, none left out."""
         found: dict[int, MetricsRow] = {}
         for line in _lines(self.directory / METRICS):
             match = _STEP.match(line)
@@ -109,7 +109,7 @@ class RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Everything that is there. Raises SetupError for what is no run directory."""
+    """Read everything that is there. Raises SetupError for what is no run directory."""
     if not (run_dir / METRICS).is_file():
         raise SetupError(
             f"{run_dir} has no {METRICS}: it is no run directory (run.dir), or nothing was "
@@ -180,7 +180,7 @@ def _is_kept(name: str) -> bool:
 
 
 def _samples(path: Path) -> Iterator[dict[str, Any]]:
-    """The first and the newest responses, a bounded part of the file from each end."""
+    """Read the first and the newest responses, at most SAMPLE_BYTES from each end of the file."""
     if not path.is_file():
         return
     size = path.stat().st_size

@@ -71,48 +71,32 @@ _FAULT = re.compile(
 
 
 def tiles(data: RunData) -> tuple[str, str, list[tuple[str, str]]]:
-    """How the run stands in a sentence, `good`, `bad` or nothing of that, and (label, value) of its
-    main numbers.
-    """
+    """Say how the run stands, `good`, `bad` or neither, and (label, value) of its main numbers."""
     lead, kind = _state(data)
     shown: list[tuple[str, str]] = []
     if data.rows:
-        total = data.status.get("total")
-        shown.append(
-            ("learner steps", f"{data.rows[-1].step:,}" + (f" of {total:,}" if total else ""))
-        )
-        shown.append(
-            (
-                "first to last step",
-                _duration(
-                    data.rows[-1].time
-                    - data.rows[0].time
-                    + data.rows[0].values.get("time/step", 0.0)
-                ),
-            )
-        )
+        first, last = data.rows[0], data.rows[-1]
+        total = f" of {data.status['total']:,}" if data.status.get("total") else ""
+        took = last.time - first.time + first.values.get("time/step", 0.0)
+        shown.append(("learner steps", f"{last.step:,}{total}"))
+        shown.append(("first to last step", _duration(took)))
     shown += _accuracy(data)
     unit, fates = tokens_by_fate(data)
-    if unit == "tokens" and sum(fates.values()):
-        shown.append(
-            (
-                "of the generated tokens were trained",
-                f"{fates.get('trained', 0.0) / sum(fates.values()):.1%}",
-            )
-        )
+    if unit == "tokens" and (generated := sum(fates.values())):
+        share = fates.get("trained", 0.0) / generated
+        shown.append(("of the generated tokens were trained", f"{share:.1%}"))
     time_spent = data.learner_time
     if time_spent.total > 0:
         shown.append(("tokens/s trained", f"{time_spent.tokens_per_s:,.0f}"))
         shown.append(("learner idle", f"{time_spent.idle:.0%}"))
     if scores := data.series("rollout/score")[1]:
-        last = scores[-max(1, len(scores) // 10) :]
-        shown.append(("reward, last tenth", f"{sum(last) / len(last):.3f}"))
+        tenth = scores[-max(1, len(scores) // 10) :]
+        shown.append(("reward, last tenth", f"{sum(tenth) / len(tenth):.3f}"))
     if lags := data.series("train/lag_mean")[1]:
         shown.append(("lag, mean", f"{sum(lags) / len(lags):.2f}"))
     if lags := data.series("train/lag_max")[1]:
-        shown.append(
-            (f"lag, largest (bound {data.setting('replay.max_staleness')})", f"{max(lags):.0f}")
-        )
+        bound = data.setting("replay.max_staleness")
+        shown.append((f"lag, largest (bound {bound})", f"{max(lags):.0f}"))
     return lead, kind, shown
 
 
@@ -132,29 +116,23 @@ def _state(data: RunData) -> tuple[str, str]:
 
 
 def _accuracy(data: RunData) -> list[tuple[str, str]]:
-    known = [row for row in data.evaluations if "eval/accuracy_greedy" in row.values]
+    name = "eval/accuracy_greedy"
+    known = [row for row in data.evaluations if name in row.values]
     if not known:
         return []
     first, last = known[0], known[-1]
-    change = f"{first.values['eval/accuracy_greedy']:.1%} → " if first is not last else ""
-    return [
-        (
-            f"held-out accuracy, step {last.step}",
-            f"{change}{last.values['eval/accuracy_greedy']:.1%}",
-        )
-    ]
+    change = f"{first.values[name]:.1%} → " if first is not last else ""
+    return [(f"held-out accuracy, step {last.step}", f"{change}{last.values[name]:.1%}")]
 
 
 def settings(data: RunData) -> list[tuple[str, str]]:
-    """The configuration's main points that are set."""
+    """List the configuration's main points that are set."""
     found = [(name, data.setting(name)) for name in SETTINGS]
     return [(name, _plain(value)) for name, value in found if value not in (None, {}, [])]
 
 
 def restarts(data: RunData) -> tuple[str, list[tuple[str, str]]]:
-    """What was counted, in a sentence; and (when, what) of starts, faults and what the run said
-    about them.
-    """
+    """Count faults in a sentence; list (when, what) of starts, faults and what was said."""
     counts = [
         f"{data.totals[name]:.0f} {what}"
         for name, what in (
@@ -170,24 +148,21 @@ def restarts(data: RunData) -> tuple[str, list[tuple[str, str]]]:
     if starts > 1:
         counts.insert(0, f"the run was started {starts} times")
     lines = [
-        (time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event["time"])) + " UTC", text)
+        (time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event["time"])), text)
         for event in data.events
         if (text := _told(event))
     ]
-    return "; ".join(
-        counts
-    ).capitalize() + "." if counts else "Nothing: no process of the run had to be replaced.", lines[
-        -LINES_SHOWN:
-    ]
+    nothing = "Nothing: no process of the run had to be replaced."
+    said = f"{'; '.join(counts).capitalize()}." if counts else nothing
+    return said, lines[-LINES_SHOWN:]
 
 
 def _told(event: dict[str, Any]) -> str:
     if event["kind"] == "start":
         return f"started on {event.get('host')} (process {event.get('pid')})"
     if event["kind"] == "end":
-        return f"ended with exit code {event.get('exit_code')}" + (
-            f": {event['message']}" if event.get("message") else ""
-        )
+        message = f": {event['message']}" if event.get("message") else ""
+        return f"ended with exit code {event.get('exit_code')}{message}"
     text = str(event.get("text", ""))
     if event["kind"] == "phase" and event.get("failed"):
         return f"{text}: failed"
@@ -195,7 +170,7 @@ def _told(event: dict[str, Any]) -> str:
 
 
 def sample_sections(data: RunData) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """(heading, columns, rows) of the start, the middle and the end of what was recorded."""
+    """Yield (heading, columns, rows) of the start, the middle and the end of the samples."""
     for source, what in (("training", "trained"), ("evaluation", "held out"), (None, "held out")):
         yield from _of_source([row for row in data.samples if row.get("source") == source], what)
 
@@ -207,11 +182,10 @@ def _of_source(
     if not steps:
         return
     middle = min(steps, key=lambda step: abs(step - (steps[0] + steps[-1]) / 2))
-    for label, step in dict.fromkeys([("Start", steps[0]), ("Middle", middle), ("End", steps[-1])]):
-        if (label == "Middle" and step in (steps[0], steps[-1])) or (
-            label == "End" and step == steps[0]
-        ):
-            continue
+    places = {steps[0]: "Start"}
+    for step, label in ((steps[-1], "End"), (middle, "Middle")):
+        places.setdefault(step, label)
+    for step, label in sorted(places.items()):
         rows = [{**_rewards(row)} for row in samples if row["step"] == step]
         chosen = rows[:: max(1, len(rows) // SAMPLES_SHOWN)][:SAMPLES_SHOWN]
         columns = [
@@ -231,7 +205,7 @@ def _short(text: str) -> str:
 
 
 def _rewards(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with a column for each reward component."""
+    """Give the row a column for each reward component."""
     rewards = row.get("rewards")
     if isinstance(rewards, str):
         try:
@@ -254,10 +228,6 @@ def _plain(value: Any) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return (
-        ago(seconds)
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 100:
+        return ago(seconds)
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

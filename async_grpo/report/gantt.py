@@ -1,12 +1,9 @@
-"""The report's timeline: engines, queue, learner and publications side by side in a few learner
-steps.
+"""The report's timeline: engines, queue, learner and publications in a few learner steps.
 
-Runs in: the report's process. Hides how spans become lanes.
-
-Who did what when, in a few learner steps: what the timeline of the report is drawn from. Hides
-where the times come from: learner steps end when their row was logged and last as long as it says;
-a group's frame in the journal has its times at the engine; publications and phases are in the
-timeline. Clocks of several machines are taken as they are.
+Runs in: the report's process. Hides where the times come from (a learner step ends when its row was
+logged and lasts as long as it says; a group's frame in the journal has its times at the engine;
+publications and phases are in the timeline file) and how spans become lanes. Clocks of several
+machines are taken as they are.
 """
 
 from __future__ import annotations
@@ -25,15 +22,14 @@ from async_grpo.report.plots import BLUE, CAUSES, GREEN, GREY, ORANGE, PURPLE, W
 from async_grpo.wire import WireError
 
 Span = tuple[float, float]
+UNSHOWN = "Engines and queue are not shown"
 STEPS, GROUPS = 10, 3000
 """Learner steps in the window by default; groups that are looked at, at most."""
 
 
 @dataclass
 class Window:
-    """Spans in Unix seconds. `learner`: cause -> spans; `generating`, `scoring`: actor -> spans of
-    its groups; `ready`: spans of groups in the queue.
-    """
+    """Spans in Unix seconds, of the learner by cause, of groups by actor and in the queue."""
 
     first: int
     last: int
@@ -49,9 +45,7 @@ class Window:
 
 
 def read_window(data: RunData, *, steps: tuple[int, int] | None) -> Window | None:
-    """The window of these learner steps, or by default a few in the middle of the run; None where
-    no step was logged.
-    """
+    """Read the window of these steps, by default some in the middle; None without a step."""
     if not data.rows:
         return None
     rows = data.between(*(steps or _middle(data)))
@@ -69,9 +63,9 @@ def read_window(data: RunData, *, steps: tuple[int, int] | None) -> Window | Non
                 window.publications.append((begin, event["time"], int(event.get("version", -1))))
             elif event["kind"] == "phase":
                 window.phases.append((begin, event["time"], str(event.get("text", ""))))
-    for row, name, what in [(row, "eval/seconds", "evaluation") for row in data.evaluations] + [
-        (row, "checkpoint/seconds", "checkpoint") for row in data.checkpoints
-    ]:
+    lines = [(row, "eval/seconds", "evaluation") for row in data.evaluations]
+    lines += [(row, "checkpoint/seconds", "checkpoint") for row in data.checkpoints]
+    for row, name, what in lines:
         begin = row.time - row.values.get(name, 0.0)
         if begin < min(row.time, window.end) and row.time > window.begin:
             window.phases.append((begin, row.time, what))
@@ -96,21 +90,18 @@ def _learner_spans(window: Window, row: MetricsRow) -> None:
 
 
 def _groups(window: Window, rows: list[MetricsRow], journal: Path) -> None:
-    """Engines and queue, from the results of these steps."""
+    """Read the spans of engines and queue from the results of these steps."""
     if not segments(journal):
-        window.notes.append(
-            "Engines and queue are not shown: the run kept no journal (replay.journal.enable)."
-        )
+        window.notes.append(f"{UNSHOWN}: the run kept no journal (replay.journal.enable).")
         return
     try:
         stretch = Stretch(journal, first=window.first, last=window.last)
     except RunError as error:
-        window.notes.append(f"Engines and queue are not shown: {error}")
+        window.notes.append(f"{UNSHOWN}: {error}")
         return
     if not stretch.steps:
         window.notes.append(
-            "Engines and queue are not shown: the journal does not have the groups of "
-            "these steps any more."
+            f"{UNSHOWN}: the journal does not have the groups of these steps any more."
         )
         return
     taken = {
@@ -143,23 +134,20 @@ LANES = 12
 
 
 def gantt(window: Window | None) -> Figure | None:
-    """One lane per engine (groups at work), queue (groups ready), learner (wait, train, publish),
-    publications and phases.
-    """
+    """Draw a lane per engine, and lanes of queue, learner, publications and phases."""
     if window is None or not window.learner:
         return None
     engines = sorted(window.generating)[:LANES]
     marks = bool(window.publications or window.phases)
-    heights = (
-        [1.0] * len(engines) + ([1.0] if window.ready else []) + [0.55] + ([0.55] if marks else [])
-    )
+    heights = [1.0] * (len(engines) + bool(window.ready)) + [0.55] * (1 + marks)
     figure = Figure(figsize=(WIDTH, 0.9 + 0.72 * sum(heights)), layout="constrained")
-    axes = list(
-        figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    )
+    grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
+    axes = list(grid[:, 0])
     lanes = iter(axes)
     for actor in engines:
-        _engine(next(lanes), window, actor)
+        generating, scoring = window.generating[actor], window.scoring.get(actor, [])
+        parts = [(generating, BLUE, "generating"), (scoring, ORANGE, "scoring")]
+        _area(next(lanes), window, parts, actor)
     if window.ready:
         _area(next(lanes), window, [(window.ready, PURPLE, "ready")], "queue")
     _learner(next(lanes), window)
@@ -173,16 +161,8 @@ def gantt(window: Window | None) -> Figure | None:
     return figure
 
 
-def _engine(axis: Axes, window: Window, actor: str) -> None:
-    parts = [
-        (window.generating[actor], BLUE, "generating"),
-        (window.scoring.get(actor, []), ORANGE, "scoring"),
-    ]
-    _area(axis, window, parts, actor)
-
-
 def _area(axis: Axes, window: Window, parts: list[tuple[list[Span], str, str]], label: str) -> None:
-    """How many groups are under way at every moment, one part on the other."""
+    """Draw how many groups are at work at every moment, one part on the other."""
     times, counts = _counts([spans for spans, _, _ in parts], window)
     base = [0] * len(times)
     for (_, colour, name), count in zip(parts, counts, strict=True):
@@ -197,9 +177,7 @@ def _area(axis: Axes, window: Window, parts: list[tuple[list[Span], str, str]], 
 
 
 def _counts(kinds: list[list[Span]], window: Window) -> tuple[list[float], list[list[int]]]:
-    """Moments from the window's beginning, and for every kind how many of its spans are open from
-    each moment on.
-    """
+    """Count each kind's open spans from each moment on; moments from the window's beginning."""
     changes = sorted(
         [(begin, kind, 1) for kind, spans in enumerate(kinds) for begin, _ in spans]
         + [(end, kind, -1) for kind, spans in enumerate(kinds) for _, end in spans]
@@ -218,13 +196,8 @@ def _counts(kinds: list[list[Span]], window: Window) -> tuple[list[float], list[
 
 def _learner(axis: Axes, window: Window) -> None:
     for cause, spans in window.learner.items():
-        axis.broken_barh(
-            [(begin - window.begin, end - begin) for begin, end in spans],
-            (0, 1),
-            color=CAUSES[cause],
-            label=cause,
-            linewidth=0,
-        )
+        bars = [(begin - window.begin, end - begin) for begin, end in spans]
+        axis.broken_barh(bars, (0, 1), color=CAUSES[cause], label=cause, linewidth=0)
     axis.set_yticks([])
     _label(axis, "learner")
 
@@ -233,14 +206,10 @@ def _marks(axis: Axes, window: Window) -> None:
     if window.publications:
         spans = [(begin - window.begin, end - begin) for begin, end, _ in window.publications]
         axis.broken_barh(spans, (0, 1), color=GREEN, alpha=0.8, label="publication", linewidth=0)
-    for colour, text in zip(
-        (GREY, ORANGE, PURPLE), dict.fromkeys(text for _, _, text in window.phases), strict=False
-    ):
-        spans = [
-            (begin - window.begin, end - begin)
-            for begin, end, name in window.phases
-            if name == text
-        ]
+    texts = dict.fromkeys(text for _, _, text in window.phases)
+    for colour, text in zip((GREY, ORANGE, PURPLE), texts, strict=False):
+        phases = [phase for phase in window.phases if phase[2] == text]
+        spans = [(begin - window.begin, end - begin) for begin, end, _ in phases]
         axis.broken_barh(spans, (0, 1), color=colour, alpha=0.55, label=text[:24], linewidth=0)
     axis.set_yticks([])
     _label(axis, "weights")

@@ -24,9 +24,7 @@ _SOURCE = str(Path(__file__).resolve().parents[2])
 
 
 def report_on(config: Config, console: Console, tracker: Tracker) -> None:
-    """Write the report of a run that has ended, say where it is, and let the tracker send it. A run
-    without a learner step has none.
-    """
+    """Write the report of a run that has a learner step, and let the tracker send it."""
     run_dir = Path(config.run.dir)
     try:
         if config.tracking.report and last_logged_step(run_dir):
@@ -39,9 +37,7 @@ def report_on(config: Config, console: Console, tracker: Tracker) -> None:
 
 
 def write_report(run_dir: Path) -> tuple[Path | None, str]:
-    """Write the report of a run directory; the directory that holds it, or None, and a line for the
-    user.
-    """
+    """Write a run directory's report; return its directory or None, and a line for people."""
     command = [sys.executable, "-m", "async_grpo.report", str(run_dir)]
     path = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH"))))
     try:
@@ -59,9 +55,8 @@ def write_report(run_dir: Path) -> tuple[Path | None, str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, _failed(str(error), run_dir)
     if done.returncode != 0:
-        return None, _failed(
-            (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1], run_dir
-        )
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return None, _failed(said[-1], run_dir)
     return run_dir / PAGE.parent, f"report: {run_dir / PAGE}"
 
 

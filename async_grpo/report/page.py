@@ -1,11 +1,8 @@
-"""The report as one HTML file.
+"""The report as one HTML file, and its texts: what each picture is called and means.
 
 Runs in: the report's process. Hides HTML. Invariants: the file needs nothing else, and its policy
 forbids the browser to ask for anything; all text from a run is escaped; every section is there,
 with a sentence where the run has nothing to show in it.
-
-What the pictures of the report are called, what they mean, and what is said where there is nothing
-to draw.
 """
 
 from __future__ import annotations
@@ -55,9 +52,7 @@ summary { cursor: pointer; color: var(--soft); margin: 10px 0; } .two { columns:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture of the report: its file name, heading, what it means, and what is said where there
-    is nothing to draw.
-    """
+    """Texts of a picture: file name, heading, meaning, and the sentence where nothing is drawn."""
 
     name: str
     title: str
@@ -73,7 +68,7 @@ def page(
     notes: Callable[[str], Iterable[str]],
     config_text: str,
 ) -> str:
-    """The whole file. pictures: each with its SVG; notes(name): sentences under a picture."""
+    """Write the whole file. pictures: each with its SVG; notes(name): sentences under a picture."""
     sections = [
         (plot.name, plot.title, _picture(plot, svg, notes(plot.name))) for plot, svg in pictures
     ]
@@ -112,27 +107,22 @@ def _header(data: RunData, title: str) -> str:
 
 def _picture(plot: Plot, svg: str | None, notes: Iterable[str]) -> str:
     said = "".join(f"<p>{_text(note)}</p>" for note in notes)
-    return (
-        f"<p>{_text(plot.meaning)}</p>{svg}{said}"
-        if svg is not None
-        else f"<p>{_text(plot.absent)}</p>{said}"
-    )
+    drawn = f"<p>{_text(plot.meaning)}</p>{svg}"
+    return (drawn if svg is not None else f"<p>{_text(plot.absent)}</p>") + said
 
 
 def _samples(data: RunData) -> str:
     parts = []
     for heading, columns, rows in sample_sections(data):
-        cells = "".join(
-            "<tr>"
-            + "".join(
-                "<td "
-                f'class="{"text" if column in ("prompt", "response") else ""}">'
-                f"<div>{_text(cell)}</div></td>"
-                for column, cell in zip(columns, row, strict=True)
+        kinds = ["text" if column in ("prompt", "response") else "" for column in columns]
+        lines = [
+            "".join(
+                f'<td class="{kind}"><div>{_text(cell)}</div></td>'
+                for kind, cell in zip(kinds, row, strict=True)
             )
-            + "</tr>"
             for row in rows
-        )
+        ]
+        cells = "".join(f"<tr>{line}</tr>" for line in lines)
         parts.append(f"<h3>{_text(heading)}</h3>" + _table(columns, cells))
     return "".join(parts) or f"<p>{NO_SAMPLES}</p>"
 
@@ -160,7 +150,7 @@ def _table(columns: Sequence[str], rows: str) -> str:
 
 
 def _text(text: object) -> str:
-    """Text from anywhere as text of a page: no markup, and nothing that a reader does not see."""
+    """Escape text from anywhere: no markup, and nothing that a reader does not see."""
     return html.escape(visible(str(text)))
 
 

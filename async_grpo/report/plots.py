@@ -1,12 +1,9 @@
 """The report's pictures of a run's course: learning, lag, lengths, clipping, tokens and time.
 
-Runs in: the report's process, never in the driver. Hides matplotlib. A function gives a Figure, or
-None where the run has nothing to show for it. Colours of text and frames come from the theme that
-is set around it (`themed`).
-
-From a figure to something that a page or a file can hold. Hides matplotlib's output. Invariant: a
-picture in the page has no colour of its own for text and frames, so that it follows the page from
-light to dark; the PNG is on white.
+Runs in: the report's process, never in the driver. Hides matplotlib and its output. A function
+gives a Figure, or None where the run has nothing to show for it; `as_svg` and `write_png` set the
+colours around it. Invariant: a picture in the page has no colour of its own for text and frames, so
+that it follows the page from light to dark; the PNG is on white.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ CAUSES = {
 
 
 def learning(data: RunData) -> Figure | None:
-    """Reward per step, and held-out accuracy with its interval."""
+    """Draw the reward per step, and held-out accuracy with its interval."""
     steps, scores = data.series("rollout/score")
     kept = [row for row in data.evaluations if "eval/accuracy_greedy" in row.values]
     if not steps and not kept:
@@ -88,37 +85,21 @@ def learning(data: RunData) -> Figure | None:
 
 
 def _accuracy(axis: Axes, data: RunData) -> None:
-    names = sorted(
-        {
-            name
-            for row in data.evaluations
-            for name in row.values
-            if name == "eval/accuracy_sampled" or _is_pass(name)
-        },
-        key=_rank,
-    )
-    for colour, name in zip(
-        (GREEN, ORANGE, PURPLE, BLUE, RED, GREY), ["eval/accuracy_greedy", *names[:5]], strict=False
-    ):
+    found = {name for row in data.evaluations for name in row.values if _is_sampled(name)}
+    names = ["eval/accuracy_greedy", *sorted(found, key=_rank)[:5]]
+    colours = (GREEN, ORANGE, PURPLE, BLUE, RED, GREY)
+    for colour, name in zip(colours, names, strict=False):
         known = [row for row in data.evaluations if name in row.values]
         steps, values = [row.step for row in known], [row.values[name] for row in known]
-        axis.plot(
-            steps,
-            values,
-            "o-",
-            color=colour,
-            markersize=4,
-            linewidth=1.6,
-            label=name.removeprefix("eval/").replace("accuracy_", ""),
-        )
-        ranged = [
-            row for row in known if f"{name}/low" in row.values and f"{name}/high" in row.values
-        ]
+        label = name.removeprefix("eval/").replace("accuracy_", "")
+        axis.plot(steps, values, "o-", color=colour, markersize=4, linewidth=1.6, label=label)
+        low, high = f"{name}/low", f"{name}/high"
+        ranged = [row for row in known if low in row.values and high in row.values]
         if ranged:
             axis.fill_between(
                 [row.step for row in ranged],
-                [row.values[f"{name}/low"] for row in ranged],
-                [row.values[f"{name}/high"] for row in ranged],
+                [row.values[low] for row in ranged],
+                [row.values[high] for row in ranged],
                 color=colour,
                 alpha=0.15,
                 linewidth=0,
@@ -128,8 +109,9 @@ def _accuracy(axis: Axes, data: RunData) -> None:
     axis.legend(ncols=6, loc="lower right")
 
 
-def _is_pass(name: str) -> bool:
-    return name.startswith(("eval/pass@", "eval/pass_at_")) and not name.endswith(("/low", "/high"))
+def _is_sampled(name: str) -> bool:
+    passed = name.startswith(("eval/pass@", "eval/pass_at_"))
+    return name == "eval/accuracy_sampled" or (passed and not name.endswith(("/low", "/high")))
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -138,20 +120,14 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def lag_histogram(data: RunData) -> Figure | None:
-    """Share of the trained tokens by lag, over the steps."""
+    """Draw the share of the trained tokens by lag, over the steps."""
     buckets = data.buckets("token_share")
-    rows = [
-        row
-        for row in data.rows
-        if any(f"train/lag_{bucket}/token_share" in row.values for bucket in buckets)
-    ]
+    names = [f"train/lag_{bucket}/token_share" for bucket in buckets]
+    rows = [row for row in data.rows if any(name in row.values for name in names)]
     if not rows:
         return None
     figure, [axis] = _figure(1)
-    shares = [
-        smooth([row.values.get(f"train/lag_{bucket}/token_share", 0.0) for row in rows])
-        for bucket in buckets
-    ]
+    shares = [smooth([row.values.get(name, 0.0) for row in rows]) for name in names]
     steps = [row.step for row in rows]
     if len(steps) == 1:
         steps, shares = [steps[0], steps[0] + 1], [share * 2 for share in shares]
@@ -171,7 +147,7 @@ def lag_histogram(data: RunData) -> Figure | None:
 
 
 def length_by_lag(data: RunData) -> Figure | None:
-    """Mean response length by lag bucket."""
+    """Draw the mean response length by lag bucket."""
     figure, [axis] = _figure(1)
     if not _by_lag(axis, data, "row_length"):
         return None
@@ -184,7 +160,7 @@ def length_by_lag(data: RunData) -> Figure | None:
 
 
 def clip_and_ess(data: RunData) -> Figure | None:
-    """Share of clipped tokens, and effective sample size, by lag bucket."""
+    """Draw the share of clipped tokens and the effective sample size, by lag bucket."""
     figure, axes = _figure(2, share=True)
     clipped, sizes = _by_lag(axes[0], data, "pg_clipfrac"), _by_lag(axes[1], data, "ess")
     if not clipped and not sizes:
@@ -198,23 +174,18 @@ def clip_and_ess(data: RunData) -> Figure | None:
 
 
 def health(data: RunData) -> Figure | None:
-    """Entropy, gradient norm and KL between updates."""
-    names = [
-        (name, label)
-        for name, label in (
-            ("train/entropy", "entropy (nats)"),
-            ("train/grad_norm", "gradient norm"),
-            ("train/approx_kl", "KL of the updates"),
-        )
-        if data.series(name)[0]
-    ]
-    if not names:
+    """Draw entropy, gradient norm and KL between updates."""
+    labels = {
+        "train/entropy": "entropy (nats)",
+        "train/grad_norm": "gradient norm",
+        "train/approx_kl": "KL of the updates",
+    }
+    shown = [(label, *data.series(name)) for name, label in labels.items() if data.series(name)[0]]
+    if not shown:
         return None
     figure = Figure(figsize=(WIDTH, 2.5), layout="constrained")
-    for axis, (name, label) in zip(
-        figure.subplots(1, len(names), squeeze=False)[0], names, strict=True
-    ):
-        steps, values = data.series(name)
+    all_axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axis, (label, steps, values) in zip(all_axes, shown, strict=True):
         axis.plot(steps, values, color=PURPLE, alpha=0.25, linewidth=0.8)
         axis.plot(steps, smooth(values), color=PURPLE, linewidth=1.6)
         axis.set_title(label)
@@ -224,51 +195,36 @@ def health(data: RunData) -> Figure | None:
 
 
 def goodput(data: RunData) -> Figure | None:
-    """What became of everything generated, and where the time of learner and engines went."""
+    """Draw what became of everything generated, and where learner and engines spent time."""
     unit, fates = tokens_by_fate(data)
     bars = [(unit, fates, FATES)] if fates else []
-    bars += [
-        (label, spent, CAUSES) for label, spent in times_by_cause(data) if sum(spent.values()) > 0
-    ]
+    bars += [(who, times, CAUSES) for who, times in times_by_cause(data) if sum(times.values()) > 0]
     if not bars:
         return None
     figure = Figure(figsize=(WIDTH, 0.3 + 0.72 * len(bars)), layout="constrained")
-    for axis, (label, parts, colours) in zip(
-        figure.subplots(len(bars), 1, squeeze=False)[:, 0], bars, strict=True
-    ):
+    all_axes = figure.subplots(len(bars), 1, squeeze=False)[:, 0]
+    for axis, (label, parts, colours) in zip(all_axes, bars, strict=True):
         _bar(axis, label, parts, colours)
     return figure
 
 
 def tokens_by_fate(data: RunData) -> tuple[str, dict[str, float]]:
-    """Response tokens by what became of them, or groups where tokens were not counted; the unit
-    first.
-    """
-    tokens = {
-        fate: data.totals[f"goodput/{fate}"]
-        for fate in PLACES
-        if data.totals.get(f"goodput/{fate}")
-    }
-    if tokens:
-        return "tokens", tokens
-    return "groups", {
-        fate: data.totals[f"replay/{fate}"] for fate in FATES if data.totals.get(f"replay/{fate}")
-    }
+    """Sum response tokens (or, where not counted, groups) by fate; the unit first."""
+    tokens = {fate: count for fate in PLACES if (count := data.totals.get(f"goodput/{fate}"))}
+    groups = {fate: count for fate in FATES if (count := data.totals.get(f"replay/{fate}"))}
+    return ("tokens", tokens) if tokens else ("groups", groups)
 
 
 def times_by_cause(data: RunData) -> list[tuple[str, dict[str, float]]]:
-    """(who, cause -> seconds) of learner and engines, in the order of `CAUSES`."""
+    """Return (who, cause -> seconds) of learner and engines, in the order of `CAUSES`."""
     learner = data.learner_time.seconds or {  # an older run: sums over the rows that are kept
         cause: sum(row.values.get(f"time/{cause}", 0.0) for row in data.rows)
         for cause in ("train", "wait", "publish")
     }
-    order = list(CAUSES)
+    both = {"learner time": learner, "engine time": spent({}, data.totals, ENGINE_PREFIX)}
     return [
-        (who, dict(sorted(times.items(), key=lambda item: [*order, item[0]].index(item[0]))))
-        for who, times in (
-            ("learner time", learner),
-            ("engine time", spent({}, data.totals, ENGINE_PREFIX)),
-        )
+        (who, {cause: times[cause] for cause in dict.fromkeys([*CAUSES, *times]) if cause in times})
+        for who, times in both.items()
     ]
 
 
@@ -277,14 +233,8 @@ def _bar(axis: Axes, label: str, parts: dict[str, float], colours: dict[str, str
     for name, value in parts.items():
         share = value / whole
         if share >= 0.0005:  # below, its number would be 0.0 %
-            axis.barh(
-                0,
-                share,
-                left=left,
-                color=colours.get(name, GREY),
-                label=f"{name} {share:.1%}",
-                height=0.8,
-            )
+            style = {"color": colours.get(name, GREY), "label": f"{name} {share:.1%}"}
+            axis.barh(0, share, left=left, height=0.8, **style)
         left += share
     axis.set_xlim(0, 1)
     axis.set_yticks([0], [label])
@@ -296,36 +246,29 @@ def _bar(axis: Axes, label: str, parts: dict[str, float], colours: dict[str, str
 
 
 def _by_lag(axis: Axes, data: RunData, name: str) -> bool:
-    """One smoothed line per lag bucket; whether there was any."""
+    """Draw one smoothed line per lag bucket; return whether there was any."""
     buckets = data.buckets(name)
     for bucket in buckets:
         steps, values = data.series(f"train/lag_{bucket}/{name}")
         style = {"marker": "o", "markersize": 3} if len(steps) < 5 else {}
-        axis.plot(
-            steps,
-            smooth(values),
-            color=lag_colour(bucket),
-            linewidth=1.6,
-            label=f"lag {bucket}",
-            **style,
-        )
+        style |= {"color": lag_colour(bucket), "label": f"lag {bucket}"}
+        axis.plot(steps, smooth(values), linewidth=1.6, **style)
     return bool(buckets)
 
 
 def lag_colour(bucket: str) -> str:
-    """Of a lag bucket: 0, 1, 2, 3-4, 5-8, ..."""
+    """Choose the colour of a lag bucket: 0, 1, 2, 3-4, 5-8, ..."""
     low = int(bucket.partition("-")[0])
     return LAGS[min(len(LAGS) - 1, low if low <= 2 else 2 + int(math.log2(low - 1)))]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean over about a thirtieth of the series around each value."""
+    """Average about a thirtieth of the series around each value."""
     reach, sums = len(values) // 60, [0.0]
     for value in values:
         sums.append(sums[-1] + value)
-    spans = [
-        (max(0, index - reach), min(len(values), index + reach + 1)) for index in range(len(values))
-    ]
+    count = len(values)
+    spans = [(max(0, at - reach), min(count, at + reach + 1)) for at in range(count)]
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
 
 
@@ -379,17 +322,14 @@ def _style(ink: str, faint: str) -> dict[str, object]:
 
 
 def as_svg(draw: Callable[[], Figure | None], *, name: str) -> str | None:
-    """The picture as an element of a page; None where there is nothing to draw."""
+    """Draw the picture as an element of a page; None where there is nothing to draw."""
     with mpl.rc_context(_style(_INK, _FAINT) | {"svg.hashsalt": name}):
         figure = draw()
         if figure is None:
             return None
         out = io.StringIO()
-        figure.savefig(
-            out,
-            format="svg",
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(out, format="svg", metadata=metadata)
     text = out.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = text.replace(_INK, "var(--ink)").replace(_FAINT, "var(--faint)")
@@ -406,7 +346,7 @@ def as_svg(draw: Callable[[], Figure | None], *, name: str) -> str | None:
 
 
 def write_png(draw: Callable[[], Figure | None], path: Path) -> bool:
-    """Write the picture; whether there was one."""
+    """Write the picture; return whether there was one."""
     with mpl.rc_context(_style(_PNG_INK, _PNG_FAINT)):
         figure = draw()
         if figure is None:

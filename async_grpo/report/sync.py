@@ -1,7 +1,7 @@
-"""What MLflow did not get while the run was on.
+"""Sends MLflow what it did not get while the run was on.
 
 Runs in: a process of its own, on any machine that sees the run's directory and reaches MLflow.
-Invariant: whatever is there already is not there twice afterwards.
+Invariant: nothing is there twice afterwards.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from async_grpo.runtime.text import one_line, without_password
 
 
 def sync(run_dir: Path) -> list[str]:
-    """Send what MLflow does not have of this directory; a run without an end becomes KILLED.
-    Returns a line per MLflow run. Raises RunError.
-    """
+    """Send the rest; a run without an end becomes KILLED. Returns lines. Raises RunError."""
     if not (run_dir / STATE).is_file() or not (run_dir / METRICS).is_file():
         raise TrackingError(
             f"{run_dir} has no {STATE} and {METRICS}: it is no run directory, or the run "
@@ -30,26 +28,20 @@ def sync(run_dir: Path) -> list[str]:
         try:
             delivery.send()
         except Exception as error:  # MLflow raises what it likes; the user wants one sentence
-            left, uri = (
-                outbox.rows_waiting(),
-                " or ".join(
-                    sorted({without_password(delivery.uri(entry)) for entry in outbox.entries})
-                ),
-            )
+            uris = {without_password(delivery.uri(entry)) for entry in outbox.entries}
             raise TrackingError(
-                f"MLflow at {uri} did not take everything ({one_line(error)}); {left} rows "
-                "are left, try again later"
+                f"MLflow at {' or '.join(sorted(uris))} did not take everything "
+                f"({one_line(error)}); {outbox.rows_waiting()} rows are left, try again later"
             ) from error
         lines = [
             f"MLflow run {entry.run_id} at {without_password(delivery.uri(entry))} is "
             f"complete: {entry.status}"
             for entry in outbox.entries
         ]
-        refused = (
-            [f"{delivery.refused} records were refused, the last one: {delivery.refusal}"]
-            if delivery.refused
-            else []
-        )
-        return [f"{outbox.rows_sent} rows sent", *lines, *refused]
+        if delivery.refused:
+            lines.append(
+                f"{delivery.refused} records were refused, the last one: {delivery.refusal}"
+            )
+        return [f"{outbox.rows_sent} rows sent", *lines]
     finally:
         outbox.close()

@@ -39,38 +39,32 @@ _LONG_PHASE_S = 60.0
 _EXIT_CODES = {"FINISHED": 0, "KILLED": 0, "FAILED": 1}
 
 
-def _number(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _share(value: float) -> str:
-    return f"{value:.0%}"
-
-
-# Metric key, label, format: the columns of a step line in their order. `time/learner_idle` is a
-# share of the step's time.
-_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("rollout/score", "score {}", _number),
-    ("rollout/accuracy", "accuracy {}", _share),
-    ("train/lag_mean", "lag {}", _number),
-    ("train/lag_max", "max {}", "{:.0f}".format),
-    ("rollout/response_length", "length {}", "{:.1f}".format),
-    ("train/tokens_per_s", "{} tok/s", rate),
-    ("time/learner_idle", "idle {}", _share),
-    ("train/grad_norm", "grad {}", _number),
-    ("train/entropy", "entropy {}", _number),
+_COLUMNS = (
+    ("rollout/score", "score {:.2f}"),
+    ("rollout/accuracy", "accuracy {:.0%}"),
+    ("train/lag_mean", "lag {:.2f}"),
+    ("train/lag_max", "max {:.0f}"),
+    ("rollout/response_length", "length {:.1f}"),
+    ("train/tokens_per_s", "{rate} tok/s"),
+    ("time/learner_idle", "idle {:.0%}"),
+    ("train/grad_norm", "grad {:.2f}"),
+    ("train/entropy", "entropy {:.2f}"),
 )
+"""Metrics of a step line and their text, in their order."""
 
 
 class RunRecord(Protocol):
-    """What keeps the progress for others; see `status_file`."""
+    """Keeps the progress of a run for others; see `status_file`."""
 
-    def event(self, kind: str, /, **facts: Any) -> None: ...
-    def close(self) -> None: ...
+    def event(self, kind: str, /, **facts: Any) -> None:
+        """Record an event of this kind."""
+
+    def close(self) -> None:
+        """Write the last state."""
 
 
 class Screen:
-    """A stream, and on a terminal a panel at its end that is refreshed every second."""
+    """Prints to a stream, on a terminal with a panel at its end that is refreshed every second."""
 
     def __init__(self, stream: TextIO) -> None:
         self.terminal = stream.isatty()
@@ -101,7 +95,7 @@ class Screen:
         title: str = "",
         now: Callable[[], float] = time.time,
     ) -> None:
-        """On a terminal: keep a panel of `facts()` at the end of the stream until `stop`."""
+        """Keep a panel of `facts()` at the end of a terminal until `stop`."""
         with self._lock:
             if self._live is None and self.terminal:
                 self._live = Live(
@@ -132,11 +126,11 @@ class Screen:
             live.stop()
 
     def print(self, text: str, *, style: str | None = None) -> None:
-        """A line above the panel."""
+        """Print a line above the panel."""
         self.out.print(Text(visible(text), style=style or ""), soft_wrap=True)
 
     def print_panel(self, facts: Mapping[str, Any], *, now: float, title: str = "") -> None:
-        """The panel once, for good."""
+        """Print the panel once, for good."""
         self.stop()
         self.out.print(self._panel(facts, now, title))
 
@@ -150,9 +144,7 @@ class Screen:
 
 
 class Console:
-    """Prints to one stream (standard output if None). Thread-safe. `clock` gives seconds and only
-    moves forward.
-    """
+    """Prints to one stream (None: standard output). Thread-safe. clock: monotonic seconds."""
 
     def __init__(
         self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -169,24 +161,19 @@ class Console:
         """What the panel shows, for a status file."""
 
     def begin_run(self) -> Progress:
-        """Another run begins; what a record of it is to keep."""
+        """Begin another run; return its progress, for a record."""
         self.progress = Progress()
         return self.progress
 
     def attach(self, record: RunRecord) -> None:
-        """From now on `record` is told what happens and when."""
+        """Set the record of events."""
         self._record = record
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Announce a phase of the start or the end, and print its seconds when the block is
-        left.
-        """
-        started, over, progress = (
-            self._clock(),
-            threading.Event(),
-            self.progress,
-        )  # another run may begin inside
+        """Announce a phase of the start or the end, and print its seconds when it is over."""
+        started, over = self._clock(), threading.Event()
+        progress = self.progress  # another run may begin inside
         progress.enter(text)
         if self._terminal:
             self._screen.follow(lambda: self.progress.facts())
@@ -209,7 +196,7 @@ class Console:
             self._screen.print(f"{text} ... {seconds}", style="red" if failed else None)
 
     def info(self, *texts: str) -> None:
-        """Print each as a line."""
+        """Print each text as a line."""
         for text in texts:
             self._say(text)
 
@@ -218,7 +205,7 @@ class Console:
         self._say(f"error: {text}", style="bold red")
 
     def weights_arrive(self, measured: dict[str, float]) -> None:
-        """Print what the check of the weight transport at the start measured, if there was one."""
+        """Print what the weight transport's self-check measured, if it ran."""
         if measured:
             self.info(
                 "weights arrive: after a test publication the engines' log-probs differ "
@@ -228,11 +215,9 @@ class Console:
             )
 
     def logged(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Show what was logged of learner step `step` of `total`, unless a line was shown a moment
-        ago; the last step always is.
+        """Show a learner step, unless a line was shown a moment ago; the last step always is.
 
-        Metrics that are missing or not finite are left out, unknown ones are ignored; those of an
-        evaluation change the panel only.
+        Metrics that are missing or not finite are left out; an evaluation changes the panel only.
         """
         self.progress.logged(step, total, metrics)
         now, last = self._clock(), step >= total
@@ -247,9 +232,7 @@ class Console:
             self._screen.print(_step_line(step, total, metrics))
 
     def verdict(self, *, kind: str, text: str) -> None:
-        """Show in the panel who is the bottleneck; where there is none, as a line if it is another
-        one, and now and then.
-        """
+        """Show the bottleneck in the panel; off a terminal as a line, when it changes."""
         self.progress.say(kind=kind, text=text)
         with self._lock:
             now, (said, said_at) = self._clock(), self._said
@@ -258,18 +241,16 @@ class Console:
                 self._screen.print(f"verdict: {text}")
 
     def published(self, version: int, seconds: float) -> None:
-        """A version became live, `seconds` after it was staged."""
+        """Record that a version became live, `seconds` after it was staged."""
         self.event("publication", version=version, begin=time.time() - seconds)
 
     def event(self, kind: str, /, **facts: Any) -> None:
-        """Tell the record that something is over; `facts` are plain values."""
+        """Record an event that is over; `facts` are plain values."""
         if self._record is not None:
             self._record.event(kind, **facts)
 
     def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Print a two-column table; outside a terminal every row is one line, whatever its length,
-        so that commands can be copied.
-        """
+        """Print a two-column table; off a terminal with one line per row, to copy commands."""
         self._screen.stop()
         if not self._terminal:
             width = max((len(visible(name)) for name, _ in rows), default=0)
@@ -286,12 +267,12 @@ class Console:
         self._screen.out.print(table)
 
     def stopped(self, status: str) -> None:
-        """The run was taken down and ended as FINISHED, FAILED or KILLED (somebody asked it to)."""
+        """Record that the run ended as FINISHED, FAILED or KILLED, unless `end` has."""
         if not self.progress.ended:
             self.end(_EXIT_CODES[status], "")
 
     def end(self, code: int, message: str) -> None:
-        """Remove the panel, and tell the record how the run ended; the last call counts."""
+        """Remove the panel and record how the run ended; the last call counts."""
         self._screen.stop()
         self.progress.end(code, message)
         if self._record is not None:
@@ -303,16 +284,14 @@ class Console:
         self.event("note", text=text, error=style is not None)
 
     def _remind(self, text: str, started: float, over: threading.Event) -> None:
-        """Where nobody sees a clock run: a line a minute."""
+        """Print a line a minute during a long phase."""
         while not over.wait(_LONG_PHASE_S):
             self._screen.print(f"{text} ... {self._clock() - started:.0f} s so far")
 
 
 def _step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    parts += [
-        label.format(show(metrics[key]))
-        for key, label, show in _COLUMNS
-        if math.isfinite(metrics.get(key, math.nan))
-    ]
+    for key, text in _COLUMNS:
+        if math.isfinite(value := metrics.get(key, math.nan)):
+            parts.append(text.format(value, rate=rate(value)))
     return "  ".join(parts)

@@ -25,12 +25,39 @@ BAR_CELLS, CURVE_CELLS = 20, 40
 COMPACT_ROWS, ROOMY_ROWS = 8, 16
 """A terminal with fewer rows gets a single line; one with at least so many, long lines in full."""
 _BARS = "▁▂▃▄▅▆▇█"
+_LINES = {
+    "tokens/s": (
+        ("tokens_generated_per_s", "{rate} generated"),
+        ("tokens_trained_per_s", "{rate} trained"),
+        ("rollout/response_length", "length {:.1f}"),
+        ("rollout/truncated", "cut off {:.0%}"),
+    ),
+    "queue": (
+        ("replay/ready", "{:.0f} ready"),
+        ("replay/in_flight", "{:.0f} in flight"),
+        ("replay/capacity", "of {:.0f} groups"),
+        ("train/lag_mean", "lag mean {:.2f}"),
+        ("train/lag_max", "max {:.0f}"),
+    ),
+    "idle": (
+        ("learner_idle", "learner {:.0%}"),
+        ("engine_idle", "engines {:.0%}"),
+        ("cluster/rollout_actors", "actors up {:.0f}"),
+        ("cluster/restarts", "{:.0f} actors restarted"),
+        ("cluster/learner_restarts", "{:.0f} learner restarts"),
+        ("replay/restarts", "{:.0f} queue restarts"),
+    ),
+    "weights": (
+        ("replay/live_version", "version {:.0f} live"),
+        ("weights/until_live_s", "{:.2f} s to publish"),
+        ("seconds_per_step", "{:.2f} s per step"),
+    ),
+}
+"""Metrics of each line and their text; restarts only once there were some."""
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
-    """The values as bars of eighths, lowest to highest, at most `cells` of them: neighbours are
-    averaged. Equal values are a low line.
-    """
+    """Draw the values as at most `cells` bars, lowest to highest; neighbours are averaged."""
     values = [value for value in values if math.isfinite(value)]
     if not values or cells < 1:
         return ""
@@ -43,14 +70,14 @@ def sparkline(values: Sequence[float], cells: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:05, 12:05, 3:12:05."""
+    """Write seconds as 1:05, 12:05 or 3:12:05."""
     whole = max(0, round(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def rate(value: float) -> str:
-    """1234 -> 1.2k."""
+    """Shorten a number: 1234 -> 1.2k."""
     return (
         f"{value / 1e6:.1f}M"
         if value >= 1e6
@@ -63,9 +90,7 @@ def rate(value: float) -> str:
 def panel(
     facts: Mapping[str, Any], *, width: int, height: int, now: float, title: str = ""
 ) -> Group | Text:
-    """The whole panel for a terminal of `width` columns and `height` rows, or one line where it is
-    too low.
-    """
+    """Draw the panel for a terminal of `width` x `height`, or one line where it is too low."""
     width = max(1, min(width, WIDEST))
     if height < COMPACT_ROWS:
         return _fit(Text(_headline(facts, now, bar=0)), width)
@@ -101,7 +126,7 @@ def _headline(facts: Mapping[str, Any], now: float, *, bar: int) -> str:
 
 
 def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple[str, str, str]]:
-    """(label, text, style) of the lines for which something is known."""
+    """Yield (label, text, style) of the lines for which something is known."""
     metrics, evaluations = facts["metrics"], facts["evaluations"]
     curves = []
     if facts["reward"]:
@@ -115,12 +140,8 @@ def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple
         )
     if curves:
         yield "reward" if facts["reward"] else "", "   ".join(curves), "green"
-    for label, parts in (
-        ("tokens/s", _speed(metrics)),
-        ("queue", _queue(metrics)),
-        ("idle", _idle(metrics)),
-        ("weights", _weights(facts, now)),
-    ):
+    for label in _LINES:
+        parts = _weights(facts, now) if label == "weights" else _named(metrics, label)
         if parts:
             yield label, "   ".join(parts), ""
     if facts["verdict"]:
@@ -131,78 +152,33 @@ def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple
         )
 
 
-def _named(metrics: Mapping[str, float], *columns: tuple[str, str, Any]) -> list[str]:
-    return [text.format(show(metrics[key])) for key, text, show in columns if key in metrics]
-
-
-def _speed(metrics: Mapping[str, float]) -> list[str]:
-    return _named(
-        metrics,
-        ("tokens_generated_per_s", "{} generated", rate),
-        ("tokens_trained_per_s", "{} trained", rate),
-        ("rollout/response_length", "length {}", "{:.1f}".format),
-        ("rollout/truncated", "cut off {}", "{:.0%}".format),
-    )
-
-
-def _queue(metrics: Mapping[str, float]) -> list[str]:
-    return _named(
-        metrics,
-        ("replay/ready", "{} ready", "{:.0f}".format),
-        ("replay/in_flight", "{} in flight", "{:.0f}".format),
-        ("replay/capacity", "of {} groups", "{:.0f}".format),
-        ("train/lag_mean", "lag mean {}", "{:.2f}".format),
-        ("train/lag_max", "max {}", "{:.0f}".format),
-    )
-
-
-def _idle(metrics: Mapping[str, float]) -> list[str]:
-    return _named(
-        metrics,
-        ("learner_idle", "learner {}", "{:.0%}".format),
-        ("engine_idle", "engines {}", "{:.0%}".format),
-        ("cluster/rollout_actors", "actors up {}", "{:.0f}".format),
-    ) + [
-        f"{metrics[key]:.0f} {what}"
-        for key, what in (
-            ("cluster/restarts", "actors restarted"),
-            ("cluster/learner_restarts", "learner restarts"),
-            ("replay/restarts", "queue restarts"),
-        )
-        if metrics.get(key)
+def _named(metrics: Mapping[str, float], label: str) -> list[str]:
+    return [
+        text.format(value, rate=rate(value))
+        for key, text in _LINES[label]
+        if (value := metrics.get(key)) is not None and (value or not key.endswith("restarts"))
     ]
 
 
 def _weights(facts: Mapping[str, Any], now: float) -> list[str]:
-    metrics = facts["metrics"]
-    parts = _named(metrics, ("replay/live_version", "version {} live", "{:.0f}".format))
-    if parts and facts["published_at"] is not None:
-        parts = [f"{parts[0]} for {max(0.0, now - facts['published_at']):.0f} s"]
-    return parts + _named(
-        metrics,
-        ("weights/until_live_s", "{} s to publish", "{:.2f}".format),
-        ("seconds_per_step", "{} s per step", "{:.2f}".format),
-    )
+    parts = _named(facts["metrics"], "weights")
+    if "replay/live_version" in facts["metrics"] and facts["published_at"] is not None:
+        parts[0] += f" for {max(0.0, now - facts['published_at']):.0f} s"
+    return parts
 
 
 def _fit(line: Text, width: int) -> Text:
-    """One line of at most `width` columns."""
+    """Cut the line at `width` columns."""
     line.no_wrap, line.overflow = True, "ellipsis"
     line.truncate(width, overflow="ellipsis")
     return line
 
 
 def _folded(line: Text, width: int) -> list[Text]:
-    """The line in as many lines as it takes, continued under its text."""
+    """Break the line into as many as it takes, continued under its text."""
     indent = 10 if width > 40 else 0
-    parts = (
-        line[indent:].wrap(Console(width=width), max(1, width - indent))
-        if indent
-        else line.wrap(Console(width=width), width)
-    )
-    if not indent:
-        return list(parts)
+    parts = line[indent:].wrap(Console(width=width), max(1, width - indent))
     return [
-        (line[:indent] if index == 0 else Text(" " * indent)).append_text(part)
+        (Text(" " * indent) if index else line[:indent]).append_text(part)
         for index, part in enumerate(parts)
     ]

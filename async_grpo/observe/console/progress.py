@@ -58,7 +58,7 @@ BUSY = ("working", "evaluating")
 
 
 class Curve:
-    """A series of any length as at most CURVE_POINTS means over equally many values."""
+    """Keeps a series of any length as at most CURVE_POINTS means over equally many values."""
 
     def __init__(self) -> None:
         self.stride = 1
@@ -66,7 +66,7 @@ class Curve:
         self._sum, self._count = 0.0, 0
 
     def add(self, value: float) -> None:
-        """The next value."""
+        """Add the next value."""
         self._sum, self._count = self._sum + value, self._count + 1
         if self._count == self.stride:
             self.points.append(self._sum / self._count)
@@ -76,22 +76,23 @@ class Curve:
                 (first + second) / 2
                 for first, second in zip(self.points[::2], self.points[1::2], strict=False)
             ]
-            self._sum, self._count, self.stride = 0.0, 0, 2 * self.stride
+            self._sum, self._count = 0.0, 0
+            self.stride *= 2
 
     def values(self) -> list[float]:
-        """The means so far, oldest first; the last one may be of fewer values."""
+        """Return the means, oldest first; the last one may be of fewer values."""
         return self.points + ([self._sum / self._count] if self._count else [])
 
 
 class Progress:
-    """One run. `clock` gives Unix seconds."""
+    """Collects the progress of one run. clock: Unix seconds."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self.started = clock()
         self._phases: list[tuple[str, float]] = []
         self._phase_before: tuple[str, float] = ("starting", self.started)
-        self._step, self._total, self._first_step = 0, 0, 0
+        self._step, self._total = 0, 0
         self._step_at: float | None = None
         self._metrics: dict[str, float] = {}
         self._reward, self._evaluations = Curve(), deque[tuple[int, float]](maxlen=EVALUATIONS)
@@ -106,20 +107,18 @@ class Progress:
     # ---- what happens ----
 
     def remember(self, facts: Mapping[str, Any]) -> None:
-        """What an earlier start in the same directory left: its curves are continued, if this one
-        goes on from it.
-        """
+        """Keep the curves of an earlier start, in case this start goes on from it."""
         self._earlier = (
             facts if {"evaluations", "step", "reward", "reward_stride"} <= facts.keys() else {}
         )
 
     def enter(self, text: str) -> None:
-        """A phase of the start or the end begins; phases may be inside each other."""
+        """Begin a phase of the start or the end; phases may be inside each other."""
         with self._lock:
             self._phases.append((text, self._clock()))
 
     def leave(self, text: str) -> float:
-        """It is over; when it began."""
+        """End a phase; return when it began."""
         with self._lock:
             index = max(index for index, (name, _) in enumerate(self._phases) if name == text)
             began = self._phases.pop(index)[1]
@@ -127,17 +126,17 @@ class Progress:
             return began
 
     def note(self, text: str) -> None:
-        """What the user was told."""
+        """Keep a line that the user was shown."""
         with self._lock:
             self._notes.append(text)
 
     def say(self, *, kind: str, text: str) -> None:
-        """Who is the bottleneck."""
+        """Keep the newest verdict."""
         with self._lock:
             self._verdict = {"kind": kind, "text": text}
 
     def logged(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """What was logged of a learner step or of an evaluation."""
+        """Take the metrics of a learner step or of an evaluation."""
         now = self._clock()
         with self._lock:
             self._total = total
@@ -148,14 +147,12 @@ class Progress:
                 self._logged_step(now, step, metrics)
 
     def end(self, code: int, message: str) -> None:
-        """The run is over."""
+        """Keep how the run ended."""
         with self._lock:
             self._end = {"exit_code": code, "message": message, "ended": self._clock()}
 
     def _continue(self, step: int) -> None:
-        """Take over the curves before `step`, at which this start logs for the first time; one that
-        logs the first step begins anew.
-        """
+        """Take over the earlier curves before `step`, the first that this start logs."""
         earlier, self._earlier = self._earlier, {}
         if not earlier or step <= 1:
             return
@@ -163,14 +160,12 @@ class Progress:
             (int(at), float(value)) for at, value in earlier["evaluations"] if at < step
         )
         share = min(1.0, (step - 1) / max(1, earlier["step"]))
-        self._reward.points, self._reward.stride = (
-            list(earlier["reward"][: round(share * len(earlier["reward"]))]),
-            earlier["reward_stride"],
-        )
+        self._reward.points = list(earlier["reward"][: round(share * len(earlier["reward"]))])
+        self._reward.stride = earlier["reward_stride"]
 
     def _logged_step(self, now: float, step: int, metrics: Mapping[str, float]) -> None:
         if self._step_at is None:
-            self._first_step, self._phase_before = step - 1, ("training", now)
+            self._phase_before = ("training", now)
             self._rows.append((now - metrics["time/step"], step - 1, {}))
         self._step, self._step_at = step, now
         self._metrics = {
@@ -198,7 +193,7 @@ class Progress:
         return bool(self._end)
 
     def facts(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         with self._lock:
             text, since = self._phases[-1] if self._phases else self._phase_before
             facts = {
@@ -221,7 +216,7 @@ class Progress:
             return facts | self._end
 
     def _rates(self) -> dict[str, float]:
-        """Rates and shares since the oldest row that is kept."""
+        """Compute rates and shares since the oldest row that is kept."""
         if len(self._rows) < 2 or self._rows[-1][0] <= self._rows[0][0]:
             return {}
         (begin, first_step, first), (end, last_step, last) = self._rows[0], self._rows[-1]

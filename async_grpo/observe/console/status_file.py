@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class StatusFile:
-    """Writes what `progress` knows, and the timeline, until `close`."""
+    """Writes the progress and the timeline until `close`."""
 
     def __init__(self, run_dir: Path, progress: Progress, *, run: str) -> None:
         self._path, self._progress = run_dir / STATUS, progress
@@ -69,7 +69,7 @@ class StatusFile:
         self._thread.start()
 
     def event(self, kind: str, /, **facts: Any) -> None:
-        """Something is over, or happened now; `facts` are plain values."""
+        """Add an event of this moment to the timeline; `facts` are plain values."""
         self._timeline.add({"time": time.time(), "kind": kind} | facts)
 
     def close(self) -> None:
@@ -98,7 +98,8 @@ class StatusFile:
                     json.dumps(self._who | {"written": now} | facts) + "\n", encoding="utf-8"
                 )
                 os.replace(temporary, self._path)
-                self._written, self._last, self._full = now, facts, False
+                self._written, self._last = now, facts
+                self._full = False
             except OSError as error:
                 if not self._full:
                     _log.warning(
@@ -109,14 +110,14 @@ class StatusFile:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What is the matter with a run, in words; `kind` for programs."""
+    """States what is the matter with a run; `kind` for programs."""
 
     kind: Literal["running", "ended", "killed", "silent", "slow"]
     text: str
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """The file's content. Raises SetupError if there is none, or it is another format's."""
+    """Read the file. Raises SetupError if there is none or its format is another."""
     path = run_dir / STATUS
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -132,7 +133,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def condition(facts: dict[str, Any], *, now: float) -> Condition:
-    """Whether the run goes on, has ended, or was killed, as far as can be told from here."""
+    """Find out whether the run goes on, has ended or was killed, as far as seen from here."""
     if "exit_code" in facts:
         code = facts["exit_code"]
         message = facts.get("message") or EXIT_MEANING.get(code, "")
@@ -167,7 +168,7 @@ def condition(facts: dict[str, Any], *, now: float) -> Condition:
 
 
 def _is_alive(facts: dict[str, Any]) -> bool | None:
-    """Whether its process runs; None where process ids are other ones than here."""
+    """Whether the run's process lives; None where process ids are other ones than here."""
     own, theirs = lifetime.owner().partition(".")[0], facts["owner"].partition(".")[0]
     if own != theirs:
         return None

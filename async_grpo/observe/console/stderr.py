@@ -25,7 +25,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class StderrLines:
-    """From now until `stop`, `say` gets every line."""
+    """Hands every line that is written to standard error to `say`, until `stop`."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -28,7 +28,7 @@ EVENTS = 10_000
 
 
 class Timeline:
-    """Appends to one run's file. Thread-safe."""
+    """Appends events to one run's file. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path, self._earlier = run_dir / TIMELINE, run_dir / EARLIER
@@ -40,7 +40,7 @@ class Timeline:
         self._events.append(event)
 
     def flush(self) -> None:
-        """Write what is new. Raises OSError, and keeps the events for the next call."""
+        """Write new events. Raises OSError, and keeps the events for the next call."""
         with self._lock:
             taken = list(self._events)
             if not taken:
@@ -55,7 +55,7 @@ class Timeline:
 
 
 def read_timeline(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """All events that are kept, oldest first; a line that was cut off is left out."""
+    """Yield all events that are kept, oldest first, without lines that were cut off."""
     for path in (run_dir / EARLIER, run_dir / TIMELINE):
         if not path.is_file():
             continue

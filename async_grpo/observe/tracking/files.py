@@ -18,9 +18,7 @@ _TEXT_LENGTH = 4000
 
 
 class Lines:
-    """A file of lines that is only appended to. What a killed process left of a last line is
-    removed.
-    """
+    """Appends lines to a file; removes what a killed process left of a last line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,20 +32,19 @@ class Lines:
             os.ftruncate(self._file, self.size)
 
     def append(self, data: bytes) -> None:
-        """Write, after what could not be written before. Raises OSError, and keeps some megabytes
-        to be written with the next call.
-        """
+        """Write, after what is unwritten. Raises OSError, and keeps UNWRITTEN_BYTES for later."""
         if len(self._unwritten) + len(data) <= UNWRITTEN_BYTES:
             self._unwritten += data
         while self._unwritten:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._file)
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted names and text, e.g. `learner.lr` -> `1e-06`."""
+    """Flatten settings to dotted names and text, e.g. `learner.lr` -> `1e-06`."""
     flat: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, dict) and value:
@@ -58,9 +55,7 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def flat_sample(row: dict[str, Any]) -> dict[str, Any]:
-    """A response with a column for each component of its rewards, and nothing in it that a table
-    cannot show.
-    """
+    """Give a response a column for each reward component, and only values that a table can show."""
     rewards = row.get("rewards")
     if isinstance(rewards, dict):
         row = {key: value for key, value in row.items() if key != "rewards"} | {
@@ -70,9 +65,7 @@ def flat_sample(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def clean(value: Any) -> Any:
-    """A value that JSON, a terminal and a web page can show: bounded text without control
-    characters, finite numbers.
-    """
+    """Make a value fit for JSON, terminal and web page: bounded printable text, finite numbers."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):

@@ -40,7 +40,7 @@ no host but the tracking server.
 
 
 class Delivery:
-    """Sends an outbox. Used by one thread."""
+    """Sends an outbox to MLflow. Used by one thread."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -57,10 +57,10 @@ class Delivery:
         self._connect(self._outbox.entries[-1])
 
     def send(self, stop: Callable[[], bool] = lambda: False, *, earlier: bool = True) -> None:
-        """Send what MLflow does not have, the newest run first and `earlier` ones if asked to;
-        between calls, `stop()` ends it early.
+        """Send what MLflow does not have, the newest run first, then `earlier` ones.
 
-        Raises what MLflow raises, except for what it refuses for good.
+        `stop()` ends it between calls. Raises what MLflow raises, except for what it refuses for
+        good.
         """
         from mlflow.exceptions import MlflowException
 
@@ -85,7 +85,7 @@ class Delivery:
         self._outbox.save_sometimes()
 
     def uri(self, entry: OutboxEntry) -> str:
-        """The entry's tracking URI."""
+        """Return the entry's tracking URI."""
         return entry.uri or f"sqlite:///{self._outbox.run_dir / 'mlflow.db'}"
 
     def _connect(self, entry: OutboxEntry) -> MlflowClient:
@@ -115,7 +115,7 @@ class Delivery:
         return client
 
     def _tell_status(self, client: MlflowClient, entry: OutboxEntry) -> None:
-        """Before anything else is sent: it is to be right even if time runs out."""
+        """Send the status, before anything else: it is to be right even if time runs out."""
         status = entry.status
         if status == entry.status_sent:
             return
@@ -135,17 +135,15 @@ class Delivery:
             for name in ("alembic", "mlflow.tracking.fluent", "mlflow.store.db"):
                 logging.getLogger(name).setLevel(logging.WARNING)
             logging.getLogger("mlflow.store.db.utils").setLevel(logging.ERROR)
-            warnings.filterwarnings(
-                "ignore", module=r"mlflow\."
-            )  # deprecations inside MLflow, none of which a user can act on
+            # Deprecations inside MLflow, none of which a user can act on.
+            warnings.filterwarnings("ignore", module=r"mlflow\.")
             from mlflow import MlflowClient
 
             if not uri.startswith("http"):
                 from mlflow.store.db import utils
 
-                utils.MAX_RETRY_COUNT = (
-                    1  # else a database that is gone holds the thread for minutes
-                )
+                # Else a database that is gone holds the thread for minutes.
+                utils.MAX_RETRY_COUNT = 1
             self._clients[uri] = MlflowClient(tracking_uri=uri)
         return self._clients[uri]
 
@@ -170,11 +168,11 @@ class Delivery:
     ) -> None:
         from mlflow.entities import Param
 
-        parameters = (
-            []
-            if entry.parameters_sent
-            else [Param(key, value[:_PARAMETER_LENGTH]) for key, value in entry.parameters.items()]
-        )
+        if entry.parameters_sent:
+            return
+        parameters = [
+            Param(key, text[:_PARAMETER_LENGTH]) for key, text in entry.parameters.items()
+        ]
         for start in range(0, len(parameters), _PARAMETERS_PER_CALL):
             self._send_halves(
                 lambda part: client.log_batch(entry.run_id, params=part),
@@ -187,19 +185,15 @@ class Delivery:
     ) -> None:
         from mlflow.entities import RunTag
 
-        if not entry.tags_sent and entry.tags:
-            tags, entry.tags_sent = (
-                dict(entry.tags),
-                True,
-            )  # what is set meanwhile is sent the next time
-            try:
-                self._send_halves(
-                    lambda part: client.log_batch(entry.run_id, tags=part),
-                    [RunTag(k, v[:_TAG_LENGTH]) for k, v in tags.items()],
-                )
-            except BaseException:
-                entry.tags_sent = False
-                raise
+        if entry.tags_sent or not entry.tags:
+            return
+        tags = [RunTag(name, value[:_TAG_LENGTH]) for name, value in entry.tags.copy().items()]
+        entry.tags_sent = True  # a tag that is set meanwhile is sent the next time
+        try:
+            self._send_halves(lambda part: client.log_batch(entry.run_id, tags=part), tags)
+        except BaseException:
+            entry.tags_sent = False
+            raise
 
     def _send_rows(
         self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
@@ -229,7 +223,7 @@ class Delivery:
         self._outbox.acknowledge(entry, lines)
 
     def _send_halves(self, call: Callable[[list[Any]], object], items: list[Any]) -> None:
-        """Send the items together; where one is to blame for a refusal, all others."""
+        """Send the items together; on a refusal all but those that are to blame."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -286,17 +280,14 @@ class Delivery:
             name = entry.artifacts[0]
             path = self._outbox.run_dir / name
             if path.is_dir():
-                client.log_artifacts(
-                    entry.run_id, str(path), artifact_path=entry.places.get(name, path.name)
-                )
+                place = entry.places.get(name, path.name)
+                client.log_artifacts(entry.run_id, str(path), artifact_path=place)
             elif path.exists():
                 client.log_artifact(entry.run_id, str(path))
             self._outbox.remove_artifact(entry, name)
 
     def _register(self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]) -> None:
-        """Make versions of registered models, once each; one that this run has made already is left
-        as it is.
-        """
+        """Make a version of each registered model, unless this run has made one."""
         from mlflow.exceptions import MlflowException
 
         for name, artifact in list(entry.models.items()) if not entry.artifacts else []:
@@ -306,11 +297,8 @@ class Delivery:
                 except MlflowException as error:
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
-                if not any(
-                    version.run_id == entry.run_id
-                    for version in client.search_model_versions(f"run_id = '{entry.run_id}'")
-                    if version.name == name
-                ):
+                versions = client.search_model_versions(f"run_id = '{entry.run_id}'")
+                if all(version.name != name for version in versions):
                     uri = f"{client.get_run(entry.run_id).info.artifact_uri}/{artifact}"
                     client.create_model_version(
                         name, uri, run_id=entry.run_id, tags={_RUN_KEY: entry.key}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import threading
 import time
@@ -31,6 +32,8 @@ STATE, METRICS, SAMPLES = "mlflow_sent.json", "metrics.jsonl", "samples.jsonl"
 _READ_BYTES = 1 << 20
 _SAMPLE_ROWS, _SAMPLE_BYTES = 1000, 16 << 20
 _SAVE_EVERY_S = 5.0
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of a network file system without locks."""
 
 
 class TrackingError(SetupError):
@@ -39,9 +42,7 @@ class TrackingError(SetupError):
 
 @dataclass
 class OutboxEntry:
-    """One MLflow run of a run directory. Positions are bytes; `None` as an end is the end of the
-    file.
-    """
+    """One MLflow run of a run directory. Positions are bytes; an end of None is the file's end."""
 
     uri: str | None
     """None: the database in the run directory, wherever that is now."""
@@ -74,14 +75,36 @@ class OutboxEntry:
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     """A tag of the MLflow run, by which it is found again."""
 
+    def go_on(self, newer: OutboxEntry) -> None:
+        """Continue this MLflow run with what another start brings."""
+        self.uri, self.status = newer.uri, "RUNNING"
+        self.status_sent, self.ended = None, None
+        self.end, self.samples_end = None, None
+        self.artifacts = list(dict.fromkeys([*self.artifacts, *newer.artifacts]))
+        self.tags, self.tags_sent = self.tags | newer.tags, False
+        # The user may have removed the files in between.
+        self.begin, self.sent = min(self.begin, newer.begin), min(self.sent, newer.begin)
+        self.samples_begin = min(self.samples_begin, newer.samples_begin)
+        self.samples_sent = min(self.samples_sent, newer.samples_begin)
+
+    def end_before(self, newer: OutboxEntry) -> None:
+        """End the run's part of the files where another run begins."""
+        self.end = newer.begin if self.end is None else self.end
+        self.samples_end = newer.samples_begin if self.samples_end is None else self.samples_end
+
+    def forget(self) -> None:
+        """Note that MLflow has nothing of this run."""
+        self.run_id, self.status_sent = None, None
+        self.parameters_sent, self.tags_sent = False, False
+        self.sent, self.samples_sent = self.begin, self.samples_begin
+        self.artifacts = list(dict.fromkeys(["config.yaml", *self.artifacts]))
+
 
 class Outbox:
-    """The entries of one run directory. One thread sends; `conclude`, `add_artifact` and `close`
-    are for any thread.
-    """
+    """The MLflow runs of one run directory. One thread sends; any thread may note and close."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Nothing is read or locked before `open`."""
+        """Set the directory; nothing is read or locked before `open`."""
         self.run_dir = run_dir.absolute()
         self.entries: list[OutboxEntry] = []
         """The MLflow runs that are not complete, and last the newest."""
@@ -94,9 +117,7 @@ class Outbox:
         self._saved = 0.0
 
     def open(self) -> None:
-        """Lock the directory and read what MLflow has. Raises TrackingError, for example if another
-        process sends from it.
-        """
+        """Lock the directory and read the state. Raises TrackingError, as when another sends."""
         file = open(self.run_dir / METRICS, "r+b")  # noqa: SIM115 (closed by `close`)
         try:
             _lock(file)
@@ -132,86 +153,53 @@ class Outbox:
         return self._file is not None
 
     def begin(self, entry: OutboxEntry, *, run_id: str | None, resumed: bool) -> None:
-        """Make `entry` the current MLflow run, whose rows start at its `begin`; or continue the
-        directory's last one if that is `run_id` or, where the checkpoint of a `resumed` run knows
-        none, whatever it is. Earlier runs that never ended were killed.
+        """Make `entry` the current MLflow run, whose rows start at its `begin`.
+
+        The directory's last run is continued instead if it is `run_id`, or, for a `resumed` run
+        whose checkpoint knows no id, whatever it is. Earlier runs without an end become KILLED.
         """
         with self._lock:
             last = self.entries[-1] if self.entries else None
             if last is not None and (last.run_id == run_id if run_id is not None else resumed):
-                last.uri, last.status, last.status_sent, last.ended, last.end, last.samples_end = (
-                    entry.uri,
-                    "RUNNING",
-                    None,
-                    None,
-                    None,
-                    None,
-                )
-                last.artifacts = list(dict.fromkeys([*last.artifacts, *entry.artifacts]))
-                last.tags, last.tags_sent = last.tags | entry.tags, False
-                # somebody may have removed the files in between
-                last.begin, last.sent = min(last.begin, entry.begin), min(last.sent, entry.begin)
-                last.samples_begin, last.samples_sent = (
-                    min(last.samples_begin, entry.samples_begin),
-                    min(last.samples_sent, entry.samples_begin),
-                )
+                last.go_on(entry)
                 self.save()
                 return
             self.mark_killed()
-            for earlier in self.entries:
-                earlier.end = entry.begin if earlier.end is None else earlier.end
-                earlier.samples_end = (
-                    entry.samples_begin if earlier.samples_end is None else earlier.samples_end
-                )
             entry.sent, entry.samples_sent = entry.begin, entry.samples_begin
-            if (
-                run_id is not None
-            ):  # begun in another directory: what is here is there, unless the run itself is not
-                entry.run_id, entry.parameters_sent, entry.begin, entry.samples_begin = (
-                    run_id,
-                    True,
-                    0,
-                    0,
-                )
-                for earlier in self.entries:
-                    if earlier.run_id == run_id:
-                        earlier.status_sent = (
-                            earlier.status
-                        )  # the status is this entry's affair now
-            self.entries = [
-                earlier for earlier in self.entries if not self.is_complete(earlier)
-            ] + [entry]
+            for earlier in self.entries:
+                earlier.end_before(entry)
+                if run_id is not None and earlier.run_id == run_id:
+                    earlier.status_sent = earlier.status  # which is the new entry's affair now
+            if run_id is not None:  # begun in another directory, from which MLflow has what is here
+                entry.run_id, entry.parameters_sent = run_id, True
+                entry.begin, entry.samples_begin = 0, 0  # unless the run itself is gone
+            kept = [earlier for earlier in self.entries if not self.is_complete(earlier)]
+            self.entries = [*kept, entry]
             self.save()
 
     def mark_killed(self) -> None:
-        """End the newest run if it has no end: its process is gone, since this one holds the
-        lock.
-        """
+        """Set a newest run without an end to KILLED: this object has the lock."""
         for entry in self.entries[-1:]:  # those before it were ended when it began
             if entry.status == "RUNNING":
-                entry.status, entry.ended = (
-                    "KILLED",
-                    int(os.stat(self.run_dir / METRICS).st_mtime * 1000),
-                )
+                entry.status = "KILLED"
+                entry.ended = int(os.stat(self.run_dir / METRICS).st_mtime * 1000)
 
     def conclude(self, status: str) -> None:
-        """Note how the current run ended, on the disk at once."""
+        """Note on the disk how the current run ended."""
         with self._lock:
             if self._file is not None and self.entries:
                 self.entries[-1].status, self.entries[-1].ended = status, int(time.time() * 1000)
                 self.save()
 
     def set_tag(self, name: str, value: str) -> None:
-        """Of the current run."""
+        """Set a tag of the current run."""
         with self._lock:
             self.entries[-1].tags[name], self.entries[-1].tags_sent = value, False
 
     def add_artifact(
         self, path: Path, *, name: str | None = None, register: str | None = None
     ) -> None:
-        """A file or directory to be sent with the current run, a directory under `name`; then it
-        becomes a version of the model `register`.
-        """
+        """Add a file, or a directory under `name`, of which the model `register` gets a version."""
         path = path.absolute()
         own = str(path.relative_to(self.run_dir) if path.is_relative_to(self.run_dir) else path)
         with self._lock:
@@ -224,49 +212,38 @@ class Outbox:
                 entry.models[register] = name or path.name
 
     def remove_artifact(self, entry: OutboxEntry, name: str) -> None:
-        """It has been sent."""
+        """Drop an artifact that has been sent."""
         with self._lock:
             entry.artifacts.remove(name)
 
     # ---- what is to be sent ----
 
     def lines(self, entry: OutboxEntry) -> list[bytes]:
-        """The next rows that MLflow does not have: about a MiB of whole lines."""
-        limit, position, lines = self._limit(entry), entry.sent, []
+        """Read the next rows that MLflow does not have: about a MiB of whole lines."""
+        left, lines = self._limit(entry) - entry.sent, []
         with open(self.run_dir / METRICS, "rb") as file:
-            file.seek(position)
-            for line in (
-                file.readlines(min(_READ_BYTES, limit - position)) if limit > position else []
-            ):
-                position += len(line)
-                if position <= limit and line.endswith(b"\n"):
+            file.seek(entry.sent)
+            for line in file.readlines(min(_READ_BYTES, left)) if left > 0 else []:
+                left -= len(line)
+                if left >= 0 and line.endswith(b"\n"):
                     lines.append(line)
         return lines
 
     def acknowledge(self, entry: OutboxEntry, lines: list[bytes]) -> None:
-        """MLflow has these rows, the first ones of `lines`, or never will."""
+        """Note that MLflow has these next rows, or never will."""
         entry.sent += sum(map(len, lines))
         self.rows_sent += len(lines)
         self.save_sometimes()
 
     def forget(self, entry: OutboxEntry) -> None:
-        """The server does not have this run (any more): everything is to be sent to a new one."""
+        """Note that the server does not have this run (any more)."""
         with self._lock:
             self.rows_forgotten += self._rows(entry.begin, entry.sent)
-            entry.run_id, entry.parameters_sent, entry.tags_sent, entry.status_sent = (
-                None,
-                False,
-                False,
-                None,
-            )
-            entry.sent, entry.samples_sent = entry.begin, entry.samples_begin
-            entry.artifacts = list(dict.fromkeys(["config.yaml", *entry.artifacts]))
+            entry.forget()
             self.save()  # its key is on the disk before there is a run with it
 
     def samples(self, entry: OutboxEntry) -> tuple[list[dict[str, Any]], int]:
-        """The newest samples of the run, those included that MLflow has, and the position after
-        them; none if MLflow has them all.
-        """
+        """Read the run's newest samples and the position after them; none if all are sent."""
         limit = self._samples_limit(entry)
         if limit <= entry.samples_sent:
             return [], entry.samples_sent
@@ -277,20 +254,13 @@ class Outbox:
         end = limit - len(lines[-1])  # what follows the last newline is being written
         if end <= entry.samples_sent:
             return [], entry.samples_sent
-        return [json.loads(line) for line in lines[int(start > entry.samples_begin) : -1]][
-            -_SAMPLE_ROWS:
-        ], end
+        rows = lines[int(start > entry.samples_begin) : -1][-_SAMPLE_ROWS:]
+        return [json.loads(line) for line in rows], end
 
-    def rows_waiting(self, before: int | None = None) -> int:
-        """Rows of `metrics.jsonl` that MLflow has not acknowledged, of those before byte
-        `before`.
-        """
+    def rows_waiting(self, before: float = math.inf) -> int:
+        """Count the rows that MLflow has not acknowledged, before byte `before` of the file."""
         return sum(
-            self._rows(
-                entry.sent,
-                self._limit(entry) if before is None else min(before, self._limit(entry)),
-            )
-            for entry in self.entries
+            self._rows(entry.sent, int(min(before, self._limit(entry)))) for entry in self.entries
         )
 
     def _rows(self, start: int, end: int) -> int:
@@ -304,14 +274,13 @@ class Outbox:
 
     def is_complete(self, entry: OutboxEntry) -> bool:
         """Whether MLflow has everything of this run, the status included."""
-        sent = (
+        waiting = entry.artifacts or entry.models or (entry.tags and not entry.tags_sent)
+        return (
             entry.run_id is not None
             and entry.status_sent == entry.status
             and entry.parameters_sent
-            and not entry.artifacts
+            and not (waiting or self.lines(entry) or self.samples(entry)[0])
         )
-        sent = sent and not entry.models and (entry.tags_sent or not entry.tags)
-        return sent and not self.lines(entry) and not self.samples(entry)[0]
 
     def _limit(self, entry: OutboxEntry) -> int:
         size = os.stat(self.run_dir / METRICS).st_size
@@ -338,14 +307,12 @@ class Outbox:
             self._saved = time.monotonic()
 
     def save_sometimes(self) -> None:
-        """Write the file if that was some seconds ago: what is sent twice after a crash changes
-        nothing.
-        """
+        """Write the file every few seconds: what is sent twice after a crash changes nothing."""
         if time.monotonic() - self._saved > _SAVE_EVERY_S:
             self.save()
 
     def close(self) -> None:
-        """Write the file and release the lock. What a thread still sends is not noted any more."""
+        """Write the file and release the lock; what a thread still sends is not noted."""
         with self._lock:
             if self._file is not None:
                 try:
@@ -359,9 +326,5 @@ def _lock(file: BinaryIO) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (
-            errno.ENOLCK,
-            errno.EOPNOTSUPP,
-            errno.ENOSYS,
-        ):  # a network file system that has no locks
+        if error.errno not in _NO_LOCKS:
             raise

@@ -33,21 +33,18 @@ class SystemMetrics:
         )
 
     def start(self) -> None:
-        """Begin; the first values come after an interval."""
+        """Start the thread; the first values come after an interval."""
         self._thread.start()
 
     def stop(self) -> None:
-        """No row comes after this."""
+        """Stop the thread; no row comes after this."""
         self._stopping.set()
         if self._thread.ident is not None:
-            self._thread.join(
-                timeout=STOP_TIMEOUT_S
-            )  # a device that does not answer must not hold up the end of the run
+            # A device that does not answer must not hold up the end of the run.
+            self._thread.join(timeout=STOP_TIMEOUT_S)
 
     def _run(self) -> None:
-        if self._stopping.wait(
-            self._every_s / 2
-        ):  # the start of the run has the machine for itself
+        if self._stopping.wait(self._every_s / 2):  # the start has the machine for itself
             return
         monitors = _monitors()
         while not self._stopping.wait(self._every_s):

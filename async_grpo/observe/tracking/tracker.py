@@ -1,17 +1,13 @@
 """Experiment tracking: one line of `metrics.jsonl` per learner step, samples, and MLflow.
 
 Runs in: the driver. MLflow is called by one sender thread only, and not imported with
-`tracking.mlflow: false`. Hides that thread; what it sends is in the files of the run directory
-(`async_grpo.observe.tracking.outbox`), which are its queue.
+`tracking.mlflow: false`. Hides that thread, whose queue are the files of the run directory
+(`async_grpo.observe.tracking.outbox`), and where code version, host and packages come from.
 
 Invariants: `metrics.jsonl` has every logged step before MLflow hears of it; no call but `start` and
 `finish` waits for MLflow, and those have deadlines; what MLflow does not get is counted, and said
-at the end with the command that sends it; an MLflow that fails after the start, or a full disk,
-never stops training.
-
-What tracking is told of a run besides numbers: which code, where, with which packages. Hides git's
-diff and where versions come from. Invariant: nothing here ends a run; what cannot be found is
-absent.
+at the end with the command that sends it; an MLflow that fails after the start, a full disk or an
+unknown code version never stops training.
 """
 
 from __future__ import annotations
@@ -51,9 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Metrics, samples and files of one run. Thread-safe; use `start`, any number of `log` calls,
-    `finish`.
-    """
+    """Tracks one run: `start`, any number of `log` calls, `finish`. Thread-safe."""
 
     def __init__(
         self,
@@ -65,45 +59,45 @@ class Tracker:
         tags: dict[str, str] | None = None,
         note: Callable[[str], None] = _log.warning,
     ) -> None:
-        """`run_dir` exists; `resume_run_id` continues an MLflow run. None makes a new one, or, if
-        the run is `resumed`, continues the one that the directory knows. `tags` of the MLflow run;
-        `note` shows a line to the user. Nothing of MLflow happens yet.
+        """Open the files in `run_dir`; nothing of MLflow happens yet.
+
+        resume_run_id: the MLflow run to continue; None makes a new one or, if the run is `resumed`,
+        continues the one that the directory knows. tags: of the MLflow run. note: shows a line to
+        the user.
         """
         self._lock = threading.Lock()
         self._note = note
         self._finished = False
+        self._starting = threading.Thread(
+            target=self._start, name="async_grpo-tracking", daemon=True
+        )
         self._start_error: Exception | None = None
         self._full = False
         self._late = 0
         self._metrics, self._samples = Lines(run_dir / METRICS), Lines(run_dir / SAMPLES)
+        self._sender: _Sender | None = None
+        self._system: SystemMetrics | None = None
         if config.tracking.mlflow:
+            settings = flatten(config.model_dump(mode="json"))
             entry = OutboxEntry(
                 config.tracking.uri,
                 config.tracking.experiment,
                 config.run.name,
-                {
-                    name: without_password(value)
-                    for name, value in flatten(config.model_dump(mode="json")).items()
-                },
+                {name: without_password(value) for name, value in settings.items()},
                 begin=self._metrics.size,
                 samples_begin=self._samples.size,
                 tags=tags or {},
             )
             self._sender = _Sender(config, run_dir, entry, resume_run_id, resumed, note)
-        else:
-            self._sender = None
-        self._system = (
-            SystemMetrics(self._log_system)
-            if config.tracking.mlflow and config.tracking.system_metrics
-            else None
-        )
+            if config.tracking.system_metrics:
+                self._system = SystemMetrics(self._log_system)
         self._step = 0
 
     def start(self) -> None:
-        """Connect to MLflow and create or continue the run (about two seconds for a new database).
+        """Connect to MLflow and create or continue the run (two seconds for a new database).
 
-        May run in another thread while `log` is already used. Does nothing with MLflow off. Raises
-        TrackingError, unless `tracking.offline_ok`.
+        May run in another thread while `log` is used. Raises TrackingError, unless
+        `tracking.offline_ok`.
         """
         if self._sender is not None:
             self._sender.start()
@@ -111,25 +105,18 @@ class Tracker:
             self._system.start()
 
     def begin(self) -> None:
-        """The same in a thread of its own; `ready` waits for it."""
-        self._starting = threading.Thread(
-            target=self._start, name="async_grpo-tracking", daemon=True
-        )
+        """Call `start` in a thread; `ready` waits for it."""
         self._starting.start()
 
     def ready(self) -> list[str]:
-        """Wait for what `begin` began, and raise what it raised; lines that say where to look at
-        the run.
-        """
+        """Wait for `begin` and raise its error; return lines that say where to look at the run."""
         self._starting.join()
         if self._start_error is not None:
             raise self._start_error
         return [f"MLflow: {self._sender.where()}"] if self._sender is not None else []
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a learner step: at once in `metrics.jsonl`, later in MLflow.
-        Non-finite values are kept as null in the file and left out of MLflow.
-        """
+        """Record metrics now in `metrics.jsonl` (not finite: null) and later in MLflow."""
         self._step = max(self._step, step)
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         row.update((key, value if math.isfinite(value) else None) for key, value in metrics.items())
@@ -139,22 +126,18 @@ class Tracker:
             self._sender.notice(rows=1)
 
     def log_samples(self, rows: list[dict[str, Any]]) -> None:
-        """Append responses to `samples.jsonl`, of which MLflow gets the newest as the table
-        `samples.json`.
-
-        Text is shortened and control characters become visible escapes.
-        """
+        """Append responses to `samples.jsonl`, whose newest MLflow gets as `samples.json`."""
         if self._append(self._samples, list(map(flat_sample, rows))) and self._sender is not None:
             self._sender.notice(rows=0)
 
     def log_artifact(
         self, path: Path, *, name: str | None = None, register: str | None = None
     ) -> None:
-        """Copy a file or a directory to the MLflow run's artifacts when its turn comes; it must
-        stay unchanged until `finish`.
+        """Copy a file or a directory, which must stay unchanged, to the MLflow run when its turn
+        comes.
 
-        name: of a directory there, else its own. register: make it the next version of this
-        registered model then.
+        name: of a directory there, else its own. register: the registered model that it becomes a
+        version of.
         """
         if self._sender is not None:
             self._sender.add_artifact(path, name, register)
@@ -181,9 +164,7 @@ class Tracker:
 
     @property
     def dropped(self) -> int:
-        """Records that will never reach MLflow: those it refused, and those logged after `finish`,
-        which are nowhere.
-        """
+        """Records that never reach MLflow: refused ones, and those logged after `finish`."""
         return self._late + (self._sender.refused if self._sender is not None else 0)
 
     @property
@@ -197,16 +178,12 @@ class Tracker:
         return self._sender.summary() if self._sender is not None else None
 
     def conclude(self, status: Status) -> None:
-        """Note on the disk how the run ended, so that it is known even if nothing comes after
-        this.
-        """
+        """Note on the disk how the run ended, in case nothing comes after this."""
         if self._sender is not None:
             self._sender.conclude(status)
 
     def finish(self, status: Status) -> None:
-        """Send what is left within a deadline, end the MLflow run with this status, close the
-        files. A second call does nothing.
-        """
+        """Send the rest within a deadline, end the MLflow run, close the files; once."""
         with self._lock:
             if self._finished:
                 return
@@ -247,9 +224,7 @@ class Tracker:
 
 
 class _Sender:
-    """The thread that sends what is in the run directory, as fast as MLflow takes it, and again
-    when it is back.
-    """
+    """Runs the thread that sends what is in the run directory, as fast as MLflow takes it."""
 
     def __init__(
         self,
@@ -263,30 +238,24 @@ class _Sender:
         self.run_id = resume_run_id
         self._offline_ok = config.tracking.offline_ok
         self._timeout_s = min(START_TIMEOUT_S, config.watchdog.start_timeout_s)
-        self._run_dir, self._entry, self._resumed, self._note = (
-            run_dir,
-            entry,
-            resumed or resume_run_id is not None,
-            note,
-        )
+        self._run_dir, self._note = run_dir, note
+        self._entry, self._resumed = entry, resumed or resume_run_id is not None
         self._outbox = Outbox(run_dir)
         self._delivery = Delivery(self._outbox)
         self.uri = self._delivery.uri(entry)
         self._artifacts: list[tuple[Path, str | None, str | None]] = []
         self._tags: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._logged = self._backlog = self._failures = 0
+        self._logged, self._backlog = 0, 0
+        self._failures = 0
         self._last_error = ""
         self._failure: Exception | None = None
         self._deadline = math.inf
         self._status: Status | None = None
         self._earlier = True
         self._closed = False
-        self._tried, self._wake, self._finishing = (
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
+        self._tried, self._finishing = threading.Event(), threading.Event()
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mlflow-sender", daemon=True)
 
     @property
@@ -302,9 +271,7 @@ class _Sender:
         return self._backlog + self._logged + self._outbox.rows_forgotten - self._outbox.rows_sent
 
     def start(self) -> None:
-        """Start the thread and wait until the run exists, or, with `tracking.offline_ok`, until the
-        first attempt has failed.
-        """
+        """Start the thread; wait for the MLflow run, with `offline_ok` for the first attempt."""
         self._thread.start()
         if not self._tried.wait(self._timeout_s) and not self._offline_ok:
             self._failure = TimeoutError(f"no answer within {self._timeout_s:.0f} s")
@@ -318,7 +285,7 @@ class _Sender:
             ) from self._failure
 
     def notice(self, *, rows: int) -> None:
-        """There is something new in the files."""
+        """Wake the thread for new lines in the files."""
         with self._lock:
             self._logged += rows
         self._wake.set()
@@ -332,9 +299,7 @@ class _Sender:
         self._wake.set()
 
     def finish(self, status: Status) -> None:
-        """Note the status on the disk, let the thread send what is left, and say what it could not;
-        gives up after a deadline.
-        """
+        """Note the status, let the thread send the rest until a deadline, and say what is left."""
         self._deadline = time.monotonic() + FINISH_TIMEOUT_S
         self._status = status
         self._finishing.set()
@@ -363,26 +328,23 @@ class _Sender:
             )
 
     def conclude(self, status: Status) -> None:
-        """Note the status on the disk; it is sent by `finish`, or by whoever sends the rest."""
+        """Note the status on the disk; `finish` or `--sync` sends it."""
         try:
             self._outbox.conclude(status)
         except OSError as error:
             self._last_error = one_line(error)
 
     def summary(self) -> str:
-        """Where the MLflow run is, and what is not in it yet."""
+        """Say where the MLflow run is, and what is not in it yet."""
         return self.where() + (
             f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else ""
         )
 
     def where(self) -> str:
-        """Where the MLflow run is, and how to look at it."""
+        """Say where the MLflow run is, and how to look at it."""
         uri = without_password(self.uri)
-        where = (
-            f" at {uri}"
-            if uri.startswith("http")
-            else f"; look at it with: mlflow ui --backend-store-uri {uri}"
-        )
+        local = f"; look at it with: mlflow ui --backend-store-uri {uri}"
+        where = f" at {uri}" if uri.startswith("http") else local
         return f"run {self.run_id}{where}" if self.run_id else f"not reached yet{where}"
 
     def _run(self) -> None:
@@ -423,16 +385,12 @@ class _Sender:
         self._delivery.connect()
         self.run_id = self._outbox.entries[-1].run_id
         self._tried.set()
-        earlier, self._earlier = (
-            self._earlier,
-            False,
-        )  # once: what is wrong with an earlier run must not hold up this one
+        # Once: what is wrong with an earlier run must not hold up this one.
+        earlier, self._earlier = self._earlier, False
         self._delivery.send(lambda: time.monotonic() > self._deadline, earlier=earlier)
 
     def _attempt(self) -> bool:
-        """Send once; whether it went well. The first failure of a series is shown; one of the start
-        is for `start`.
-        """
+        """Send once; return whether it went well. The first failure of a series is shown."""
         try:
             self._send()
         except Exception as error:  # noqa: BLE001 (counted and shown: tracking never stops training)
@@ -466,9 +424,7 @@ PACKAGES = (
 
 
 def tags() -> dict[str, str]:
-    """By name: code, host, user, Python, packages; those that start with `mlflow.` are shown by its
-    pages.
-    """
+    """Collect code, host, user, Python and packages; `mlflow.` tags are shown by its pages."""
     code = {name: str(value) for name, value in code_version().items()}
     found = {f"code.{name}": value for name, value in code.items()} | {
         "host": socket.gethostname(),
@@ -487,7 +443,7 @@ def tags() -> dict[str, str]:
 def begin_tracking(
     config: Config, *, resume_run_id: str | None, resumed: bool, note: Callable[[str], None]
 ) -> Tracker:
-    """A tracker that has begun to connect, and what it sends of the code; see `Tracker`."""
+    """Make a tracker that has begun to connect, and let it send the code's state."""
     run_dir = Path(config.run.dir)
     tracker = Tracker(
         config,
@@ -520,9 +476,7 @@ def log_model(config: Config, console: Console, tracker: Tracker, directory: Pat
 
 
 def write_code_state(run_dir: Path) -> list[Path]:
-    """Write which code runs, and what in it is not committed, into the run's directory; the files
-    written.
-    """
+    """Write which code runs, and its uncommitted changes; return the files."""
     code, written = run_dir / CODE, [run_dir / CODE]
     (run_dir / DIFF).unlink(missing_ok=True)  # of an earlier start
     state = code_version()
@@ -557,7 +511,7 @@ def _user() -> str:
 
 
 def _ray_job() -> str | None:
-    """The id under which this process was submitted as a Ray job."""
+    """Return the id under which this process was submitted as a Ray job."""
     try:
         return json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))["metadata"][
             "job_submission_id"
