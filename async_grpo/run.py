@@ -36,6 +36,7 @@ from async_grpo.runtime.stopping import Signals, grace_period
 from async_grpo.runtime.time_ledger import LearnerTime
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.system import System
     from async_grpo.trainer import Trainer
 
 
@@ -345,12 +346,18 @@ def _end(console: Console, code: int, message: str) -> int:
 
 def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     """Rows (label, text) of the closing table, from the running trainer and its last checkpoint."""
-    system, config = trainer.system, trainer.config
-    loop, times = system.loop, system.coordinator.times
-    rows = _accuracy(trainer)
+    rows = [*_accuracy(trainer), *_training(trainer), *goodput(trainer.system.loop.latest)]
+    if trainer.verdict is not None:
+        rows.append(("verdict", trainer.verdict.text))
+    return [*rows, *_checks_and_faults(trainer.system), *_next_steps(trainer, checkpoint)]
+
+
+def _training(trainer: Trainer) -> list[tuple[str, str]]:
+    """What was trained, how old it was, and what took the learner's time."""
+    loop, times = trainer.system.loop, trainer.system.coordinator.times
     steps, seconds = len(loop.durations), max(trainer.rl_seconds, 1e-9)
     trained, spent = throughput(loop.latest, loop.tokens)
-    rows += [
+    return [
         (
             "learner steps",
             f"{steps} in {seconds:.0f} s ({seconds / max(steps, 1):.2f} s each); "
@@ -360,7 +367,7 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
         (
             "staleness",
             f"mean {loop.lag_sum / max(steps, 1):.2f}, largest {loop.lag_max:.0f} learner "
-            f"steps (bound {config.replay.max_staleness})",
+            f"steps (bound {trainer.config.replay.max_staleness})",
         ),
         (
             "publications",
@@ -369,59 +376,49 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
         ),
         ("learner time", spent),
     ]
-    rows += goodput(loop.latest)
-    if trainer.verdict is not None:
-        rows.append(("verdict", trainer.verdict.text))
-    checks = system.coordinator.measurements()
-    if checks["weights/probes"]:
-        rows.append(
-            (
-                "weights checked",
-                f"{checks['weights/probes']:.0f} times while training; engines and learner "
-                f"differ by {checks['weights/drift']:.1e} at most",
-            )
-        )
-    if times.repeated or times.dropped:
-        rows.append(
-            (
-                "publication faults",
-                f"{times.repeated} transfers repeated, {times.dropped} engines dropped",
-            )
-        )
-    if system.actors.restarts:
-        rows.append(("restarts", f"{system.actors.restarts} rollout actors replaced"))
-    if system.queue_restarts:
-        rows.append(
-            (
-                "queue restarts",
-                f"{system.queue_restarts}; the replay queue's process went on from its journal",
-            )
-        )
-    if system.gang.restarts:
-        rows.append(
-            (
-                "learner restarts",
-                f"{system.gang.restarts}; its ranks repeated the recorded steps after a checkpoint",
-            )
-        )
-    rows.append(("checkpoint", f"{checkpoint} (Hugging Face format in hf/)"))
-    if trainer.tracker is not None and trainer.tracker.summary is not None:
-        rows.append(("MLflow", trainer.tracker.summary))
-    if config.replay.journal.enable:
-        rows.append(
-            (
-                "groups",
-                f"python -m async_grpo.replay {trainer.run_dir} shows what was generated "
-                "and trained",
-            )
-        )
-    rows.append(
+
+
+def _checks_and_faults(system: System) -> list[tuple[str, str]]:
+    """A row for every kind of check that was made, and of fault that was survived."""
+    checks, times = system.coordinator.measurements(), system.coordinator.times
+    rows = [
         (
-            "next",
-            f"python -m async_grpo.run {trainer.run_dir}/config.yaml{_longer(trainer)} "
-            "continues this run",
-        )
-    )
+            checks["weights/probes"],
+            "weights checked",
+            f"{checks['weights/probes']:.0f} times while training; engines and learner "
+            f"differ by {checks['weights/drift']:.1e} at most",
+        ),
+        (
+            times.repeated or times.dropped,
+            "publication faults",
+            f"{times.repeated} transfers repeated, {times.dropped} engines dropped",
+        ),
+        (system.actors.restarts, "restarts", f"{system.actors.restarts} rollout actors replaced"),
+        (
+            system.queue_restarts,
+            "queue restarts",
+            f"{system.queue_restarts}; the replay queue's process went on from its journal",
+        ),
+        (
+            learner := system.supervisor.restarts,
+            "learner restarts",
+            f"{learner}; its ranks repeated the recorded steps after a checkpoint",
+        ),
+    ]
+    return [(label, text) for happened, label, text in rows if happened]
+
+
+def _next_steps(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
+    """Where the results are, and commands to go on with."""
+    config, tracker, command = trainer.config, trainer.tracker, "python -m async_grpo"
+    rows = [("checkpoint", f"{checkpoint} (Hugging Face format in hf/)")]
+    if tracker is not None and tracker.summary is not None:
+        rows.append(("MLflow", tracker.summary))
+    if config.replay.journal.enable:
+        shows = "shows what was generated and trained"
+        rows.append(("groups", f"{command}.replay {trainer.run_dir} {shows}"))
+    again = f"{trainer.run_dir}/config.yaml{_longer(trainer)}"
+    rows.append(("next", f"{command}.run {again} continues this run"))
     if config.replay.max_staleness:
         rows.append(
             (

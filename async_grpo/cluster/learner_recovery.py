@@ -26,8 +26,10 @@ from typing import Any, Protocol, TypeVar
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.directory import Origin
 from async_grpo.cluster.learner_group import LearnerGroup
+from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.rollout_actors import back_off_s
+from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.loop import Loop
@@ -66,22 +68,17 @@ class LearnerSupervisor:
         loop: Loop,
         coordinator: Coordinator,
         queue: RecoverableQueue,
+        session: Session,
+        placement: Placement,
         origin: Origin,
-        nodes_serve: Callable[[], Awaitable[bool]],
         saver: PendingCheckpoint,
         listener: RunListener,
     ) -> None:
-        """origin: where this start of the run began. nodes_serve: whether those of all ranks are
-        there.
-        """
-        self._config, self._learner, self._loop, self._coordinator, self._queue = (
-            config,
-            learner,
-            loop,
-            coordinator,
-            queue,
-        )
-        self._origin, self._nodes_serve = origin, nodes_serve
+        """origin: where this start of the run began."""
+        self._config, self._queue = config, queue
+        self._learner, self._loop, self._coordinator = learner, loop, coordinator
+        self._session, self._nodes = session, {slot.node_id for slot in placement.learners}
+        self._origin = origin
         self._saver, self._listener = saver, listener
         self._died_at: int | None = None
         self.run_epoch = 0
@@ -89,7 +86,7 @@ class LearnerSupervisor:
 
     async def start(self, until: int, *, run_epoch: int) -> None:
         """Load the model or the checkpoint, and repeat the recorded steps up to `until`."""
-        self.run_epoch = run_epoch
+        self.run_epoch = self._coordinator.run_epoch = run_epoch
         await self._learner.start(self._origin.learner)
         await self._repeat(self._origin, until)
 
@@ -162,6 +159,12 @@ class LearnerSupervisor:
                 "start the same command again"
             ) from error
         self.restarts += 1
+
+    async def _nodes_serve(self) -> bool:
+        """Whether the nodes of all ranks still run processes."""
+        timeout_s = self._config.cluster.resources_timeout_s
+        checks = [self._session.node_serves(node, timeout_s=timeout_s) for node in self._nodes]
+        return all(await asyncio.gather(*checks))
 
     def _newest(self, reached: int) -> Origin:
         """The newest checkpoint of this run that is not ahead of its learner, its contents checked;

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -26,7 +26,11 @@ from async_grpo.rollout.actor import RolloutActor
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason
-from async_grpo.weights.transport import Staged, TokenSequence
+from async_grpo.weights.transport import Staged, TokenSequence, WeightSender
+
+if TYPE_CHECKING:  # torch, which only a rank needs
+    from async_grpo.learner.checkpoint import Saving
+    from async_grpo.learner.learner import Learner
 
 MAX_CALLS = 10_000
 TRANSFER = "transfer"
@@ -73,6 +77,10 @@ class LearnerProcess:
     its own (TRANSFER), since a publication that is cut off is repeated while a learner step runs;
     and so has what brings a checkpoint to the disk (SAVING).
     """
+
+    _learner: Learner  # these three from `setup` on
+    _sender: WeightSender
+    _saving: Saving
 
     def __init__(self, config: Config, *, rank: int, cores: Sequence[int], queue: Any) -> None:
         die_with_parent()

@@ -43,11 +43,11 @@ class Run:
             weights=WEIGHTS,
             total_steps=STEPS,
             steps_done=0,
-            log=self.log,
+            listener=self,
         )
         self.loop.time = TimeByCause(LEARNER_CAUSES, clock=lambda: self.now, wall=lambda: self.now)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def logged(self, step: int, metrics: dict[str, float]) -> None:
         self.rows.append(metrics | {"step": step, "time": self.now})
 
     def takes(self, most: float) -> None:
