@@ -157,17 +157,15 @@ class Loop:
             self._failure.exception()  # retrieved, so that asyncio does not log it
 
     def go_back(self, steps_done: int, row_state: dict[str, Any] | None) -> None:
-        """Set the loop back to this step. row_state: what `row_state` returned there, None for the
-        initial model.
-        """
+        """Set the loop back to a step, with the `row_state` there; None: the initial model."""
         self.steps_done = self._published = steps_done
         self._row_math = RowMath(self._config, self._weights, row_state)
 
     async def repeat(
         self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]
     ) -> tuple[int, list[int]]:
-        """Train the recorded steps up to `until` again; how many versions have a `recorded` digest,
-        and those whose weights have another one.
+        """Train the recorded steps up to `until` again; how many versions have a recorded digest,
+        and those with other weights.
         """
         compared, different = 0, []
         while self.steps_done < until:
@@ -185,7 +183,7 @@ class Loop:
         return compared, different
 
     async def step(self) -> dict[str, float]:
-        """One learner step; its metrics."""
+        """Train one learner step; its metrics."""
         step, started = self.steps_done + 1, time.perf_counter()
         self.phase = f"waiting for the groups of learner step {step}"
         with self.time.during("starved"):
@@ -218,7 +216,7 @@ class Loop:
         return metrics
 
     def row_state(self) -> dict[str, Any]:
-        """What the row mathematics keeps from step to step, for a checkpoint."""
+        """State that the row mathematics keeps from step to step, for a checkpoint."""
         return self._row_math.state()
 
     async def finish(self) -> None:
@@ -229,14 +227,14 @@ class Loop:
         self.phase = BETWEEN
 
     async def publish_newest(self) -> None:
-        """Publish the weights of now if the last step was not one of `weight_sync.every_steps`."""
+        """Publish the weights of now, if the last step's are not published."""
         if self._published < self.steps_done:
             await self._publish(self.steps_done)
             self.phase = BETWEEN
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """In the block the publication waits for an evaluation of the version before."""
+        """Enter while a publication waits for an evaluation of the version before."""
         before, self.phase = (
             self.phase,
             "waiting for an evaluation before the next version is published",
@@ -289,7 +287,7 @@ class Loop:
             await asyncio.sleep(POLL_S)
 
     async def _guard(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`, unless the run fails first."""
+        """Await `work`, unless the run fails first."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -323,5 +321,5 @@ class Loop:
         }
 
     def time_metrics(self) -> dict[str, float]:
-        """The learner's seconds by cause so far."""
+        """Seconds of the learner by cause so far."""
         return {f"{LEARNER_PREFIX}{cause}": spent for cause, spent in self.time.seconds().items()}

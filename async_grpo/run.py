@@ -1,9 +1,8 @@
 """The command line: `python -m async_grpo.run configs/quickstart.yaml [section.key=value ...]`.
 
-Runs in: the driver. Exit codes: see `async_grpo.errors`. The last line of the output names the code
-and its meaning, because `ray job` reports only success or failure.
-
-What a finished run tells the person who started it.
+Runs in: the driver. Exit codes: see `async_grpo.errors`; the last line of the output names the code
+and its meaning, because `ray job` reports only success or failure. Before it, a finished run prints
+a table: what was learnt, what it cost, and where to go on.
 """
 
 from __future__ import annotations
@@ -147,9 +146,7 @@ def _train_on(trainer, console: Console) -> None:
 
 
 def _evaluate_last(trainer, console: Console) -> None:
-    """Training is complete and saved: what dies or takes too long now costs this evaluation, not
-    the run. Wrong numbers and bugs end it.
-    """
+    """Evaluate after training is saved: a death or a deadline costs the evaluation, not the run."""
     try:
         trainer.evaluate()
     except Exception as error:
@@ -228,9 +225,7 @@ def _post_mortem(trainer, console: Console, code: int, message: str) -> None:
 
 
 def _stuck(trainer, console: Console, limit_s: float) -> None:
-    """The event loop of the driver does not turn, so nothing can be taken down in an orderly way:
-    with the driver, Ray ends its processes.
-    """
+    """End a driver whose event loop does not turn: with the driver, Ray ends its processes."""
     message = (
         f"the driver's own event loop has not turned for watchdog.step_timeout_s = {limit_s:g} "
         "s; the stacks of the driver say where it is"
@@ -245,9 +240,7 @@ def _stuck(trainer, console: Console, limit_s: float) -> None:
 
 
 def _stop_after_error(trainer, console: Console, code: int, first: str) -> None:
-    """Take the run down; what goes wrong here is shown, but does not replace the `first` error,
-    which ended the run.
-    """
+    """Take the run down; a second error is shown and does not replace the `first`."""
     try:
         trainer.stop("FAILED", ending=(code, first))
     except Exception as error:  # noqa: BLE001 - shown; the exit code is the first error's
@@ -256,9 +249,7 @@ def _stop_after_error(trainer, console: Console, code: int, first: str) -> None:
 
 
 def _explained(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error; one that carries no code is a bug and comes with its
-    traceback.
-    """
+    """Exit code and message of an error; a bug comes with its traceback."""
     code, message = _coded(error)
     if code == 1:
         print(_plain("".join(traceback.format_exception(error))), file=sys.stderr, end="")
@@ -266,9 +257,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
 
 
 def _innermost(error: BaseException) -> list[BaseException]:
-    """The errors inside the layers that a remote call or a task group put around them, without the
-    traceback that a remote call prepends.
-    """
+    """Errors inside the layers of remote calls and task groups, without remote tracebacks."""
     layers, innermost = [error], []
     for current in layers:  # grows while it is read
         inside = (

@@ -98,8 +98,8 @@ class Trainer:
     # ---- the calls of a user ----
 
     def check(self) -> None:
-        """Find everything that is wrong with the configuration, its files and its task, before any
-        process starts. Raises SetupError.
+        """Find all that is wrong with configuration, files and task, before any process. Raises
+        SetupError.
         """
         try:
             preflight_files(self.config)
@@ -125,8 +125,8 @@ class Trainer:
         )
 
     def start(self) -> None:
-        """Start the run's processes, verify the weight transport, and continue from a checkpoint if
-        there is one.
+        """Start the run's processes, check the weight transport, and resume from a checkpoint, if
+        any.
         """
         if self._started:
             return
@@ -223,9 +223,7 @@ class Trainer:
             )
 
     def train(self, steps: int | None = None) -> dict[str, float]:
-        """Train until the end of the run, or `steps` more learner steps; metrics of the last
-        step.
-        """
+        """Train to the end of the run, or `steps` more learner steps; metrics of the last step."""
         self.start()
         system, metrics = self.system, {}
         last = self.total_steps if steps is None else min(self.total_steps, self.steps_done + steps)
@@ -233,17 +231,15 @@ class Trainer:
         while True:
             metrics = self._train(last) or metrics
             self._run(system.settle())
-            if (
-                self.steps_done >= last or self._stop_requested.is_set()
-            ):  # a learner that died while it settled may be at an earlier step
+            # A learner that died while it settled may be at an earlier step.
+            if self.steps_done >= last or self.stop_requested:
                 break
         self.rl_seconds += time.perf_counter() - started
         return metrics
 
     def _train(self, last: int) -> dict[str, float]:
-        system, metrics = self.system, {}
-        evaluation, saving = self.config.evaluation.every_steps, self.config.checkpoint.every_steps
-        while self.steps_done < last and not self._stop_requested.is_set():
+        system, metrics, held_out = self.system, {}, self._facts.held_out
+        while self.steps_done < last and not self.stop_requested:
             before = self.steps_done
             try:
                 metrics = self._run(system.step())
@@ -252,26 +248,22 @@ class Trainer:
             self._log.saver.check()
             if (verdict := self._verdicts.observe(metrics)) is not None:
                 self.console.verdict(kind=verdict.kind, text=verdict.text)
-            if (
-                saving
-                and self.steps_done // saving > before // saving
-                and self.steps_done < self.total_steps
-            ):
+            if self._due(self.config.checkpoint.every_steps, before):
                 self._save(keep_groups=False, wait=False)
-            if (
-                evaluation
-                and self._facts.held_out
-                and self.steps_done // evaluation > before // evaluation
-                and self.steps_done < self.total_steps
-            ):
-                self._run(system.evaluate_beside(self._facts.held_out, self._evaluated))
+            if held_out and self._due(self.config.evaluation.every_steps, before):
+                self._run(system.evaluate_beside(held_out, self._evaluated))
         return metrics
 
-    def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the newest weights, and pass@k of `evaluation.n` samples; the
-        learner waits for it.
+    def _due(self, every: int, before: int) -> bool:
+        """Whether a multiple of `every` lies after step `before`; never at the end of the run."""
+        step = self.steps_done
+        return step < self.total_steps and every > 0 and step // every > before // every
 
-        Empty when the task has no held-out problems, or somebody asks the run to end meanwhile.
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the newest weights on held-out problems while the learner waits: accuracy and
+        pass@k.
+
+        Empty without held-out problems, or when the run is asked to end meanwhile.
         """
         self.start()
         total = self._facts.held_out
@@ -288,23 +280,22 @@ class Trainer:
         return result
 
     def add_rollout_actor(self) -> str:
-        """Start one more rollout actor and return its id once it serves. May be called from another
-        thread while `train` runs.
+        """Start one more rollout actor; its id once it serves. Safe in another thread beside
+        `train`.
 
-        Raises PlacementError where the cluster has no room, RunError when there are
-        `cluster.rollout_actors.max` or it did not start.
+        Raises PlacementError where the cluster has no room, RunError at
+        `cluster.rollout_actors.max` or when it did not start.
         """
         return self._run(self.system.actors.add())
 
     def remove_rollout_actor(self, actor_id: str) -> None:
-        """Let one rollout actor finish its groups, and end it for good. Raises ValueError for an
+        """Let a rollout actor finish its groups, and end it for good. Raises ValueError for an
         unknown id, RunError below `min`.
         """
         self._run(self.system.actors.remove(actor_id))
 
     def save(self, *, keep_groups: bool = False) -> Path:
-        """Write a checkpoint of the run as it is now, with the model in Hugging Face format, and
-        return its directory when it is complete.
+        """Write a checkpoint, with the model in Hugging Face format; its directory, once complete.
 
         The journal forgets the groups that no kept checkpoint needs, unless `keep_groups`. Raises
         FaultBudgetSpent if it cannot be written.
@@ -312,8 +303,8 @@ class Trainer:
         return self._save(keep_groups=keep_groups, wait=True)
 
     def restore(self, path: str | Path) -> None:
-        """Continue from this checkpoint instead of the configured one; before `start`. Raises
-        SetupError if it is not complete.
+        """Resume from this checkpoint, not the configured one; before `start`. Raises SetupError if
+        it is not complete.
         """
         if self._connection is not None:
             raise RunError("restore comes before start: a running system cannot be set back")
@@ -380,26 +371,20 @@ class Trainer:
         return self._run(work, stoppable=True)
 
     def request_stop(self) -> None:
-        """Ask `start` or `train` to end: not in the middle of a learner step (safe in a signal
-        handler).
-        """
+        """Ask `start` or `train` to end between learner steps (safe in a signal handler)."""
         self._stop_requested.set()
         if self._system is not None:
             self._system.request_stop()
 
     def abandon(self) -> None:
-        """Remove what would outlive this process if it ended now (for the last act of a signal
-        handler).
-        """
+        """Remove what would outlive this process (for the last act of a signal handler)."""
         if self._connection is not None:
             self._connection.remove_leftovers()
 
     def stop(self, status: str = "FINISHED", *, ending: tuple[int, str] | None = None) -> None:
-        """Stop every process of the run, write its report and close tracking. Safe to call twice,
-        and after an error.
+        """Stop all processes, write the report and close tracking; also twice, and after an error.
 
-        ending: exit code and message, of which the report is to tell; without it the code that
-        `status` stands for.
+        ending: exit code and message for the report; without it the code that `status` stands for.
         """
         system, rerun, connection = self._system, self._rerun, self._connection
         self._system = self._rerun = None
@@ -479,9 +464,7 @@ class Trainer:
 
     @property
     def verdict(self) -> Bottleneck | None:
-        """Who limited the last interval of learner steps, and what to change; None while none is
-        complete.
-        """
+        """Who limited the last interval of steps, and what to change; None before the first."""
         return self._verdicts.latest
 
     # ---- inside ----
@@ -509,17 +492,13 @@ class Trainer:
         return steps
 
     def _finish_saving(self, *, failed: bool) -> None:
-        """Let a checkpoint that is under way be completed; after a failure it gets a short while
-        only.
-        """
+        """Let a checkpoint under way be completed; after a failure in a short while only."""
         limit = SAVING_AFTER_FAILURE_S if failed else self.config.watchdog.step_timeout_s
         if self._log.saver is not None:
             self._run(self._log.saver.close(limit))
 
     def _save(self, *, keep_groups: bool, wait: bool) -> Path:
-        """Write a checkpoint; without `wait` it is completed while training goes on, and a failure
-        is only said and counted.
-        """
+        """Write a checkpoint; without `wait` beside training, where failures are only counted."""
         system, step = self.system, self.steps_done
         # What a finished run leaves can be looked at and replayed.
         forget = step < self.total_steps and not self.stop_requested and not keep_groups
@@ -549,9 +528,7 @@ class Trainer:
     def _evaluated(
         self, step: int, result: dict[str, float], samples: list[dict[str, Any]]
     ) -> None:
-        """Keep the result of one evaluation, which may be of an earlier step than the last one that
-        was logged.
-        """
+        """Record an evaluation, perhaps of an earlier step than the last one that was logged."""
         self.evaluations.append((step, result))
         self._log.logged(step, result)
         self._log.samples([{"step": step, "source": "evaluation", **sample} for sample in samples])

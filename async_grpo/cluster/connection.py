@@ -35,8 +35,8 @@ class Connection:
         self.remove_leftovers()
 
     def remove_leftovers(self) -> None:
-        """Remove files in memory of processes that could not remove them themselves: of this start,
-        and, in the run's own directory, of those that were killed.
+        """Remove what processes of this start, or killed ones in this run directory, left in
+        memory.
         """
         from async_grpo.learner.drafts import remove_drafts
         from async_grpo.weights.shared_memory import remove_segments

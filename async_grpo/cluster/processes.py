@@ -95,9 +95,7 @@ class LearnerProcess:
         self._listener: socket.socket | None = None
 
     def address(self) -> tuple[str, int]:
-        """This rank's address and a port for the rendezvous of the group. It listens from now on,
-        so that nobody else gets the port meanwhile.
-        """
+        """This rank's address, and a port for the rendezvous that nobody else can take."""
         host = ray.util.get_node_ip_address()
         self._listener = socket.create_server(
             (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
@@ -192,9 +190,7 @@ class LearnerProcess:
         return self._sender.note
 
     def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
-        """Stage the weights; and their log-probs of the sequences, before anything else can change
-        them.
-        """
+        """Stage the weights, with their log-probs of the sequences."""
         announcement = self._sender.stage(label, verify=verify)
         return Staged(
             announcement, self._learner.logprobs(sequences, temperature=1.0) if sequences else []
@@ -203,9 +199,7 @@ class LearnerProcess:
     def stage_perturbed(
         self, label: str, *, scale: float, sequences: list[TokenSequence]
     ) -> Staged:
-        """The same of weights that are visibly other; the true ones are back, bit for bit, when
-        this returns.
-        """
+        """Stage perturbed weights; the true ones are back, bit for bit, on return."""
         self._sender.reserve()
         with self._learner.perturbed(scale=scale, seed=self._config.seed):
             announcement = self._sender.stage(label, verify=True, apart=True)

@@ -240,9 +240,7 @@ class System:
         )
 
     async def start(self) -> None:
-        """Start all processes, load model or checkpoint, and bring the learner to the step that the
-        queue is at.
-        """
+        """Start all processes, load the learner, and bring it to the step of the queue."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.actors.start())  # they need longest, and the queue only later
             report = await self.queue.opened(timeout_s=self._config.watchdog.start_timeout_s)
@@ -260,7 +258,7 @@ class System:
         return measured
 
     async def step(self) -> dict[str, float]:
-        """One learner step; the first one lets the actors produce."""
+        """Train one learner step; the first one lets the actors produce."""
         if not self._producing:
             self._producing = True
             self.actors.begin(self.coordinator)
@@ -281,9 +279,7 @@ class System:
         await self.supervisor.surviving(self.loop.finish)
 
     async def evaluate(self, total: int) -> tuple[dict[str, float], Rows]:
-        """Metrics of the newest weights on `total` held-out problems, and some responses; the
-        learner waits.
-        """
+        """Evaluate on `total` problems while the learner waits; metrics, and some responses."""
         await self.settle()
         self.loop.phase = "evaluating"
         with self.loop.time.during("evaluating"):
@@ -298,22 +294,18 @@ class System:
         await self.supervisor.surviving(lambda: self.coordinator.refresh(self.steps_done))
 
     async def _until_evaluated(self) -> None:
-        """Wait for the evaluation that is under way. Its engine comes back to a learner that may
-        have died meanwhile, which shows here.
-        """
+        """Wait for an evaluation under way; raise for a learner that died meanwhile."""
         while not await self.evaluations.finish(POLL_S):
             await self.coordinator.refresh(self.steps_done)
 
     async def evaluate_beside(self, total: int, done: WhenDone) -> None:
-        """Begin to evaluate the newest weights; `done(step, metrics, responses)` is called while
-        training goes on.
-        """
+        """Begin to evaluate the newest weights; `done(step, metrics, responses)` when complete."""
         await self.supervisor.surviving(self.loop.publish_newest)
         await self.evaluations.begin(total, done)
 
     async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
-        """Write the learner's checkpoint and the exported model, for `finish_save`; the queue's
-        snapshot. Raises StorageFailure.
+        """Write learner and exported model, for `finish_save`; the queue's snapshot. Raises
+        StorageFailure.
         """
         step = self.steps_done
         saved = await self.supervisor.surviving(partial(self._save, directory))
@@ -332,23 +324,19 @@ class System:
             )
 
     async def finish_save(self, directory: Path) -> dict[str, FileSum]:
-        """Bring what `save` wrote into its directory, while steps go on; all files in it. Raises
-        StorageFailure.
-        """
+        """Bring what `save` wrote to the disk beside training; its files. Raises StorageFailure."""
         sums = await self.learner.finish_checkpoint(str(directory))
         await self._processes.partials.write(directory)
         return sums
 
     async def forget(self, *, segment: int, step: int) -> None:
-        """Let the journal drop what is only in segments before this one, which begins with the
-        checkpoint of `step`.
+        """Drop groups that only journal segments before this one, of the checkpoint of `step`,
+        need.
         """
         await self.queue.forget(segment=segment, step=step)
 
     async def stop(self, *, orderly: bool = True) -> None:
-        """Close the queue, stop actors and learner; every part is stopped whatever happens to the
-        others. orderly: nothing went wrong.
-        """
+        """Stop every part, whatever happens to the others. orderly: nothing went wrong."""
         self.evaluations.cancel()
         if orderly:
             await self._samples.finish()
@@ -369,9 +357,7 @@ class System:
             raise failures[0]
 
     async def _close_queue(self, *, orderly: bool) -> None:
-        """Close it, and after an orderly end log what became of all tokens and of the time: nothing
-        is under way any more.
-        """
+        """Close the queue; after an orderly end log the final accounts of tokens and time."""
         await self.queue.close(orderly=orderly)
         if not orderly or not self.loop.time.began:
             return
@@ -409,9 +395,7 @@ class System:
         return self.loop.steps_done
 
     def _with_faults(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step with what the actors count; a queue that had to be started again is
-        said once.
-        """
+        """Add what the actors count to the metrics; say once that the queue was restarted."""
         if (restarts := int(metrics.get("replay/restarts", 0))) > self.queue_restarts:
             budget = self._config.cluster.restart_budget
             self._listener.note(
@@ -441,9 +425,7 @@ class System:
 def _queue_process(
     config: Config, facts: StartFacts, *, session: Session, snapshot: dict[str, Any] | None
 ) -> Any:
-    """Let the queue's process start. With a journal, Ray starts it again when it dies and repeats
-    the calls that were under way.
-    """
+    """Start the queue's process; with a journal, Ray restarts it and repeats open calls."""
     journal, repairs = None, {}
     if config.replay.journal.enable:
         journal = _journal_settings(config, facts)
@@ -474,9 +456,7 @@ def _journal_settings(config: Config, facts: StartFacts) -> JournalSettings:
 
 
 def _identity(config: Config, fingerprint: str) -> str:
-    """Digest of everything that a completed group depends on, the weights after the start
-    apart.
-    """
+    """Digest of everything that a completed group depends on, except trained weights."""
     parts = {
         "seed": config.seed,
         "data": fingerprint,

@@ -65,8 +65,11 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 class RunRecord(Protocol):
     """What keeps the progress for others; see `status_file`."""
 
-    def event(self, kind: str, /, **facts: Any) -> None: ...
-    def close(self) -> None: ...
+    def event(self, kind: str, /, **facts: Any) -> None:
+        """Record that something is over."""
+
+    def close(self) -> None:
+        """Write the last state."""
 
 
 class Screen:
@@ -179,9 +182,7 @@ class Console:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Announce a phase of the start or the end, and print its seconds when the block is
-        left.
-        """
+        """Announce a phase of the start or the end, and print its seconds after the block."""
         started, over, progress = (
             self._clock(),
             threading.Event(),
@@ -247,8 +248,8 @@ class Console:
             self._screen.print(_step_line(step, total, metrics))
 
     def verdict(self, *, kind: str, text: str) -> None:
-        """Show in the panel who is the bottleneck; where there is none, as a line if it is another
-        one, and now and then.
+        """Show who is the bottleneck: in the panel, else as a line when it changes, and now and
+        then.
         """
         self.progress.say(kind=kind, text=text)
         with self._lock:
@@ -267,9 +268,7 @@ class Console:
             self._record.event(kind, **facts)
 
     def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Print a two-column table; outside a terminal every row is one line, whatever its length,
-        so that commands can be copied.
-        """
+        """Print a table; outside a terminal one line per row, so that commands can be copied."""
         self._screen.stop()
         if not self._terminal:
             width = max((len(visible(name)) for name, _ in rows), default=0)
