@@ -48,16 +48,14 @@ class NoSignal(RunError):
 
 
 class FaultBudgetSpent(RunError):
-    """More processes died than `cluster.restart_budget` allows, or one that has no replacement, or
-    checkpoints fail for good.
-    """
+    """A process died once too often or has no replacement, or checkpoints fail for good."""
 
     exit_code = 4
 
 
 class LearnerLost(FaultBudgetSpent):
-    """A learner rank died, or does not answer (`silent`): all ranks start again from the last
-    checkpoint, or the run ends.
+    """A learner rank died, or is `silent`: all ranks start again from a checkpoint, or the run
+    ends.
     """
 
     def __init__(self, message: str, *, silent: bool = False) -> None:

@@ -15,7 +15,15 @@ Runs in: the driver. Sees ids, lengths, raw rewards and versions, never tokens.
 One learner step: take(step) -> plan -> begin -> row values -> assign
                   -> update x (epochs x minibatches) -> end -> publish(version = step) -> log
 
-A learner that went back to a checkpoint repeats the recorded steps after it (`repeat`): the same
+RolloutActor   consumes tickets; waits for a ticket, that is for `live(version)` and for room below
+               `max_outstanding`; unblocked by publish and by batches that leave the queue
+ReplayQueue    consumes groups; waits for nothing: it answers, or says that it has no batch yet
+loop           consumes metadata; waits for a batch, the ranks, and the publication before this one;
+               unblocked by `rollout_batch_size` groups in time, and by every engine that took
+               the weights
+Learner rank   consumes payload and row values; waits for the loop's calls and the other ranks
+
+A learner that was set back to a checkpoint repeats the recorded steps after it (`repeat`): the same
 without publications.
 
 Invariants: step numbers start at 1 and the weights after step s are version s; a batch has exactly
@@ -46,26 +54,43 @@ BETWEEN = "between two learner steps"
 class BatchQueue(Protocol):
     """The queue as the loop sees it."""
 
-    async def get_batch(self, step: int) -> Batch | None: ...
-    async def metrics(self) -> dict[str, float]: ...
+    async def get_batch(self, step: int) -> Batch | None:
+        """Take the batch of this step; None while there is none."""
+
+    async def metrics(self) -> dict[str, float]:
+        """Metrics of the queue."""
 
 
 class TrainingLearner(Protocol):
     """The learner group as the loop sees it."""
 
-    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]: ...
-    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None: ...
-    async def update(self, index: int) -> None: ...
-    async def end(self) -> list[dict[str, Any]]: ...
+    async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
+        """Start a step: every rank fetches its rows. Token KL per row, if the reward needs it."""
+
+    async def assign(self, values: dict[RowKey, RowValue], kl_coef: float) -> None:
+        """Tell every rank what the rows are worth."""
+
+    async def update(self, index: int) -> None:
+        """Make one optimizer step."""
+
+    async def end(self) -> list[dict[str, Any]]:
+        """End the step; metrics of each rank on the wire form of MetricSums."""
 
 
 class Publisher(Protocol):
     """The coordinator as the loop sees it."""
 
-    async def publish(self, version: int) -> float: ...
-    def weight_metrics(self) -> dict[str, float]: ...
-    async def refresh(self, version: int) -> None: ...
-    async def settle(self) -> None: ...
+    async def publish(self, version: int) -> float:
+        """Publish the learner's weights; the seconds that the learner waited."""
+
+    def weight_metrics(self) -> dict[str, float]:
+        """Metrics of the publications."""
+
+    async def refresh(self, version: int) -> None:
+        """Raise what was found in the background, and let newcomers in."""
+
+    async def settle(self) -> None:
+        """Wait until what was published is live and checked."""
 
 
 class BatchSamples(Protocol):
@@ -109,7 +134,8 @@ class Loop:
         self._weights, self.total_steps = weights, total_steps
         self._listener, self._samples = listener, samples
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.go_back(steps_done, row_state)
+        self.steps_done = self._published = steps_done
+        self._row_math = RowMath(config, weights, row_state)
         self.stopping = False
         """Whether to give up waiting for groups."""
         self.phase = BETWEEN
@@ -128,20 +154,18 @@ class Loop:
         """End the run with this error at its next wait; the first error wins."""
         if not self._failure.done():
             self._failure.set_exception(error)
-            self._failure.exception()  # looked at: nobody may be waiting any more
+            self._failure.exception()  # retrieved, so that asyncio does not log it
 
     def go_back(self, steps_done: int, row_state: dict[str, Any] | None) -> None:
-        """The learner is at this step now; row_state: what `row_state` returned there, None for the
-        initial model.
-        """
+        """Set the loop back to a step, with the `row_state` there; None: the initial model."""
         self.steps_done = self._published = steps_done
         self._row_math = RowMath(self._config, self._weights, row_state)
 
     async def repeat(
         self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]
     ) -> tuple[int, list[int]]:
-        """Train the recorded steps up to `until` again; how many versions have a `recorded` digest,
-        and those whose weights have another one.
+        """Train the recorded steps up to `until` again; how many versions have a recorded digest,
+        and those with other weights.
         """
         compared, different = 0, []
         while self.steps_done < until:
@@ -159,7 +183,7 @@ class Loop:
         return compared, different
 
     async def step(self) -> dict[str, float]:
-        """One learner step; its metrics."""
+        """Train one learner step; its metrics."""
         step, started = self.steps_done + 1, time.perf_counter()
         self.phase = f"waiting for the groups of learner step {step}"
         with self.time.during("starved"):
@@ -194,7 +218,7 @@ class Loop:
         return metrics
 
     def row_state(self) -> dict[str, Any]:
-        """What the row mathematics keeps from step to step, for a checkpoint."""
+        """State that the row mathematics keeps from step to step, for a checkpoint."""
         return self._row_math.state()
 
     async def finish(self) -> None:
@@ -205,14 +229,14 @@ class Loop:
         self.phase = BETWEEN
 
     async def publish_newest(self) -> None:
-        """Publish the weights of now if the last step was not one of `weight_sync.every_steps`."""
+        """Publish the weights of now, if the last step's are not published."""
         if self._published < self.steps_done:
             await self._publish(self.steps_done)
             self.phase = BETWEEN
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """In the block the publication waits for an evaluation of the version before."""
+        """Enter while a publication waits for an evaluation of the version before."""
         before, self.phase = (
             self.phase,
             "waiting for an evaluation before the next version is published",
@@ -265,7 +289,7 @@ class Loop:
             await asyncio.sleep(POLL_S)
 
     async def _guard(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`, unless the run fails first."""
+        """Await `work`, unless the run fails first."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -296,5 +320,5 @@ class Loop:
         }
 
     def time_metrics(self) -> dict[str, float]:
-        """The learner's seconds by cause so far."""
+        """Seconds of the learner by cause so far."""
         return {f"{LEARNER_PREFIX}{cause}": spent for cause, spent in self.time.seconds().items()}

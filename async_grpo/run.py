@@ -1,9 +1,8 @@
 """The command line: `python -m async_grpo.run configs/quickstart.yaml [section.key=value ...]`.
 
-Runs in: the driver. Exit codes: see `async_grpo.errors`. The last line of the output names the code
-and its meaning, because `ray job` reports only success or failure.
-
-What a finished run tells the person who started it.
+Runs in: the driver. Exit codes: see `async_grpo.errors`; the last line of the output names the code
+and its meaning, because `ray job` reports only success or failure. Before it, a finished run prints
+a table: what was learnt, what it cost, and where to go on.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from async_grpo.runtime.stopping import Signals, grace_period
 from async_grpo.runtime.time_ledger import LearnerTime
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.system import System
     from async_grpo.trainer import Trainer
 
 
@@ -146,9 +146,7 @@ def _train_on(trainer, console: Console) -> None:
 
 
 def _evaluate_last(trainer, console: Console) -> None:
-    """Training is complete and saved: what dies or takes too long now costs this evaluation, not
-    the run. Wrong numbers and bugs end it.
-    """
+    """Evaluate after training is saved: a death or a deadline costs the evaluation, not the run."""
     try:
         trainer.evaluate()
     except Exception as error:
@@ -227,9 +225,7 @@ def _post_mortem(trainer, console: Console, code: int, message: str) -> None:
 
 
 def _stuck(trainer, console: Console, limit_s: float) -> None:
-    """The event loop of the driver does not turn, so nothing can be taken down in an orderly way:
-    with the driver, Ray ends its processes.
-    """
+    """End a driver whose event loop does not turn: with the driver, Ray ends its processes."""
     message = (
         f"the driver's own event loop has not turned for watchdog.step_timeout_s = {limit_s:g} "
         "s; the stacks of the driver say where it is"
@@ -244,9 +240,7 @@ def _stuck(trainer, console: Console, limit_s: float) -> None:
 
 
 def _stop_after_error(trainer, console: Console, code: int, first: str) -> None:
-    """Take the run down; what goes wrong here is shown, but does not replace the `first` error,
-    which ended the run.
-    """
+    """Take the run down; a second error is shown and does not replace the `first`."""
     try:
         trainer.stop("FAILED", ending=(code, first))
     except Exception as error:  # noqa: BLE001 - shown; the exit code is the first error's
@@ -255,9 +249,7 @@ def _stop_after_error(trainer, console: Console, code: int, first: str) -> None:
 
 
 def _explained(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error; one that carries no code is a bug and comes with its
-    traceback.
-    """
+    """Exit code and message of an error; a bug comes with its traceback."""
     code, message = _coded(error)
     if code == 1:
         print(_plain("".join(traceback.format_exception(error))), file=sys.stderr, end="")
@@ -265,9 +257,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
 
 
 def _innermost(error: BaseException) -> list[BaseException]:
-    """The errors inside the layers that a remote call or a task group put around them, without the
-    traceback that a remote call prepends.
-    """
+    """Errors inside the layers of remote calls and task groups, without remote tracebacks."""
     layers, innermost = [error], []
     for current in layers:  # grows while it is read
         inside = (
@@ -345,12 +335,18 @@ def _end(console: Console, code: int, message: str) -> int:
 
 def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     """Rows (label, text) of the closing table, from the running trainer and its last checkpoint."""
-    system, config = trainer.system, trainer.config
-    loop, times = system.loop, system.coordinator.times
-    rows = _accuracy(trainer)
+    rows = [*_accuracy(trainer), *_training(trainer), *goodput(trainer.system.loop.latest)]
+    if trainer.verdict is not None:
+        rows.append(("verdict", trainer.verdict.text))
+    return [*rows, *_checks_and_faults(trainer.system), *_next_steps(trainer, checkpoint)]
+
+
+def _training(trainer: Trainer) -> list[tuple[str, str]]:
+    """What was trained, how old it was, and what took the learner's time."""
+    loop, times = trainer.system.loop, trainer.system.coordinator.times
     steps, seconds = len(loop.durations), max(trainer.rl_seconds, 1e-9)
     trained, spent = throughput(loop.latest, loop.tokens)
-    rows += [
+    return [
         (
             "learner steps",
             f"{steps} in {seconds:.0f} s ({seconds / max(steps, 1):.2f} s each); "
@@ -360,7 +356,7 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
         (
             "staleness",
             f"mean {loop.lag_sum / max(steps, 1):.2f}, largest {loop.lag_max:.0f} learner "
-            f"steps (bound {config.replay.max_staleness})",
+            f"steps (bound {trainer.config.replay.max_staleness})",
         ),
         (
             "publications",
@@ -369,59 +365,49 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
         ),
         ("learner time", spent),
     ]
-    rows += goodput(loop.latest)
-    if trainer.verdict is not None:
-        rows.append(("verdict", trainer.verdict.text))
-    checks = system.coordinator.weight_metrics()
-    if checks["weights/probes"]:
-        rows.append(
-            (
-                "weights checked",
-                f"{checks['weights/probes']:.0f} times while training; engines and learner "
-                f"differ by {checks['weights/drift']:.1e} at most",
-            )
-        )
-    if times.repeated or times.dropped:
-        rows.append(
-            (
-                "publication faults",
-                f"{times.repeated} transfers repeated, {times.dropped} engines dropped",
-            )
-        )
-    if system.actors.restarts:
-        rows.append(("restarts", f"{system.actors.restarts} rollout actors replaced"))
-    if system.queue_restarts:
-        rows.append(
-            (
-                "queue restarts",
-                f"{system.queue_restarts}; the replay queue's process went on from its journal",
-            )
-        )
-    if system.gang.restarts:
-        rows.append(
-            (
-                "learner restarts",
-                f"{system.gang.restarts}; its ranks repeated the recorded steps after a checkpoint",
-            )
-        )
-    rows.append(("checkpoint", f"{checkpoint} (Hugging Face format in hf/)"))
-    if trainer.tracker is not None and trainer.tracker.summary is not None:
-        rows.append(("MLflow", trainer.tracker.summary))
-    if config.replay.journal.enable:
-        rows.append(
-            (
-                "groups",
-                f"python -m async_grpo.replay {trainer.run_dir} shows what was generated "
-                "and trained",
-            )
-        )
-    rows.append(
+
+
+def _checks_and_faults(system: System) -> list[tuple[str, str]]:
+    """A row for every kind of check that was made, and of fault that was survived."""
+    checks, times = system.coordinator.weight_metrics(), system.coordinator.times
+    rows = [
         (
-            "next",
-            f"python -m async_grpo.run {trainer.run_dir}/config.yaml{_longer(trainer)} "
-            "continues this run",
-        )
-    )
+            checks["weights/probes"],
+            "weights checked",
+            f"{checks['weights/probes']:.0f} times while training; engines and learner "
+            f"differ by {checks['weights/drift']:.1e} at most",
+        ),
+        (
+            times.repeated or times.dropped,
+            "publication faults",
+            f"{times.repeated} transfers repeated, {times.dropped} engines dropped",
+        ),
+        (system.actors.restarts, "restarts", f"{system.actors.restarts} rollout actors replaced"),
+        (
+            system.queue_restarts,
+            "queue restarts",
+            f"{system.queue_restarts}; the replay queue's process went on from its journal",
+        ),
+        (
+            learner := system.supervisor.restarts,
+            "learner restarts",
+            f"{learner}; its ranks repeated the recorded steps after a checkpoint",
+        ),
+    ]
+    return [(label, text) for happened, label, text in rows if happened]
+
+
+def _next_steps(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
+    """Where the results are, and commands to go on with."""
+    config, tracker, command = trainer.config, trainer.tracker, "python -m async_grpo"
+    rows = [("checkpoint", f"{checkpoint} (Hugging Face format in hf/)")]
+    if tracker is not None and tracker.summary is not None:
+        rows.append(("MLflow", tracker.summary))
+    if config.replay.journal.enable:
+        shows = "shows what was generated and trained"
+        rows.append(("groups", f"{command}.replay {trainer.run_dir} {shows}"))
+    again = f"{trainer.run_dir}/config.yaml{_longer(trainer)}"
+    rows.append(("next", f"{command}.run {again} continues this run"))
     if config.replay.max_staleness:
         rows.append(
             (

@@ -15,12 +15,14 @@ import threading
 import time
 import uuid
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.directory import Origin
 from async_grpo.checkpoint.resume import (
+    Course,
     changes,
     differences,
     find_checkpoint,
@@ -30,7 +32,7 @@ from async_grpo.checkpoint.resume import (
     verified,
 )
 from async_grpo.checkpoint.saver import Saver, saver_of
-from async_grpo.cluster.connection import connect
+from async_grpo.cluster.connection import Connection
 from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
@@ -38,6 +40,7 @@ from async_grpo.errors import RunError, SetupError, StopRequested
 from async_grpo.observe.bottleneck import Bottleneck, BottleneckWatch, ThroughputModel
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
+from async_grpo.observe.run_log import RunLog
 from async_grpo.observe.tracking.tracker import Tracker, begin_tracking
 from async_grpo.preflight.model import check_metric_and_journal, look
 from async_grpo.report.launch import report_on
@@ -53,6 +56,21 @@ WARM_START_TIMEOUT_S = 1800.0
 SAVING_AFTER_FAILURE_S = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What `Trainer.check` found. weights: of the reward components. problems, fingerprint: of the
+    training data; held_out: problems to evaluate on. checkpoint: where the run goes on.
+    """
+
+    weights: dict[str, float]
+    problems: int
+    held_out: int
+    fingerprint: str
+    total_steps: int
+    checkpoint: Path | None
+    changes: Changes
+
+
 class Trainer:
     """One run. Use it as a context manager, or call `stop`."""
 
@@ -61,20 +79,17 @@ class Trainer:
         self.run_dir = Path(self.config.run.dir)
         self.console = console or Console()
         self.evaluations: list[tuple[int, dict[str, float]]] = []
-        self._task_weights: dict[str, float] = {}
-        self._held_out = self._problems = self.total_steps = self._shown_steps = self._logged = 0
-        self._fingerprint = ""
         self.model_notes: list[str] | None = None
+        self.rl_seconds = 0.0
+        """Wall time spent in `train`."""
+        self._checked: Checked | None = None
+        self._log = RunLog(self.console, self.run_dir)
+        self._connection: Connection | None = None
         self._system: System | None = None
         self._rerun: Rerun | None = None
         self._started = False
-        self._tracker: Tracker | None = None
-        self._checkpoint: Path | None = None
-        self._changes = Changes()
         self._stop_requested = Stop()
         self._verdicts = BottleneckWatch(ThroughputModel.of(self.config))
-        self._saver: Saver | None = None
-        self._rl_seconds = 0.0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="async_grpo-loop", daemon=True
@@ -83,204 +98,204 @@ class Trainer:
     # ---- the calls of a user ----
 
     def check(self) -> None:
-        """Find everything that is wrong with the configuration, its files and its task, before any
-        process starts. Raises SetupError.
+        """Find all that is wrong with configuration, files and task, before any process. Raises
+        SetupError.
         """
         try:
             preflight_files(self.config)
             task = load_task(self.config.task, self.config.seed)
-            self._task_weights = task_weights(self.config.task, task)
-            problems = self._problems = len(task)
-            self._fingerprint, self._held_out = task.fingerprint, held_out(self.config, task)
-            check_metric_and_journal(self.config, list(self._task_weights))
+            weights = task_weights(self.config.task, task)
+            check_metric_and_journal(self.config, list(weights))
             if self.model_notes is None:  # once: a trainer is checked more than once
                 self.model_notes = look(self.config, task)
+            evaluated = held_out(self.config, task)
         except (TaskError, ValueError) as error:
             raise SetupError(str(error)) from error
-        run, batch = self.config.run, self.config.rollout.rollout_batch_size
-        self.total_steps = (
-            run.total_steps
-            if run.total_steps is not None
-            else (run.epochs or 0) * problems // batch
+        total_steps = self._total_steps(len(task))
+        found = find_checkpoint(self.config, total_steps=total_steps)
+        self._log.total_steps = total_steps
+        self._checked = Checked(
+            weights,
+            problems=len(task),
+            held_out=evaluated,
+            fingerprint=task.fingerprint,
+            total_steps=total_steps,
+            checkpoint=found,
+            changes=changes(self.config, found),
         )
-        if self.total_steps < 1:
-            raise SetupError(
-                f"{run.epochs} epochs of {problems} problems are less than one batch of "
-                f"{batch} groups; raise run.epochs"
-            )
-        self._checkpoint = find_checkpoint(self.config, total_steps=self.total_steps)
-        self._changes = changes(self.config, self._checkpoint)
 
     def start(self) -> None:
-        """Start the run's processes, verify the weight transport, and continue from a checkpoint if
-        there is one.
+        """Start the run's processes, check the weight transport, and resume from a checkpoint, if
+        any.
         """
         if self._started:
             return
-        if self._system is not None:
+        if self._connection is not None:
             raise RunError("the start failed; call stop, and build a new trainer")
         self.check()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         self.console.attach(
             StatusFile(self.run_dir, self.console.begin_run(), run=self.config.run.name)
         )
-        manifest = verified(self._checkpoint)
+        manifest = verified(self._facts.checkpoint)
         self.console.info(
             f"staleness bound: {self.config.replay.max_staleness} learner steps, "
             f"{self.config.max_lag_updates} optimizer updates; at most "
             f"{self.config.max_outstanding} groups under way"
         )
         model_dir = self._model_dir()
-        notes = self.model_notes  # None: the model has just been made
-        self.console.info(
-            *(
-                look(
-                    self.config, load_task(self.config.task, self.config.seed), model_dir=model_dir
-                )
-                if notes is None
-                else notes
-            )
-        )
-        self._saver = saver_of(
+        notes = self.model_notes
+        if notes is None:  # the model has just been made
+            task = load_task(self.config.task, self.config.seed)
+            notes = look(self.config, task, model_dir=model_dir)
+        self.console.info(*notes)
+        saver = self._log.saver = saver_of(
             self.config,
             model_dir=model_dir,
             manifest=manifest,
             total_steps=self.total_steps,
-            data=self._fingerprint,
-            listener=_Listener(self),
+            data=self._facts.fingerprint,
+            listener=self._log,
         )
         with self.console.phase("starting Ray"):
-            self._thread.start()
-            system_of, session = connect(self.config, self._loop)
-            self._system = system = system_of(
-                self.config,
-                total_steps=self.total_steps,
-                weights=self._task_weights,
-                problems=self._problems,
-                fingerprint=self._fingerprint,
-                key=uuid.uuid4().hex[:8],
-            )
-            system.connect(session)
-        self._tracker = begin_tracking(
+            self._connect()
+        tracker = self._log.tracker = begin_tracking(
             self.config,
             resume_run_id=manifest and manifest["mlflow_run_id"],
             resumed=manifest is not None or has_past(self.config),
             note=self.console.info,
         )
-        with self.console.phase("starting engines and learner"):
-            origin, self._logged = (
-                Origin(self._checkpoint, manifest["step"] if manifest else 0),
-                last_logged_step(self.run_dir),
-            )
-            starting = system.start(
-                model_dir=model_dir, origin=origin, listener=_Listener(self), saver=self._saver
-            )
-            self._run(starting, stoppable=True)
-            self._logged = self.steps_done
-        with self.console.phase(
-            "connecting weights"
-            + (" and checking them" if self.config.weight_sync.self_check else "")
-        ):
-            self.console.weights_arrive(self._run(system.open_weights(), stoppable=True))
-        self._tracker.tag("run_epoch", str(system.run_epoch))
-        self.console.info(*self._tracker.ready())
+        origin = Origin(self._facts.checkpoint, manifest["step"] if manifest else 0)
+        self._start_system(model_dir, origin, saver)
+        tracker.tag("run_epoch", str(self.system.run_epoch))
+        self.console.info(*tracker.ready())
         self._started = True
-        for path in checkpoint.set_aside(self.run_dir, manifest["step"] if manifest else 0):
+        self._tell_origin(origin)
+
+    def _connect(self) -> None:
+        """Join or start Ray; from the main thread."""
+        self._thread.start()
+        self._connection = Connection(self.config, self._loop)
+        from async_grpo.cluster.prometheus import Exported
+
+        self._log.gauges = Exported(self.config.run.name)
+
+    def _start_system(self, model_dir: str, origin: Origin, saver: Saver) -> None:
+        """Start engines and learner, and let the learner's weights reach the engines."""
+        from async_grpo.cluster.system import StartFacts, System, reserve
+
+        config, checked, connection = self.config, self._facts, self._connection
+        facts = StartFacts(
+            total_steps=checked.total_steps,
+            weights=checked.weights,
+            problems=checked.problems,
+            fingerprint=checked.fingerprint,
+            model_dir=model_dir,
+            origin=origin,
+            key=connection.key,
+        )
+
+        async def start() -> None:
+            places = await reserve(config, connection.session)
+            self._system = System(config, facts, places=places, listener=self._log, saver=saver)
+            await self._system.start()
+
+        with self.console.phase("starting engines and learner"):
+            self._log.newest_step = last_logged_step(self.run_dir)
+            self._run(start(), stoppable=True)
+            self._log.newest_step = self.steps_done
+        checking = " and checking them" if config.weight_sync.self_check else ""
+        with self.console.phase(f"connecting weights{checking}"):
+            self.console.weights_arrive(self._run(self.system.open_weights(), stoppable=True))
+
+    def _tell_origin(self, origin: Origin) -> None:
+        """Set checkpoints of another history aside, and say where the run goes on."""
+        for path in checkpoint.set_aside(self.run_dir, origin.step):
             self.console.info(
                 "a checkpoint of a later step is set aside, because this run goes its own "
                 f"way: {path}"
             )
-        self.console.info(*self._changes.lines())
+        self.console.info(*self._facts.changes.lines())
         if self.steps_done:
             self.console.info(
-                f"resumed {self._checkpoint if manifest else 'the journal'} at step "
-                f"{self.steps_done} of {self.total_steps}"
+                f"resumed {origin.path or 'the journal'} at step {self.steps_done} of "
+                f"{self.total_steps}"
             )
 
     def train(self, steps: int | None = None) -> dict[str, float]:
-        """Train until the end of the run, or `steps` more learner steps; metrics of the last
-        step.
-        """
+        """Train to the end of the run, or `steps` more learner steps; metrics of the last step."""
         self.start()
-        system, metrics = self._running(), {}
+        system, metrics = self.system, {}
         last = self.total_steps if steps is None else min(self.total_steps, self.steps_done + steps)
         started = time.perf_counter()
         while True:
             metrics = self._train(last) or metrics
             self._run(system.settle())
-            if (
-                self.steps_done >= last or self._stop_requested.is_set()
-            ):  # a learner that died while it settled may be at an earlier step
+            # A learner that died while it settled may be at an earlier step.
+            if self.steps_done >= last or self.stop_requested:
                 break
-        self._rl_seconds += time.perf_counter() - started
+        self.rl_seconds += time.perf_counter() - started
         return metrics
 
     def _train(self, last: int) -> dict[str, float]:
-        system, metrics = self._running(), {}
-        evaluation, saving = self.config.evaluation.every_steps, self.config.checkpoint.every_steps
-        while self.steps_done < last and not self._stop_requested.is_set():
+        system, metrics, held_out = self.system, {}, self._facts.held_out
+        while self.steps_done < last and not self.stop_requested:
             before = self.steps_done
             try:
                 metrics = self._run(system.step())
             except StopRequested:  # it was waiting for groups
                 break
-            self._saver.check()
+            self._log.saver.check()
             if (verdict := self._verdicts.observe(metrics)) is not None:
                 self.console.verdict(kind=verdict.kind, text=verdict.text)
-            if (
-                saving
-                and self.steps_done // saving > before // saving
-                and self.steps_done < self.total_steps
-            ):
+            if self._due(self.config.checkpoint.every_steps, before):
                 self._save(keep_groups=False, wait=False)
-            if (
-                evaluation
-                and self._held_out
-                and self.steps_done // evaluation > before // evaluation
-                and self.steps_done < self.total_steps
-            ):
-                self._run(system.evaluate_beside(self._held_out, self._evaluated))
+            if held_out and self._due(self.config.evaluation.every_steps, before):
+                self._run(system.evaluate_beside(held_out, self._evaluated))
         return metrics
 
-    def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the newest weights, and pass@k of `evaluation.n` samples; the
-        learner waits for it.
+    def _due(self, every: int, before: int) -> bool:
+        """Whether a multiple of `every` lies after step `before`; never at the end of the run."""
+        step = self.steps_done
+        return step < self.total_steps and every > 0 and step // every > before // every
 
-        Empty when the task has no held-out problems, or somebody asks the run to end meanwhile.
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the newest weights on held-out problems while the learner waits: accuracy and
+        pass@k.
+
+        Empty without held-out problems, or when the run is asked to end meanwhile.
         """
         self.start()
-        if not self._held_out:
+        total = self._facts.held_out
+        if not total:
             self.console.info("no evaluation: the task has no held-out problems (set task.eval)")
             return {}
-        with self.console.phase(f"evaluating on {self._held_out} held-out problems"):
-            self._run(self._running().settle())  # a publication is not cut short
+        with self.console.phase(f"evaluating on {total} held-out problems"):
+            self._run(self.system.settle())  # a publication is not cut short
             try:
-                result, samples = self._run(
-                    self._running().evaluate(self._held_out), stoppable=True
-                )
+                result, samples = self._run(self.system.evaluate(total), stoppable=True)
             except StopRequested:
                 return {}
         self._evaluated(self.steps_done, result, samples)
         return result
 
     def add_rollout_actor(self) -> str:
-        """Start one more rollout actor and return its id once it serves. May be called from another
-        thread while `train` runs.
+        """Start one more rollout actor; its id once it serves. Safe in another thread beside
+        `train`.
 
-        Raises PlacementError where the cluster has no room, RunError when there are
-        `cluster.rollout_actors.max` or it did not start.
+        Raises PlacementError where the cluster has no room, RunError at
+        `cluster.rollout_actors.max` or when it did not start.
         """
-        return self._run(self._running().actors.add())
+        return self._run(self.system.actors.add())
 
     def remove_rollout_actor(self, actor_id: str) -> None:
-        """Let one rollout actor finish its groups, and end it for good. Raises ValueError for an
+        """Let a rollout actor finish its groups, and end it for good. Raises ValueError for an
         unknown id, RunError below `min`.
         """
-        self._run(self._running().actors.remove(actor_id))
+        self._run(self.system.actors.remove(actor_id))
 
     def save(self, *, keep_groups: bool = False) -> Path:
-        """Write a checkpoint of the run as it is now, with the model in Hugging Face format, and
-        return its directory when it is complete.
+        """Write a checkpoint, with the model in Hugging Face format; its directory, once complete.
 
         The journal forgets the groups that no kept checkpoint needs, unless `keep_groups`. Raises
         FaultBudgetSpent if it cannot be written.
@@ -288,10 +303,10 @@ class Trainer:
         return self._save(keep_groups=keep_groups, wait=True)
 
     def restore(self, path: str | Path) -> None:
-        """Continue from this checkpoint instead of the configured one; before `start`. Raises
-        SetupError if it is not complete.
+        """Resume from this checkpoint, not the configured one; before `start`. Raises SetupError if
+        it is not complete.
         """
-        if self._system is not None:
+        if self._connection is not None:
             raise RunError("restore comes before start: a running system cannot be set back")
         self.config = self.config.model_copy(
             update={"checkpoint": self.config.checkpoint.model_copy(update={"resume": str(path)})}
@@ -307,7 +322,7 @@ class Trainer:
         Returns which published weights are the recorded ones, bit for bit. Raises SetupError for
         what cannot be repeated.
         """
-        if self._system is not None:
+        if self._connection is not None:
             raise RunError("a replay is a run of its own; build another trainer")
         source = Path(source).expanduser().resolve()
         if source == self.run_dir:
@@ -316,99 +331,95 @@ class Trainer:
             )
         self.check()
         course = plan_rerun(source, after=after, until=self.total_steps)
-        self.console.info(
-            *[
-                f"other than recorded: {line}"
-                for line in differences(self.config, source / "config.yaml")
-            ]
-        )
+        for line in differences(self.config, source / "config.yaml"):
+            self.console.info(f"other than recorded: {line}")
         self.console.info(
             f"steps {course.first} to {course.last}, "
             + (f"from {course.checkpoint}" if course.checkpoint else "from the initial model")
         )
-        (self.run_dir / "metrics.jsonl").unlink(
-            missing_ok=True
-        )  # of an earlier replay: they are compared with each other
+        # of an earlier replay: they are compared with each other
+        (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        return self._repeat(source, course)
+
+    def _repeat(self, source: Path, course: Course) -> Comparison:
+        """Start a learner alone, and train the recorded steps of this course."""
         from async_grpo.cluster.learner_replay import Rerun
 
         rerun = self._rerun = Rerun(
             self.config,
             source=str(source / "journal"),
             total_steps=self.total_steps,
-            weights=self._task_weights,
+            weights=self._facts.weights,
             key=uuid.uuid4().hex[:8],
         )
-        self._shown_steps = course.last
+        self._log.total_steps = course.last
         model_dir = self._model_dir()
         self._thread.start()
         rerun.connect()
-        self._tracker = Tracker(
+        self._log.tracker = Tracker(
             self.config, run_dir=self.run_dir, resume_run_id=None, note=self.console.info
         )
-        self._tracker.start()
-        return self._run(
-            rerun.run(
-                model_dir=model_dir,
-                checkpoint=None
-                if course.checkpoint is None
-                else str(course.checkpoint / "learner"),
-                first=course.first,
-                last=course.last,
-                listener=_Listener(self),
-            ),
-            stoppable=True,
+        self._log.tracker.start()
+        work = rerun.run(
+            model_dir=model_dir,
+            checkpoint=None if course.checkpoint is None else str(course.checkpoint / "learner"),
+            first=course.first,
+            last=course.last,
+            listener=self._log,
         )
+        return self._run(work, stoppable=True)
 
     def request_stop(self) -> None:
-        """Ask `start` or `train` to end: not in the middle of a learner step (safe in a signal
-        handler).
-        """
+        """Ask `start` or `train` to end between learner steps (safe in a signal handler)."""
         self._stop_requested.set()
         if self._system is not None:
             self._system.request_stop()
 
     def abandon(self) -> None:
-        """Remove what would outlive this process if it ended now (for the last act of a signal
-        handler).
-        """
-        if self._system is not None:
-            self._system.abandon()
+        """Remove what would outlive this process (for the last act of a signal handler)."""
+        if self._connection is not None:
+            self._connection.remove_leftovers()
 
     def stop(self, status: str = "FINISHED", *, ending: tuple[int, str] | None = None) -> None:
-        """Stop every process of the run, write its report and close tracking. Safe to call twice,
-        and after an error.
+        """Stop all processes, write the report and close tracking; also twice, and after an error.
 
-        ending: exit code and message, of which the report is to tell; without it the code that
-        `status` stands for.
+        ending: exit code and message for the report; without it the code that `status` stands for.
         """
-        replayed = self._rerun is not None
-        system, self._system, self._rerun, self._started = (
-            self._system or self._rerun,
-            None,
-            None,
-            False,
-        )
+        system, rerun, connection = self._system, self._rerun, self._connection
+        self._system = self._rerun = None
+        self._connection, self._started = None, False
+        orderly = status != "FAILED"
         try:
-            if system is not None and self._thread.is_alive():
+            if self._thread.is_alive():
                 try:
-                    self._finish_saving(failed=status == "FAILED")
+                    self._finish_saving(failed=not orderly)
                 finally:
-                    self._run(system.stop(orderly=status != "FAILED"))
+                    for part in filter(None, (system, rerun)):
+                        self._run(part.stop(orderly=orderly))
         finally:
-            if system is not None:
-                system.disconnect()
-            tracker, self._tracker = self._tracker, None
-            if tracker is not None:
-                tracker.conclude(status)  # the report takes a while, and somebody may lose patience
-                self.console.stopped(status) if ending is None else self.console.end(*ending)
-                if not replayed:
-                    report_on(self.config, self.console, tracker)
-                tracker.finish(status)
+            if connection is not None:
+                connection.close()
+            if rerun is not None:
+                rerun.disconnect()
+            self._conclude(status, ending, report=rerun is None)
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(timeout=10)
             self.console.stopped(status)
+
+    def _conclude(
+        self, status: str, ending: tuple[int, str] | None, *, report: bool = True
+    ) -> None:
+        """Say how the run ended, write its report, and close tracking, if it was open."""
+        tracker, self._log.tracker, self._log.gauges = self._log.tracker, None, None
+        if tracker is None:
+            return
+        tracker.conclude(status)  # the report takes a while, and somebody may lose patience
+        self.console.stopped(status) if ending is None else self.console.end(*ending)
+        if report:
+            report_on(self.config, self.console, tracker)
+        tracker.finish(status)
 
     def __enter__(self) -> Self:
         return self
@@ -421,12 +432,12 @@ class Trainer:
     @property
     def steps_done(self) -> int:
         """Learner steps contained in the weights."""
-        return self._running().steps_done
+        return self.system.steps_done
 
     @property
     def step_under_way(self) -> int | None:
         """The learner step that is being trained, or comes next; None while nothing runs."""
-        running = self._system or self._rerun
+        running = self._system if self._rerun is None else self._rerun
         return None if running is None or running.loop is None else running.loop.steps_done + 1
 
     @property
@@ -435,31 +446,26 @@ class Trainer:
         return self._stop_requested.is_set()
 
     @property
+    def total_steps(self) -> int:
+        """Learner steps of the whole run; 0 before `check`."""
+        return 0 if self._checked is None else self._checked.total_steps
+
+    @property
     def tracker(self) -> Tracker | None:
         """Where the metrics go, while the run is on."""
-        return self._tracker
+        return self._log.tracker
 
     @property
     def system(self) -> System:
-        """The running system, for those who want to look inside."""
-        return self._running()
+        """The running system, for those who want to look inside. Raises RunError without one."""
+        if self._system is None:
+            raise RunError("the run is not started, or stopped already")
+        return self._system
 
     @property
     def verdict(self) -> Bottleneck | None:
-        """Who limited the last interval of learner steps, and what to change; None while none is
-        complete.
-        """
+        """Who limited the last interval of steps, and what to change; None before the first."""
         return self._verdicts.latest
-
-    @property
-    def rl_seconds(self) -> float:
-        """Wall time spent in `train`."""
-        return self._rl_seconds
-
-    @property
-    def saved_at(self) -> int | None:
-        """Step of the newest checkpoint that this process wrote."""
-        return self._saver and self._saver.saved_at
 
     # ---- inside ----
 
@@ -468,34 +474,41 @@ class Trainer:
             asyncio.run_coroutine_threadsafe(work, self._loop), stoppable=stoppable
         )
 
-    def _running(self) -> System:
-        if self._system is None:
-            raise RunError("the run is not started, or stopped already")
-        return self._system
+    @property
+    def _facts(self) -> Checked:
+        assert self._checked is not None, "check() comes first"
+        return self._checked
+
+    def _total_steps(self, problems: int) -> int:
+        """`run.total_steps`, or the steps of `run.epochs`. Raises SetupError for none."""
+        run, batch = self.config.run, self.config.rollout.rollout_batch_size
+        epochs = run.epochs or 0
+        steps = run.total_steps if run.total_steps is not None else epochs * problems // batch
+        if steps < 1:
+            raise SetupError(
+                f"{run.epochs} epochs of {problems} problems are less than one batch of "
+                f"{batch} groups; raise run.epochs"
+            )
+        return steps
 
     def _finish_saving(self, *, failed: bool) -> None:
-        """Let a checkpoint that is under way be completed; after a failure it gets a short while
-        only.
-        """
-        if self._saver is not None:
-            self._run(
-                self._saver.close(
-                    SAVING_AFTER_FAILURE_S if failed else self.config.watchdog.step_timeout_s
-                )
-            )
+        """Let a checkpoint under way be completed; after a failure in a short while only."""
+        limit = SAVING_AFTER_FAILURE_S if failed else self.config.watchdog.step_timeout_s
+        if self._log.saver is not None:
+            self._run(self._log.saver.close(limit))
 
     def _save(self, *, keep_groups: bool, wait: bool) -> Path:
-        """Write a checkpoint; without `wait` it is completed while training goes on, and a failure
-        is only said and counted.
-        """
-        system, step = self._running(), self.steps_done
+        """Write a checkpoint; without `wait` beside training, where failures are only counted."""
+        system, step = self.system, self.steps_done
         # What a finished run leaves can be looked at and replayed.
         forget = step < self.total_steps and not self.stop_requested and not keep_groups
         facts = {
             "run_epoch": system.run_epoch,
-            "mlflow_run_id": self._tracker.run_id if self._tracker else None,
+            "mlflow_run_id": self.tracker.run_id if self.tracker else None,
         }
-        return self._run(self._saver.save(system, step=step, facts=facts, forget=forget, wait=wait))
+        return self._run(
+            self._log.saver.save(system, step=step, facts=facts, forget=forget, wait=wait)
+        )
 
     def _model_dir(self) -> str:
         if self.config.model.warm_start is None:
@@ -515,50 +528,7 @@ class Trainer:
     def _evaluated(
         self, step: int, result: dict[str, float], samples: list[dict[str, Any]]
     ) -> None:
-        """Keep the result of one evaluation, which may be of an earlier step than the last one that
-        was logged.
-        """
+        """Record an evaluation, perhaps of an earlier step than the last one that was logged."""
         self.evaluations.append((step, result))
-        _Listener(self).logged(step, result)
-        if self._tracker is not None:
-            self._tracker.log_samples(
-                [{"step": step, "source": "evaluation", **sample} for sample in samples]
-            )
-
-
-class _Listener:
-    """What the parts of a trainer's run tell: shown, recorded, and exported as gauges."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def note(self, text: str) -> None:
-        self._trainer.console.info(text)
-
-    def error(self, text: str) -> None:
-        self._trainer.console.error(text)
-
-    def samples(self, rows: list[dict[str, Any]]) -> None:
-        self._trainer.tracker.log_samples(rows)
-
-    def published(self, version: int, seconds: float) -> None:
-        self._trainer.console.published(version, seconds)
-
-    def rolled_back(self, step: int) -> None:
-        """What was saved and logged of the steps after this one is of another history."""
-        trainer = self._trainer
-        checkpoint.set_aside(trainer.run_dir, step)
-        trainer._saver.saved_at, trainer._logged = None, step
-
-    def logged(self, step: int, metrics: dict[str, float]) -> None:
-        trainer = self._trainer
-        if "train/repeated" in metrics and step <= trainer._logged:
-            # a step that is trained again was logged the first time, if its log came that far
-            return
-        if "train/loss" in metrics:
-            trainer._logged = max(step, trainer._logged)
-        if trainer._tracker is not None:
-            trainer._tracker.log(step, metrics)
-        if trainer._system is not None:
-            trainer._system.exported.update(step, metrics)
-        trainer.console.logged(step, trainer._shown_steps or trainer.total_steps, metrics)
+        self._log.logged(step, result)
+        self._log.samples([{"step": step, "source": "evaluation", **sample} for sample in samples])

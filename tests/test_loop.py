@@ -463,7 +463,7 @@ def fake_trainer(
             loop=loop,
             coordinator=coordinator,
             actors=SimpleNamespace(restarts=0),
-            gang=SimpleNamespace(restarts=0),
+            supervisor=SimpleNamespace(restarts=0),
             queue_restarts=0,
         ),
         config=settings,

@@ -79,10 +79,8 @@ def draft_for(run_dir: Path, step: int) -> Path:
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """Create and return the empty temporary directory (with `learner/` and `hf/`) to write the
-    checkpoint of `step` into.
-
-    What an interrupted attempt at the same step left there is removed.
+    """Create the empty temporary directory of the checkpoint of `step`, in place of an earlier
+    attempt.
     """
     directory = draft_for(run_dir, step)
     if directory.exists():
@@ -145,9 +143,8 @@ def commit(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The manifest of a complete checkpoint; raises CheckpointError with what is wrong otherwise.
-
-    Checks that every file is there with its size; contents are checked by `verify`.
+    """Read the manifest; every file is there with its size. Raises CheckpointError with what is
+    wrong.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -171,8 +168,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Like `read`, and compares the sha256 of every file. Raises CheckpointError, also for a file
-    of the learner that nobody listed.
+    """Read the manifest and compare every sha256. Raises CheckpointError, also for an unlisted file
+    of the learner.
     """
     manifest = read(path)
     listed = manifest["files"]
@@ -196,11 +193,10 @@ def step_of(path: Path) -> int:
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run directory, or None. Incomplete and damaged ones are
-    passed over.
+    """Find the newest complete checkpoint of a run directory, or None.
 
-    One that was about to be replaced by another of its step when the run ended gets its name back:
-    call it only while no run writes there.
+    A checkpoint that was about to be replaced when the run ended gets its name back: call only
+    while no run writes there.
     """
     for replaced in (run_dir / "checkpoints").glob(f"step_*{_REPLACED}"):
         if not (final := replaced.with_name(replaced.name.removesuffix(_REPLACED))).exists():
@@ -209,11 +205,9 @@ def latest(run_dir: Path) -> Path | None:
 
 
 def set_aside(run_dir: Path, after: int) -> list[Path]:
-    """Rename the checkpoints of later steps than `after`: the run goes on from there and writes its
-    own. Returns the new names.
+    """Rename the checkpoints of later steps than `after`, whose history ends; the new names.
 
-    They can be read by path still; `latest`, `steps` and `prune` are not told by their step numbers
-    any more.
+    They stay readable by path; `latest`, `steps` and `prune` pass over them.
     """
     renamed = []
     for path in _finished(run_dir):
@@ -233,11 +227,9 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest complete checkpoints, and everything older than them;
-    returns what was removed.
+    """Remove all but the `keep` newest complete checkpoints, and what is older; what was removed.
 
-    Unfinished directories newer than those are left alone: one of them may be being written. Raises
-    ValueError for keep < 1.
+    Newer unfinished directories stay: one may be being written. Raises ValueError for keep < 1.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")

@@ -1,11 +1,10 @@
 """Where a run goes on: at which checkpoint, or from its journal alone, and whether its settings
 allow that.
 
-Runs in: the driver, before any process starts. Hides what is read for it: manifests, and the
-settings that the last start wrote down.
-
-Which recorded steps a learner alone can repeat, and from where. Hides what of a run directory has
-been kept: segments of the journal and checkpoints are deleted while a run goes on.
+Runs in: the driver, before any process starts. Answers the same for a learner alone: which recorded
+steps it can repeat, and from where. Hides what is read for it (manifests, metrics, the settings of
+the last start) and what of a run directory is kept: journal segments and checkpoints are deleted
+while a run goes on.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ def has_past(config: Config) -> bool:
 
 
 def find_checkpoint(config: Config, *, total_steps: int) -> Path | None:
-    """The checkpoint that the run continues, its files looked at; None where there is none. Raises
-    SetupError for one that does not fit.
-    """
+    """Find the checkpoint to continue, or None. Raises SetupError for one that does not fit."""
     resume = config.checkpoint.resume
     if resume == "never":
         return None
@@ -73,9 +70,7 @@ def find_checkpoint(config: Config, *, total_steps: int) -> Path | None:
 
 
 def changes(config: Config, found: Path | None) -> Changes:
-    """What is set otherwise than when the run was left, by the checkpoint or, without one, by its
-    directory. Raises SetupError for a fixed key.
-    """
+    """Compare the settings with those when the run was left. Raises SetupError for a fixed key."""
     run_dir = Path(config.run.dir)
     if found is not None:
         saved, where = checkpoint.read(found).get("config", {}), found
@@ -92,9 +87,7 @@ def changes(config: Config, found: Path | None) -> Changes:
 
 
 def verified(found: Path | None) -> dict | None:
-    """The manifest, after every file was compared with its checksum. Raises SetupError with what to
-    do where one is damaged.
-    """
+    """Verify a checkpoint's files; its manifest. Raises SetupError with what to do about damage."""
     if found is None:
         return None
     try:
@@ -124,10 +117,8 @@ class Course:
 
 
 def plan_rerun(source: Path, *, after: int | None, until: int) -> Course:
-    """The longest course through the steps that `source` recorded: from the initial model, the
-    oldest checkpoint, or that of step `after`.
-
-    Raises SetupError where there is none.
+    """Find the longest course through the steps recorded in `source`: from the initial model, the
+    oldest checkpoint, or that of step `after`. Raises SetupError without one.
     """
     if not segments(source / "journal"):
         raise SetupError(
@@ -163,9 +154,7 @@ def plan_rerun(source: Path, *, after: int | None, until: int) -> Course:
 
 
 def differences(config: Config, recorded: Path) -> Iterator[str]:
-    """`key: value there -> value here` of every setting that matters to a learner alone; nothing
-    where the other file cannot be read.
-    """
+    """List `key: value there -> value here` of the settings that matter to a learner alone."""
     yield from (
         str(change) for change in compare(read_settings(recorded), config).all if change.trains
     )

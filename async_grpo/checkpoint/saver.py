@@ -1,5 +1,4 @@
-"""Checkpoints of a run that goes on: one at a time, sealed beside training, and a disk that refuses
-them.
+"""Checkpoints of a running run: one at a time, sealed beside training; and disks that refuse them.
 
 Runs in: the driver, on the event loop of the run. One checkpoint:
 
@@ -9,7 +8,7 @@ Runs in: the driver, on the event loop of the run. One checkpoint:
 
 Invariants: nothing is pruned or forgotten before the new checkpoint is complete; a checkpoint that
 could not be written leaves nothing but a counter and a line, until `checkpoint.max_failures` in a
-row end the run; who waits for one learns whether it is there.
+row end the run; a caller that waits for a checkpoint learns whether it is there.
 """
 
 from __future__ import annotations
@@ -39,9 +38,14 @@ from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 class Parts(Protocol):
     """The processes of the run, as far as checkpoints concern them."""
 
-    async def save(self, directory: Path) -> tuple[dict[str, Any], Written]: ...
-    async def finish_save(self, directory: Path) -> dict[str, FileSum]: ...
-    async def forget(self, *, segment: int, step: int) -> None: ...
+    async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
+        """Write the ranks' part; the queue's snapshot. Raises StorageFailure."""
+
+    async def finish_save(self, directory: Path) -> dict[str, FileSum]:
+        """Bring the ranks' part to the disk; its files. Raises StorageFailure."""
+
+    async def forget(self, *, segment: int, step: int) -> None:
+        """Let the journal drop what only segments before this one need."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,8 @@ class Saver:
         """facts: what every manifest holds. add_files(directory): writes what belongs to a
         checkpoint besides learner and queue. timeout_s: for bringing one to the disk.
         """
-        self._settings, self._run_dir, self._facts, self._add_files = (
-            settings,
-            run_dir,
-            facts,
-            add_files,
-        )
+        self._settings, self._run_dir = settings, run_dir
+        self._facts, self._add_files = facts, add_files
         self._timeout_s, self._listener = timeout_s, listener
         self._sealing: asyncio.Task[None] | None = None
         self._in_a_row = self._failures = 0
@@ -110,13 +110,11 @@ class Saver:
         return checkpoint.path_for(self._run_dir, step)
 
     async def wait(self) -> None:
-        """Wait until what is under way is complete, or has failed. Raises Stalled at the
-        deadline.
-        """
+        """Wait until a checkpoint under way is complete or failed. Raises Stalled if it is late."""
         await self.close(self._timeout_s)
 
     async def close(self, patience_s: float) -> None:
-        """Like `wait`, for so many seconds."""
+        """Like `wait`, for this many seconds."""
         task = self._sealing
         if task is None:
             return
@@ -129,9 +127,7 @@ class Saver:
         task.result()
 
     def check(self) -> None:
-        """Raise what went wrong beside training: FaultBudgetSpent after `checkpoint.max_failures`
-        failures in a row. Safe in any thread.
-        """
+        """Raise an error of the background; FaultBudgetSpent after many in a row. Thread-safe."""
         task = self._sealing
         if task is not None and task.done() and (error := task.exception()) is not None:
             raise error
@@ -145,7 +141,7 @@ class Saver:
     async def _write(
         self, parts: Parts, step: int, facts: dict[str, Any], *, forget: bool, started: float
     ) -> None:
-        """What training waits for."""
+        """Write the draft, while training waits."""
         try:
             directory = await asyncio.to_thread(checkpoint.begin, self._run_dir, step)
             snapshot, written = await parts.save(directory)
@@ -161,7 +157,7 @@ class Saver:
         self._sealing = asyncio.create_task(self._seal(parts, draft, forget=forget))
 
     async def _seal(self, parts: Parts, draft: _Draft, *, forget: bool) -> None:
-        """What happens beside training."""
+        """Complete the draft beside training."""
         try:
             sums = await parts.finish_save(draft.directory)
             await asyncio.to_thread(self._commit, draft, sums)
@@ -189,9 +185,7 @@ class Saver:
         checkpoint.commit(draft.directory, draft.facts, sums)
 
     def _oldest_needed(self) -> tuple[int, int] | None:
-        """Journal segment and step of the oldest checkpoint that is kept; None where there is no
-        journal.
-        """
+        """Journal segment and step of the oldest kept checkpoint; None without a journal."""
         kept = checkpoint.steps(self._run_dir)
         segments = [
             json.loads(
@@ -221,7 +215,7 @@ class Saver:
         )
 
     async def _failed(self, step: int, error: Exception, *, stall_s: float = 0.0) -> None:
-        """Say it, and leave nothing of it."""
+        """Report the failure and delete the draft."""
         self._failures += 1
         self._in_a_row += 1
         self._last_failure = storage.reason(error) if isinstance(error, OSError) else str(error)
@@ -254,10 +248,8 @@ def saver_of(
     data: str,
     listener: RunListener,
 ) -> Saver:
-    """What saves a run, which continues the checkpoint with this manifest if there is one. data:
-    fingerprint of the training data.
-
-    Raises SetupError if the checkpoint is of another tokenizer.
+    """Build the saver of a run. manifest: of the checkpoint that it continues. data: fingerprint of
+    the training data. Raises SetupError for a checkpoint of another tokenizer.
     """
     trust = config.model.trust_remote_code
     tokenizer = tokenizer_fingerprint(model_dir, trust_remote_code=trust)

@@ -1,35 +1,59 @@
-"""The beginning of a start: Ray and what needs torch come up beside each other, since either takes
-seconds.
+"""The beginning and the end of a start: Ray, and what the run's processes leave on this machine.
 
-Runs in: the driver's main thread, where Ray installs signal handlers; torch is imported in the
-thread of the event loop.
+Runs in: the driver's main thread, where Ray installs signal handlers. Ray and what needs torch come
+up beside each other, since either takes seconds: torch is imported in the thread of the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import uuid
+from types import ModuleType
 
 from async_grpo.cluster.placement import room_for
 from async_grpo.config.schema import Config
-
-if TYPE_CHECKING:
-    from async_grpo.cluster.session import Session
-    from async_grpo.cluster.system import System
+from async_grpo.runtime import stacks
+from async_grpo.runtime.lifetime import remove_abandoned
 
 
-def connect(config: Config, event_loop: asyncio.AbstractEventLoop) -> tuple[type[System], Session]:
-    """Join or start Ray, while `event_loop`, which runs in another thread, imports the system.
-    Raises SetupError.
-    """
-    from async_grpo.cluster.session import Session
+class Connection:
+    """A start's connection to Ray, made at once, until `close`. `key` names its memory segments."""
 
-    importing = asyncio.run_coroutine_threadsafe(_import_system(), event_loop)
-    session = Session.open(processes=room_for(config))
-    return importing.result(), session
+    def __init__(self, config: Config, event_loop: asyncio.AbstractEventLoop) -> None:
+        """Join or start Ray, while `event_loop`, which runs in another thread, imports the system.
+        Raises SetupError.
+        """
+        from async_grpo.cluster.session import Session
+
+        self._config, self.key = config, uuid.uuid4().hex[:8]
+        self._stacks = stacks.home(config.run.dir)
+        importing = asyncio.run_coroutine_threadsafe(_import_system(), event_loop)
+        self.session = Session.open(processes=room_for(config))
+        importing.result()
+        stacks.end(self._stacks)  # of a start that was killed
+        stacks.register("driver", self._stacks)
+        self.remove_leftovers()
+
+    def remove_leftovers(self) -> None:
+        """Remove what processes of this start, or killed ones in this run directory, left in
+        memory.
+        """
+        from async_grpo.learner.drafts import remove_drafts
+        from async_grpo.weights.shared_memory import remove_segments
+        from async_grpo.weights.transport import fallback_directory
+
+        remove_segments(self.key, fallback_directory(self._config))
+        remove_drafts(self.key)
+        remove_abandoned("engine")  # what engines left that were killed, not closed
+
+    def close(self) -> None:
+        """Leave Ray, or end the cluster that was started here."""
+        self.session.close()
+        stacks.end(self._stacks)
+        self.remove_leftovers()
 
 
-async def _import_system() -> type[System]:
-    from async_grpo.cluster.system import System
+async def _import_system() -> ModuleType:
+    from async_grpo.cluster import system
 
-    return System
+    return system

@@ -1,10 +1,9 @@
-"""The learner as something that may die: brought to the step that the queue is at, and brought back
-there when its ranks are gone.
+"""Recovery of a learner that died: back to the step that the queue is at.
 
 Runs in: the driver. A learner rank cannot be replaced alone (the others wait for it in a
-collective), so all of them start again, while queue, rollout actors and engines stay as they are:
+collective), so all ranks start again, while queue, rollout actors and engines stay as they are:
 
-    rank dies or says nothing -> kill all -> newest checkpoint -> repeat the recorded steps
+    rank dies or is silent -> kill all -> newest checkpoint -> repeat the recorded steps
         -> connect the engines -> go on
 
 The same, without the engines, brings a run that starts again to where it was. After two deaths in
@@ -26,8 +25,10 @@ from typing import Any, Protocol, TypeVar
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.directory import Origin
 from async_grpo.cluster.learner_group import LearnerGroup
+from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.rollout_actors import back_off_s
+from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.loop import Loop
@@ -39,13 +40,18 @@ Result = TypeVar("Result")
 
 
 class RecoverableQueue(Protocol):
-    """The queue as the gang sees it."""
+    """The queue as the supervisor sees it."""
 
-    async def digests(self) -> dict[int, str]: ...
-    async def obstacle(self, *, after: int, until: int) -> str: ...
+    async def digests(self) -> dict[int, str]:
+        """Digests of the recorded versions."""
+
+    async def obstacle(self, *, after: int, until: int) -> str:
+        """Why these recorded steps cannot be repeated, or ""."""
+
     async def discard(
         self, *, step: int, snapshot: dict[str, Any] | None, why: str
-    ) -> tuple[str, int]: ...
+    ) -> tuple[str, int]:
+        """Take the steps after this one back; a report, and the new run epoch."""
 
 
 class PendingCheckpoint(Protocol):
@@ -66,22 +72,17 @@ class LearnerSupervisor:
         loop: Loop,
         coordinator: Coordinator,
         queue: RecoverableQueue,
+        session: Session,
+        placement: Placement,
         origin: Origin,
-        nodes_serve: Callable[[], Awaitable[bool]],
         saver: PendingCheckpoint,
         listener: RunListener,
     ) -> None:
-        """origin: where this start of the run began. nodes_serve: whether those of all ranks are
-        there.
-        """
-        self._config, self._learner, self._loop, self._coordinator, self._queue = (
-            config,
-            learner,
-            loop,
-            coordinator,
-            queue,
-        )
-        self._origin, self._nodes_serve = origin, nodes_serve
+        """origin: where this start of the run began."""
+        self._config, self._queue = config, queue
+        self._learner, self._loop, self._coordinator = learner, loop, coordinator
+        self._session, self._nodes = session, {slot.node_id for slot in placement.learners}
+        self._origin = origin
         self._saver, self._listener = saver, listener
         self._died_at: int | None = None
         self.run_epoch = 0
@@ -89,27 +90,25 @@ class LearnerSupervisor:
 
     async def start(self, until: int, *, run_epoch: int) -> None:
         """Load the model or the checkpoint, and repeat the recorded steps up to `until`."""
-        self.run_epoch = run_epoch
+        self.run_epoch = self._coordinator.run_epoch = run_epoch
         await self._learner.start(self._origin.learner)
         await self._repeat(self._origin, until)
 
     async def surviving(
         self, work: Callable[[], Awaitable[Result]], *, blame: bool = False
     ) -> Result:
-        """The result of `work`, done again after the learner died in it and was brought back.
-        Raises FaultBudgetSpent or Stalled.
+        """Do `work`, again after each recovery of a dead learner. Raises FaultBudgetSpent or
+        Stalled.
 
-        blame: the work trains a step, so that two deaths in it at the same step speak against its
-        batch.
+        blame: it trains a step; two deaths in it at the same step speak against its batch.
         """
         before = self._loop.steps_done
         while True:
             try:
                 return await work()
             except (LearnerLost, TransferStuck) as error:
-                in_training = (
-                    blame and self._loop.steps_done == before and isinstance(error, LearnerLost)
-                )
+                lost = isinstance(error, LearnerLost)
+                in_training = blame and lost and self._loop.steps_done == before
                 with self._loop.time.during("restarting"):
                     await self._bring_back(error, blame=in_training)
 
@@ -144,7 +143,7 @@ class LearnerSupervisor:
                 error = another
 
     async def _may_restart(self, error: LearnerLost | TransferStuck) -> None:
-        """Count a death. Raises where it was the last one."""
+        """Count a death. Raises where the learner cannot be started again."""
         budget = self._config.cluster.restart_budget
         kind = Stalled if getattr(error, "silent", False) else FaultBudgetSpent
         if not self._config.replay.journal.enable:
@@ -163,10 +162,14 @@ class LearnerSupervisor:
             ) from error
         self.restarts += 1
 
+    async def _nodes_serve(self) -> bool:
+        """Whether the nodes of all ranks still run processes."""
+        timeout_s = self._config.cluster.resources_timeout_s
+        checks = [self._session.node_serves(node, timeout_s=timeout_s) for node in self._nodes]
+        return all(await asyncio.gather(*checks))
+
     def _newest(self, reached: int) -> Origin:
-        """The newest checkpoint of this run that is not ahead of its learner, its contents checked;
-        else where the run began.
-        """
+        """Find the newest intact checkpoint up to `reached`, or where this start began."""
         run_dir = Path(self._config.run.dir)
         for step in reversed(
             [step for step in checkpoint.steps(run_dir) if self._origin.step < step <= reached]
@@ -188,7 +191,7 @@ class LearnerSupervisor:
         return await self._queue.obstacle(after=origin.step, until=reached)
 
     async def _discard(self, origin: Origin, reached: int, why: str) -> int:
-        """The steps after the checkpoint are taken back. The step to go on from."""
+        """Take the steps after the checkpoint back; the step to go on from."""
         if reached == self._loop.total_steps:  # no actor works any more
             raise FaultBudgetSpent(
                 f"the learner died at the end of the run, and {why}; start the same command again"

@@ -31,6 +31,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_grpo.post_mortem import collect, diagnose
+from async_grpo.runtime.text import one_line
 
 if TYPE_CHECKING:
     from async_grpo.cluster.learner_group import LearnerGroup
@@ -91,8 +92,8 @@ def write(
 async def examine(
     run_dir: str, role: str, error: BaseException, *, node_id: str | None = None
 ) -> dict[str, Any]:
-    """What processes of this role show that are about to be killed for an error; {} when there is
-    nothing left to look at. No node: the driver's.
+    """Examine processes of this role before they are killed; {} for a dead one. No node: the
+    driver's.
     """
     if isinstance(error, ray.exceptions.RayActorError):
         return {}
@@ -193,8 +194,7 @@ def _all(parts: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str,
 def _why(error: Exception) -> str:
     if isinstance(error, ray.exceptions.GetTimeoutError):
         return f"no answer within {ANSWER_S:g} s"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _queue(handle: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -26,7 +26,11 @@ from async_grpo.rollout.actor import RolloutActor
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason
-from async_grpo.weights.transport import Staged, TokenSequence
+from async_grpo.weights.transport import Staged, TokenSequence, WeightSender
+
+if TYPE_CHECKING:  # torch, which only a rank needs
+    from async_grpo.learner.checkpoint import Saving
+    from async_grpo.learner.learner import Learner
 
 MAX_CALLS = 10_000
 TRANSFER = "transfer"
@@ -74,6 +78,10 @@ class LearnerProcess:
     and so has what brings a checkpoint to the disk (SAVING).
     """
 
+    _learner: Learner  # these three from `setup` on
+    _sender: WeightSender
+    _saving: Saving
+
     def __init__(self, config: Config, *, rank: int, cores: Sequence[int], queue: Any) -> None:
         die_with_parent()
         if cores:
@@ -87,9 +95,7 @@ class LearnerProcess:
         self._listener: socket.socket | None = None
 
     def address(self) -> tuple[str, int]:
-        """This rank's address and a port for the rendezvous of the group. It listens from now on,
-        so that nobody else gets the port meanwhile.
-        """
+        """This rank's address, and a port for the rendezvous that nobody else can take."""
         host = ray.util.get_node_ip_address()
         self._listener = socket.create_server(
             (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
@@ -184,9 +190,7 @@ class LearnerProcess:
         return self._sender.note
 
     def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
-        """Stage the weights; and their log-probs of the sequences, before anything else can change
-        them.
-        """
+        """Stage the weights, with their log-probs of the sequences."""
         announcement = self._sender.stage(label, verify=verify)
         return Staged(
             announcement, self._learner.logprobs(sequences, temperature=1.0) if sequences else []
@@ -195,9 +199,7 @@ class LearnerProcess:
     def stage_perturbed(
         self, label: str, *, scale: float, sequences: list[TokenSequence]
     ) -> Staged:
-        """The same of weights that are visibly other; the true ones are back, bit for bit, when
-        this returns.
-        """
+        """Stage perturbed weights; the true ones are back, bit for bit, on return."""
         self._sender.reserve()
         with self._learner.perturbed(scale=scale, seed=self._config.seed):
             announcement = self._sender.stage(label, verify=True, apart=True)

@@ -39,9 +39,7 @@ class Exported:
         self._gauges: dict[str, Gauge] = {}
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Set the gauges to what was logged of learner step `step`; those by lag are left out, they
-        are for plots.
-        """
+        """Set the gauges to what was logged of learner step `step`, metrics by lag left out."""
         if (
             "time/step" in metrics
         ):  # evaluations and checkpoints are logged late, under the step that they belong to

@@ -2,12 +2,11 @@
 
 Runs in: the driver. Hides how Ray is started and what its placement groups are called.
 
+`survey` lists the machines before anything is started: those of the cluster of RAY_ADDRESS, or this
+one, where the run would start Ray.
+
 Invariant: a cluster that was joined is left as it was found; one that was started here ends with
 `close`.
-
-The machines as they are, before anything is started. Hides where they are listed: the cluster of
-RAY_ADDRESS tells, and is left as it was; without one the run would start Ray here, and this machine
-is all there is.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class Session:
 
     @classmethod
     def open(cls, *, processes: int) -> Session:
-        """Join the cluster of RAY_ADDRESS (set inside a Ray job), otherwise start one on loopback
-        with room for `processes`.
+        """Join the cluster of RAY_ADDRESS (set in a Ray job), or start one for `processes` on
+        loopback.
         """
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -116,9 +115,7 @@ class Session:
         return sorted(nodes, key=lambda node: (node.node_id != own, node.node_id))
 
     async def wait_for_room(self, config: Config) -> Placement:
-        """The placement, as soon as the cluster has room for it. Raises SetupError at
-        `cluster.resources_timeout_s`.
-        """
+        """Wait for the placement. Raises SetupError at `cluster.resources_timeout_s`."""
         deadline = time.monotonic() + config.cluster.resources_timeout_s
         while True:
             nodes = self.nodes()
@@ -133,10 +130,8 @@ class Session:
     async def reserve(
         self, slots: list[Slot], *, timeout_s: float, sharers: int = 1
     ) -> list[dict[str, Any]]:
-        """Reserve one bundle per slot on its node, for `sharers` processes each; returns Ray actor
-        options of one process per slot.
-
-        Raises SetupError at the deadline.
+        """Reserve a bundle per slot for `sharers` processes each; Ray options of one process per
+        slot. Raises SetupError at the deadline.
         """
         bundles = [
             {"CPU": slot.cpus * sharers, **({"GPU": slot.gpus * sharers} if slot.gpus else {})}
@@ -172,9 +167,7 @@ class Session:
         ]
 
     async def reserved_again(self, option: dict[str, Any], *, timeout_s: float) -> bool:
-        """Whether a place that `reserve` gave is reserved within the deadline: after a fault Ray
-        may have to find the resources anew.
-        """
+        """Whether a reserved place has its resources, or has them again within the deadline."""
         try:
             await asyncio.wait_for(
                 _created(option["scheduling_strategy"].placement_group), timeout_s
@@ -184,15 +177,11 @@ class Session:
         return True
 
     def release(self, option: dict[str, Any]) -> None:
-        """Give back the reservation that these actor options belong to; what runs in it is
-        killed.
-        """
+        """Give back the reservation of these actor options; its processes are killed."""
         self._remove(option["scheduling_strategy"].placement_group)
 
     async def node_serves(self, node_id: str, *, timeout_s: float) -> bool:
-        """Whether a node runs processes. Ray notices the loss of one late, so it is asked to run
-        something.
-        """
+        """Whether a node runs a process now: Ray notices the loss of a node late."""
         if node_id == ray.get_runtime_context().get_node_id():
             return True
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -212,9 +201,7 @@ class Session:
     async def check_shared_storage(
         self, directory: str, node_ids: set[str], *, timeout_s: float
     ) -> None:
-        """Every node reads in `directory` what the driver wrote there, and the driver what they
-        wrote. Raises SetupError.
-        """
+        """Check that nodes and driver read each other's files here. Raises SetupError."""
         nodes = [node for node in self.nodes() if node.node_id in node_ids]
         token = secrets.token_hex(8)
         own = Path(directory) / f".probe-{token}"
@@ -268,9 +255,7 @@ class Session:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the caller's SIGTERM handler, if there is one: Ray's own would end the run without
-    saving it, in the middle of `ray.init` too.
-    """
+    """Keep the caller's SIGTERM handler: Ray's own would end the run without saving."""
     install, handler = ray_utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
     if callable(handler):
         ray_utils.set_sigterm_handler = lambda handler: None
@@ -286,9 +271,7 @@ def _own_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _few_processes() -> Iterator[None]:
-    """A cluster of this machine alone never grows, and nobody reads its logs through the driver:
-    start no autoscaler and no log monitor.
-    """
+    """Start no autoscaler and no log monitor: a cluster of one machine needs neither."""
     usual = ray_parameter.RayParams
     ray_parameter.RayParams = partial(usual, include_log_monitor=False, no_monitor=True)
     try:
@@ -328,9 +311,7 @@ async def _created(group: PlacementGroup) -> None:
 
 
 def _refuse_silent_head(address: str) -> None:
-    """Ray would try for minutes to reach a cluster that is not there. Raises SetupError after a few
-    seconds.
-    """
+    """Raise SetupError after seconds where Ray would try for minutes to reach a cluster."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:
         return  # `auto`, or a scheme that Ray resolves itself
@@ -355,9 +336,7 @@ class Survey:
 
 
 def survey(*, processes: int) -> Survey:
-    """The nodes that a run with so many processes would be placed on. Raises SetupError when
-    RAY_ADDRESS names no living cluster.
-    """
+    """Nodes that a run would use. Raises SetupError for a silent RAY_ADDRESS."""
     if address := os.environ.get("RAY_ADDRESS"):
         session = Session.open(processes=processes)
         try:

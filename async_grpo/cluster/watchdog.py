@@ -34,9 +34,7 @@ class Calls:
     def under_way(
         self, what: str, calls: Sequence[asyncio.Future[Any]]
     ) -> Iterator[Callable[[], str]]:
-        """Inside the block these calls, one per process in order, are under way; gives a function
-        that names those that are not done.
-        """
+        """Track calls, one per process in order; gives a function that names the unanswered."""
         entry = (what, time.monotonic(), calls)
         self._under_way.append(entry)
         try:
@@ -48,9 +46,7 @@ class Calls:
             self._under_way.remove(entry)
 
     def status(self) -> list[dict[str, Any]]:
-        """What is asked, for how many seconds, and who has not answered; what was given up last,
-        too.
-        """
+        """Calls under way and the last one given up: what, for how many seconds, who is late."""
         asked = [
             (what, since, _ranks(calls))
             for what, since, calls in [*self._under_way, *self._given_up]
@@ -72,8 +68,8 @@ def _ranks(calls: Sequence[asyncio.Future[Any]]) -> str:
 async def whole_step(
     work: Awaitable[Any], *, seconds: float, number: int, phase: Callable[[], str]
 ) -> Any:
-    """The result of a learner step. Raises Stalled for a wait inside it that has no deadline of its
-    own. seconds: `watchdog.step_timeout_s`.
+    """Await a learner step. Raises Stalled for a wait in it that has no deadline of its own.
+    seconds: `watchdog.step_timeout_s`.
     """
     try:
         async with asyncio.timeout(STEP_DEADLINES * seconds + STEP_GRACE_S) as deadline:
@@ -91,10 +87,9 @@ async def whole_step(
 def watched(
     loop: asyncio.AbstractEventLoop, *, seconds: float, stuck: Callable[[], None]
 ) -> Iterator[None]:
-    """Inside the block a plain thread calls `stuck` when the event loop has not turned for so long.
+    """Call `stuck` from a plain thread when the event loop has not turned for so long.
 
-    It counts short waits, so that a driver that was itself stopped for an hour is given time to go
-    on.
+    Short waits are counted, so that a driver that was stopped for an hour may go on.
     """
     over = threading.Event()
 

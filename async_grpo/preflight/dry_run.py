@@ -46,8 +46,8 @@ Line = tuple[str, str]
 
 
 def dry_run(trainer: Trainer, console: Console) -> None:
-    """Print configuration, budget, estimates, placement and warnings. Raises what a start would
-    raise for its configuration: SetupError.
+    """Print configuration, budget, estimates, placement and warnings. Raises SetupError as a start
+    would.
     """
     config = trainer.config
     with _leaving_no_directory(Path(config.run.dir)):
@@ -82,9 +82,7 @@ def dry_run(trainer: Trainer, console: Console) -> None:
 
 
 class _leaving_no_directory:
-    """Removes the directories on the way to this one that do not exist yet, as far as they are
-    empty afterwards.
-    """
+    """Remove directories on the way here that did not exist and are empty afterwards."""
 
     def __init__(self, path: Path) -> None:
         self._new = [directory for directory in (path, *path.parents) if not directory.exists()]

@@ -162,9 +162,7 @@ def element_bytes(config: Config, device: str) -> int:
 
 
 def learner_memory(config: Config, shape: Shape, *, device: str, stage: int) -> LearnerMemory:
-    """Of one rank under this ZeRO stage, at its peak: stage 1 shards the optimizer's states, 2
-    gradients too, 3 weights too.
-    """
+    """Peak of one rank; ZeRO 1 shards the optimizer's states, 2 gradients too, 3 weights too."""
     ranks, size = config.learner.ranks, element_bytes(config, device)
     sharded = [ranks if stage >= least else 1 for least in (1, 2, 3)]
     master = MASTER if stage > 0 else 0
@@ -209,9 +207,7 @@ def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
 def engine_memory(
     config: Config, shape: Shape, *, device: str, kv_cache_gb: float | None
 ) -> EngineMemory:
-    """Of one GPU or process of an engine; kv_cache_gb: what the engine is given, None where vLLM
-    chooses.
-    """
+    """Memory of one engine GPU or process. kv_cache_gb: None where vLLM chooses."""
     size, tensor_parallel = (
         element_bytes(config, device),
         config.cluster.engine.tensor_parallel_size,

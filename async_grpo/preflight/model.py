@@ -38,9 +38,7 @@ _PLAIN_ROPE = (None, "default", "llama3", "mrope")
 
 
 def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[str] | None:
-    """Lines worth telling about model and prompts, as `check_fit`; None while the model
-    (`model_dir`) is still to be made.
-    """
+    """Check model and prompts as `check_fit`; None while the model is still to be made."""
     model = model_dir or known_model(config, task)
     if model is not None:
         return list(check_fit(config, model, task))
@@ -51,8 +49,8 @@ def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[st
 
 
 def check_metric_and_journal(config: Config, components: list[str]) -> None:
-    """Names in the settings that only the task knows, and the place of the journal. components: of
-    the task's rewards. Raises SetupError.
+    """Check settings that name what only the task knows, and the journal's place. Raises
+    SetupError.
     """
     filters, known = config.replay.filter_groups, ["score", "acc", "seq_reward", *components]
     if filters.enable and filters.metric not in known:
@@ -77,9 +75,7 @@ def known_model(config: Config, task: Task) -> str | None:
 
 
 def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
-    """Lines worth telling about `model` (directory or hub name) and the prompts of `task`. Raises
-    SetupError where they do not fit.
-    """
+    """Check that `model` and the prompts of `task` fit; lines for the user. Raises SetupError."""
     if isinstance(task, RowTask):
         yield from task.notes
     with quiet_hub():
@@ -132,9 +128,7 @@ def _architecture(model: str) -> dict[str, Any]:
 
 
 def _tokenizer(model: str, *, trust_remote_code: bool) -> Any:
-    """The tokenizer from its `tokenizer.json`; where there is none, from whatever files or code the
-    model brings.
-    """
+    """Load the tokenizer from `tokenizer.json`, or else from the model's other files or code."""
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import cached_file
 

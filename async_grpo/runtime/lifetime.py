@@ -22,8 +22,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process, even while it is stopped, when the thread that started it
-    ends. Exits if that was not `parent`.
+    """Have the kernel kill this process, even stopped, when the thread that started it ends. Exits
+    if that was not `parent`.
     """
     before = os.getppid() if parent is None else parent
     if sys.platform == "linux":
@@ -33,9 +33,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def die_with(ancestor: int) -> None:
-    """The same for a parent's parent: when `ancestor` ends, this process and the one in between are
-    killed. Nothing for this process itself.
-    """
+    """Kill this process and the one in between when `ancestor`, a parent's parent, ends."""
     if os.getpid() == ancestor:
         return
     if os.getppid() == ancestor:
@@ -53,9 +51,7 @@ def die_with(ancestor: int) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill every process that this one started, or that those started; first all are stopped, so
-    that none starts another meanwhile.
-    """
+    """Kill all descendants; first stop them all, so that none starts another meanwhile."""
     known: list[int] = []
     while new := [pid for pid in _descendants() if pid not in known]:
         _signal(new, signal.SIGSTOP)
@@ -100,9 +96,7 @@ def is_gone(owner: str) -> bool:
 
 
 def own_directory(purpose: str) -> Path:
-    """A new directory for temporary files of this process, closed to other users. What killed
-    processes left of this purpose is removed.
-    """
+    """Create a private temporary directory, and remove those that killed processes left."""
     remove_abandoned(purpose)
     return Path(tempfile.mkdtemp(prefix=f"async_grpo-{purpose}-{owner()}-"))
 

@@ -28,8 +28,8 @@ _GIT_TIMEOUT_S = 10.0
 
 
 def code_version() -> dict[str, Any]:
-    """The installed package's `version`, and its git `commit` and whether it is `dirty`; outside a
-    checkout the `digest` of its files.
+    """The package's `version`, git `commit` and `dirty`; outside a checkout the `digest` of its
+    files.
     """
     try:
         version = {"version": importlib.metadata.version("async_grpo")}
@@ -45,9 +45,7 @@ def code_version() -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(model_dir: str, *, trust_remote_code: bool) -> str:
-    """Digest of what decides which text a token id stands for. model_dir: a directory, or the name
-    of a model on the hub.
-    """
+    """Digest of what decides the text of a token id. model_dir: a directory, or a hub name."""
     source = Path(model_dir)
     if source.is_dir():
         files = [source / "tokenizer.json"]

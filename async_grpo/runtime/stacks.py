@@ -51,9 +51,7 @@ _file: IO[str] | None = None
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A registered process of this host. `parent`: its role up to the last part, "" for one
-    without.
-    """
+    """A registered process of this host. `parent`: its role without the last part, or ""."""
 
     role: str
     pid: int
@@ -63,6 +61,7 @@ class Process:
 
     @property
     def parent(self) -> str:
+        """Role of the process that this one is a part of, or ""."""
         return self.role.rpartition(PART)[0]
 
     @property
@@ -91,9 +90,7 @@ def home(run_dir: str | Path) -> Path:
 
 
 def register(role: str, directory: str | Path) -> None:
-    """Let this process write its stacks into a file in `directory` when it is asked; its children
-    find the directory in the environment.
-    """
+    """Let this process, and its children, write stacks into a file in `directory` when asked."""
     global _file
     path = Path(directory) / f"{role}@{socket.gethostname()}@{os.getpid()}"
     for ended in [
@@ -121,9 +118,7 @@ def register(role: str, directory: str | Path) -> None:
 
 
 def register_child(part: str) -> None:
-    """Register as a part of the process that started this one, if that is registered and this one
-    (not a fork of it) is not.
-    """
+    """Register as a part of the registered process that started this one (not of a fork)."""
     mine = _file is not None and _file.name.endswith(f"@{os.getpid()}")
     if _DIRECTORY in os.environ and not mine:
         register(f"{os.environ[_ROLE]}{PART}{part}", os.environ[_DIRECTORY])
@@ -146,9 +141,7 @@ def end(directory: str | Path) -> None:
 
 
 def registered(directory: str | Path, *, role: str = "") -> list[Process]:
-    """Processes of this host, of all roles or of this one (`learner`: all ranks) and its parts,
-    those that have ended too.
-    """
+    """Processes of this host, also ended ones: of all roles, or this one with ranks and parts."""
     found = []
     for path in Path(directory).glob("*@*@*"):
         name, host, pid = path.name.split("@")
@@ -163,9 +156,7 @@ def registered(directory: str | Path, *, role: str = "") -> list[Process]:
 
 
 def look(directory: str | Path, *, role: str = "", seconds: float = ANSWER_S) -> list[Look]:
-    """Ask all of them (or those of this role and its parts) at once, and take what they have
-    written within the deadline.
-    """
+    """Ask all of them (or one role with its parts) at once; what they wrote within the deadline."""
     looks = [Look(process) for process in registered(directory, role=role)]
     before = {one.process: one.process.path.stat().st_size for one in looks}
     asked = [one for one in looks if _ask(one)]
@@ -197,9 +188,7 @@ def is_alive(process: Process) -> bool:
 
 
 def where(text: str) -> list[str]:
-    """Per thread that is in code of this package: its innermost frame there, and the innermost of
-    all.
-    """
+    """Per thread that is in this package: its innermost frame there, and the innermost of all."""
     found = []
     for thread in text.split("\n\n"):
         frames = [
@@ -271,9 +260,7 @@ def status(pid: int) -> dict[str, str]:
 
 
 def begun(pid: int) -> int:
-    """When a process began, in ticks since the machine's start: with its id, this names it for
-    good. 0 when there is none.
-    """
+    """Ticks since boot when a process began: names it for good with its id. 0 for none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

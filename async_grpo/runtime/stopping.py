@@ -30,20 +30,20 @@ class Stop:
         self._requested = threading.Event()
 
     def set(self) -> None:
-        """Ask."""
+        """Ask the run to end."""
         self._requested.set()
 
     def is_set(self) -> bool:
-        """Whether somebody asked."""
+        """Whether the run was asked to end."""
         return self._requested.is_set()
 
     def check(self) -> None:
-        """Raise StopRequested if somebody asked."""
+        """Raise StopRequested if the run was asked to end."""
         if self._requested.is_set():
             raise StopRequested("the run was asked to end")
 
     def watching(self, work: Callable[[str], None]) -> Callable[[str], None]:
-        """`work`, which raises StopRequested instead once somebody asked."""
+        """Wrap `work` to raise StopRequested instead, once the run was asked to end."""
 
         def checked(text: str) -> None:
             self.check()
@@ -52,9 +52,7 @@ class Stop:
         return checked
 
     def result(self, future: Future[Any], *, stoppable: bool) -> Any:
-        """The future's result; it is cancelled when the wait ends otherwise: `stoppable` with
-        StopRequested, once somebody asked.
-        """
+        """Wait for the future; if `stoppable`, cancel it and raise StopRequested once asked."""
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         try:
@@ -68,9 +66,7 @@ class Stop:
 
 
 class Signals:
-    """SIGTERM and SIGINT inside the block: the first asks the run to end, the second ends it at
-    once.
-    """
+    """Catch SIGTERM and SIGINT: the first asks the run to end, the second ends it at once."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """`say` prints a line."""

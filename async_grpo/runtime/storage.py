@@ -67,9 +67,7 @@ def settle_folder(folder: Path) -> None:
 
 
 def move(source: Path, target: Path) -> FileSum:
-    """Bring a file to another place, whose directory exists, and describe it; it is on the disk
-    then, though its name may not be yet.
-    """
+    """Bring a file to the disk in another directory, and describe it; its name may follow."""
     if source.stat().st_dev == target.parent.stat().st_dev:
         described = settle(source)
         os.replace(source, target)
@@ -87,9 +85,7 @@ def move(source: Path, target: Path) -> FileSum:
 
 
 def storage_error(error: BaseException) -> OSError | None:
-    """The operating system's error behind an exception of a library that writes files, or None: it
-    is about something else.
-    """
+    """Find the operating system's error behind an exception of a library; None without one."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, OSError):

@@ -102,9 +102,7 @@ def warm_start(config: Config, *, progress: Callable[[str], None]) -> str:
 
 
 def cache_path(config: Config, task: Task) -> Path:
-    """Directory that the model of this configuration and task has in the cache, whether it exists
-    or not.
-    """
+    """Directory that the model of this configuration and task has in the cache."""
     settings = _settings(config)
     key = {
         "recipe": RECIPE_VERSION,
@@ -131,9 +129,7 @@ def _settings(config: Config) -> WarmStart:
 
 
 def _pairs(seed: int, task: Task, start: int, count: int) -> list[tuple[str, str]]:
-    """Training pairs at these positions of an order of their own, which RL's order of problems does
-    not follow.
-    """
+    """Training pairs at these positions of an order that RL's order of problems does not follow."""
     pairs = []
     for position in range(start, start + count):
         problem = task.train(
@@ -224,8 +220,6 @@ def _tail(last: collections.deque[str]) -> str:
 
 
 def main() -> None:
-    """The child process: the configuration as JSON on standard input, progress lines on standard
-    output.
-    """
+    """Run the child: configuration as JSON on standard input, progress lines on standard output."""
     config = Config.model_validate_json(sys.stdin.read())
     warm_start(config, progress=lambda text: print(f"{_PROGRESS}{text}", flush=True))

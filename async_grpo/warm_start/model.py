@@ -49,9 +49,7 @@ Pair = tuple[str, str]  # prompt, solution
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Share of problems answered right: by the most likely response, and in expectation by one
-    sampled at temperature 1.
-    """
+    """Share answered right: greedily, and expected of a sample at temperature 1."""
 
     greedy: float
     sampled: float
@@ -59,9 +57,7 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class WarmStartReport:
-    """What the training did: optimizer steps, wall seconds and accuracy on training problems of
-    both phases.
-    """
+    """Optimizer steps, wall seconds and accuracy on training problems of both phases."""
 
     clean_steps: int
     clean: Accuracy
@@ -95,9 +91,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_model(settings: WarmStart, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """A randomly initialised float32 Qwen2 of the given size; draws from torch's global
-    generator.
-    """
+    """A randomly initialised float32 Qwen2 of this size, from torch's global generator."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -189,18 +183,14 @@ class Encoded:
 
 
 class Encoder:
-    """Pairs to tensors. Characters and tokens map one to one, so a dictionary does what the
-    tokenizer does, much faster.
-    """
+    """Pairs to tensors: one token per character, so a dictionary replaces the tokenizer, faster."""
 
     def __init__(self, tokenizer: Qwen2Tokenizer) -> None:
         self.ids = {character: tokenizer.encode(character)[0] for character in ALPHABET}
         self.pad, self.eos = tokenizer.convert_tokens_to_ids([PAD, EOS])
 
     def encode(self, pairs: list[Pair]) -> Encoded:
-        """Tensors of these pairs; ValueError names the first character outside the alphabet or a
-        pair that is too long.
-        """
+        """Tensors of pairs; ValueError names the first unknown character or too long pair."""
         rows = [(self._ids(prompt), [*self._ids(solution), self.eos]) for prompt, solution in pairs]
         width = max(len(prompt) + len(solution) for prompt, solution in rows)
         if width > WARM_START_POSITIONS:
@@ -250,9 +240,7 @@ class _Trainer:
         )
 
     def clean(self, progress: Callable[[str], None]) -> int:
-        """Train on the solutions until greedy accuracy reaches the target or the steps are used up;
-        returns the steps.
-        """
+        """Train on solutions until greedy accuracy reaches the target; the steps."""
         limit = self.settings.max_steps
         for step in range(1, limit + 1):
             for group in self.optimizer.param_groups:
@@ -323,9 +311,7 @@ def _stream(
 
 
 def _blurred(pairs: list[Pair], share: float, noise: random.Random) -> list[Pair]:
-    """The pairs with this share of solution characters replaced by characters of other solutions;
-    lengths stay.
-    """
+    """Replace this share of solution characters by characters of other solutions."""
     pool = "".join(solution for _, solution in pairs)
     return [
         (

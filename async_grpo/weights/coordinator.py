@@ -131,7 +131,9 @@ class Coordinator:
         self._settings, self._listener = config.weight_sync, listener
         self._learner, self._engines = learner, ServingEngines(engines)
         self._backend, self._pushes = backend, TRANSPORTS[backend].pushes
-        self._live, self._run_epoch = live, run_epoch
+        self._live = live
+        self.run_epoch = run_epoch
+        """How often learner steps of the run were discarded: part of every label."""
         self._lock, self._joining = asyncio.Lock(), asyncio.Lock()
         self._newest: Announcement | None = None
         self._lost: LearnerLost | None = None
@@ -319,7 +321,7 @@ class Coordinator:
         """Inside `without_learner`: connect every engine to the new learner, and make its `version`
         live.
         """
-        self._run_epoch = run_epoch
+        self.run_epoch = run_epoch
         await self._connect(list(self._engines.alive()))
         await self._live(version, await self._publish_now(version))
 
@@ -548,4 +550,4 @@ class Coordinator:
         return outcome
 
     def _label(self, version: int) -> str:
-        return Version(self._run_epoch, version).label
+        return Version(self.run_epoch, version).label

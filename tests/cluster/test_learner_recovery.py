@@ -120,8 +120,8 @@ def story(tmp_path_factory) -> Iterator[dict]:
                 engine.actor_id,
                 ask(trainer, pid_of(trainer.system.actors.alive()[0])),
             )
-            told["restarts"] = (trainer.system.gang.restarts, trainer.system.actors.restarts)
-            told["epoch"] = trainer.system.gang.run_epoch
+            told["restarts"] = (trainer.system.supervisor.restarts, trainer.system.actors.restarts)
+            told["epoch"] = trainer.system.supervisor.run_epoch
             trainer.train(steps=1)
             told["digests"] = ask(trainer, trainer.system.queue.digests())
             told["steps"] = trainer.steps_done

@@ -217,6 +217,26 @@ def test_every_error_that_ends_a_run_has_a_documented_code() -> None:
         assert {kind.exit_code for kind in [base, *base.__subclasses__()]} <= set(EXIT_MEANING)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        NonFinite("loss", [41, 7]),
+        errors.LearnerLost("rank 1 is silent", silent=True),
+        *[
+            kind("what is wrong")
+            for kind in vars(errors).values()
+            if isinstance(kind, type)
+            and issubclass(kind, errors.RunError)
+            and kind not in (NonFinite, errors.LearnerLost)
+        ],
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_is_the_same_after_it_crossed_a_process(error: errors.RunError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
 def test_waiting_for_groups_ends_when_asked() -> None:
     import asyncio
 

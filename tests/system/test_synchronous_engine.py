@@ -114,7 +114,7 @@ async def synchronous(system: System, config: Config) -> tuple[list[Group], list
         batch_file(config, step).unlink()
     # Back to the beginning, bit for bit, for the product's turn.
     await system.learner._all("call", "load", f"{config.run.dir}-start")
-    system.coordinator._live, system.coordinator._run_epoch = (
+    system.coordinator._live, system.coordinator.run_epoch = (
         live,
         1,
     )  # an engine takes no version older than its own

@@ -1,0 +1,69 @@
+"""The listener of a run: lines and panel, `metrics.jsonl` and MLflow, gauges for Prometheus.
+
+Runs in: the driver; a `RunListener`. Hides who is told what. Invariant: the log holds one history:
+what is trained again is recorded once, unless its steps were discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.checkpoint.saver import Saver
+from async_grpo.observe.console.console import Console
+from async_grpo.observe.tracking.tracker import Tracker
+
+if TYPE_CHECKING:  # Ray takes a second to import
+    from async_grpo.cluster.prometheus import Exported
+
+
+class RunLog:
+    """What a run tells. `tracker`, `gauges` and `saver` are None until they begin."""
+
+    def __init__(self, console: Console, run_dir: Path) -> None:
+        self._console, self._run_dir = console, run_dir
+        self.tracker: Tracker | None = None
+        self.gauges: Exported | None = None
+        self.saver: Saver | None = None
+        self.total_steps = 0
+        """What is shown as the last step."""
+        self.newest_step = 0
+        """Learner step of the newest metrics that count: a repeated one up to it is not new."""
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        self._console.info(text)
+
+    def error(self, text: str) -> None:
+        """Show a line about something that went wrong, and did not end the run."""
+        self._console.error(text)
+
+    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show and record metrics; those of a repeated step only if its first log was lost."""
+        if "train/repeated" in metrics and step <= self.newest_step:
+            return
+        if "train/loss" in metrics:
+            self.newest_step = max(step, self.newest_step)
+        if self.tracker is not None:
+            self.tracker.log(step, dict(metrics))
+        if self.gauges is not None:
+            self.gauges.update(step, metrics)
+        self._console.logged(step, self.total_steps, metrics)
+
+    def samples(self, rows: list[dict[str, Any]]) -> None:
+        """Record responses, a row each."""
+        if self.tracker is not None:
+            self.tracker.log_samples(rows)
+
+    def published(self, version: int, seconds: float) -> None:
+        """Record that a version became live, `seconds` after its weights were staged."""
+        self._console.published(version, seconds)
+
+    def rolled_back(self, step: int) -> None:
+        """Forget checkpoints and metrics of the learner steps after `step`: another history."""
+        checkpoint.set_aside(self._run_dir, step)
+        self.newest_step = step
+        if self.saver is not None:
+            self.saver.saved_at = None

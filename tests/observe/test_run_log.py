@@ -1,0 +1,66 @@
+"""The listener of a run: what is trained again is logged once, unless its steps were discarded."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.observe.console.console import Console
+from async_grpo.observe.run_log import RunLog
+
+STEP = {"train/loss": 1.0, "time/step": 1.0}
+
+
+class Told:
+    """Tracker and gauges at once."""
+
+    def __init__(self) -> None:
+        self.logged: list[int] = []
+        self.exported: list[int] = []
+        self.rows: list[dict] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.logged.append(step)
+
+    def log_samples(self, rows: list[dict]) -> None:
+        self.rows += rows
+
+    def update(self, step: int, metrics: dict[str, float]) -> None:
+        self.exported.append(step)
+
+
+def test_a_repeated_step_is_logged_unless_its_first_log_counts(tmp_path: Path) -> None:
+    log, told = RunLog(Console(io.StringIO()), tmp_path), Told()
+    log.logged(1, STEP)  # nobody records yet
+    log.tracker = log.gauges = told
+    log.logged(2, STEP)
+    for step in (1, 2, 3):
+        log.logged(step, STEP | {"train/repeated": 1.0})
+    log.logged(3, {"eval/problems": 4.0})
+    log.samples([{"step": 3}])
+    assert told.logged == told.exported == [2, 3, 3] and told.rows == [{"step": 3}]
+
+
+def test_steps_that_were_rolled_back_are_logged_again_and_their_checkpoints_set_aside(
+    tmp_path: Path,
+) -> None:
+    log, told = RunLog(Console(io.StringIO()), tmp_path), Told()
+    log.tracker, log.saver = told, SimpleNamespace(saved_at=2)
+    for step in (1, 2):
+        log.logged(step, STEP)
+        checkpoint.commit(checkpoint.begin(tmp_path, step), {"step": step})
+    log.rolled_back(1)
+    assert checkpoint.steps(tmp_path) == [1] and log.saver.saved_at is None
+    log.logged(2, STEP | {"train/repeated": 1.0})
+    assert told.logged == [1, 2, 2]
+
+
+def test_without_a_tracker_samples_are_left_out_and_lines_are_shown(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    log = RunLog(Console(stream), tmp_path)
+    log.samples([{"step": 1}])
+    log.note("all is well")
+    log.error("a disk is full")
+    assert stream.getvalue().splitlines() == ["all is well", "error: a disk is full"]
