@@ -1,5 +1,4 @@
-"""The beginning of a start: Ray and what needs torch come up beside each other, since either takes
-seconds.
+"""Starts Ray and imports torch side by side, since either takes seconds.
 
 Runs in: the driver's main thread, where Ray installs signal handlers; torch is imported in the
 thread of the event loop.

@@ -133,6 +133,7 @@ class _Taken(Popen):
 
     def __init__(self, process: SpawnProcess, early: EarlyProcess) -> None:
         self._early = early
+        self.pid, self.sentinel = early.pid, early.sentinel
         super().__init__(process)
 
     def _launch(self, process: SpawnProcess) -> None:
@@ -149,7 +150,6 @@ class _Taken(Popen):
                 "already cannot be given"
             )
         ahead = self._early.take()
-        self.pid, self.sentinel = self._early.pid, self._early.sentinel
         self.finalizer = util.Finalize(
             self, util.close_fds, (self._early.sentinel, self._early.writer)
         )

@@ -74,7 +74,8 @@ class EngineEvaluator:
         """task, verifiers: of training. encode: tokens of a prompt, or PromptTooLong. text: of a
         response. cpu: cores for further verifiers.
         """
-        self._config, self._engine, self._cpu = config, engine, cpu
+        self._config, self._engine = config, engine
+        self._cpu = cpu
         self._encode, self._text = encode, text
         self._own = config.evaluation.task is not None
         self._task = create_task(config.evaluated_task, config.seed) if self._own else task
