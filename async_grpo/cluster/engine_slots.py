@@ -54,7 +54,8 @@ class EngineSlots:
         placement: Placement,
         options: Sequence[dict[str, Any]],
     ) -> None:
-        self._config, self._session, self._placement = config, session, placement
+        self._config, self._session = config, session
+        self._placement = placement
         self._slots = {
             index: EngineSlot(index, where, option)
             for index, (where, option) in enumerate(zip(placement.engines, options, strict=True))

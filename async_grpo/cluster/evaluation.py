@@ -1,20 +1,19 @@
-"""Held-out problems, answered by the run's engines.
+"""Evaluates held-out problems on the run's engines.
 
-Runs in: the driver. Hides who answers, and that engines may die meanwhile.
+Runs in: the driver. Hides which engine answers, and that engines may die meanwhile.
 
-    before, after training   all engines share the problems, for nothing else is under way; what a
-                             dead one leaves undone is shared out again, and waits for the engine
-                             that takes its place where it was the last one
+    before, after training   all engines share the problems, since nothing else runs; problems of a
+                             dead engine are shared out again, or wait for its replacement where it
+                             was the last engine
     beside training          one engine leaves the set (`Coordinator.pinned`): it takes no tickets
-                             and answers beside what it holds -> join. Where no other would be left,
-                             the engine generates training groups too, and the next publication
-                             waits
+                             and answers beside the groups that it holds -> join. The last engine
+                             generates training groups too, and the next publication waits
 
 Invariants: a result belongs to one version, which every response carries, and is logged under its
-step; at most one evaluation is beside training, and one that is due meanwhile is left out and
-counted; one that dies with its engine begins again with the version of then, one that takes longer
-than `evaluation.timeout_s` is given up; both are said. Learner steps wait for none of it but a held
-publication.
+step; at most one evaluation is beside training, and an evaluation that is due meanwhile is left out
+and counted; an evaluation whose engine dies begins again with the version of then, an evaluation
+that takes longer than `evaluation.timeout_s` is given up; both are noted. Learner steps wait only
+for a held publication.
 """
 
 from __future__ import annotations
@@ -80,12 +79,8 @@ class Evaluations:
         total_steps: int,
     ) -> None:
         """failures: told what ends the run."""
-        self._config, self._coordinator, self._actors, self._epochs = (
-            config,
-            coordinator,
-            actors,
-            epochs,
-        )
+        self._config, self._coordinator = config, coordinator
+        self._actors, self._epochs = actors, epochs
         self._listener, self._failures = listener, failures
         self._samples = EvaluationSamples(total_steps=total_steps, rows=config.tracking.sample_rows)
         self._beside: asyncio.Task[None] | None = None
@@ -94,11 +89,11 @@ class Evaluations:
     async def everywhere(
         self, total: int, *, step: int, alone: Callable[[], Awaitable[None]]
     ) -> tuple[dict[str, float], Rows]:
-        """Metrics of the live weights, which are of `step`, on `total` problems, and the responses
-        to show; no publication, no other evaluation may be under way.
+        """Metrics of the live weights (of `step`) on `total` problems, and the responses to show;
+        no publication and no other evaluation may run.
 
-        alone: called while no engine serves and one is waited for; it raises when none will. Raises
-        Stalled after `evaluation.timeout_s`.
+        alone: called while no engine serves; raises when none will. Raises Stalled after
+        `evaluation.timeout_s`.
         """
         started, left, outcomes, rows = time.perf_counter(), list(range(total)), [], []
         try:
@@ -125,8 +120,8 @@ class Evaluations:
         )
 
     async def begin(self, total: int, done: WhenDone) -> None:
-        """Evaluate the newest version beside training: `done(step, metrics, responses)` is called
-        when it is. Returns at once.
+        """Begin to evaluate the newest version beside training; `done(step, metrics, responses)` is
+        called at the end.
         """
         if self._beside is not None and not self._beside.done():
             self._skipped += 1
@@ -141,21 +136,19 @@ class Evaluations:
         await asyncio.sleep(0)  # now it has asked for the version, before the next publication can
 
     async def finish(self, seconds: float | None = None) -> bool:
-        """Wait until none is under way, for so long at most; whether none is."""
+        """Wait at most `seconds` for the evaluation beside training; whether none runs any more."""
         return self._beside is None or bool(
             (await asyncio.wait({self._beside}, timeout=seconds))[0]
         )
 
     def cancel(self) -> None:
-        """Give up the one that is under way, because the run ends."""
+        """Give up the evaluation beside training, because the run ends."""
         if self._beside is not None:
             self._beside.cancel()
 
     async def _evaluate_beside(self, total: int, done: WhenDone) -> None:
-        started, deadline = (
-            time.perf_counter(),
-            asyncio.get_running_loop().time() + self._config.evaluation.timeout_s,
-        )
+        started = time.perf_counter()
+        deadline = asyncio.get_running_loop().time() + self._config.evaluation.timeout_s
         waited = 0.0
         while True:
             answers = None
@@ -197,7 +190,7 @@ class Evaluations:
             )
 
     async def _by(self, pin: Pin, total: int) -> tuple[list[ProblemOutcome], Rows] | None:
-        """The answers of the engines that keep the version; None when one of them died."""
+        """Answers of the engines that keep the version; None when one of them died."""
         problems = list(range(total))
         if pin.engine is None:
             engines = self._coordinator.serving()
@@ -213,7 +206,7 @@ class Evaluations:
         return None if left else (outcomes, rows)
 
     async def _tell(self, engine: Evaluator, call: Any) -> bool:
-        """Whether the engine heard of it; one that does not is dropped."""
+        """Whether the engine took the call; otherwise it is dropped."""
         try:
             await asyncio.wait_for(call.remote(), HEALTH_TIMEOUT_S)
         except (TimeoutError, ray.exceptions.RayError) as error:
@@ -222,9 +215,7 @@ class Evaluations:
         return True
 
     async def _somebody_serves(self, deadline: float) -> bool:
-        """Whether there is an engine, perhaps in the place of one that died, before the
-        deadline.
-        """
+        """Whether an engine serves before the deadline, perhaps in the place of a dead one."""
         while not self._coordinator.serving():
             if asyncio.get_running_loop().time() > deadline:
                 return False
@@ -234,7 +225,7 @@ class Evaluations:
     async def _share(
         self, engines: Sequence[Evaluator], problems: list[int], *, total: int
     ) -> tuple[list[int], list[ProblemOutcome], Rows]:
-        """The problems that dead engines left undone; outcomes and some responses of the others."""
+        """Problems that dead engines left undone; outcomes and some responses of the others."""
         samples = -(-self._samples.each // len(engines))
         parts = [problems[index :: len(engines)] for index in range(len(engines))]
         calls = [
@@ -279,7 +270,7 @@ class Evaluations:
 
 
 def _line(step: int, result: dict[str, float], pin: Pin) -> str:
-    """One evaluation for a person."""
+    """Line for the user about one evaluation."""
     names = [
         name
         for name in result
@@ -304,9 +295,7 @@ def _line(step: int, result: dict[str, float], pin: Pin) -> str:
 
 
 async def _healthy(engine: Evaluator) -> bool:
-    """Whether an engine that failed is itself alive: else the failure is its death, and others
-    answer in its place.
-    """
+    """Whether an engine whose call failed is alive; otherwise others answer its problems."""
     try:
         await asyncio.wait_for(engine.handle.health.remote(), HEALTH_TIMEOUT_S)
     except (TimeoutError, ray.exceptions.RayError):

@@ -157,8 +157,9 @@ class ActorManager:
         failures: FailureHandler,
     ) -> None:
         """failures: told when the run cannot go on."""
-        self._config, self._slots, self._spec = config, slots, spec
-        self._client, self._relays = client, relays
+        self._config, self._relays = config, relays
+        self._slots, self._spec = slots, spec
+        self._client = client
         self._listener, self._failures = listener, failures
         self._alive: list[RemoteEngine] = []
         self._processes: dict[str, RemoteEngine] = {}

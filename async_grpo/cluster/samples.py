@@ -1,11 +1,10 @@
-"""A few of the responses that are trained or evaluated, as text, for the sample table.
+"""Picks a few trained or evaluated responses, as text, for the sample table.
 
 Runs in: the driver, beside the loop, which sees no tokens. Hides that the frames come from the
-queue, which has those of the step in training at hand, and that the tokenizer is loaded when the
-first are shown.
+queue, which has the frames of the step in training, and that the tokenizer is loaded late.
 
 Invariants: a run shows about `tracking.sample_rows` of each kind, from its first step to its last;
-training waits for none of it, and a step that cannot be shown is said and not shown.
+training never waits for samples, and a step that cannot be shown is noted.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ Decode = Callable[[Sequence[int]], str]
 class PayloadQueue(Protocol):
     """The queue as far as samples need it."""
 
-    async def payload(self, step: int, group_ids: list[int]) -> np.ndarray: ...
+    async def payload(self, step: int, group_ids: list[int]) -> np.ndarray:
+        """Packed frames of these groups of the step in training."""
 
 
 class TrainingSamples:
@@ -52,20 +52,16 @@ class TrainingSamples:
         listener: RunListener,
     ) -> None:
         """weights: of the reward components."""
-        self._config, self._queue, self._model_dir, self._weights = (
-            config,
-            queue,
-            model_dir,
-            weights,
-        )
+        self._config, self._queue = config, queue
+        self._model_dir, self._weights = model_dir, weights
         self._listener = listener
         self._every = interval(total_steps, config.tracking.sample_rows, each=ROWS)
         self._decode: Decode | None = None
         self._task: asyncio.Task[None] | None = None
 
     def take(self, batch: Batch) -> None:
-        """A learner step begins with this batch. The queue is asked before it can hear of the next
-        step.
+        """Ask for samples of the step that begins with this batch, before the queue can learn of
+        the next.
         """
         due = self._every and (batch.step == 1 or batch.step % self._every == 0)
         if due and (self._task is None or self._task.done()):
@@ -77,7 +73,7 @@ class TrainingSamples:
             self._task = asyncio.create_task(self._fetch(batch.step, sorted(chosen)))
 
     async def finish(self) -> None:
-        """Wait a while until what was taken is shown."""
+        """Wait a while until pending samples are shown."""
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=FINISH_S)
             self._task.cancel()
@@ -127,34 +123,24 @@ class TrainingSamples:
 
 
 class EvaluationSamples:
-    """Which responses of evaluations are shown: of the first, the last, and as many in between as
-    there is room for in `rows`.
-    """
+    """Picks evaluations to show: the first, the last, and others as long as `rows` has room."""
 
     def __init__(self, *, total_steps: int, rows: int) -> None:
-        self._total_steps, self._every, self.each = (
-            total_steps,
-            interval(total_steps, rows, each=EVALUATED),
-            min(rows, EVALUATED),
-        )
-        self._last: int | None = None
+        self.each = min(rows, EVALUATED)
+        self._total_steps, self._last = total_steps, -1
+        self._every = interval(total_steps, rows, each=EVALUATED)
 
     def shown(self, step: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those of the evaluation of `step`."""
-        if (
-            self._last is not None
-            and 0 <= step - self._last < self._every
-            and step != self._total_steps
-        ):
+        """Rows to show of the evaluation of `step`."""
+        recent = self._last >= 0 and 0 <= step - self._last < self._every
+        if recent and step != self._total_steps:
             return []
         self._last = step
         return rows[: self.each]
 
 
 def interval(total_steps: int, rows: int, *, each: int) -> int:
-    """Steps from one sample of `each` rows to the next, so that a run shows at most about `rows`: 0
-    for never.
-    """
+    """Steps between samples of `each` rows, so that a run shows about `rows` at most; 0: never."""
     return -(-total_steps // max(1, rows // each - 1)) if rows else 0
 
 
@@ -162,9 +148,7 @@ def _decoder(model_dir: str, *, trust_remote_code: bool) -> Decode:
     """Token ids -> text without special tokens."""
     file = Path(model_dir) / "tokenizer.json"
     if file.is_file():
-        from tokenizers import (
-            Tokenizer,
-        )  # what the other one wraps; it is there at once, and training does not feel it
+        from tokenizers import Tokenizer  # inside transformers' own, and loaded at once
 
         light = Tokenizer.from_file(str(file))
         return lambda ids: light.decode(list(ids), skip_special_tokens=True)

@@ -1,23 +1,22 @@
-"""What became of every response token: the goodput ledger, as a function of the events.
+"""The goodput ledger: the fate of every response token, as a function of the events.
 
-Runs in: the replay queue's process, and whoever reads a journal. Two sides meet here. Rollout
-actors report what their engines sampled, as running totals since the process began (`TokenTotals`);
-results and failed attempts bring the tokens that belong to a group. What an actor sampled and has
-not brought yet is under way at it:
+Runs in: the replay queue's process, and processes that read a journal. Two sources meet here.
+Rollout actors report the tokens that their engines sampled, as running totals since the process
+began (`TokenTotals`); results and failed attempts bring the tokens of a group. The difference is
+pending at the actor:
 
-    under way = sampled + continued - probes - evaluated - arrived        (of one actor; a total
-                                                                          that is a moment old may
-                                                                          lag behind)
+    pending = sampled + continued - probes - evaluated - arrived    (of one actor; a report may be
+                                                                    a moment older than a result)
 
-Every token is in one place: the fate of its attempt (trained, masked, rejected, expired, failed,
-regenerated, refused, unused, held), `baseline` whatever became of its group, `probes`, `evaluated`,
-or `lost` with an actor that died while it was under way there. What a dead actor sampled after it
-last told is in no count. A group that is trained, taken back and generated again counts once as
+Every token has one fate: that of its attempt (trained, masked, rejected, expired, failed,
+regenerated, refused, unused, held), `baseline` whatever the fate of its group, `probes`,
+`evaluated`, or `lost` with an actor at which it was pending. Tokens sampled after a dead actor's
+last report are in no count. A group that is trained, taken back and generated again counts once as
 trained and once as regenerated.
 
-Invariants: `generated` is the sum of all places; at an orderly end nothing is under way, so the sum
-is what the engines counted. No result counts twice, however often it is sent. Plain numbers;
-nothing grows with the age of the run.
+Invariants: `generated` is the sum over all fates; at an orderly end nothing is pending, so the sum
+is the engines' own count. No result counts twice, however often it is sent. Plain numbers; nothing
+grows with the age of the run.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 
 REMEMBERED = 2048
-"""Attempts that are done with and may still be sent again, because an answer was lost."""
+"""Finished attempts that may still be sent again, because an answer was lost."""
 PLACES = (
     "trained",
     "masked",
@@ -63,11 +62,11 @@ PLACES = (
     "regenerated",
     "lost",
 )
-"""They add up to `generated`."""
+"""Fates of tokens; their counts add up to `generated`."""
 
 
 def token_counts(meta: GroupMeta) -> tuple[int, int]:
-    """Tokens of the responses to train, and of the greedy ones."""
+    """Tokens of the responses to train, and of the greedy baseline."""
     train = sum([row.length for row in meta.rows if row.role == "train"])
     return train, sum([row.length for row in meta.rows]) - train
 
@@ -75,9 +74,8 @@ def token_counts(meta: GroupMeta) -> tuple[int, int]:
 def masked_tokens(
     metas: Iterable[GroupMeta], *, mask_truncated: bool, stale_before: int | None
 ) -> int:
-    """Tokens of a batch that have no weight: of responses that were cut off (with
-    `mask_truncated`), not sampled by the policy, or older than version `stale_before` (None:
-    nothing is too old).
+    """Tokens of a batch without weight: of truncated responses (with `mask_truncated`), not sampled
+    by the policy, or older than version `stale_before` (None: nothing is too old).
     """
     masked = 0
     for row in (row for meta in metas for row in meta.rows_to_train):
@@ -88,8 +86,8 @@ def masked_tokens(
 
 
 class Tokens:
-    """`results`: tokens to train of each group that is ready, in training or left over at the
-    end.
+    """Counts of tokens by fate. results: tokens to train of each group that is ready, in training
+    or left over at the end.
     """
 
     def __init__(self) -> None:
@@ -98,18 +96,18 @@ class Tokens:
         self.told: dict[str, TokenTotals] = {}
         self.arrived: Counter[str] = Counter()
         self.masked = 0
-        """Of the batch in training."""
+        """Tokens without weight of the batch in training."""
         self._seen: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def follow(self, event: Event, ledger: Ledger) -> None:
-        """An event is about to happen to `ledger`."""
+        """Count an event, before `ledger` applies it."""
         match event:
             case Put() | Reject():
                 self._arrives(event, ledger)
             case Fail(group_id, attempt, _, tokens) if tokens is not None:
                 if (entry := ledger.entries.get(group_id)) is not None:  # else the ledger objects
                     last = entry.failures + 1 >= ledger.max_attempts
-                    self._came_to_nothing(
+                    self._discarded(
                         "failed" if last else "regenerated",
                         group_id,
                         attempt,
@@ -117,9 +115,9 @@ class Tokens:
                         tokens,
                     )
             case Waste(group_id, attempt, actor_id, tokens):
-                self._came_to_nothing("regenerated", group_id, attempt, actor_id, tokens)
+                self._discarded("regenerated", group_id, attempt, actor_id, tokens)
             case Refuse(status, group_id, attempt, actor_id, _, tokens) if status != "duplicate":
-                self._came_to_nothing("refused", group_id, attempt, actor_id, tokens)
+                self._discarded("refused", group_id, attempt, actor_id, tokens)
             case Expire(group_id) | Drop(group_id):
                 self.totals["expired" if isinstance(event, Expire) else "lost"] += self.results.pop(
                     group_id, 0
@@ -146,7 +144,7 @@ class Tokens:
         else:
             self.totals["rejected"] += event.tokens
 
-    def _came_to_nothing(
+    def _discarded(
         self, place: str, group_id: int, attempt: int, actor_id: str, tokens: int
     ) -> None:
         if self._first_time(group_id, attempt):
@@ -154,9 +152,7 @@ class Tokens:
             self.totals[place] += tokens
 
     def _first_time(self, group_id: int, attempt: int) -> bool:
-        """Whether this attempt brings its tokens now; it cannot bring them twice. A frame that does
-        not tell its group (-1) has no tokens.
-        """
+        """Whether this attempt is new; a frame without a known group (-1) never counts."""
         if group_id < 0 or (group_id, attempt) in self._seen:
             return False
         self._seen[group_id, attempt] = None
@@ -165,18 +161,17 @@ class Tokens:
         return True
 
     def in_training(self, group_ids: Iterable[int]) -> tuple[int, int]:
-        """Tokens of these groups, the batch in training: with weight in the loss, and without."""
-        return sum(
-            self.results.get(group_id, 0) for group_id in group_ids
-        ) - self.masked, self.masked
+        """Tokens of the batch in training (these groups): with weight in the loss, and without."""
+        total = sum(self.results.get(group_id, 0) for group_id in group_ids)
+        return total - self.masked, self.masked
 
     # ---- another start of the run ----
 
     def taken_over(
         self, entries: Iterable[GroupEntry], *, trained: int = 0, masked: int = 0
     ) -> None:
-        """The run starts again with these groups; of what was trained, so many tokens were taken
-        back. What is gone is generated again.
+        """Go on with these groups in another start of the run, which took back so many trained and
+        masked tokens. Groups that are gone are generated again.
         """
         before = sum(self.results.values()) + trained + masked
         self.results = {
@@ -188,56 +183,45 @@ class Tokens:
         self.totals["regenerated"] += max(before - sum(self.results.values()), 0)
 
     def new_actors(self, *, over: bool) -> None:
-        """The actors so far are gone, with what was under way at them. over: the run had come to an
-        orderly end.
-        """
+        """Close the accounts of all actors so far. over: the run ended in order before."""
         self.gone(list(self.told), place="unused" if over else "lost")
         self.arrived.clear()
 
     def gone(self, actor_ids: Iterable[str], *, place: str) -> None:
-        """These actors tell nothing more; what was under way at them goes to this place."""
+        """Close the accounts of these actors; their pending tokens get this fate."""
         for actor_id in actor_ids:
             if (told := self.told.get(actor_id)) is not None:
-                self.totals.update(
-                    probes=told.probes,
-                    evaluated=told.evaluated,
-                    continued=told.continued,
-                    reprefilled=told.reprefilled,
-                )
-                self.totals[place] += self._under_way(actor_id)
+                sums = told._asdict()
+                del sums["sampled"]
+                self.totals.update(sums)
+                self.totals[place] += self._pending(actor_id)
                 del self.told[actor_id], self.arrived[actor_id]
 
     # ---- numbers ----
 
     def metrics(self, ledger: Ledger) -> dict[str, float]:
-        """`goodput/...`: tokens by place, their sum, what was trained of it, and beside it what was
-        prefilled again.
-        """
+        """`goodput/...`: tokens by fate, their sum, the trained share, and reprefilled tokens."""
         now = Counter({place: self.totals[place] for place in PLACES})
         for group_id, tokens in self.results.items():
             now["held" if group_id in ledger.entries else "unused"] += tokens
         for actor_id in self.told:
             alive = "unused" if ledger.over else "held"
-            now["lost" if actor_id in ledger.forfeited else alive] += self._under_way(actor_id)
-        now["probes"] += sum(told.probes for told in self.told.values())
-        now["evaluated"] += sum(told.evaluated for told in self.told.values())
-        continued = self.totals["continued"] + sum(told.continued for told in self.told.values())
-        for place in ("lost", "unused"):  # there they went with their engine, and are not any more
+            now["lost" if actor_id in ledger.forfeited else alive] += self._pending(actor_id)
+        sums = Counter({name: self.totals[name] for name in ("continued", "reprefilled")})
+        for told in self.told.values():
+            now.update(probes=told.probes, evaluated=told.evaluated)
+            sums.update(continued=told.continued, reprefilled=told.reprefilled)
+        continued = sums["continued"]
+        for place in ("lost", "unused"):  # continued tokens were counted there with their engine
             back = min(now[place], continued)
             now[place], continued = now[place] - back, continued - back
-        generated, reprefilled = (
-            now.total(),
-            self.totals["reprefilled"] + sum(told.reprefilled for told in self.told.values()),
-        )
-        out = {f"goodput/{place}": float(now[place]) for place in PLACES} | {
-            "goodput/generated": float(generated)
-        }
-        return out | {
-            "goodput/share": now["trained"] / max(generated, 1),
-            "goodput/reprefilled": float(reprefilled),
+        return {f"goodput/{place}": float(now[place]) for place in PLACES} | {
+            "goodput/generated": float(now.total()),
+            "goodput/share": now["trained"] / max(now.total(), 1),
+            "goodput/reprefilled": float(sums["reprefilled"]),
         }
 
-    def _under_way(self, actor_id: str) -> int:
+    def _pending(self, actor_id: str) -> int:
         told = self.told[actor_id]
         return max(
             told.sampled + told.continued - told.probes - told.evaluated - self.arrived[actor_id], 0
@@ -258,16 +242,11 @@ class Tokens:
 
     @classmethod
     def from_snapshot(cls, snapshot: Mapping[str, Any]) -> Tokens:
-        """What `snapshot` described."""
+        """The ledger that `snapshot` described."""
         tokens = cls()
         tokens.totals.update(snapshot["totals"])
-        tokens.results, tokens.masked = (
-            {group_id: count for group_id, count in snapshot["results"]},
-            snapshot["masked"],
-        )
+        tokens.results, tokens.masked = dict(snapshot["results"]), snapshot["masked"]
         tokens.told = {actor_id: TokenTotals(*numbers) for actor_id, *numbers in snapshot["told"]}
         tokens.arrived.update(snapshot["arrived"])
-        tokens._seen.update(
-            dict.fromkeys((group_id, attempt) for group_id, attempt in snapshot["seen"])
-        )
+        tokens._seen.update(dict.fromkeys(map(tuple, snapshot["seen"])))
         return tokens

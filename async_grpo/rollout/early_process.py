@@ -1,14 +1,14 @@
-"""EngineCore's process, started before vLLM asks for it.
+"""Starts EngineCore's process before vLLM asks for it.
 
 Runs in: rollout actors, and in the process that is started. vLLM's front end imports some 6,000
-modules and then spawns EngineCore, which imports them all again: ten seconds of CPU time after ten
+modules and then spawns EngineCore, which imports them again: ten seconds of CPU time after ten
 seconds. Here the second process starts at once and imports beside the first; when vLLM spawns
 EngineCore, it gets this one. Hides how multiprocessing spawns.
 
-Invariants: from the hand-over on the process has the environment of a spawned one. Where it cannot
-have it (libraries that are loaded before its first line), or it died, vLLM spawns its own. It
-cannot be given open files, and vLLM that wants that is an error. Either way EngineCore runs on its
-cores. A process that nobody took ends, and so does one whose parent dies.
+Invariants: from the hand-over on the process has the environment of a spawned one. If it died, or
+its environment cannot be changed (libraries loaded before its first line), vLLM spawns its own. A
+vLLM that wants to hand over open files is an error. Either way EngineCore runs on its cores. The
+process ends when it is not taken, and when its parent dies.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ MODULES = (
     "vllm.distributed.weight_transfer.nccl_engine",
     "vllm.model_executor.model_loader.reload",
 )
-"""What EngineCore will need. Not the worker extension: it looks at the environment when it is
-imported.
-"""
+"""Modules of EngineCore; not the worker extension, which reads the environment when imported."""
 ENGINE_CORE = "EngineCore"
 _LENGTH_BYTES = 8
 
@@ -51,9 +49,7 @@ class EarlyProcess:
     """A process that imports what EngineCore will need, and then waits."""
 
     def __init__(self, *, cores: Collection[int], modules: Sequence[str] = MODULES) -> None:
-        """cores: on which EngineCore will run; empty for any. It imports `modules` wherever there
-        is room.
-        """
+        """cores: of EngineCore, empty for any; `modules` are imported on whatever core is free."""
         self._cores = sorted(cores)
         self._preload = preload()
         self._tracker = resource_tracker.getfd()
@@ -80,15 +76,12 @@ class EarlyProcess:
         os.close(child_r)
         os.close(child_w)
         self._waits = True
-        self.finalizer = weakref.finalize(
-            self, util.close_fds, self.sentinel, self.writer
-        )  # at its end of file the process goes
+        # at its end of file the process ends
+        self.finalizer = weakref.finalize(self, util.close_fds, self.sentinel, self.writer)
 
     @contextmanager
     def offered(self) -> Iterator[None]:
-        """Inside the block vLLM's EngineCore becomes this process; after it the process is
-        EngineCore or gone.
-        """
+        """Give this process to vLLM, if it spawns EngineCore inside the block; end it otherwise."""
         usual = SpawnProcess._Popen
 
         def choose(process: SpawnProcess) -> Popen:
@@ -113,7 +106,7 @@ class EarlyProcess:
             self.end()
 
     def take(self) -> bytes:
-        """What to send ahead; from now on the process is the caller's."""
+        """Hand the process over; returns the bytes to send ahead."""
         self._waits = False
         self.finalizer.detach()
         facts = json.dumps({"environment": dict(os.environ), "cores": self._cores}).encode()
@@ -136,10 +129,11 @@ class EarlyProcess:
 
 
 class _Taken(Popen):
-    """What multiprocessing knows of EngineCore's process."""
+    """multiprocessing's handle of EngineCore's process."""
 
     def __init__(self, process: SpawnProcess, early: EarlyProcess) -> None:
         self._early = early
+        self.pid, self.sentinel = early.pid, early.sentinel
         super().__init__(process)
 
     def _launch(self, process: SpawnProcess) -> None:
@@ -156,7 +150,6 @@ class _Taken(Popen):
                 "already cannot be given"
             )
         ahead = self._early.take()
-        self.pid, self.sentinel = self._early.pid, self._early.sentinel
         self.finalizer = util.Finalize(
             self, util.close_fds, (self._early.sentinel, self._early.writer)
         )
@@ -166,7 +159,7 @@ class _Taken(Popen):
 
 
 def main(parent: int, tracker: int, pipe: int, modules: Sequence[str]) -> None:
-    """The process: import, wait, and become what the parent says."""
+    """Import, wait, and become the process that the parent describes."""
     import setproctitle
 
     die_with_parent(parent)
@@ -185,7 +178,7 @@ def main(parent: int, tracker: int, pipe: int, modules: Sequence[str]) -> None:
 
 
 def _read(pipe: int, size: int) -> bytes:
-    """Exactly so many bytes. Ends the process when the parent wants nothing of it."""
+    """Read exactly `size` bytes; end the process at the end of file."""
     found = b""
     while len(found) < size:
         part = os.read(pipe, size - len(found))
@@ -196,31 +189,28 @@ def _read(pipe: int, size: int) -> bytes:
 
 
 def preload() -> str:
-    """What vLLM's CPU platform makes of LD_PRELOAD: PyTorch's own OpenMP library, and its allocator
+    """LD_PRELOAD as vLLM's CPU platform sets it: PyTorch's OpenMP library, and vLLM's allocator
     where it brings one.
     """
     libraries = os.environ.get("LD_PRELOAD", "")
     torch, vllm = (Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "vllm"))
     if not any(name in libraries for name in ("libomp", "libgomp", "libiomp")):
-        found = [
-            path
-            for folder in (torch.parent / "torch.libs", torch / "lib")
-            for path in glob.glob(str(folder / "libgomp*.so*"))
-        ]
-        libraries = ":".join(filter(None, [libraries, *found[:1]]))
+        found = _first(torch.parent / "torch.libs/libgomp*.so*", torch / "lib/libgomp*.so*")
+        libraries = ":".join(filter(None, [libraries, found]))
     if "libtcmalloc" not in libraries:
-        found = [
-            path
-            for name in ("libtcmalloc_minimal*.so*", "libtcmalloc.so*")
-            for path in glob.glob(str(vllm / "libs" / name))
-        ]
-        libraries = ":".join(filter(None, [*found[:1], libraries]))
+        found = _first(vllm / "libs/libtcmalloc_minimal*.so*", vllm / "libs/libtcmalloc.so*")
+        libraries = ":".join(filter(None, [found, libraries]))
     return libraries
+
+
+def _first(*patterns: Path) -> str:
+    """The first file that matches, or ""."""
+    return next((path for pattern in patterns for path in glob.glob(str(pattern))), "")
 
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """These variables for processes that start inside the block; an empty value is none."""
+    """Set these variables for processes that start inside the block; an empty value sets none."""
     before = {name: os.environ.get(name) for name in values}
     try:
         os.environ.update({name: value for name, value in values.items() if value})

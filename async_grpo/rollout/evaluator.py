@@ -1,19 +1,17 @@
-"""Answers to held-out problems.
+"""Answers held-out problems, and gives the probe responses that compare engine and learner.
 
-Runs in: rollout actors, whose engine answers; training groups may be generated on it at the same
-time. Hides how many requests are under way, and the verifiers of a task other than the one that is
-trained, which start with the first evaluation.
+Runs in: rollout actors, whose engine may generate training groups at the same time. Hides how many
+requests run at once, which prompts are probes, and the verifiers of `evaluation.task`, which start
+with the first evaluation.
 
-Invariant: every response comes whole from the weights that the caller names, or the call fails.
-
-Fixed responses with which engines and learner are compared. Hides which prompts are asked.
+Invariant: every answer comes whole from the weights that the caller names, or the call fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,25 +30,27 @@ class PromptTooLong(ValueError):
 
 
 class Generator(Protocol):
-    """The engine as far as answers need it."""
+    """The engine as far as answers and probes need it."""
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, purpose: Purpose
-    ) -> list[Completion]: ...
+    ) -> list[Completion]:
+        """Generate the responses to one prompt."""
 
 
 class Scorer(Protocol):
     """The verifier children."""
 
-    async def score_many(self, items: list[tuple[str, Any]]) -> list[Score | VerifierError]: ...
-    async def close(self) -> None: ...
+    async def score_many(self, items: list[tuple[str, Any]]) -> list[Score | VerifierError]:
+        """Score (response, reference) pairs."""
+
+    async def close(self) -> None:
+        """Stop the children."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Responses to one problem, the greedy one first; none, and why, for a prompt that is too
-    long.
-    """
+    """Responses to one problem, the greedy one first; none, with the error, for a long prompt."""
 
     texts: list[str]
     lengths: list[int]
@@ -71,16 +71,12 @@ class EngineEvaluator:
         text: Callable[[Completion], str],
         cpu: set[int] | None,
     ) -> None:
-        """task, verifiers: those that are trained. encode: tokens of a prompt, or PromptTooLong.
-        text: of a response. cpu: cores for further verifiers.
+        """task, verifiers: of training. encode: tokens of a prompt, or PromptTooLong. text: of a
+        response. cpu: cores for further verifiers.
         """
-        self._config, self._engine, self._encode, self._text, self._cpu = (
-            config,
-            engine,
-            encode,
-            text,
-            cpu,
-        )
+        self._config, self._engine = config, engine
+        self._cpu = cpu
+        self._encode, self._text = encode, text
         self._own = config.evaluation.task is not None
         self._task = create_task(config.evaluated_task, config.seed) if self._own else task
         self._verifiers: Scorer | None = None if self._own else verifiers
@@ -89,43 +85,44 @@ class EngineEvaluator:
     async def answer(
         self, *, indices: Sequence[int], total: int, label: str, samples: int
     ) -> tuple[list[ProblemOutcome], list[dict[str, Any]]]:
-        """Outcomes of these held-out problems (of the first `total`), from the weights `label`; and
-        some greedy responses as text.
+        """Outcomes of these held-out problems (of the first `total`) from the weights `label`, and
+        `samples` greedy responses as text.
 
         A prompt that is too long, or a response that cannot be scored, is an error and counts as
         wrong. Raises EngineError for a response that other weights have sampled.
         """
-        problems = await asyncio.to_thread(
-            self._task.evaluation, total
-        )  # the first time it may read data
+        problems = await asyncio.to_thread(self._task.evaluation, total)  # may read data
         n = self._config.evaluation.n
-        slots = asyncio.Semaphore(
-            max(1, 2 * self._config.cluster.engine.max_num_seqs // (n + 1))
-        )  # training groups come soon after
+        # so few that training groups come soon after
+        slots = asyncio.Semaphore(max(1, 2 * self._config.cluster.engine.max_num_seqs // (n + 1)))
         judged = await asyncio.gather(
             *[self._one(problems[index], label, slots) for index in indices]
         )
-        outcomes = [_outcome(answer, results, n=n) for answer, results in judged]
-        return outcomes, [
-            _row(problems[index], *one)
-            for index, one in list(zip(indices, judged, strict=True))[:samples]
-        ]
+        shown = list(zip(indices, judged, strict=True))[:samples]
+        rows = [_row(problems[index], *one) for index, one in shown]
+        return [_outcome(answer, results, n=n) for answer, results in judged], rows
 
     async def close(self) -> None:
-        """Stop the verifiers that were started here."""
+        """Stop the verifiers of `evaluation.task`."""
         if self._own and self._verifiers is not None:
             await self._verifiers.close()
 
     async def _one(
         self, problem: Problem, label: str, slots: asyncio.Semaphore
     ) -> tuple[_Answer, list[Score | VerifierError]]:
-        """Responses and scores; both in the slot, so that training groups do not wait for the
-        verifiers behind all of an evaluation.
+        """Responses and scores; both inside the slot, so that training groups need not wait for the
+        verifiers behind a whole evaluation.
         """
         evaluation, rollout = self._config.evaluation, self._config.rollout
-        wanted = [(1, 0.0)] + [(evaluation.n, evaluation.temperature or rollout.temperature)] * (
-            evaluation.n > 0
+        greedy = Sampling(
+            n=1,
+            max_tokens=rollout.response_length,
+            temperature=0.0,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
         )
+        temperature = evaluation.temperature or rollout.temperature
+        sampled = replace(greedy, n=evaluation.n, temperature=temperature)
         async with slots:
             try:
                 prompt = self._encode(problem)
@@ -133,18 +130,9 @@ class EngineEvaluator:
                 return _Answer([], [], error), []
             answers = await asyncio.gather(
                 *[
-                    self._engine.generate(
-                        prompt,
-                        Sampling(
-                            n=n,
-                            max_tokens=rollout.response_length,
-                            temperature=temperature,
-                            top_p=rollout.top_p,
-                            top_k=rollout.top_k,
-                        ),
-                        purpose="evaluated",
-                    )
-                    for n, temperature in wanted
+                    self._engine.generate(prompt, sampling, purpose="evaluated")
+                    for sampling in (greedy, sampled)
+                    if sampling.n
                 ]
             )
             responses = [completion for answer in answers for completion in answer]
@@ -215,18 +203,10 @@ def _row(problem: Problem, answer: _Answer, results: list[Score | VerifierError]
 PROMPTS, CANDIDATES, TOKENS = 4, 64, 16
 
 
-class ProbedEngine(Protocol):
-    """The engine as far as probes need it."""
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, purpose: Purpose
-    ) -> list[Completion]: ...
-
-
 async def probe_sequences(
-    engine: ProbedEngine, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
+    engine: Generator, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
 ) -> list[tuple[list[int], list[int], np.ndarray]]:
-    """A few short responses to the first problems, as (prompt, response, log-probs [L] at the
+    """A few short responses to the first problems as (prompt, response, log-probs [L] at the
     training temperature).
     """
     sampling = Sampling(

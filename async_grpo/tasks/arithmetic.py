@@ -22,35 +22,34 @@ _MAX_TRIES = 20_000
 
 
 class ArithmeticOptions(schema.Section):
+    """Options of the task `arithmetic`."""
+
     max_digits: Annotated[int, Field(ge=1, le=9)] = 3
     """Longest operand; the length of each operand is uniform from 1 to this."""
 
 
 class Arithmetic:
-    """Virtual training set of 2^20 indices (pairs repeat, as the short ones must); needs no
-    data.
-    """
+    """Virtual training set of 2^20 indices (short pairs repeat); needs no data."""
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0, "format": 0.0}
 
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
-        """`seed` changes the order in which problems are posed, which is not decided here, and
-        nothing else.
-        """
+        """`seed` changes only the order of the problems, which is not decided here."""
         self._max_digits = parse_options(ArithmeticOptions, settings).max_digits
 
     @cached_property
     def fingerprint(self) -> str:
+        """Names the only option; see `Task.fingerprint`."""
         return f"arithmetic-1-{self._max_digits}"
 
     def __len__(self) -> int:
         return TRAIN_PROBLEMS
 
     def train(self, index: int) -> Problem:
+        """Training problem `index`; see `Task.train`."""
         if not 0 <= index < TRAIN_PROBLEMS:
             raise IndexError(f"problem {index} of {TRAIN_PROBLEMS}")
-        # Seven of eight pairs are for training, so a thousand misses in a row do not happen; the
-        # bound keeps the loop finite.
+        # Seven of eight pairs are for training: a thousand misses in a row do not happen.
         for attempt in range(1000):
             pair = self._pair("train", index, attempt)
             if not is_held_out(*pair):
@@ -58,9 +57,7 @@ class Arithmetic:
         raise RuntimeError(f"no training pair for index {index}")
 
     def evaluation(self, n: int) -> list[Problem]:
-        """The first `n` distinct held-out pairs in a hashed order; with 1 or 2 digits there are
-        about 12 or 1,250 in all.
-        """
+        """`n` distinct held-out pairs; with 1 or 2 digits there are about 12 or 1,250 in all."""
         pairs: dict[tuple[int, int], None] = {}
         for attempt in range(_MAX_TRIES + 64 * n):
             if len(pairs) >= n:
@@ -71,6 +68,7 @@ class Arithmetic:
         return [_problem(*pair) for pair in pairs]
 
     def score(self, response: str, reference: Any) -> Score:
+        """Compare the stripped response with the reversed sum; `format` is 1 for digits alone."""
         correct = float(response.strip() == reference)
         return Score({"correct": correct, "format": float(response.strip().isdecimal())}, correct)
 

@@ -23,9 +23,7 @@ Options = TypeVar("Options", bound=BaseModel)
 
 
 class TaskError(ValueError):
-    """The task's name, data or options are wrong; the message is one sentence that says what to
-    change.
-    """
+    """The task's name, data or options are wrong; one sentence says what to change."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,11 @@ class Task(Protocol):
     """Problems and their verifier, made as `Task(settings: schema.TaskConfig, seed: int)`."""
 
     weights: dict[str, float]
-    """Default weight of every reward component; its keys are the components that `score` returns.
-    """
+    """Default weight of every reward component that `score` returns."""
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the training data and the options: equal fingerprints mean equal problems at
-        equal indices.
-        """
+        """Identifies data and options: equal fingerprints mean equal problems at equal indices."""
 
     def __len__(self) -> int:
         """Number of training problems."""
@@ -69,9 +64,7 @@ class Task(Protocol):
         """Training problem `index`, 0 <= index < len(self); always the same one."""
 
     def evaluation(self, n: int) -> list[Problem]:
-        """The first `n` held-out problems (fewer if there are fewer), none of which is a training
-        problem.
-        """
+        """The first `n` held-out problems (or all, if fewer), none of them a training problem."""
 
     def score(self, response: str, reference: Any) -> Score:
         """Score one response. Pure; runs in a verifier child."""
@@ -79,18 +72,15 @@ class Task(Protocol):
 
 @runtime_checkable
 class WarmsUp(Protocol):
-    """A task whose first `score` would be slow (imports): children call this before the first
-    deadline starts.
-    """
+    """A task whose first `score` would be slow (imports)."""
 
-    def warm_up(self) -> None: ...
+    def warm_up(self) -> None:
+        """Import what is slow; children call this before the first deadline starts."""
 
 
 def task_weights(settings: schema.TaskConfig, task: Task) -> dict[str, float]:
-    """Weight of every reward component: the configured ones (a component that is not named weighs
-    0), else the task's own.
-
-    Raises TaskError for a component that the task does not have.
+    """Weight of every reward component: the configured ones (an unnamed component weighs 0), else
+    the task's own. Raises TaskError for a component that the task does not have.
     """
     if not settings.rewards:
         return dict(task.weights)
@@ -109,11 +99,7 @@ def parse_options(model: type[Options], settings: schema.TaskConfig) -> Options:
         return model.model_validate(settings.options)
     except ValidationError as error:
         first = error.errors()[0]
-        where, valid = (
-            ".".join(str(part) for part in first["loc"]),
-            ", ".join(sorted(model.model_fields)),
-        )
-        kind = first["type"]
+        where, kind = ".".join(map(str, first["loc"])), first["type"]
         what = (
             "is not an option"
             if kind == "extra_forbidden"
@@ -122,13 +108,14 @@ def parse_options(model: type[Options], settings: schema.TaskConfig) -> Options:
             else f"is {first['input']!r:.60}: {first['msg']}"
         )
         raise TaskError(
-            f"task.options.{where} {what} (the options of task {settings.name} are {valid})"
+            f"task.options.{where} {what} (the options of task {settings.name} "
+            f"are {', '.join(sorted(model.model_fields))})"
         ) from error
 
 
 def check_score(score: object, components: Collection[str]) -> Score:
-    """`score` with plain floats. Raises TypeError for anything that is not a Score of these
-    components, ValueError if not finite.
+    """`score` with plain floats. Raises TypeError unless it is a Score of these components,
+    ValueError if not finite.
     """
     if not isinstance(score, Score):
         raise TypeError(f"score() must return a Score, got {type(score).__name__}")

@@ -1,5 +1,4 @@
-"""How a question becomes a prompt: chat messages with a system prompt, or plain text; and a prompt
-its tokens.
+"""Makes prompts of questions (chat messages with a system prompt, or plain text), and their tokens.
 
 Runs in: the driver and the rollout actors. Hides nothing.
 """
@@ -19,9 +18,10 @@ BOXED = "Solve the problem step by step and put the final answer in \\boxed{}."
 
 
 class PromptOptions(schema.Section):
+    """Options of tasks that ask a question."""
+
     style: Literal["chat", "plain"] = "chat"
-    """Chat messages (the model's chat template is applied), or plain text for a model without one.
-    """
+    """Chat messages for the model's chat template, or plain text for a model without one."""
     system: str | None = None
     """Instruction before the question; null means the task's own, empty means none."""
 
@@ -35,9 +35,7 @@ class PromptOptions(schema.Section):
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt as the model expects them: chat messages through its template, text
-    with what stands at a start (bos).
-    """
+    """Token ids of a prompt: chat messages through the chat template, text with its bos token."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     return list(

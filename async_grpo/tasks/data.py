@@ -76,9 +76,7 @@ def _parsed(line: bytes) -> dict[str, Any] | BadRow:
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Inside the block the hub's client does not report its retries; what it raises in the end says
-    it all.
-    """
+    """Silence the hub client's reports of retries inside the block; its final error says it all."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -106,14 +104,12 @@ def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]
 
 
 class RowTask(ABC):
-    """A task whose problems are rows of `task.train` and `task.eval`. Data are read on first use,
-    never by the constructor.
-    """
+    """A task whose problems are rows of `task.train` and `task.eval`, read on first use."""
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0}
 
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
-        """`seed` plays no part: the order of problems is decided by `problem_index`."""
+        """`seed` is not used: `problem_index` decides the order of problems."""
         self._settings = settings
         self._bad: dict[str, int] = {}
         self._notes: list[str] = []
@@ -133,11 +129,12 @@ class RowTask(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """A line for every source of which malformed rows were left out, with examples."""
+        """A line for every source with malformed rows left out, with examples."""
         return list(self._notes)
 
     @cached_property
     def fingerprint(self) -> str:
+        """Digest of the class, its options and all training problems."""
         digest = blake2b(digest_size=16)
         digest.update(
             repr((type(self).__qualname__, sorted(self._settings.options.items()))).encode()
@@ -150,11 +147,13 @@ class RowTask(ABC):
         return len(self._train)
 
     def train(self, index: int) -> Problem:
+        """Training problem `index`; see `Task.train`."""
         if index < 0:
             raise IndexError(f"problem {index}")
         return self._train[index]
 
     def evaluation(self, n: int) -> list[Problem]:
+        """The first `n` held-out problems; see `Task.evaluation`."""
         return self._held_out[:n]
 
     @cached_property

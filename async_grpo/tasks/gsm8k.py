@@ -1,5 +1,4 @@
-"""Grade-school word problems (GSM8K): rows of `question` and `answer`, the answer ending in `####
-42`.
+"""Grade-school word problems (GSM8K): `question`, and `answer` ending in `#### 42`.
 
 Runs in: the driver, the rollout actors and verifier children. Hides the answer format. Rewards:
 `correct` (the final answer equals the reference) and `format` (the response is exactly a reasoning
@@ -31,6 +30,7 @@ class Gsm8k(RowTask):
         self._options = parse_options(PromptOptions, settings)
 
     def problem(self, row: dict[str, Any]) -> Problem:
+        """Parse `question` and `answer`; see `RowTask.problem`."""
         question, worked = text_of(row, "question").strip(), text_of(row, "answer")
         reasoning, marker, final = worked.rpartition("####")
         reference = answers.last_number(final)
@@ -42,17 +42,19 @@ class Gsm8k(RowTask):
         return Problem(self._options.prompt(question, system=TAGS), reference, solution)
 
     def score(self, response: str, reference: Any) -> Score:
+        """Score the final answer and the form; see the top of this module."""
         answer = final_answer(response)
         correct = float(answer is not None and answers.equal(answer, reference))
         return Score({"correct": correct, "format": float(has_format(response))}, correct)
 
     def warm_up(self) -> None:
+        """Import math-verify."""
         answers.warm_up()
 
 
 def final_answer(response: str) -> str | None:
-    """What stands in the last `<answer>` block, else the last number of the response. Of prose in
-    the block, its last number.
+    """Text of the last `<answer>` block (of prose, its last number), else the last number of the
+    response.
     """
     answer = answers.tagged(response, "answer")
     if answer is None:
@@ -62,8 +64,8 @@ def final_answer(response: str) -> str | None:
 
 
 def has_format(response: str) -> bool:
-    """Whether the response is one `<reasoning>` block, then one `<answer>` block, both non-empty,
-    and nothing else but white space.
+    """Whether the response is a `<reasoning>` block, then an `<answer>` block, both non-empty, and
+    nothing else but white space.
     """
     rest, inside = response, []
     for tag in _TAGS_IN_ORDER:
@@ -71,7 +73,5 @@ def has_format(response: str) -> bool:
         if not found or tag in rest:
             return False
         inside.append(before.strip())
-    outside_before, reasoning, between, answer = inside
-    return (
-        not outside_before and bool(reasoning) and not between and bool(answer) and not rest.strip()
-    )
+    before, reasoning, between, answer = inside
+    return bool(reasoning and answer) and not (before or between or rest.strip())

@@ -18,10 +18,10 @@ from async_grpo.tasks.data import BadRow, RowTask, text_of
 
 
 class JsonlOptions(schema.Section):
+    """Options of the task `jsonl`."""
+
     match: Literal["exact", "contains", "regex"] = "exact"
-    """The stripped response is the answer, contains it, or holds a match of it as a regular
-    expression.
-    """
+    """The stripped response is the answer, contains it, or matches it as a regular expression."""
 
 
 class Jsonl(RowTask):
@@ -32,6 +32,7 @@ class Jsonl(RowTask):
         self._match = parse_options(JsonlOptions, settings).match
 
     def problem(self, row: dict[str, Any]) -> Problem:
+        """Parse prompt, answers and solution; see `RowTask.problem`."""
         answer, partial = _answer(row), row.get("rewards") or {}
         if not isinstance(partial, dict) or not all(
             isinstance(value, int | float) and math.isfinite(value) for value in partial.values()
@@ -45,28 +46,19 @@ class Jsonl(RowTask):
                     raise BadRow(
                         f"{pattern!r:.40} is not a regular expression ({error})"
                     ) from error
-        solution = (
-            text_of(row, "solution")
-            if row.get("solution") is not None
-            else None
-            if self._match == "regex"
-            else answer
-        )
-        return Problem(
-            _prompt(row),
-            {"answer": answer, "rewards": {key: float(value) for key, value in partial.items()}},
-            solution,
-        )
+        solution = None if self._match == "regex" else answer
+        if row.get("solution") is not None:
+            solution = text_of(row, "solution")
+        rewards = {key: float(value) for key, value in partial.items()}
+        return Problem(_prompt(row), {"answer": answer, "rewards": rewards}, solution)
 
     def score(self, response: str, reference: Any) -> Score:
+        """Compare the stripped response with the answers of the row."""
         response = response.strip()
         if self._matches(response, reference["answer"]):
             return Score({"correct": 1.0}, 1.0)
-        partial = [
-            value
-            for answer, value in reference["rewards"].items()
-            if self._matches(response, answer)
-        ]
+        rewards = reference["rewards"].items()
+        partial = [value for answer, value in rewards if self._matches(response, answer)]
         return Score({"correct": max(partial, default=0.0)}, 0.0)
 
     def _matches(self, response: str, answer: str) -> bool:
@@ -90,10 +82,7 @@ def _prompt(row: dict[str, Any]) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise BadRow("'messages' must be a non-empty list")
     for message in messages:
-        if (
-            not isinstance(message, dict)
-            or set(message) != {"role", "content"}
-            or set(map(type, message.values())) != {str}
-        ):
+        texts = isinstance(message, dict) and all(type(value) is str for value in message.values())
+        if not texts or set(message) != {"role", "content"}:
             raise BadRow("every entry of 'messages' must have the texts 'role' and 'content'")
     return messages

@@ -1,5 +1,4 @@
-r"""Competition mathematics (MATH and alike): rows of `problem` with `answer`, or with a `solution`
-that holds `\boxed{answer}`.
+r"""Competition mathematics (MATH): `problem` with `answer`, or with `\boxed{answer}` in `solution`.
 
 Runs in: the driver, the rollout actors and verifier children. Hides the answer format. Reward
 `correct`: the response's last `\boxed{...}` equals the reference. A response without a box is
@@ -25,6 +24,7 @@ class Math(RowTask):
         self._options = parse_options(PromptOptions, settings)
 
     def problem(self, row: dict[str, Any]) -> Problem:
+        """Parse `problem` and `answer` or `solution`; see `RowTask.problem`."""
         question = text_of(row, "problem").strip()
         solution = text_of(row, "solution") if row.get("solution") is not None else None
         reference = (
@@ -41,9 +41,11 @@ class Math(RowTask):
         )
 
     def score(self, response: str, reference: Any) -> Score:
+        """Compare the last box with the reference."""
         answer = answers.boxed(response)
         correct = float(answer is not None and answers.equal(answer, reference))
         return Score({"correct": correct}, correct)
 
     def warm_up(self) -> None:
+        """Import math-verify."""
         answers.warm_up()

@@ -21,9 +21,7 @@ class MessageTooLarge(ValueError):
 
 
 def pack(value: Any) -> bytes:
-    """msgpack bytes of one value. Raises TypeError, ValueError or OverflowError for what msgpack
-    cannot hold.
-    """
+    """msgpack bytes of a value. Raises TypeError, ValueError or OverflowError if it has none."""
     return msgpack.packb(value, use_bin_type=True, unicode_errors="surrogatepass")
 
 

@@ -29,6 +29,8 @@ _MAX_SIZE = 2**30
 
 
 class ReasoningGymOptions(PromptOptions):
+    """Options of the task `reasoning_gym`."""
+
     dataset: str
     """Name of the data set, e.g. `chain_sum`."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -38,9 +40,7 @@ class ReasoningGymOptions(PromptOptions):
 
 
 class ReasoningGym:
-    """A procedurally generated reasoning task. A data set with few distinct questions may pose one
-    of them in both parts.
-    """
+    """A generated reasoning task; one with few distinct questions may repeat one held out."""
 
     weights: ClassVar[dict[str, float]] = {"correct": 1.0}
 
@@ -56,6 +56,7 @@ class ReasoningGym:
 
     @cached_property
     def fingerprint(self) -> str:
+        """Names the package's version, the options and the first seed."""
         from importlib.metadata import version
 
         return f"reasoning-gym-{version('reasoning-gym')}-{self._options!r}-{self._first}"
@@ -64,15 +65,18 @@ class ReasoningGym:
         return len(self._dataset)
 
     def train(self, index: int) -> Problem:
+        """Training problem `index`; see `Task.train`."""
         if not 0 <= index < len(self):
             raise IndexError(f"problem {index} of {len(self)}")
         return self._problem(self._dataset[index])
 
     def evaluation(self, n: int) -> list[Problem]:
+        """`n` problems from seeds that no run trains on."""
         held_out = self._create(_HELD_OUT_SEED, max(n, 1))
         return [self._problem(held_out[index]) for index in range(n)]
 
     def score(self, response: str, reference: Any) -> Score:
+        """Score the `<answer>` block, or the whole response without one."""
         answer, entry = answers.tagged(response, "answer"), ast.literal_eval(reference)
         answer = response.strip() if answer is None else answer
         if not safe_answers.admitted(answer, self._options.dataset):
@@ -81,6 +85,7 @@ class ReasoningGym:
         return Score({"correct": value}, float(value >= 1.0))
 
     def warm_up(self) -> None:
+        """Import the package and score once."""
         self._dataset.score_answer("", self._dataset[0])
 
     @cached_property
@@ -89,9 +94,8 @@ class ReasoningGym:
 
     def _create(self, seed: int, size: int) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # the package's dependencies warn about their own source when first imported
+            # the package's dependencies warn about their own source when first imported
+            warnings.simplefilter("ignore")
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         name = self._options.dataset
@@ -103,22 +107,15 @@ class ReasoningGym:
             raise TaskError(f"task.options.params does not fit data set {name}: {error}") from error
 
     def _problem(self, entry: dict[str, Any]) -> Problem:
-        # A Python literal keeps tuples, which msgpack would turn into lists that some scorers do
-        # not accept.
-        reference = repr(_plain(entry))
-        answer = entry["answer"]
-        solution = (
-            None
-            if answer is None
-            else f"<reasoning>{answer}</reasoning>\n<answer>{answer}</answer>"
-        )
+        # A Python literal keeps tuples; msgpack makes lists, which some scorers do not accept.
+        reference, answer = repr(_plain(entry)), entry["answer"]
+        worked = f"<reasoning>{answer}</reasoning>\n<answer>{answer}</answer>"
+        solution = None if answer is None else worked
         return Problem(self._options.prompt(entry["question"], system=TAGS), reference, solution)
 
 
 def _plain(value: Any) -> Any:
-    """`value` as built-in types that have a Python literal; anything else (metadata that scorers do
-    not read) becomes its text.
-    """
+    """`value` as types with a Python literal; other metadata (no scorer reads it) as text."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, dict):
@@ -126,10 +123,5 @@ def _plain(value: Any) -> Any:
     for container in (list, tuple, set):
         if isinstance(value, container):
             return container(_plain(item) for item in value)
-    if (
-        value is None
-        or type(value) in (str, bytes, bool, int)
-        or (type(value) is float and math.isfinite(value))
-    ):
-        return value
-    return str(value)
+    literal = type(value) in (type(None), str, bytes, bool, int)
+    return value if literal or (type(value) is float and math.isfinite(value)) else str(value)

@@ -35,9 +35,7 @@ def load_task(settings: schema.TaskConfig, seed: int) -> Task:
 
 
 def create_task(settings: schema.TaskConfig, seed: int) -> Task:
-    """The configured task without reading its data (what a verifier child needs). Raises
-    TaskError.
-    """
+    """The configured task, its data not read (as a verifier child needs it). Raises TaskError."""
     path = BUILT_IN.get(settings.name, settings.name)
     module_name, colon, class_name = path.partition(":")
     if not colon or not module_name or not class_name:
@@ -73,12 +71,8 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
         raise
     except Exception as error:
         raise TaskError(f"task {settings.name} cannot be made: {_described(error)}") from error
-    lacking = (
-        [name for name in _PARTS if not hasattr(task, name)]
-        if settings.name not in BUILT_IN
-        else []
-    )
-    if lacking:
+    lacking = [name for name in _PARTS if not hasattr(task, name)]
+    if lacking and settings.name not in BUILT_IN:
         raise TaskError(
             f"{settings.name} is no task: it has no {', '.join(lacking)} (docs/tasks.md shows one)"
         )
@@ -86,17 +80,12 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
 
 
 def held_out(config: schema.Config, task: Task) -> int:
-    """How many held-out problems an evaluation has: of `task`, which is trained, or of
-    `evaluation.task`. Raises TaskError.
-    """
+    """Held-out problems of an evaluation: of `task`, or of `evaluation.task`. Raises TaskError."""
     if config.evaluation.task is None:
         return len(task.evaluation(config.evaluation.max_samples))
     try:
-        found = len(
-            create_task(config.evaluated_task, config.seed).evaluation(
-                config.evaluation.max_samples
-            )
-        )
+        evaluated = create_task(config.evaluated_task, config.seed)
+        found = len(evaluated.evaluation(config.evaluation.max_samples))
     except TaskError as error:
         raise TaskError(f"evaluation.task: {error}") from error
     if not found:
@@ -108,8 +97,7 @@ def held_out(config: schema.Config, task: Task) -> int:
 
 
 def problem_index(seed: int, fingerprint: str, group_id: int, n: int) -> int:
-    """Index in [0, n) of the problem that `group_id` poses: a fresh pseudo-random permutation of
-    all problems per epoch.
+    """Index in [0, n) of a group's problem: a fresh pseudo-random permutation per epoch.
 
     A Feistel network over the next even power of two, walked until it lands below n (at most 4
     steps on average): constant memory.

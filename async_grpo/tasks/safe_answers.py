@@ -1,4 +1,4 @@
-"""Which answers may reach a scorer that evaluates what it reads.
+"""Decides which answers may reach a scorer that evaluates what it reads.
 
 Runs in: verifier children. Some data sets of reasoning-gym give a response's text to Python's
 `eval`, or to sympy, which evaluates it too: `__import__('os').system(...)` would run, and `9**9**9`
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ast
 import re
+
+from async_grpo.tasks.answers import nesting_depth
 
 LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Data sets that evaluate an answer to find a Python list in it."""
@@ -48,8 +50,8 @@ def admitted(answer: str, dataset: str) -> bool:
 
 
 def is_literal(text: str) -> bool:
-    """Plain words, which name nothing that could be called, or a short Python literal."""
-    if len(text) > _LONGEST_LITERAL or _depth(text) > _DEEPEST:
+    """Whether a text is plain words, which call nothing, or a short Python literal."""
+    if len(text) > _LONGEST_LITERAL or nesting_depth(text) > _DEEPEST:
         return False
     if _WORDS.fullmatch(text):
         return True
@@ -61,10 +63,14 @@ def is_literal(text: str) -> bool:
 
 
 def is_expression(text: str) -> bool:
-    """A formula of numbers, one-letter variables, `+ - * / **` with small exponents, parentheses
-    and elementary functions.
+    """Whether a text is a formula of numbers, one-letter variables, `+ - * / **` with small
+    exponents, parentheses and elementary functions.
     """
-    if len(text) > _LONGEST_EXPRESSION or _depth(text) > _DEEPEST or not _TOKENS.fullmatch(text):
+    if (
+        len(text) > _LONGEST_EXPRESSION
+        or nesting_depth(text) > _DEEPEST
+        or not _TOKENS.fullmatch(text)
+    ):
         return False
     if _TOUCHING.search(_FUNCTION.sub("+", text)):
         return False  # two operands without an operator: a call, or a name of several letters
@@ -72,19 +78,10 @@ def is_expression(text: str) -> bool:
     if len(exponents) != text.count("**"):
         return False
     largest = nested = 1
-    for match in (
-        exponents
-    ):  # only what stands after a parenthesis can raise something that is a power already
+    for match in exponents:
+        # only an exponent after a parenthesis can raise a value that is a power already
         if text[: match.start()].rstrip().endswith(")"):
             nested *= max(1, int(match[1] or 1))
         else:
             largest = max(largest, int(match[1] or 1))
     return largest * nested <= _MAX_DEGREE
-
-
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "{([") - (character in "})]")
-        deepest = max(deepest, depth)
-    return deepest

@@ -64,9 +64,7 @@ class VerifierPool:
     def __init__(
         self, settings: schema.TaskConfig, *, seed: int, cpu: set[int] | None = None
     ) -> None:
-        """`cpu`: cores the children may run on; None leaves that to the system. Nothing starts
-        before `start`.
-        """
+        """cpu: cores of the children, None for any. Nothing starts before `start`."""
         self.errors: Counter[str] = Counter()
         """Responses that could not be scored, by reason."""
         self._timeout = settings.verifier.timeout_s
@@ -79,9 +77,7 @@ class VerifierPool:
         self._closed = False
 
     async def start(self) -> None:
-        """Start all children and wait until they are ready. Raises VerifierError("start") with the
-        child's reason.
-        """
+        """Start all children and wait until they are ready. Raises VerifierError("start")."""
         if self._started:
             raise RuntimeError("the verifier pool has already been started")
         self._started = True
@@ -103,11 +99,8 @@ class VerifierPool:
         return outcome
 
     async def score_many(self, items: list[ScoreRequest]) -> list[Score | VerifierError]:
-        """Score (response, reference) pairs on all free children; the answers are in the order of
-        `items`.
-
-        Waits for a free child if all are busy; every child frees itself within its deadline per
-        response.
+        """Score (response, reference) pairs on all free children, or the next to be free; answers
+        in the order of `items`.
         """
         if not self._started:
             raise RuntimeError("start() the verifier pool first")
@@ -143,9 +136,7 @@ class VerifierPool:
         return [(pid, time.monotonic() - since) for pid, since in asked]
 
     async def close(self) -> None:
-        """Kill all children; what is still being scored ends in VerifierError("closed").
-        Idempotent.
-        """
+        """Kill all children; scoring in progress ends in VerifierError("closed"). Idempotent."""
         self._closed = True
         children = [child for child in self._children if child is not None]
         self._children = [None] * len(self._children)
@@ -178,17 +169,14 @@ class VerifierPool:
                     outcomes[index] = outcome
                 rest = rest[len(done) :]
         except asyncio.CancelledError:
-            # The child still owes answers to a question nobody waits for: it must not serve the
-            # next one.
+            # The child still owes answers that nobody waits for: it must not serve the next one.
             await self._discard(slot)
             raise
         finally:
             self._free.put_nowait(slot)
 
     async def _try(self, slot: int, bodies: list[bytes]) -> list[Score | VerifierError]:
-        """Answers for a first part of `bodies`, at least one; it ends early where the child had to
-        be replaced.
-        """
+        """Answers for a first part of `bodies`, at least one; all, if the child lived."""
         try:
             child = await self._child(slot)
         except VerifierError as error:
@@ -209,9 +197,7 @@ class VerifierPool:
         return done
 
     async def _child(self, slot: int) -> _Child:
-        """The child of a slot, started if it is missing or has died. Raises VerifierError("start")
-        or ("closed").
-        """
+        """The child of a slot, started if there is none. Raises VerifierError start or closed."""
         if self._closed:
             raise VerifierError("closed", "the verifier pool has been closed")
         child = self._children[slot]
@@ -238,15 +224,15 @@ class _Child:
         self._process = process
         self.pid = process.pid
         self.asked: float | None = None
-        """Since when it owes an answer."""
+        """Since when the child owes an answer (monotonic seconds)."""
         self.components: list[str] = []
-        """The reward components of its task."""
+        """Reward components of the task."""
         self._expected: int | None = None
         """Length of a message whose head has been read and whose body has not."""
 
     @classmethod
     async def spawn(cls, setup: bytes) -> _Child:
-        """A child that has imported the task. Raises VerifierError("start")."""
+        """Start a child and let it import the task. Raises VerifierError("start")."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -279,6 +265,7 @@ class _Child:
 
     @property
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self._process.returncode is None
 
     async def send_batch(self, bodies: list[bytes], timeout: float) -> None:
@@ -287,17 +274,14 @@ class _Child:
         await self._send(pipe.frame(head + b"".join(bodies)), timeout)
 
     async def receive(self, timeout: float) -> list[Any]:
-        """The next message within `timeout` seconds. Raises VerifierError("timeout") or
-        ("crash").
-        """
+        """The next message within `timeout` seconds. Raises VerifierError timeout or crash."""
         reader = self._process.stdout
         assert reader is not None
         try:
             try:
                 return await self._read(reader, timeout)
             except TimeoutError:
-                # A parent that was itself busy may find its deadline over and the answer waiting in
-                # the pipe.
+                # A parent that was busy itself may find the answer waiting in the pipe.
                 return await self._read(reader, _GRACE_S)
         except TimeoutError as error:
             raise VerifierError(
@@ -313,9 +297,7 @@ class _Child:
     async def kill(self) -> None:
         """Kill the process and what it started, and wait for its end."""
         if self._process.returncode is None:
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # it ended by itself; wait() below collects it
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
                 os.killpg(self._process.pid, signal.SIGKILL)
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await self._process.wait()
@@ -349,7 +331,7 @@ class _Child:
         return message
 
     async def _gone(self) -> VerifierError:
-        """Why the child closed its pipe."""
+        """The error for a child that closed its pipe."""
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 code = await self._process.wait()
@@ -368,9 +350,7 @@ class _Child:
 
 
 def _outcome(message: list[Any], components: list[str]) -> Score | VerifierError:
-    """The child has checked the values; that it was the child who spoke is checked here, since task
-    code runs in its process.
-    """
+    """Parse a child's answer. Checked again, since task code in the child may have written it."""
     try:
         if message[0] == "ok" and len(message) == 3:
             return check_score(Score(message[1], message[2]), components)

@@ -47,9 +47,7 @@ def main() -> None:
 
 
 def _take_protocol() -> tuple[BinaryIO, BinaryIO]:
-    """Private copies of stdin and stdout; what task code reads is empty, what it prints goes to
-    stderr.
-    """
+    """Private copies of stdin and stdout; task code reads nothing, and prints to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -76,16 +74,14 @@ def _prepare(setup: dict[str, Any]) -> Any:
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """The parent kills this process at the deadline; the kernel does when the parent cannot, or
-    several threads burn more than one could.
-    """
+    """Let the kernel end this process should the parent not (or several threads burn more)."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime + timeout_s) + _SPARE_CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def _score(task: Any, components: list[str], response: str, reference: Any) -> list[Any]:
-    """["ok", rewards, verdict], or [kind of error, what happened]."""
+    """["ok", rewards, verdict], or [reason, detail]."""
     from async_grpo.tasks.base import check_score
 
     try:

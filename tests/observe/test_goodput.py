@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_grpo.cluster.queue import DriverQueue
 from async_grpo.groups import GroupMeta, RowMeta
-from async_grpo.replay.actor_reports import ActorReport, TokenTotals, engine_times
+from async_grpo.replay.actor_reports import (
+    ActorReport,
+    ActorReports,
+    QueueMetrics,
+    TokenTotals,
+    engine_times,
+)
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.token_ledger import PLACES, masked_tokens
@@ -250,3 +257,46 @@ def test_a_place_whose_process_was_replaced() -> None:
     assert places["actor-0"]["restarting"] == 4.0 and sum(places["actor-0"].values()) == 12.0
     assert means["time/engine/working"] == 9.5 and sum(means.values()) == 12.0
     assert engine_times({}) == ({}, {})
+
+
+def test_counters_are_summed_over_all_actors_and_an_older_report_is_left_aside() -> None:
+    reports = ActorReports()
+    assert reports.metrics() == {
+        "rollout/attempts_failed": 0.0,
+        "rollout/continued_tokens": 0.0,
+        "rollout/verifier_errors": 0.0,
+    }
+    errors = (("failed", 2.0), ("verifier_errors", 1.0), ("verifier_errors_crash", 1.0))
+    reports.tell("a", ActorReport(TokenTotals(9), 100.0, (("working", 3.0),), errors))
+    reports.tell("a", ActorReport(TokenTotals(8), 100.0, (("working", 1.0),), ()))
+    reports.tell("b", ActorReport(TokenTotals(5), counters=(("failed", 1.0), ("groups", 7.0))))
+    metrics = reports.metrics()
+    assert metrics["time/engine/working"] == 3.0, "actor b has not begun to count its time"
+    assert {name: metrics[name] for name in metrics if name.startswith("rollout/")} == {
+        "rollout/attempts_failed": 3.0,
+        "rollout/continued_tokens": 0.0,
+        "rollout/verifier_errors": 1.0,
+        "rollout/verifier_errors_crash": 1.0,
+    }
+
+
+async def test_the_driver_still_counts_a_dead_actor_when_the_queue_was_started_again() -> None:
+    failed = {
+        name: ActorReport(TokenTotals(1), counters=(("failed", count),))
+        for name, count in (("dead", 2.0), ("alive", 1.0))
+    }
+    answers = [
+        QueueMetrics({"replay/restarts": 0.0}, failed),
+        QueueMetrics({"replay/restarts": 1.0}, {"alive": failed["alive"]}),
+    ]
+
+    class Handle:
+        class full_metrics:
+            @staticmethod
+            async def remote() -> QueueMetrics:
+                return answers.pop(0)
+
+    queue = DriverQueue(Handle())
+    assert (await queue.metrics())["rollout/attempts_failed"] == 3.0
+    again = await queue.metrics()
+    assert (again["replay/restarts"], again["rollout/attempts_failed"]) == (1.0, 3.0)
