@@ -530,6 +530,8 @@ class System:
             accuracy_low=filters.accuracy_low,
             accuracy_high=filters.accuracy_high,
             all_truncated=filters.all_truncated,
+            custom=filters.custom,
+            options=config.algorithm.options.get(filters.custom or "", {}),
         )
         return QueueSettings(
             rollout_batch_size=config.rollout.rollout_batch_size,
@@ -551,4 +553,5 @@ class System:
             problems=self._problems,
             max_frame_bytes=config.wire.max_frame_bytes,
             trained_steps=steps_done,
+            plugins=tuple(config.replay.plugins),
         )
