@@ -125,14 +125,14 @@ def words(spec: dict[str, Any]) -> str:
     raise AssertionError(f"the reference has no words for the type {spec}")
 
 
-def one_line(text: str) -> str:
+def single_line(text: str) -> str:
     """`text` without line breaks and without characters that a terminal cannot print."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 def show(value: Any) -> str:
     """`value` as JSON on one line, shortened."""
-    text = one_line(json.dumps(value, ensure_ascii=False, default=str))
+    text = single_line(json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from async_grpo.config import yaml12
 from async_grpo.config.checks import RuleError
-from async_grpo.config.docs import Setting, one_line, settings, show
+from async_grpo.config.docs import Setting, settings, show, single_line
 from async_grpo.config.peers import PEERS
 from async_grpo.config.plugins import SettingError
 from async_grpo.config.schema import Config
@@ -91,7 +91,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     except yaml12.YamlError as error:
         raise ConfigError(
             f"{path}{f', line {error.line}' if error.line else ''}: this is not valid "
-            f"YAML: {one_line(str(error))}."
+            f"YAML: {single_line(str(error))}."
         ) from None
     if data is None:
         return {}, {}
@@ -115,7 +115,7 @@ def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...
         value, _ = yaml12.read(raw)
     except yaml12.YamlError as error:
         raise ConfigError(
-            f"The value of the override {show(text)} is not valid YAML: {one_line(str(error))}."
+            f"The value of the override {show(text)} is not valid YAML: {single_line(str(error))}."
         ) from None
     node = data
     for key in path[:-1]:
@@ -165,7 +165,7 @@ def _explain(
         if isinstance(rule, SettingError):
             return f"{_place(rule.path, places, file)}: {rule}"
         more += len(rule.sentences) - 1 if isinstance(rule, RuleError) else 0
-        lines = [f"{place}: {one_line(str(rule))}"]
+        lines = [f"{place}: {single_line(str(rule))}"]
     else:
         lines = [
             f"{place}: `{_dotted(path)}` is {show(first['input'])}; allowed is "
@@ -240,7 +240,7 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _dotted(path: Sequence[Any]) -> str:
-    return one_line(".".join(str(part) for part in path))
+    return single_line(".".join(str(part) for part in path))
 
 
 # ---- resolving
