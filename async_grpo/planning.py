@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from async_grpo.algo.advantages import ESTIMATORS, finish_advantages, row_advantages
+from async_grpo.algo.advantages import finish_advantages, row_advantages
 from async_grpo.algo.aggregation import row_weights
+from async_grpo.algo.catalog import ESTIMATORS, import_plugins
 from async_grpo.algo.filters import zero_variance
 from async_grpo.algo.kl import AdaptiveKL
 from async_grpo.algo.reward_norm import RunningMoments, normalize_rewards
@@ -48,6 +49,7 @@ def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
         clip=algorithm.reward_clip,
         overlong_length=buffer.len if buffer.enable else 0,
         overlong_factor=buffer.penalty_factor,
+        plugins=tuple((name, algorithm.options.get(name, {})) for name in algorithm.reward_shaping),
     )
 
 
@@ -59,6 +61,7 @@ class RowMath:
     def __init__(
         self, config: Config, weights: Mapping[str, float], state: dict[str, Any] | None = None
     ) -> None:
+        import_plugins(config.algorithm.plugins)
         self._config, self._weights = config, dict(weights)
         self._shaping = shaping(config, weights)
         self._estimator = ESTIMATORS[config.algorithm.adv_estimator]
@@ -175,6 +178,7 @@ class RowMath:
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             adv_std_level=algorithm.adv_std_level,
             asymre_shift=algorithm.asymre_shift,
+            options=algorithm.constants(algorithm.adv_estimator),
         )
         return finish_advantages(
             advantages,

@@ -34,13 +34,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from async_grpo.algo.advantages import ESTIMATORS, compute_advantages, row_advantages
+from async_grpo.algo.advantages import compute_advantages, row_advantages
+from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
 from async_grpo.algo.logprobs import token_logprobs
-from async_grpo.algo.losses import DEFAULT_OPTIONS, POLICY_LOSSES, SELECTING, Clip, policy_loss
+from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.metrics import MetricSums, loss_metrics
 from async_grpo.algo.selection import select_tokens, token_hashes
 
 GROUP_SIZE, MICRO_BATCH, CLIP = 8, 16_384, Clip(0.2, 0.28)
+SELECTING = sorted(POLICY_LOSSES.where(lambda traits: traits.selects))
 TIMEOUT_S = 900.0
 
 
@@ -106,14 +108,7 @@ def loss_case(name: str, sizes: Sizes) -> Work:
     def select(loss: str) -> Tensor:
         positions = torch.arange(sizes.tokens)
         hashes = token_hashes(0, 1, row_index // GROUP_SIZE, row_index % GROUP_SIZE, positions)
-        return select_tokens(
-            loss,
-            logprobs=logprobs.detach(),
-            clip=CLIP,
-            hashes=hashes,
-            options=DEFAULT_OPTIONS,
-            **common,
-        )
+        return select_tokens(loss, logprobs=logprobs.detach(), clip=CLIP, hashes=hashes, **common)
 
     def loss(kind: str, selection: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         return policy_loss(
@@ -215,7 +210,7 @@ PARTS = {
         advantages_case,
         "rows/grpo",
         (
-            *(f"rows/{name}" for name, spec in ESTIMATORS.items() if spec.rows),
+            *(f"rows/{name}" for name, spec in ESTIMATORS.items() if not spec.returns),
             *(f"tokens/{name}" for name in ESTIMATORS),
         ),
         repeats=5,
@@ -223,7 +218,7 @@ PARTS = {
     "losses": Part(
         loss_case,
         "ppo_clip",
-        (*POLICY_LOSSES, *(f"select/{name}" for name in sorted(SELECTING)), "diagnostics"),
+        (*POLICY_LOSSES, *(f"select/{name}" for name in SELECTING), "diagnostics"),
         repeats=5,
     ),
     "logprobs": Part(

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "async_grpo"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 780, 60
-TO_CUT = ["compute_advantages", "loss_metrics", "select_tokens", "parse", "_resume", "_meta"]
+TO_CUT = ["parse", "_resume", "_meta"]
 """Functions over the limit since lines have at most 100 columns."""
 
 LATE = {
@@ -64,6 +64,7 @@ LIBRARIES = {
     "wire": "msgpack numpy",
     "algo": "torch",
     "algo.accuracy": "",
+    "algo.catalog": "",  # the settings read it
     "algo.filters": "",  # plain numbers: the queue uses them
     "algo.rewards": "",
     "replay": "msgpack numpy",

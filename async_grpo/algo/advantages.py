@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from async_grpo.algo.catalog import ASYMRE_SHIFT, ESTIMATORS, EstimatorTraits, register_estimator
 from async_grpo.algo.filters import TOLERANCE
 
 EPSILON = 1e-6
@@ -80,31 +81,16 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Constants of the row estimators, see `row_advantages`. `lengths` is [B] float64."""
+    """Constants of the row estimators, see `row_advantages`. `lengths` is [B] float64; `own` are
+    the options of a plugin's estimator.
+    """
 
     lengths: Tensor | None
     norm_by_std: bool
     std_level: str
     asymre_shift: float
     f_norm: float
-
-
-@dataclass(frozen=True, slots=True)
-class Estimator:
-    """What an estimator computes and needs.
-
-    `rows`: (rewards [B] float64, groups, options) -> [B] float64; None for estimators that work on
-    returns per token. `compares`: it compares the responses of a group, so that groups of one and
-    groups of equal rewards have advantage 0. `whitens`: whitening over all valid tokens is part of
-    the formula. `returns`: the advantage comes from the return of each token. `baseline`: it needs
-    the reward of the prompt's greedy response.
-    """
-
-    rows: Callable[[Tensor, Groups, Options], Tensor] | None
-    compares: bool
-    whitens: bool = False
-    returns: bool = False
-    baseline: bool = False
+    own: Any = None
 
 
 @torch.no_grad()
@@ -116,8 +102,9 @@ def row_advantages(
     lengths: Tensor | None = None,
     norm_adv_by_std_in_grpo: bool = True,
     adv_std_level: Literal["group", "batch"] = "group",
-    asymre_shift: float = -0.1,
+    asymre_shift: float = ASYMRE_SHIFT,
     f_norm: float = 1.0,
+    options: Any = None,
 ) -> Tensor:
     """One advantage per row [B] from one reward per row [B] and the group of each row [B] int64,
     before any whitening.
@@ -126,31 +113,23 @@ def row_advantages(
     them. `norm_adv_by_std_in_grpo` (`grpo`, `grpo_passk`): divide by a standard deviation; false is
     Dr. GRPO's advantage (arXiv 2503.20783). `adv_std_level` (`grpo`): whose: that of the group, or
     of all rewards of the call. `asymre_shift`: added to the group mean in the baseline of `asymre`.
-    `f_norm`: divisor of `gpg`. Each formula and its paper is at the function of the estimator.
-    Raises ValueError for an unknown estimator, one that works on returns, options that it does not
-    have, a shape mismatch or a reward that is not finite.
+    `f_norm`: divisor of `gpg`. `options`: those of a plugin's estimator. Each formula and its paper
+    is at the function of the estimator. Raises ValueError for an unknown estimator, one that works
+    on returns, options that it does not have, a shape mismatch or a number that is not finite.
     """
-    spec = _estimator(estimator)
-    if spec.rows is None:
+    traits = ESTIMATORS.require(estimator)
+    if traits.returns:
         raise ValueError(
             f"estimator {estimator!r} works on returns per token; use compute_advantages "
             "or token_advantages"
         )
-    if rewards.dim() != 1 or rewards.shape != group_index.shape:
-        raise ValueError(
-            f"rewards {tuple(rewards.shape)} and group index {tuple(group_index.shape)} "
-            "must both be [B]"
-        )
-    if lengths is not None and lengths.shape != rewards.shape:
-        raise ValueError(
-            f"lengths {tuple(lengths.shape)} must be [B] like the rewards {tuple(rewards.shape)}"
-        )
-    if lengths is None and spec.rows is _opo:
+    _check_rows(rewards, group_index, lengths)
+    if lengths is None and traits.lengths:
         raise ValueError(
             f"estimator {estimator!r} weighs rewards by response length; give lengths, the "
             "valid tokens of each row [B]"
         )
-    _check_std_level(estimator, adv_std_level, norm_adv_by_std_in_grpo)
+    _check_std_level(traits, adv_std_level, norm_adv_by_std_in_grpo)
     if not f_norm > 0:
         raise ValueError(f"f_norm is {f_norm}; it must be above 0")
     _check_finite("a reward", rewards)
@@ -159,12 +138,13 @@ def row_advantages(
         return rewards.to(dtype)
     groups, values = Groups.of(group_index), rewards.double()
     counts = None if lengths is None else lengths.double()
-    out = spec.rows(
-        values,
-        groups,
-        Options(counts, norm_adv_by_std_in_grpo, adv_std_level, asymre_shift, f_norm),
+    constants = Options(
+        counts, norm_adv_by_std_in_grpo, adv_std_level, asymre_shift, f_norm, options
     )
-    return (torch.where(groups.varied(values), out, 0) if spec.compares else out).to(dtype)
+    out = ESTIMATORS.function(estimator)(values, groups, constants)
+    if estimator not in ESTIMATORS.built_in:
+        _check_plugin(estimator, out, values)
+    return (torch.where(groups.varied(values), out, 0) if traits.compares else out).to(dtype)
 
 
 @torch.no_grad()
@@ -190,16 +170,16 @@ def token_advantages(
     an estimator without returns, a baseline that is missing or of no use, a shape mismatch, a
     reward that is not finite, or a gamma or clip out of range.
     """
-    spec = _estimator(estimator)
-    if not spec.returns:
+    traits = ESTIMATORS.require(estimator)
+    if not traits.returns:
         raise ValueError(
             f"estimator {estimator!r} gives one advantage per row; use compute_advantages "
             "or row_advantages"
         )
-    if spec.baseline != (reward_baselines is not None):
+    if traits.baseline != (reward_baselines is not None):
         need = (
             "needs reward_baselines, the reward of each row's greedy response [B]"
-            if spec.baseline
+            if traits.baseline
             else "has no use for reward_baselines"
         )
         raise ValueError(f"estimator {estimator!r} {need}")
@@ -218,7 +198,7 @@ def token_advantages(
     advantages = finish_advantages(
         advantages,
         valid,
-        whiten_advantages=whiten_advantages or spec.whitens,
+        whiten_advantages=whiten_advantages or traits.whitens,
         advantage_clip=advantage_clip,
         counted=counted,
         reduce=reduce,
@@ -238,25 +218,23 @@ def compute_advantages(
     reward_baselines: Tensor | None = None,
     norm_adv_by_std_in_grpo: bool = True,
     adv_std_level: Literal["group", "batch"] = "group",
-    asymre_shift: float = -0.1,
+    asymre_shift: float = ASYMRE_SHIFT,
     f_norm: float = 1.0,
+    options: Any = None,
     whiten_advantages: bool = False,
     advantage_clip: float | None = None,
     reduce: Collective | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both [B, T], of any estimator, from rewards per token [B, T], valid
-    tokens [B, T] and groups [B].
+    tokens [B, T] and groups [B]; masked entries are 0.
 
     Row estimators: a row's reward is the sum over its valid tokens, its advantage stands on each of
-    them, and `returns` are the advantages before whitening and clipping. Estimators with returns:
-    see `token_advantages`; `returns` are G_t. The other options are those of `row_advantages` and
-    `finish_advantages`. Masked entries are 0 whatever they held. A group must not be split over
-    calls. Leave truncated responses in this mask even if the loss leaves them out: they count in
-    the statistics of their group. Raises ValueError for what the two functions refuse, and for a
-    gamma other than 1 with an estimator that has no returns.
+    them, and `returns` are the advantages before whitening and clipping. Options: see
+    `row_advantages`, `token_advantages`, `finish_advantages`. A group must not be split over calls;
+    leave truncated responses in this mask, they count in their group. Raises ValueError like those.
     """
-    spec = _estimator(estimator)
-    if spec.returns:
+    traits = ESTIMATORS.require(estimator)
+    if traits.returns:
         return token_advantages(
             estimator,
             token_level_rewards,
@@ -267,35 +245,29 @@ def compute_advantages(
             advantage_clip=advantage_clip,
             reduce=reduce,
         )
-    if gamma != 1:
-        raise ValueError(
-            f"gamma is {gamma}, but estimator {estimator!r} has no returns per token; it must be 1"
-        )
-    if reward_baselines is not None:
-        raise ValueError(f"estimator {estimator!r} has no use for reward_baselines")
+    _check_no_returns(estimator, gamma, reward_baselines)
     valid = _valid(token_level_rewards, response_mask)
-    lengths = valid.sum(-1).double()
+    lengths, rewards = valid.sum(-1).double(), torch.where(valid, token_level_rewards, 0).double()
     before = row_advantages(
         estimator,
-        torch.where(valid, token_level_rewards, 0).double().sum(-1),
+        rewards.sum(-1),
         group_index,
         lengths=lengths,
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         adv_std_level=adv_std_level,
         asymre_shift=asymre_shift,
         f_norm=f_norm,
+        options=options,
     )
     after = finish_advantages(
         before,
         lengths,
-        whiten_advantages=whiten_advantages or spec.whitens,
+        whiten_advantages=whiten_advantages or traits.whitens,
         advantage_clip=advantage_clip,
         reduce=reduce,
     )
-    dtype = _float_type(token_level_rewards)
-    return torch.where(valid, after.unsqueeze(-1), 0).to(dtype), torch.where(
-        valid, before.unsqueeze(-1), 0
-    ).to(dtype)
+    after, before = (torch.where(valid, one.unsqueeze(-1), 0) for one in (after, before))
+    return after.to(_float_type(token_level_rewards)), before.to(_float_type(token_level_rewards))
 
 
 @torch.no_grad()
@@ -413,12 +385,34 @@ def _float_type(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
 
 
-def _estimator(name: str) -> Estimator:
-    if name not in ESTIMATORS:
+def _check_rows(rewards: Tensor, group_index: Tensor, lengths: Tensor | None) -> None:
+    if rewards.dim() != 1 or rewards.shape != group_index.shape:
         raise ValueError(
-            f"unknown advantage estimator {name!r}; choose one of {sorted(ESTIMATORS)}"
+            f"rewards {tuple(rewards.shape)} and group index {tuple(group_index.shape)} "
+            "must both be [B]"
         )
-    return ESTIMATORS[name]
+    if lengths is not None and lengths.shape != rewards.shape:
+        raise ValueError(
+            f"lengths {tuple(lengths.shape)} must be [B] like the rewards {tuple(rewards.shape)}"
+        )
+
+
+def _check_no_returns(estimator: str, gamma: float, baselines: Tensor | None) -> None:
+    if gamma != 1:
+        raise ValueError(
+            f"gamma is {gamma}, but estimator {estimator!r} has no returns per token; it must be 1"
+        )
+    if baselines is not None:
+        raise ValueError(f"estimator {estimator!r} has no use for reward_baselines")
+
+
+def _check_plugin(estimator: str, advantages: Tensor, rewards: Tensor) -> None:
+    if advantages.shape != rewards.shape:
+        raise ValueError(
+            f"estimator {estimator!r} returned {tuple(advantages.shape)} for rewards "
+            f"{tuple(rewards.shape)}; it must return one advantage per row"
+        )
+    _check_finite(f"an advantage of {estimator!r}", advantages)
 
 
 def _valid(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
@@ -430,10 +424,10 @@ def _valid(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
     return response_mask != 0
 
 
-def _check_std_level(estimator: str, level: str, norm_by_std: bool) -> None:
+def _check_std_level(traits: EstimatorTraits, level: str, norm_by_std: bool) -> None:
     if level not in ("group", "batch"):
         raise ValueError(f"adv_std_level is {level!r}; choose group or batch")
-    if level == "batch" and not (ESTIMATORS[estimator].rows is _grpo and norm_by_std):
+    if level == "batch" and not (traits.std_levels and norm_by_std):
         raise ValueError(
             "adv_std_level batch belongs to the estimator grpo with norm_adv_by_std_in_grpo"
         )
@@ -444,11 +438,15 @@ def _check_finite(what: str, values: Tensor) -> None:
         raise ValueError(f"{what} is not finite; drop the group before its advantages are computed")
 
 
+@register_estimator("dr_grpo")
+@register_estimator("reinforce_plus_plus_baseline")
 def _dr_grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """R - mean_g (arXiv 2503.20783); reinforce_plus_plus_baseline starts from the same."""
     return rewards - groups.mean(rewards)
 
 
+@register_estimator("grpo")
+@register_estimator("grpo_vectorized")
 def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """(R - mean_g) / (std + eps), std of the group (arXiv 2402.03300) or of all rewards (arXiv
     2508.08221).
@@ -462,6 +460,7 @@ def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     return centred / (groups.std(centred) + EPSILON)
 
 
+@register_estimator("grpo_passk")
 def _passk(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """Best minus second best reward for the best response, 0 for the others and in a tie (arXiv
     2503.19595).
@@ -475,6 +474,7 @@ def _passk(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     )
 
 
+@register_estimator("rloo")
 def _rloo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """R minus the mean of the others = n / (n - 1) (R - mean_g) (arXiv 2402.14740)."""
     return (rewards - groups.mean(rewards)) * groups.expand(
@@ -482,6 +482,7 @@ def _rloo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     )
 
 
+@register_estimator("opo")
 def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """R - sum_g(L R) / sum_g(L), L the response lengths (arXiv 2505.23585); in a group without
     tokens, R - mean_g.
@@ -491,6 +492,7 @@ def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     return centred - groups.expand(groups.sum(lengths * centred) / torch.where(total > 0, total, 1))
 
 
+@register_estimator("gpg")
 def _gpg(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """alpha (R - mean_g) / f_norm, alpha = B / (B - rows in groups without variance) (arXiv
     2504.02546).
@@ -499,6 +501,7 @@ def _gpg(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     return (rewards - groups.mean(rewards)) * (len(rewards) / rows) / options.f_norm
 
 
+@register_estimator("maxrl")
 def _maxrl(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """(R - mean_g) / mean_g for rewards of at least 0 (arXiv 2602.02710); 0 where the mean is 0 or
     below.
@@ -511,28 +514,13 @@ def _maxrl(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     return torch.where(positive, (rewards - mean) / torch.where(positive, mean, 1), 0)
 
 
+@register_estimator("raw")
 def _raw(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """R."""
     return rewards
 
 
+@register_estimator("asymre")
 def _asymre(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     """R - (mean_g + shift) (arXiv 2506.20520)."""
     return rewards - groups.mean(rewards) - options.asymre_shift
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(_grpo, compares=True),
-    "grpo_vectorized": Estimator(_grpo, compares=True),
-    "dr_grpo": Estimator(_dr_grpo, compares=True),
-    "grpo_passk": Estimator(_passk, compares=True),
-    "rloo": Estimator(_rloo, compares=True),
-    "reinforce_plus_plus": Estimator(None, compares=False, whitens=True, returns=True),
-    "reinforce_plus_plus_baseline": Estimator(_dr_grpo, compares=True, whitens=True),
-    "remax": Estimator(None, compares=False, returns=True, baseline=True),
-    "opo": Estimator(_opo, compares=True),
-    "gpg": Estimator(_gpg, compares=True),
-    "maxrl": Estimator(_maxrl, compares=True),
-    "raw": Estimator(_raw, compares=False),
-    "asymre": Estimator(_asymre, compares=False),
-}

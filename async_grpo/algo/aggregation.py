@@ -85,27 +85,6 @@ def aggregate_loss(token_loss: Tensor, token_weights: Tensor) -> Tensor:
     return (torch.where(token_weights != 0, token_loss, 0) * token_weights).sum()
 
 
-def aggregate(
-    token_loss: Tensor,
-    mask: Tensor,
-    mode: str,
-    *,
-    max_response_length: int,
-    group_index: Sequence[int] | None = None,
-) -> Tensor:
-    """The aggregated loss of a whole optimizer step held in one tensor: `token_loss` and `mask` are
-    [B, T], `group_index` has B entries.
-    """
-    valid = mask != 0
-    weights = row_weights(
-        mode,
-        valid.sum(-1).tolist(),
-        max_response_length=max_response_length,
-        group_index=group_index,
-    )
-    return aggregate_loss(token_loss, valid * token_loss.new_tensor(weights).unsqueeze(-1))
-
-
 AGGREGATIONS: dict[str, Callable[[Totals, int, int], int]] = {
     "token-mean": lambda totals, length, prompt: totals.tokens,
     "token-sum": lambda totals, length, prompt: 1,

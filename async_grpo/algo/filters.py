@@ -8,10 +8,30 @@ Runs in: the replay queue and the driver (plain numbers, no tensor library). Hid
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_grpo.algo.catalog import GROUP_FILTERS, make_options
 
 TOLERANCE = 1e-6
+_REASON = re.compile(r"[a-z0-9_]{1,40}")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What a plugin's filter knows of a group: one entry per response to be trained.
+
+    `values`: the values of the rule's metric. `verdicts`: 0, 1 or None. `truncated`: the response
+    hit the response budget. `rewards`: its components by name. `lengths`: in tokens.
+    """
+
+    values: Sequence[float]
+    verdicts: Sequence[float | None]
+    truncated: Sequence[bool]
+    rewards: Sequence[Mapping[str, float]]
+    lengths: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -22,8 +42,8 @@ class FilterRule:
     arXiv 2503.14476). `accuracy_low`, `accuracy_high`: the mean verdict is not strictly between
     them; None leaves the side open. `all_truncated`: every response hit the response budget.
     `metric` is `score` (weighted reward sum), `seq_reward` (the shaped reward), `acc` (the verdict)
-    or the name of a reward component. Raises ValueError for bounds that no group or no number can
-    meet.
+    or the name of a reward component. `custom`: a registered filter, with the values of its
+    `options`. Raises ValueError for bounds that no group or no number can meet.
     """
 
     metric: str = "score"
@@ -32,6 +52,8 @@ class FilterRule:
     accuracy_low: float | None = None
     accuracy_high: float | None = None
     all_truncated: bool = False
+    custom: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.metric:
@@ -59,6 +81,11 @@ class FilterRule:
         """Whether the rule needs the verdicts of a group."""
         return self.accuracy_low is not None or self.accuracy_high is not None
 
+    @property
+    def reads_metric(self) -> bool:
+        """Whether the rule looks at the values of its metric."""
+        return self.zero_variance or self.custom is not None
+
 
 def filter_reason(
     rule: FilterRule,
@@ -66,32 +93,31 @@ def filter_reason(
     values: Sequence[float],
     verdicts: Sequence[float | None],
     truncated: Sequence[bool],
+    rewards: Sequence[Mapping[str, float]] = (),
+    lengths: Sequence[int] = (),
 ) -> str | None:
     """Why a group is rejected, or None if it stays: `all_wrong`, `all_right`, `all_equal`,
-    `too_hard`, `too_easy` or `all_truncated`.
+    `too_hard`, `too_easy`, `all_truncated`, or the word of the rule's custom filter.
 
-    One entry per response to be trained: `values` of the rule's metric (read only for
-    `zero_variance`), `verdicts` 0 or 1 or None, and whether the response was `truncated`. The first
-    reason in the order above is given. Raises ValueError for a group without responses, for a value
-    that is not finite, and for a verdict that is missing where the rule bounds the accuracy.
+    One entry per response to be trained: `values` of the rule's metric (where it `reads_metric`),
+    `verdicts` 0 or 1 or None, whether the response was `truncated`; `rewards` and `lengths` are for
+    the custom filter. The first reason in the order above is given. Raises ValueError for a group
+    without responses, a value that is not finite, a verdict that is missing where the rule bounds
+    the accuracy, and a custom filter that fails.
     """
     if (
         not verdicts
         or len(verdicts) != len(truncated)
-        or (rule.zero_variance and len(values) != len(verdicts))
+        or (rule.reads_metric and len(values) != len(verdicts))
     ):
         raise ValueError(
             f"a group has {len(values)} values, {len(verdicts)} verdicts and "
             f"{len(truncated)} lengths; they must be equal and not 0"
         )
     if rule.zero_variance and zero_variance(values, tolerance=rule.tolerance):
-        return (
-            "all_wrong"
-            if set(verdicts) == {0.0}
-            else "all_right"
-            if set(verdicts) == {1.0}
-            else "all_equal"
-        )
+        if set(verdicts) in ({0.0}, {1.0}):
+            return "all_right" if verdicts[0] else "all_wrong"
+        return "all_equal"
     if rule.bounds_accuracy:
         rate = accuracy(verdicts)
         if rate is None:
@@ -100,7 +126,26 @@ def filter_reason(
             return "too_hard"
         if rule.accuracy_high is not None and rate >= rule.accuracy_high:
             return "too_easy"
-    return "all_truncated" if rule.all_truncated and all(truncated) else None
+    if rule.all_truncated and all(truncated):
+        return "all_truncated"
+    if rule.custom is None:
+        return None
+    return _custom_reason(
+        rule.custom, GroupFacts(values, verdicts, truncated, rewards, lengths), rule.options
+    )
+
+
+def _custom_reason(name: str, facts: GroupFacts, options: Mapping[str, Any]) -> str | None:
+    try:
+        reason = GROUP_FILTERS.function(name)(facts, make_options(name, options))
+    except Exception as error:
+        raise ValueError(f"group filter {name!r} failed: {error!r}") from error
+    if reason is not None and not (isinstance(reason, str) and _REASON.fullmatch(reason)):
+        raise ValueError(
+            f"group filter {name!r} returned {reason!r}; a reason is None or one word of at most "
+            "40 letters a-z, digits and _"
+        )
+    return reason
 
 
 def zero_variance(values: Sequence[float], *, tolerance: float = TOLERANCE) -> bool:

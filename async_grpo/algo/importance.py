@@ -8,14 +8,47 @@ depend on the order of the terms.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from async_grpo.algo.catalog import IMPORTANCE, register_importance
 from async_grpo.algo.losses import MAX_LOG_RATIO
-from async_grpo.algo.rows import row_means, row_sums
+from async_grpo.algo.rows import check_shapes, row_means, row_sums
 
 LEVELS = ("none", "token", "sequence", "geometric")
-MODES = ("truncate", "mask")
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """What an importance mode makes weights of; tensors have one shape, [B, T] or packed [N].
+
+    `ratio`: w on every token at the configured level, float64, 1 on masked entries. `staleness`:
+    the lag per token in learner steps, None where the caller has none.
+    """
+
+    ratio: Tensor
+    valid: Tensor
+    lower: float
+    upper: float
+    staleness: Tensor | None
+    row_index: Tensor | None
+    options: Any
+
+
+@register_importance("truncate")
+def _truncate(ratios: Ratios) -> Tensor:
+    """Clamped into [lower, upper] (truncated importance sampling)."""
+    return ratios.ratio.clamp(ratios.lower, ratios.upper)
+
+
+@register_importance("mask")
+def _mask(ratios: Ratios) -> Tensor:
+    """0 outside [lower, upper] (IcePop, masked importance sampling)."""
+    inside = (ratios.ratio >= ratios.lower) & (ratios.ratio <= ratios.upper)
+    return torch.where(inside, ratios.ratio, 0)
 
 
 @torch.no_grad()
@@ -29,30 +62,32 @@ def importance_weights(
     lower: float,
     upper: float,
     row_index: Tensor | None = None,
+    staleness: Tensor | None = None,
+    options: Any = None,
 ) -> Tensor:
     """Weight per token, in the shape of the inputs ([B, T], or packed [N]), detached.
 
     `level`: "none" is 1 everywhere, "token" is w = exp(anchor - behavior), "sequence" the product
     of w over the row's unmasked tokens and "geometric" its geometric mean, on each of them. `mode`:
-    "truncate" clamps into [lower, upper] (truncated importance sampling), "mask" is 0 outside
-    (IcePop, masked importance sampling). `row_index` [N] int64, the row of each packed token, is
-    needed for packed rows. Raises ValueError for an unknown level or mode, an empty interval, a
-    shape mismatch, or packed rows without `row_index`.
+    "truncate", "mask", or a plugin's, which may look at the lags `staleness` and has `options`.
+    `row_index` [N] int64, the row of each packed token, is needed for packed rows. Raises
+    ValueError for an unknown level or mode, an empty interval, a shape mismatch, packed rows
+    without `row_index`, or a plugin's weights that are not finite.
     """
-    if mode not in MODES:
-        raise ValueError(f"importance mode {mode!r}; choose truncate or mask")
+    function = IMPORTANCE.function(mode)
     dtype = torch.promote_types(anchor_logprobs.dtype, torch.float32)
     valid, ratio = _ratio(
         anchor_logprobs, behavior_logprobs, loss_mask, level, lower, upper, row_index
     )
     if level == "none":
         return torch.ones_like(anchor_logprobs, dtype=dtype)
-    weights = (
-        ratio.clamp(lower, upper)
-        if mode == "truncate"
-        else torch.where((ratio >= lower) & (ratio <= upper), ratio, 0)
-    )
-    return torch.where(valid, weights, 1).to(dtype)
+    weights = function(Ratios(ratio, valid, lower, upper, staleness, row_index, options))
+    weights = torch.where(valid, weights, 1).to(dtype)
+    if mode not in IMPORTANCE.built_in:
+        check_shapes(anchor_logprobs, weights=weights)
+        if not bool(torch.isfinite(weights).all()):
+            raise ValueError(f"importance mode {mode!r} returned a weight that is not finite")
+    return weights
 
 
 @torch.no_grad()
@@ -99,7 +134,7 @@ def opsm_mask(
     """
     if not delta >= 0:
         raise ValueError(f"opsm delta {delta}; it must be at least 0")
-    _check_shapes(
+    check_shapes(
         logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, loss_mask=loss_mask
     )
     valid = loss_mask != 0
@@ -118,7 +153,7 @@ def interpolated_anchor(logprobs: Tensor, behavior_logprobs: Tensor, staleness: 
     behavior + alpha (current - behavior) with alpha = (k - 1) / k, and 0 at lag 0 and 1. Entries do
     not mix. Raises ValueError for a shape mismatch.
     """
-    _check_shapes(logprobs, behavior_logprobs=behavior_logprobs, staleness=staleness)
+    check_shapes(logprobs, behavior_logprobs=behavior_logprobs, staleness=staleness)
     lag = staleness.to(torch.promote_types(logprobs.dtype, torch.float32)).clamp(min=0)
     alpha = (lag - 1) / lag.clamp(min=1)
     moved = behavior_logprobs + alpha * (logprobs - behavior_logprobs)
@@ -143,7 +178,7 @@ def _ratio(
         raise ValueError(
             f"importance interval [{lower}, {upper}]; it must hold 0 <= lower <= upper"
         )
-    _check_shapes(anchor_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
+    check_shapes(anchor_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
     valid = loss_mask != 0
     log_ratio = torch.where(valid, anchor_logprobs.double() - behavior_logprobs.double(), 0)
     if level == "sequence":
@@ -151,12 +186,3 @@ def _ratio(
     elif level == "geometric":
         log_ratio = row_means(log_ratio, valid, row_index)
     return valid, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def _check_shapes(logprobs: Tensor, **others: Tensor) -> None:
-    for name, tensor in others.items():
-        if tensor.shape != logprobs.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, the log-probs "
-                f"{tuple(logprobs.shape)}; they must be equal"
-            )

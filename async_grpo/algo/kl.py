@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algo.losses import MAX_LOG_RATIO
+from async_grpo.algo.rows import check_shapes
 
 
 def kl_penalty(
@@ -37,43 +38,16 @@ def kl_penalty(
     base = kind.removesuffix("+")
     if base not in _ESTIMATORS:
         raise ValueError(f"unknown KL penalty {kind!r}; choose one of {sorted(KL_PENALTIES)}")
-    log_ratio = _log_ratio(logprobs, ref_logprobs, "ref_logprobs")
+    check_shapes(logprobs, ref_logprobs=ref_logprobs, anchor_logprobs=anchor_logprobs)
+    log_ratio = _log_ratio(logprobs, ref_logprobs)
     penalty = _ESTIMATORS[base](log_ratio)
     if kind.endswith("+"):
         k2 = _k2(log_ratio)
         penalty = k2 - k2.detach() + penalty.detach()
     if anchor_logprobs is not None:
-        ratio = (
-            _log_ratio(logprobs, anchor_logprobs, "anchor_logprobs")
-            .clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            .exp()
-        )
-        penalty = ratio * penalty
+        log_ratio = _log_ratio(logprobs, anchor_logprobs)
+        penalty = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * penalty
     return penalty
-
-
-def full_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Exact divergence sum_v p (log p - log q) from the logits [..., V] of both policies at the
-    same temperature: [...], in nats.
-
-    Softmax in float32 or better. A token that the policy forbids (logit -inf) adds 0; one that only
-    the reference forbids makes the divergence infinite. Gradient to `logits` only. Raises
-    ValueError for a shape mismatch or a temperature that is not above 0.
-    """
-    if logits.shape != ref_logits.shape or not temperature > 0:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} and {tuple(ref_logits.shape)} at temperature "
-            f"{temperature}; shapes equal, above 0"
-        )
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_p, log_q = (
-        torch.log_softmax(values.to(dtype) / temperature, -1)
-        for values in (logits, ref_logits.detach())
-    )
-    p = log_p.exp()
-    return (p * torch.where(p > 0, log_p - log_q, 0)).sum(
-        -1
-    )  # a probability of 0 has gradient 0 too: `where` keeps inf - inf out
 
 
 @dataclass(slots=True)
@@ -118,13 +92,8 @@ class AdaptiveKL:
         return cls(**state)
 
 
-def _log_ratio(logprobs: Tensor, other: Tensor, name: str) -> Tensor:
+def _log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
     """The difference, gradient to `logprobs` only."""
-    if other.shape != logprobs.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(other.shape)}, the log-probs "
-            f"{tuple(logprobs.shape)}; they must be equal"
-        )
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     return logprobs.to(dtype) - other.detach().to(dtype)
 

@@ -1,34 +1,29 @@
 """Policy losses by name: one call for every loss, per token.
 
-Runs in: learner ranks. Hides which loss needs what (rows, a selection, a clip interval) and the
-cleaning of the inputs; the formulas and their numerics.
+Runs in: learner ranks. Hides the numerics of importance ratios, the clip interval of a token by its
+lag, and which loss needs what (rows, a selection); the traits stand in `catalog`.
 
-Invariants: where the mask is 0 the loss and its gradient are exactly 0, whatever the inputs hold
-there; only `logprobs` receives gradient; every loss returns the same diagnostics. Losses are
-minimised; aggregation over tokens is another module's.
-
-What policy losses are made of: the clip interval of a token by its lag, cleaned inputs, and one
-function per loss. Hides the numerics of importance ratios: masked entries may hold anything (NaN
-and infinity included) and still give loss 0 and gradient 0, and no log ratio overflows.
-
-Invariants: inputs are sanitised before any arithmetic, because masking a result does not stop 0 *
-inf in the backward pass; what goes into `exp` is clamped to [-20, 20], never what comes out; the
-clip interval never widens with the lag, and at lag 0 it is the constant one; only `logprobs`
-receives gradient. A ratio exactly on a bound keeps its whole gradient.
+Invariants: inputs are cleaned before any arithmetic, because masking a result does not stop 0 * inf
+in the backward pass: masked entries may hold anything (NaN and infinity included) and give loss and
+gradient exactly 0. What goes into `exp` is clamped to [-20, 20], never what comes out. The clip
+interval never widens with the lag, and a ratio exactly on a bound keeps its whole gradient. Only
+`logprobs` receives gradient; every loss returns the same diagnostics. Losses are minimised;
+aggregation over tokens is another module's.
 
 Names below: x = current - anchor log-prob, r = exp(x), A advantage, sg = without gradient.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from async_grpo.algo.rows import row_means, row_sums
+from async_grpo.algo.catalog import POLICY_LOSSES, register_policy_loss
+from async_grpo.algo.rows import check_shapes, row_means, row_sums
 
 MAX_LOG_RATIO = 20.0
 M2PO_OPEN = 1e5
@@ -86,59 +81,6 @@ CLIP_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {
 """Kind -> (lag, rate) -> factor in (0, 1], 1 at lag 0, not increasing."""
 
 
-@dataclass(frozen=True)
-class LossOptions:
-    """Constants of single losses; the defaults are those of the papers. Raises ValueError for
-    values that make no loss.
-
-    sapo: temperatures for positive and other advantages. dppo: divergence "tv" or "kl", its bounds
-    for negative and positive advantages, and the cap of the ratio (None: the ratio carries the
-    gradient, uncapped). opmd: weight of the squared log ratio, of each "token" or of the
-    "sequence". clip_cov, kl_cov: share of the step's tokens to select, the band of covariances, the
-    weight of the penalty. m2po: bound of the mean squared log ratio of harmful tokens.
-    """
-
-    sapo_tau_pos: float = 1.0
-    sapo_tau_neg: float = 1.05
-    dppo_divergence: str = "tv"
-    dppo_low: float = 0.2
-    dppo_high: float = 0.2
-    dppo_ratio_cap: float | None = None
-    opmd_tau: float = 0.1
-    opmd_level: str = "token"
-    clip_cov_ratio: float = 2e-4
-    clip_cov_lower: float = 1.0
-    clip_cov_upper: float = 5.0
-    kl_cov_ratio: float = 2e-4
-    kl_cov_coef: float = 0.1
-    m2po_budget: float = 0.04
-
-    def __post_init__(self) -> None:
-        values = asdict(self)
-        for name, valid in (
-            ("dppo_divergence", ("tv", "kl")),
-            ("opmd_level", ("token", "sequence")),
-        ):
-            if values[name] not in valid:
-                raise ValueError(f"{name} is {values[name]!r}; choose {' or '.join(valid)}")
-        for name in ("sapo_tau_pos", "sapo_tau_neg", "m2po_budget", "dppo_ratio_cap"):
-            if values[name] is not None and not 0 < values[name] < math.inf:
-                raise ValueError(f"{name} is {values[name]}; it must be a finite number above 0")
-        for name in ("dppo_low", "dppo_high", "opmd_tau", "kl_cov_coef"):
-            if not 0 <= values[name] < math.inf:
-                raise ValueError(
-                    f"{name} is {values[name]}; it must be a finite number of at least 0"
-                )
-        for name in ("clip_cov_ratio", "kl_cov_ratio"):
-            if not 0 < values[name] <= 1:
-                raise ValueError(f"{name} is {values[name]}; it must be above 0 and at most 1")
-        if not self.clip_cov_lower < self.clip_cov_upper:
-            raise ValueError(
-                f"clip_cov_lower is {self.clip_cov_lower}; it must be below "
-                f"clip_cov_upper, {self.clip_cov_upper}"
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What every loss is made of, all [B, T] or [N]; masked entries are neutral: difference 0,
@@ -162,12 +104,15 @@ class Terms:
     row_index: Tensor | None
     selection: Tensor | None
     clip: Clip
-    options: LossOptions
+    options: Any
+    """The constants of the loss (`catalog.Sapo` and so on, or a plugin's), None without."""
 
     def row_mean(self, values: Tensor) -> Tensor:
+        """The mean over the valid tokens of its response, on every token."""
         return row_means(values, self.valid, self.row_index)
 
     def row_sum(self, values: Tensor) -> Tensor:
+        """The sum over its response on every token; masked entries must hold 0."""
         return row_sums(values, self.row_index)
 
 
@@ -217,6 +162,7 @@ def _clipped(
     return loss, diagnostics
 
 
+@register_policy_loss("ppo_clip")
 def ppo_clip(terms: Terms) -> LossAndDiagnostics:
     """l = -min(r A, clip(r) A) (arXiv 1707.06347); with dual clip l <= -c A where A < 0 (arXiv
     1912.09729).
@@ -226,6 +172,7 @@ def ppo_clip(terms: Terms) -> LossAndDiagnostics:
     )
 
 
+@register_policy_loss("gspo")
 def gspo(terms: Terms) -> LossAndDiagnostics:
     """l = -min(s A, clip(s) A) on every token, s = exp(mean of x over the response) (arXiv
     2507.18071).
@@ -234,6 +181,7 @@ def gspo(terms: Terms) -> LossAndDiagnostics:
     return _clipped(ratio, terms.advantages, 1 - terms.low, 1 + terms.high)
 
 
+@register_policy_loss("gspo_token")
 def gspo_token(terms: Terms) -> LossAndDiagnostics:
     """GSPO with an advantage per token: the value of s, each token's gradient on itself: sg(s)
     exp(current - sg(current)).
@@ -243,6 +191,7 @@ def gspo_token(terms: Terms) -> LossAndDiagnostics:
     return _clipped(ratio, terms.advantages, 1 - terms.low, 1 + terms.high)
 
 
+@register_policy_loss("cispo")
 def cispo(terms: Terms) -> LossAndDiagnostics:
     """l = -sg(clip(r)) A current: the clip bounds the weight, every token keeps gradient (arXiv
     2506.13585).
@@ -254,15 +203,17 @@ def cispo(terms: Terms) -> LossAndDiagnostics:
     return loss, {"clipped_low": ratio < lower, "clipped_high": ratio > upper}
 
 
+@register_policy_loss("sapo")
 def sapo(terms: Terms) -> LossAndDiagnostics:
     """l = -f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A
     (arXiv 2511.20347).
     """
-    pos, neg = terms.options.sapo_tau_pos, terms.options.sapo_tau_neg
+    pos, neg = terms.options.tau_pos, terms.options.tau_neg
     tau = torch.full_like(terms.advantages, neg).masked_fill(terms.advantages > 0, pos)
     return -4 / tau * torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * terms.advantages, {}
 
 
+@register_policy_loss("gmpo")
 def gmpo(terms: Terms) -> LossAndDiagnostics:
     """l = -A exp(mean of clipped x over the response) on every token (arXiv 2507.20673).
 
@@ -284,6 +235,9 @@ def gmpo(terms: Terms) -> LossAndDiagnostics:
     }
 
 
+@register_policy_loss("gpg")
+@register_policy_loss("reinforce")
+@register_policy_loss("asymre")
 def policy_gradient(terms: Terms) -> LossAndDiagnostics:
     """l = -A current: GPG (arXiv 2504.02546), REINFORCE (a correction comes as weights), asymmetric
     REINFORCE (arXiv 2506.20520).
@@ -291,6 +245,7 @@ def policy_gradient(terms: Terms) -> LossAndDiagnostics:
     return -terms.advantages * terms.current, {}
 
 
+@register_policy_loss("clip_cov")
 def clip_cov(terms: Terms) -> LossAndDiagnostics:
     """PPO's loss, 0 on the selected tokens (arXiv 2505.22617)."""
     loss, diagnostics = _clipped(
@@ -299,14 +254,16 @@ def clip_cov(terms: Terms) -> LossAndDiagnostics:
     return torch.where(terms.selection, 0, loss), diagnostics
 
 
+@register_policy_loss("kl_cov")
 def kl_cov(terms: Terms) -> LossAndDiagnostics:
     """l = -r A, plus coef |x| on the selected tokens (arXiv 2505.22617). No clamp on |x|: a penalty
     must not let go of far tokens.
     """
-    penalty = terms.options.kl_cov_coef * terms.difference.abs()
+    penalty = terms.options.coef * terms.difference.abs()
     return -terms.log_ratio.exp() * terms.advantages + torch.where(terms.selection, penalty, 0), {}
 
 
+@register_policy_loss("m2po")
 def m2po(terms: Terms) -> LossAndDiagnostics:
     """PPO's loss with the interval widened to at least [exp(-T), exp(T)], T from the selection
     (arXiv 2510.01161).
@@ -321,6 +278,7 @@ def m2po(terms: Terms) -> LossAndDiagnostics:
     return _clipped(terms.log_ratio.exp(), terms.advantages, lower, upper, terms.clip.dual)
 
 
+@register_policy_loss("dppo")
 def dppo(terms: Terms) -> LossAndDiagnostics:
     """l = -r A, or -sg(min(r, cap)) A current; 0 for tokens whose probability has moved too far
     (arXiv 2602.04879).
@@ -332,13 +290,13 @@ def dppo(terms: Terms) -> LossAndDiagnostics:
     options, advantages, ratio = terms.options, terms.advantages, terms.log_ratio.exp()
     now, then = terms.current.detach().clamp(max=0), terms.anchor.clamp(max=0)
     moved = now.exp() - then.exp()
-    distance = moved.abs() if options.dppo_divergence == "tv" else _binary_kl(then, now)
-    clipped_high = (advantages > 0) & (moved > 0) & (distance > options.dppo_high)
-    clipped_low = (advantages < 0) & (moved < 0) & (distance > options.dppo_low)
-    if options.dppo_ratio_cap is None:
+    distance = moved.abs() if options.divergence == "tv" else _binary_kl(then, now)
+    clipped_high = (advantages > 0) & (moved > 0) & (distance > options.high)
+    clipped_low = (advantages < 0) & (moved < 0) & (distance > options.low)
+    if options.ratio_cap is None:
         loss = -ratio * advantages
     else:
-        loss = -ratio.detach().clamp(max=options.dppo_ratio_cap) * advantages * terms.current
+        loss = -ratio.detach().clamp(max=options.ratio_cap) * advantages * terms.current
     return torch.where(clipped_low | clipped_high, 0, loss), {
         "clipped_low": clipped_low,
         "clipped_high": clipped_high,
@@ -356,6 +314,7 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_p.exp() * (log_p - log_q) - torch.expm1(log_p) * (log_not_p - log_not_q)
 
 
+@register_policy_loss("opmd")
 def opmd(terms: Terms) -> LossAndDiagnostics:
     """l = -A current + tau / 2 d^2, d = current - behavior (arXiv 2501.12599 eq. 3, without its
     division by tau).
@@ -365,12 +324,13 @@ def opmd(terms: Terms) -> LossAndDiagnostics:
     not let go of far tokens.
     """
     squared = (terms.current - terms.behavior).square()
-    if terms.options.opmd_level == "sequence":
+    if terms.options.level == "sequence":
         total = terms.row_sum(terms.current - terms.behavior)
         squared = total.square() / terms.row_sum(terms.valid.to(total.dtype)).clamp(min=1)
-    return -terms.advantages * terms.current + terms.options.opmd_tau / 2 * squared, {}
+    return -terms.advantages * terms.current + terms.options.tau / 2 * squared, {}
 
 
+@register_policy_loss("topr")
 def topr(terms: Terms) -> LossAndDiagnostics:
     """l = -A current where A >= 0, else -sg(min(S, 1)) A current, S = exp(sum of current - behavior
     over the response).
@@ -386,54 +346,6 @@ def topr(terms: Terms) -> LossAndDiagnostics:
     return -weight * terms.advantages * terms.current, {"ratio": ratio}
 
 
-__all__ = [
-    "CLIPPED",
-    "CLIP_SCHEDULES",
-    "DEFAULT_OPTIONS",
-    "MAX_LOG_RATIO",
-    "POLICY_LOSSES",
-    "RATIO_FREE",
-    "SELECTING",
-    "SEQUENCE",
-    "Clip",
-    "LossOptions",
-    "clean_terms",
-    "clip_bounds",
-    "policy_loss",
-]
-
-DEFAULT_OPTIONS = LossOptions()
-
-POLICY_LOSSES: dict[str, Callable[[Terms], LossAndDiagnostics]] = {
-    "ppo_clip": ppo_clip,
-    "gspo": gspo,
-    "gspo_token": gspo_token,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "gpg": policy_gradient,
-    "reinforce": policy_gradient,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "m2po": m2po,
-    "dppo": dppo,
-    "opmd": opmd,
-    "topr": topr,
-    "asymre": policy_gradient,
-}
-"""Name -> terms -> (loss per token, diagnostics)."""
-CLIPPED = frozenset({"ppo_clip", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov", "m2po"})
-"""Losses that use the clip interval."""
-SEQUENCE = frozenset({"gspo", "gspo_token", "gmpo", "topr"})
-"""Losses with one ratio per response, which need to know the rows; `opmd` does too at level
-"sequence".
-"""
-SELECTING = frozenset({"clip_cov", "kl_cov", "m2po"})
-"""Losses that need a selection over the whole optimizer step (`selection.select_tokens`)."""
-RATIO_FREE = frozenset({"gpg", "reinforce", "asymre", "topr", "opmd"})
-"""Losses without a trust region around the anchor."""
-
-
 def policy_loss(
     name: str,
     logprobs: Tensor,
@@ -447,7 +359,7 @@ def policy_loss(
     weights: Tensor | None = None,
     row_index: Tensor | None = None,
     selection: Tensor | None = None,
-    options: LossOptions = DEFAULT_OPTIONS,
+    options: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss per token, to be minimised, and detached diagnostics; every tensor is [B, T], or every
     one is packed [N].
@@ -456,16 +368,16 @@ def policy_loss(
     `behavior_logprobs` the sampler's (equal to the anchor when that is the behaviour policy);
     `advantages` one per token; `staleness` the lag per token in learner steps; `weights` multiply
     the whole loss of a token, without gradient. `row_index` int64, the row of each packed token, is
-    needed by `SEQUENCE` losses and by `opmd` at level "sequence". `selection` comes from
-    `select_tokens` and is needed by `SELECTING` losses: bool for clip_cov and kl_cov, float for
-    m2po. Where `loss_mask` is 0 the loss and its gradient are exactly 0. Diagnostics: `log_ratio`
-    (current - anchor, not clamped), `ratio` (the response's, on each of its tokens, where the loss
-    has one), and the bool tensors `clipped_low`, `clipped_high` (the loss took the bound, by
-    negative and positive advantage) and `dual_clipped`. Raises ValueError for an unknown name, a
-    shape mismatch, a missing row index or a missing or mistyped selection.
+    needed by losses with the trait `rows` and by `opmd` at level "sequence". `selection` comes from
+    `select_tokens` and is needed by losses with the trait `selects`: bool tokens, or a float bound.
+    `options` are the constants of the loss; None is their defaults. Where `loss_mask` is 0 the loss
+    and its gradient are exactly 0. Diagnostics: `log_ratio` (current - anchor, not clamped),
+    `ratio` (the response's, on each of its tokens, where the loss has one), and the bool tensors
+    `clipped_low`, `clipped_high` (the loss took the bound, by negative and positive advantage) and
+    `dual_clipped`. Raises ValueError for an unknown name, a shape mismatch, a missing row index or
+    a missing or mistyped selection.
     """
-    if name not in POLICY_LOSSES:
-        raise ValueError(f"unknown policy loss {name!r}; choose one of {sorted(POLICY_LOSSES)}")
+    function = POLICY_LOSSES.function(name)
     terms = clean_terms(
         logprobs,
         anchor_logprobs=anchor_logprobs,
@@ -476,12 +388,12 @@ def policy_loss(
         clip=clip,
         row_index=row_index,
         selection=selection,
-        options=options,
+        options=loss_options(name, options),
     )
     _check_needs(name, terms)
-    loss, found = POLICY_LOSSES[name](terms)
+    loss, found = function(terms)
     if weights is not None:
-        _check_shapes(logprobs, {"weights": weights})
+        check_shapes(logprobs, weights=weights)
         loss = loss * torch.where(terms.valid, weights.detach().to(loss.dtype), 0)
     nothing = torch.zeros_like(terms.valid)
     diagnostics = {
@@ -505,24 +417,22 @@ def clean_terms(
     clip: Clip,
     row_index: Tensor | None = None,
     selection: Tensor | None = None,
-    options: LossOptions = DEFAULT_OPTIONS,
+    options: Any = None,
 ) -> Terms:
     """Check the shapes and replace what masked entries hold; arguments as for `policy_loss`. At
     least float32.
 
     Raises ValueError for tensors whose shape is not that of `logprobs`.
     """
-    optional = {"row_index": row_index, "selection": selection}
-    _check_shapes(
+    check_shapes(
         logprobs,
-        {
-            "anchor_logprobs": anchor_logprobs,
-            "behavior_logprobs": behavior_logprobs,
-            "advantages": advantages,
-            "loss_mask": loss_mask,
-            "staleness": staleness,
-            **{key: tensor for key, tensor in optional.items() if tensor is not None},
-        },
+        anchor_logprobs=anchor_logprobs,
+        behavior_logprobs=behavior_logprobs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        staleness=staleness,
+        row_index=row_index,
+        selection=selection,
     )
     valid = loss_mask != 0
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
@@ -552,29 +462,34 @@ def clean_terms(
     )
 
 
-def _check_shapes(logprobs: Tensor, others: dict[str, Tensor]) -> None:
-    for key, tensor in others.items():
-        if tensor.shape != logprobs.shape:
-            raise ValueError(
-                f"{key} has shape {tuple(tensor.shape)}, logprobs {tuple(logprobs.shape)}; "
-                "they must be equal"
-            )
+def loss_options(name: str, options: Any) -> Any:
+    """The constants of a loss: those given, or their defaults. Raises ValueError for those of
+    another loss.
+    """
+    wanted = POLICY_LOSSES.require(name).options
+    if options is None:
+        return None if wanted is None else wanted()
+    if wanted is None or not isinstance(options, wanted):
+        raise ValueError(
+            f"policy loss {name} takes {'no options' if wanted is None else wanted.__name__}, "
+            f"not {type(options).__name__}"
+        )
+    return options
 
 
 def _check_needs(name: str, terms: Terms) -> None:
     """Raise ValueError where the loss lacks its rows or its selection."""
-    rows = name in SEQUENCE or (name == "opmd" and terms.options.opmd_level == "sequence")
+    traits = POLICY_LOSSES[name]
+    rows = traits.rows or (name == "opmd" and terms.options.level == "sequence")
     if rows and terms.row_index is None and terms.current.dim() != 2:
         raise ValueError(
-            f"policy loss {name} needs the rows of tokens of shape "
-            f"{tuple(terms.current.shape)}: give row_index, the row of each packed "
-            "token (int64), or tensors [B, T]"
+            f"policy loss {name} needs the rows of tokens of shape {tuple(terms.current.shape)}: "
+            "give row_index, the row of each packed token (int64), or tensors [B, T]"
         )
-    if name in SELECTING:
-        kind = "float (the bound T)" if name == "m2po" else "bool (the selected tokens)"
-        if terms.selection is None or (terms.selection.dtype == torch.bool) != (name != "m2po"):
-            got = "none" if terms.selection is None else "another type"
-            raise ValueError(
-                f"policy loss {name} needs selection, the {kind} tensor of "
-                f"select_tokens({name!r}, ...); got {got}"
-            )
+    bound, given = traits.selects == "bound", terms.selection
+    if traits.selects and (given is None or (given.dtype == torch.bool) == bound):
+        kind = "float (the bound T)" if bound else "bool (the selected tokens)"
+        raise ValueError(
+            f"policy loss {name} needs selection, the {kind} tensor of select_tokens({name!r}, "
+            f"...); got {'none' if given is None else 'another type'}"
+        )

@@ -1,15 +1,13 @@
-"""Metrics as sums and counts, so that a mean over ranks and micro-batches is exact.
+"""Metrics of the training as sums and counts, exact over micro-batches and ranks.
 
-Runs in: learner ranks (tensors) and the driver (merging). Hides when device values are read:
-tensors are queued and read once, when the numbers are asked for. Invariants: no mean of means;
-masked entries never count, whatever they hold; a metric without a single value does not exist
-instead of being 0.
+Runs in: learner ranks (tensors) and the driver (merging). Hides the table of diagnostics and when
+device values are read: tensors are queued and read once, when the numbers are asked for. Everything
+is counted over all tokens in the mask, and again per lag bucket (`train/lag_2/ppo_kl`); numbers of
+whole responses count each response with a token in the mask once, in the bucket of its oldest
+token.
 
-What a micro-batch says about the training, as sums that add up exactly over micro-batches and
-ranks. Hides the table of diagnostics. Everything is counted over all tokens in the mask, and again
-per lag bucket (`train/lag_2/ppo_kl`); numbers of whole responses count each response with a token
-in the mask once, in the bucket of its oldest token. Invariant: nothing here waits for the device;
-shapes never depend on values.
+Invariants: no mean of means; masked entries never count, whatever they hold; a metric without a
+single value does not exist instead of being 0; shapes never depend on values.
 
 Names: d = current - anchor log-prob, r = exp(d), rho = exp(current - behavior), w = exp(anchor -
 behavior). Every log ratio is clamped to [-20, 20] before `exp`; `log_ratio_abs_max` is not.
@@ -196,91 +194,74 @@ def loss_metrics(
     kl: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> None:
-    """Add the metrics of one micro-batch to `sums`.
+    """Add the metrics of one micro-batch: tensors [B, T], or packed [N] with `row_index` [N] int64.
 
-    All tensors have one shape, [B, T], or packed [N] with `row_index` [N] int64 (without it packed
-    tokens have no metrics of whole responses). `diagnostics` come from `policy_loss`; `weights` are
-    importance weights, `kept` is 0 for rejected tokens; `recomputed` says that the anchor is
-    another forward pass than the sampler's, so that their difference is the mismatch of learner and
-    sampler.
+    `diagnostics` come from `policy_loss`; `kept` is 0 for rejected tokens; `recomputed`: the anchor
+    is another forward pass than the sampler's. Without rows, whole responses have no metrics.
     """
     if mask.numel() == 0:
         return
-    valid, rows = mask.reshape(-1) != 0, _rows(mask, row_index)
+    valid = mask.reshape(-1) != 0
 
     def flat(tensor: Tensor) -> Tensor:
         return torch.where(valid, tensor.reshape(-1).double(), 0)
 
-    difference, behavior, anchor = (
-        flat(diagnostics["log_ratio"]),
-        flat(behavior_logprobs),
-        flat(anchor_logprobs),
-    )
-    to_behavior = flat(logprobs) - behavior
+    behavior, anchor, lag = flat(behavior_logprobs), flat(anchor_logprobs), flat(staleness)
+    to_behavior, mismatch = flat(logprobs) - behavior, anchor - behavior if recomputed else None
+    found = {name: flat(tensor) for name, tensor in diagnostics.items()}
+    optional = {"weights": weights, "kept": kept, "kl": kl, "entropy": entropy}
+    given = {name: flat(tensor) for name, tensor in optional.items() if tensor is not None}
     columns = {
         "pg_loss": flat(token_loss),
         "advantage": flat(advantages),
-        **_trust_region(difference, {k: flat(v) for k, v in diagnostics.items()}),
-        "rho": _exp(to_behavior),
-        "rho_sq": _exp(to_behavior).square(),
+        **_trust_region(found),
+        **_with_square("rho", _exp(to_behavior)),
+        **({} if mismatch is None else _mismatch(mismatch)),
+        **_weighting(given.get("weights"), given.get("kept")),
+        **{name: given[name] for name in ("kl", "entropy") if name in given},
+        "lag_mean": lag,
     }
-    extremes = {
-        "lag_max": flat(staleness),
-        "ratio_max": flat(diagnostics["ratio"]),
-        "log_ratio_abs_max": difference.abs(),
+    largest = {
+        "lag_max": lag,
+        "ratio_max": found["ratio"],
+        "log_ratio_abs_max": found["log_ratio"].abs(),
         "advantage_abs_max": flat(advantages).abs(),
     }
-    if recomputed:
-        columns |= _mismatch(anchor - behavior)
-        extremes |= {
-            "mismatch_max": (anchor - behavior).abs(),
-            "mismatch_prob_max": (anchor.exp() - behavior.exp()).abs(),
-        }
-    if weights is not None:
-        columns |= {
-            "importance_weight": flat(weights),
-            "importance_weight_sq": flat(weights).square(),
-            "importance_zero": flat(weights) == 0,
-        }
-    if kept is not None:
-        columns["rejected"] = flat(kept) == 0
-    if weights is not None or kept is not None:
-        applied = torch.ones_like(behavior) if weights is None else flat(weights)
-        columns["applied_weight"] = applied if kept is None else applied * flat(kept)
-    columns |= {
-        name: flat(tensor)
-        for name, tensor in (("kl", kl), ("entropy", entropy))
-        if tensor is not None
-    }
-    lag = flat(staleness)
+    if mismatch is not None:
+        largest["mismatch_max"] = mismatch.abs()
+        largest["mismatch_prob_max"] = (anchor.exp() - behavior.exp()).abs()
     bucket = _bucket(lag)
-    counts = _add_by_lag(sums, columns | {"lag_mean": lag}, bucket, valid)
-    sums.add_table(
-        [f"{label}{SHARE}" for label in _LABELS],
-        torch.stack([counts, counts.sum().expand_as(counts)], -1),
-    )
-    _add_extremes(sums.maximum, extremes, bucket, valid, least=False)
-    _add_extremes(
-        sums.minimum, {"ratio_min": flat(diagnostics["ratio"])}, bucket, valid, least=True
-    )
-    if rows is not None:
-        _add_rows(
-            sums,
-            rows,
-            valid,
-            lag,
-            to_behavior,
-            anchor - behavior if recomputed else None,
-            None if kept is None else flat(kept),
-        )
+    _add_by_lag(sums, columns, bucket, valid, shares=True)
+    _add_extremes(sums.maximum, largest, bucket, valid, least=False)
+    _add_extremes(sums.minimum, {"ratio_min": found["ratio"]}, bucket, valid, least=True)
+    if (rows := _rows(mask, row_index)) is not None:
+        _add_rows(sums, rows, valid, lag, to_behavior, mismatch, given.get("kept"))
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _trust_region(difference: Tensor, diagnostics: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
+    return {name: values, f"{name}_sq": values.square()}
+
+
+def _weighting(weights: Tensor | None, kept: Tensor | None) -> dict[str, Tensor]:
+    """Importance weights, rejection, and their product."""
+    columns: dict[str, Tensor] = {}
+    if weights is not None:
+        columns |= _with_square("importance_weight", weights)
+        columns["applied_weight"] = weights
+        columns["importance_zero"] = weights == 0
+    if kept is not None:
+        columns["rejected"] = kept == 0
+        columns["applied_weight"] = kept if weights is None else weights * kept
+    return columns
+
+
+def _trust_region(diagnostics: dict[str, Tensor]) -> dict[str, Tensor]:
     """The current policy against the anchor, and what was clipped."""
+    difference = diagnostics["log_ratio"]
     clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     low, high = diagnostics["clipped_low"], diagnostics["clipped_high"]
     return {
@@ -307,8 +288,7 @@ def _mismatch(log_ratio: Tensor) -> dict[str, Tensor]:
         "mismatch_kl": -log_ratio,
         "mismatch_kl_k3": ratio - 1 - log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
         "mismatch_prob_error": _exp(log_ratio.abs()),
-        "mismatch_ratio": ratio,
-        "mismatch_ratio_sq": ratio.square(),
+        **_with_square("mismatch_ratio", ratio),
     }
 
 
@@ -352,16 +332,11 @@ def _add_rows(
     columns = {
         "row_length": length,
         "lag_span": oldest + most(-lag),
-        "rho_seq": rho,
-        "rho_seq_sq": rho.square(),
+        **_with_square("rho_seq", rho),
     }
     if mismatch is not None:
         ratio, mean = _exp(total(mismatch)), total(mismatch) / length.clamp(min=1)
-        columns |= {
-            "mismatch_ratio_seq": ratio,
-            "mismatch_ratio_seq_sq": ratio.square(),
-            "mismatch_ppl_ratio": _exp(-mean),
-        }
+        columns |= {**_with_square("mismatch_ratio_seq", ratio), "mismatch_ppl_ratio": _exp(-mean)}
     if kept is not None:
         columns["rejected_rows"] = total(kept) == 0
     _add_by_lag(sums, columns, _bucket(oldest), any_token)
@@ -377,10 +352,15 @@ def _bucket(lag: Tensor) -> Tensor:
 
 
 def _add_by_lag(
-    sums: MetricSums, columns: dict[str, Tensor], bucket: Tensor, valid: Tensor
-) -> Tensor:
-    """Sums of every column [N], in all and per lag bucket, as one matrix product; returns the
-    entries per bucket [K].
+    sums: MetricSums,
+    columns: dict[str, Tensor],
+    bucket: Tensor,
+    valid: Tensor,
+    *,
+    shares: bool = False,
+) -> None:
+    """Sums of every column [N], in all and per lag bucket, as one matrix product; with `shares`
+    also the share of the entries in each bucket.
     """
     names = list(columns)
     valid_one = valid.double().unsqueeze(-1)
@@ -399,7 +379,11 @@ def _add_by_lag(
         [f"{label}/{name}" for name in names for label in _LABELS],
         torch.stack([totals, counts.expand_as(totals)], -1).reshape(-1, 2),
     )
-    return counts
+    if shares:
+        sums.add_table(
+            [f"{label}{SHARE}" for label in _LABELS],
+            torch.stack([counts, counts.sum().expand_as(counts)], -1),
+        )
 
 
 def _add_extremes(

@@ -10,16 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from async_grpo.algo.catalog import REWARD_SHAPINGS, make_options
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedResponse:
+    """What a plugin's shaping knows of a response: its reward components, its length and the
+    response budget, both in tokens.
+    """
+
+    rewards: Mapping[str, float]
+    length: int
+    limit: int
 
 
 @dataclass(frozen=True)
 class Shaping:
     """What turns one row's components into its shaped reward: weighted sum -> clamp to [-clip,
-    clip] -> + overlong penalty.
+    clip] -> + overlong penalty -> a plugin's shapings.
 
     `clip` None and `overlong_length` 0 leave the step out. `response_length` is the response budget
-    in tokens. Raises ValueError for a negative clip and for a buffer that `overlong_penalty`
-    refuses.
+    in tokens. `plugins`: registered names with the values of their options, in their order; their
+    modules are imported before `shape` is called. Raises ValueError for a negative clip and for a
+    buffer that `overlong_penalty` refuses.
     """
 
     weights: Mapping[str, float]
@@ -27,6 +42,7 @@ class Shaping:
     clip: float | None = None
     overlong_length: int = 0
     overlong_factor: float = 1.0
+    plugins: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
@@ -35,11 +51,21 @@ class Shaping:
             self._penalty(0)
 
     def shape(self, rewards: Mapping[str, float], length: int) -> float:
-        """The shaped reward of a response of `length` tokens with these components."""
+        """The shaped reward of a response of `length` tokens with these components. Raises
+        ValueError for a plugin that returns no finite number.
+        """
         value = score(rewards, self.weights)
         if self.clip is not None:
             value = min(max(value, -self.clip), self.clip)
-        return value + self._penalty(length) if self.overlong_length else value
+        if self.overlong_length:
+            value += self._penalty(length)
+        for name, values in self.plugins:
+            response = ShapedResponse(rewards, length, self.response_length)
+            found = REWARD_SHAPINGS.function(name)(value, response, make_options(name, values))
+            value = float(found)
+            if not math.isfinite(value):
+                raise ValueError(f"reward shaping {name!r} returned {found}, no finite number")
+        return value
 
     def _penalty(self, length: int) -> float:
         return overlong_penalty(

@@ -1,4 +1,4 @@
-"""Sums and means over the rows of [B, T] or packed [N] tensors.
+"""Sums and means over the rows of [B, T] or packed [N] tensors, and the check of their shapes.
 
 Runs in: learner ranks and the driver. Hides the two layouts. Invariants: a row's value does not
 depend on the rows beside it nor on its padding; sums are taken in float64, so that a long row gives
@@ -41,3 +41,13 @@ def row_means(values: Tensor, valid: Tensor, row_index: Tensor | None = None) ->
     lengths = row_sums(valid.to(torch.float64), row_index)
     total = row_sums(torch.where(valid, values, 0), row_index)
     return total / lengths.clamp(min=1).to(values.dtype)
+
+
+def check_shapes(logprobs: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError for a tensor that has not the shape of the log-probs; None is left out."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != logprobs.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, the log-probs {tuple(logprobs.shape)}; "
+                "they must be equal"
+            )

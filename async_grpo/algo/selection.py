@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from async_grpo.algo.losses import SELECTING, Clip, LossOptions, Terms, clean_terms, clipped_sides
+from async_grpo.algo.catalog import POLICY_LOSSES
+from async_grpo.algo.losses import Clip, Terms, clean_terms, clipped_sides, loss_options
+from async_grpo.algo.rows import check_shapes
 
 SelectionCollective = Callable[[Tensor], Tensor]
 
@@ -85,7 +88,7 @@ def select_tokens(
     staleness: Tensor,
     clip: Clip,
     hashes: Tensor,
-    options: LossOptions,
+    options: Any = None,
     reduce: SelectionCollective | None = None,
     gather: SelectionCollective | None = None,
 ) -> Tensor:
@@ -97,20 +100,15 @@ def select_tokens(
     the ranks; `gather` joins 1-D tensors of different lengths from all ranks, in the same order on
     each; None: there is one process. Every rank calls them equally often. clip_cov and kl_cov use
     cov = (A - mean A)(current - mean current), with means over all N valid tokens, and select
-    max(1, int(ratio N)) (arXiv 2505.22617). clip_cov: those with the smallest hash among the tokens
-    with lower < cov < upper that PPO does not clip; fewer if there are fewer. kl_cov: those with
-    the largest cov, equal ones by smaller hash. m2po: see `_second_moment_bound`. Raises ValueError
-    for a name that selects nothing, or a shape mismatch.
+    max(1, int(ratio N)) (arXiv 2505.22617); see `_candidates` and `_second_moment_bound`. Raises
+    ValueError for a name that selects nothing, or a shape mismatch.
     """
-    if name not in SELECTING:
+    selecting = POLICY_LOSSES.where(lambda traits: traits.selects)
+    if name not in selecting:
         raise ValueError(
-            f"policy loss {name!r} selects no tokens; those that do are {sorted(SELECTING)}"
+            f"policy loss {name!r} selects no tokens; those that do are {sorted(selecting)}"
         )
-    if hashes.shape != logprobs.shape:
-        raise ValueError(
-            f"hashes has shape {tuple(hashes.shape)}, logprobs {tuple(logprobs.shape)}; "
-            "they must be equal"
-        )
+    check_shapes(logprobs, hashes=hashes)
     terms = clean_terms(
         logprobs,
         anchor_logprobs=anchor_logprobs,
@@ -119,33 +117,31 @@ def select_tokens(
         loss_mask=loss_mask,
         staleness=staleness,
         clip=clip,
-        options=options,
+        options=loss_options(name, options),
     )
     reduce, gather = reduce or _alone, gather or _alone
     if name == "m2po":
         return torch.full_like(terms.log_ratio, _second_moment_bound(terms, gather))
     covariance, total = _covariance(terms, reduce)
-    if name == "clip_cov":
-        low, high = clipped_sides(
-            terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high
-        )
-        candidates = (
-            terms.valid
-            & ~low
-            & ~high
-            & (covariance > options.clip_cov_lower)
-            & (covariance < options.clip_cov_upper)
-        )
-        keys, count = torch.zeros_like(covariance), max(1, int(options.clip_cov_ratio * total))
-    else:
-        candidates, keys, count = (
-            terms.valid,
-            -covariance,
-            max(1, int(options.kl_cov_ratio * total)),
-        )
-    selected = torch.zeros_like(candidates)
+    candidates, keys = _candidates(name, terms, covariance)
+    count, selected = max(1, int(terms.options.ratio * total)), torch.zeros_like(candidates)
     selected[candidates] = _lowest(keys[candidates], hashes[candidates], count=count, gather=gather)
     return selected
+
+
+def _candidates(name: str, terms: Terms, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens may be selected, and their keys: the lowest are, equal ones by smaller hash.
+
+    clip_cov: tokens with lower < cov < upper that PPO does not clip, drawn by hash alone. kl_cov:
+    those with the largest cov.
+    """
+    if name == "kl_cov":
+        return terms.valid, -covariance
+    low, high = clipped_sides(
+        terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high
+    )
+    inside = (covariance > terms.options.lower) & (covariance < terms.options.upper)
+    return terms.valid & ~low & ~high & inside, torch.zeros_like(covariance)
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -197,8 +193,8 @@ def _second_moment_bound(terms: Terms, gather: SelectionCollective) -> float:
         return math.inf
     squares = sizes.square()
     below = squares.cumsum(0)  # in sorted order: the same sums whatever the ranks held
-    if float(below[-1]) <= terms.options.m2po_budget * sizes.numel():
+    if float(below[-1]) <= terms.options.budget * sizes.numel():
         return math.inf
     larger = torch.arange(sizes.numel() - 1, -1, -1, device=sizes.device)
-    within = int((below + larger * squares < terms.options.m2po_budget * sizes.numel()).sum())
+    within = int((below + larger * squares < terms.options.budget * sizes.numel()).sum())
     return float(sizes[within - 1]) if within else 0.0

@@ -479,6 +479,8 @@ def _queue_settings(config: Config, facts: StartFacts) -> QueueSettings:
         accuracy_low=filters.accuracy_low,
         accuracy_high=filters.accuracy_high,
         all_truncated=filters.all_truncated,
+        custom=filters.custom,
+        options=config.algorithm.options.get(filters.custom or "", {}),
     )
     return QueueSettings(
         rollout_batch_size=config.rollout.rollout_batch_size,
@@ -500,4 +502,5 @@ def _queue_settings(config: Config, facts: StartFacts) -> QueueSettings:
         problems=facts.problems,
         max_frame_bytes=config.wire.max_frame_bytes,
         trained_steps=facts.origin.step,
+        plugins=tuple(config.replay.plugins),
     )

@@ -1,17 +1,47 @@
 """The settings of `algorithm`: how rewards become advantages, and advantages a loss.
 
-Runs in: any process (imports pydantic only). Hides nothing; the formulas are in `async_grpo.algo`,
-the rules that span several of these settings in `checks`. The constants of single losses are their
-papers'.
+Runs in: any process (imports pydantic only). Hides nothing; names and constants of losses and
+estimators are those of `algo.catalog`, the formulas are in `async_grpo.algo`, the rules that span
+several of these settings in `checks`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from async_grpo.config.section import Above0, AtLeast0, Fraction, Positive, Section, warn
+from async_grpo.algo.catalog import (
+    ASYMRE_SHIFT,
+    ESTIMATORS,
+    IMPORTANCE,
+    POLICY_LOSSES,
+    ClipCov,
+    Dppo,
+    KlCov,
+    M2po,
+    Opmd,
+    Registry,
+    Sapo,
+    make_options,
+)
+from async_grpo.config.section import (
+    Above0,
+    AtLeast0,
+    Fraction,
+    ModuleName,
+    Positive,
+    Section,
+    warn,
+)
+
+SECTIONS = ("sapo", "dppo", "opmd", "clip_cov", "kl_cov", "m2po")
+"""Losses whose constants have a section of their own; others stand under `algorithm.options`."""
+
+
+def _names(registry: Registry[Any]) -> Any:
+    """The built-in names as the words of a setting; `plugins` adds a user's."""
+    return Field(json_schema_extra={"enum": sorted(registry.built_in, key=list(registry).index)})
 
 
 class ClipSchedule(Section):
@@ -30,9 +60,9 @@ class Importance(Section):
     """Off-policy weight of the anchor against the behaviour policy: per token, its product over the
     response, or its geometric mean.
     """
-    mode: Literal["truncate", "mask"] = "truncate"
+    mode: Annotated[str, _names(IMPORTANCE)] = "truncate"
     """Clamp a weight into [lower, upper] (truncated importance sampling), or set it to 0 outside
-    (IcePop).
+    (IcePop); or a plugin's mode.
     """
     lower: AtLeast0 = 0.0
     """Smallest weight that is neither clamped nor masked."""
@@ -49,66 +79,6 @@ class Rejection(Section):
     """Smallest ratio that is kept."""
     upper: Above0 = 2.0
     """Largest ratio that is kept."""
-
-
-class Sapo(Section):
-    tau_pos: Above0 = 1.0
-    """Temperature of the soft gate for positive advantages."""
-    tau_neg: Above0 = 1.05
-    """Temperature of the soft gate for negative advantages."""
-
-
-class Dppo(Section):
-    divergence: Literal["tv", "kl"] = "tv"
-    """Divergence between the probabilities of a token: total variation, or KL, of the two-way
-    choice 'this token or another'.
-    """
-    low: AtLeast0 = 0.2
-    """Tokens with a negative advantage are dropped when their probability has fallen by more than
-    this divergence.
-    """
-    high: AtLeast0 = 0.2
-    """Tokens with a positive advantage are dropped when their probability has risen by more than
-    this divergence.
-    """
-    ratio_cap: Above0 | None = None
-    """Null: the kept tokens' loss is -ratio x advantage; a number: -min(ratio, cap) x advantage x
-    log-prob with a detached ratio.
-    """
-
-
-class Opmd(Section):
-    tau: Above0 = 0.1
-    """Weight of the squared log ratio to the sampling policy."""
-    level: Literal["token", "sequence"] = "token"
-    """Square the log ratio of each token, or of the whole response (the paper; use it with a
-    `seq-mean-token-sum` aggregation).
-    """
-
-
-class ClipCov(Section):
-    ratio: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Share of the tokens of an update whose loss is set to 0, drawn by hash from those with a
-    covariance between the bounds.
-    """
-    lower: float = 1.0
-    """Lower bound of the covariance."""
-    upper: float = 5.0
-    """Upper bound of the covariance."""
-
-
-class KlCov(Section):
-    ratio: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Share of the tokens of an update with the largest covariance, which get the penalty."""
-    coef: AtLeast0 = 0.1
-    """Weight of |log ratio| on those tokens."""
-
-
-class M2po(Section):
-    budget: Above0 = 0.04
-    """Mean squared log ratio that the tokens which move away from the anchor may have; above it the
-    clip interval narrows.
-    """
 
 
 class KlCtrl(Section):
@@ -137,22 +107,8 @@ class OverlongBuffer(Section):
 
 class Algorithm(Section):
     on_resume = warn("how rewards become gradients, from the next step on", trains=True)
-    adv_estimator: Literal[
-        "grpo",
-        "grpo_vectorized",
-        "dr_grpo",
-        "grpo_passk",
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "opo",
-        "gpg",
-        "maxrl",
-        "raw",
-        "asymre",
-    ] = "grpo"
-    """How rewards become advantages."""
+    adv_estimator: Annotated[str, _names(ESTIMATORS)] = "grpo"
+    """How rewards become advantages; or a plugin's estimator."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by a standard deviation (`grpo`, `grpo_passk`); false is Dr. GRPO's advantage."""
     adv_std_level: Literal["group", "batch"] = "group"
@@ -161,7 +117,7 @@ class Algorithm(Section):
     """
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per token, for the estimators with returns (`reinforce_plus_plus`, `remax`)."""
-    asymre_shift: float = -0.1
+    asymre_shift: float = ASYMRE_SHIFT
     """Added to the group mean in the baseline of `asymre`; below 0 keeps off-policy learning
     stable.
     """
@@ -191,26 +147,12 @@ class Algorithm(Section):
     """
     kl_ctrl: KlCtrl = KlCtrl()
     overlong_buffer: OverlongBuffer = OverlongBuffer()
+    reward_shaping: list[str] = Field([])
+    """Reward shapings of plugins, applied after the others in this order."""
     mask_truncated: bool = False
     """Leave truncated responses out of the loss; they still count in the group statistics."""
-    policy_loss: Literal[
-        "ppo_clip",
-        "gspo",
-        "gspo_token",
-        "cispo",
-        "sapo",
-        "gmpo",
-        "gpg",
-        "reinforce",
-        "clip_cov",
-        "kl_cov",
-        "m2po",
-        "dppo",
-        "opmd",
-        "topr",
-        "asymre",
-    ] = "ppo_clip"
-    """Loss of one token."""
+    policy_loss: Annotated[str, _names(POLICY_LOSSES)] = "ppo_clip"
+    """Loss of one token; or a plugin's loss."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Half-width of the clip interval around ratio 1, for the sides that have no value of their
     own.
@@ -272,6 +214,12 @@ class Algorithm(Section):
     """
     entropy_coef: AtLeast0 = 0.0
     """Weight of the entropy bonus."""
+    plugins: list[ModuleName] = Field([])
+    """Python modules of yours that register estimators, losses, importance modes or reward
+    shapings; see docs/extending.md.
+    """
+    options: dict[str, dict[str, Any]] = Field({})
+    """Options of plugins by registered name, checked by the class that the plugin registers."""
 
     @property
     def clip_low(self) -> float:
@@ -287,3 +235,15 @@ class Algorithm(Section):
     def uses_reference(self) -> bool:
         """Whether a reference policy is needed."""
         return self.use_kl_loss or self.add_token_level_kl
+
+    def constants(self, name: str) -> Any:
+        """The constants of what is registered as `name`, None without; its module is imported."""
+        own = {
+            "sapo": self.sapo,
+            "dppo": self.dppo,
+            "opmd": self.opmd,
+            "clip_cov": self.clip_cov,
+            "kl_cov": self.kl_cov,
+            "m2po": self.m2po,
+        }
+        return own[name] if name in own else make_options(name, self.options.get(name, {}))

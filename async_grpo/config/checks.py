@@ -1,62 +1,25 @@
 """Rules that span several settings.
 
-Runs in: any process (no third-party import). Hides nothing. Invariant: each rule yields one
-sentence that names the keys, their values and what is allowed; a configuration that passes here can
-be trained as far as its numbers tell.
-
-Rules that span several settings of `algorithm`: which estimator, loss, anchor, weights and filter
-belong together. The sets below repeat facts of `async_grpo.algo` (which needs torch); a test
-compares them. Invariant: each rule yields one sentence that names the keys, their values and what
-is allowed.
+Runs in: any process (imports what the settings import). Hides which traits of the catalogue decide
+what belongs together. Invariant: each rule yields one sentence that names the keys, their values
+and what is allowed; a configuration that passes here can be trained as far as its numbers tell.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
+from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
+from async_grpo.config.plugins import Known, check_plugins
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, UNBOUNDED_ORDERS, Config
 from async_grpo.config.section import Section
 from async_grpo.config.transports import TRANSPORTS, Transport
 
-if TYPE_CHECKING:
-    from async_grpo.config.schema import Config
 
-
-GRPO = frozenset({"grpo", "grpo_vectorized"})
-COMPARING = GRPO | {
-    "dr_grpo",
-    "grpo_passk",
-    "rloo",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "maxrl",
-}
-"""Estimators that compare the responses of a group: groups of one, or whose rewards are all equal,
-have advantage 0.
-"""
-RETURNS = frozenset({"reinforce_plus_plus", "remax"})
-"""Estimators with a return per token."""
-CLIPPED = frozenset({"ppo_clip", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov", "m2po"})
-"""Losses with a clip interval."""
-ROW_LOSSES = frozenset({"gspo", "gspo_token", "gmpo"})
-"""Losses whose ratio is that of the whole response, averaged over responses."""
-RATIO_FREE = frozenset({"gpg", "reinforce", "asymre", "topr", "opmd"})
-"""Losses without a trust region around the anchor."""
-PARTNERS = {
-    ("asymre", "asymre"): "the loss has no ratio and needs the shifted baseline",
-    (
-        "topr",
-        "raw grpo grpo_vectorized dr_grpo rloo",
-    ): "it splits responses by the sign of the advantage",
-    ("opmd", "rloo grpo grpo_vectorized dr_grpo"): "it needs R - mean, not whitened",
-}
-"""(loss, the estimators it goes with) -> why."""
-
-
-def check_algorithm(config: Config) -> Iterator[str]:
+def check_algorithm(config: Config, known: Known) -> Iterator[str]:
     """A sentence for every rule that `config.algorithm` breaks, the filter and the reference
     included.
     """
@@ -71,16 +34,17 @@ def check_algorithm(config: Config) -> Iterator[str]:
         _rewards,
         _filter,
     ):
-        yield from rules(config)
+        yield from rules(config, known)
 
 
-def _listed(names: frozenset[str] | set[str] | list[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def _estimator(config: Config) -> Iterator[str]:
+def _estimator(config: Config, known: Known) -> Iterator[str]:
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
-    if name in COMPARING and config.rollout.group_size < 2:
+    traits = known.estimator(config)
+    if traits.compares and config.rollout.group_size < 2:
         yield (
             f"`rollout.group_size` is {config.rollout.group_size}; "
             f"`algorithm.adv_estimator: {name}` compares responses, so it needs at "
@@ -94,22 +58,23 @@ def _estimator(config: Config) -> Iterator[str]:
             "other half of Dr. GRPO (`grpo` with `norm_adv_by_std_in_grpo: false` is its "
             "advantage alone)."
         )
-    if not algorithm.norm_adv_by_std_in_grpo and name not in GRPO | {"dr_grpo", "grpo_passk"}:
+    if not algorithm.norm_adv_by_std_in_grpo and not traits.divides:
         yield (
             f"`algorithm.norm_adv_by_std_in_grpo` is false, but `adv_estimator: {name}` has no "
             "such division; remove it."
         )
     if algorithm.adv_std_level != "group" and (
-        name not in GRPO or not algorithm.norm_adv_by_std_in_grpo
+        not traits.std_levels or not algorithm.norm_adv_by_std_in_grpo
     ):
         yield (
             "`algorithm.adv_std_level: batch` belongs to `adv_estimator: grpo` with "
             "`norm_adv_by_std_in_grpo: true`; remove it."
         )
-    if algorithm.gamma != 1 and name not in RETURNS:
+    if algorithm.gamma != 1 and not traits.returns:
+        returns = ESTIMATORS.where(lambda other: other.returns)
         yield (
             f"`algorithm.gamma` is {algorithm.gamma:g}, but `adv_estimator: {name}` has no "
-            f"returns; allowed is 1, or {_listed(RETURNS)}."
+            f"returns; allowed is 1, or {_listed(returns)}."
         )
     if name == "maxrl" and (algorithm.overlong_buffer.enable or algorithm.add_token_level_kl):
         yield (
@@ -125,29 +90,22 @@ def _estimator(config: Config) -> Iterator[str]:
         )
 
 
-def _pairs(config: Config) -> Iterator[str]:
+def _pairs(config: Config, known: Known) -> Iterator[str]:
     algorithm = config.algorithm
     name, loss = algorithm.adv_estimator, algorithm.policy_loss
-    for (partner, estimators), reason in PARTNERS.items():
-        if loss == partner and name not in estimators.split():
-            yield (
-                f"`algorithm.policy_loss: {loss}` goes with `adv_estimator` "
-                f"{' or '.join(estimators.split())}, not {name}: {reason}."
-            )
-    if name == "asymre" and loss != "asymre":
+    wanted, partners = known.loss(config), known.estimator(config)
+    if wanted.estimators and name not in wanted.estimators:
         yield (
-            "`algorithm.adv_estimator: asymre` goes with `policy_loss: asymre`, not "
-            f"{loss}: its shifted baseline is meant for a loss "
-            "without ratio."
+            f"`algorithm.policy_loss: {loss}` goes with `adv_estimator` "
+            f"{' or '.join(wanted.estimators)}, not {name}: {wanted.reason}."
         )
-    if name == "gpg" and loss not in ("gpg", "reinforce"):
+    if partners.losses and loss not in partners.losses:
         yield (
-            "`algorithm.adv_estimator: gpg` goes with `policy_loss` gpg or reinforce, not "
-            f"{loss}: its factor belongs to a loss without "
-            "ratio."
+            f"`algorithm.adv_estimator: {name}` goes with `policy_loss: "
+            f"{' or '.join(partners.losses)}`, not {loss}: {partners.reason}."
         )
     if loss == "opmd":
-        if name in GRPO and algorithm.norm_adv_by_std_in_grpo:
+        if partners.std_levels and algorithm.norm_adv_by_std_in_grpo:
             yield (
                 "`algorithm.policy_loss: opmd` needs R - mean as advantage: set "
                 "`norm_adv_by_std_in_grpo: false`, or `adv_estimator: "
@@ -160,69 +118,50 @@ def _pairs(config: Config) -> Iterator[str]:
             )
 
 
-def _clip(config: Config) -> Iterator[str]:
-    algorithm, loss, schedule = (
-        config.algorithm,
-        config.algorithm.policy_loss,
-        config.algorithm.clip_schedule,
-    )
+def _clip(config: Config, known: Known) -> Iterator[str]:
+    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
+    schedule = algorithm.clip_schedule
     if schedule.kind == "exponential" and schedule.rate > 1:
         yield (
             f"`algorithm.clip_schedule.rate` is {schedule.rate:g}; with `kind: "
             "exponential` it is at most 1, "
             "since the clip interval must not widen with lag."
         )
-    if schedule.kind != "constant" and loss not in CLIPPED:
+    if schedule.kind != "constant" and not traits.clipped:
         yield (
             f"`algorithm.clip_schedule.kind` is {schedule.kind}, but `policy_loss: {loss}` "
             "has no clip interval; losses with one: "
-            f"{_listed(CLIPPED)}."
+            f"{_listed(POLICY_LOSSES.where(lambda other: other.clipped))}."
         )
-    if algorithm.dual_clip_loss and loss not in ("ppo_clip", "m2po"):
+    if algorithm.dual_clip_loss and not traits.dual_clip:
         yield (
             f"`algorithm.dual_clip_loss` is true, but `policy_loss: {loss}` has no dual clip; "
             "only ppo_clip and m2po have."
         )
-    widths = {
-        "cispo": "1.0 (open at lag 0) and 4.0",
-        "m2po": "0.3 and 0.5, at least",
-        "gmpo": "0.4 and 0.4, of the log ratio",
-    }.get(loss, "3e-4 and 4e-4")
-    if loss not in CLIPPED and (
+    if not traits.clipped and (
         algorithm.clip_ratio_low is not None or algorithm.clip_ratio_high is not None
     ):
         yield (
             "`algorithm.clip_ratio_low` or `clip_ratio_high` is given, but `policy_loss: "
             f"{loss}` has no clip interval; remove it."
         )
-    if loss in ROW_LOSSES | {"cispo", "m2po"} and (
-        algorithm.clip_ratio_low is None or algorithm.clip_ratio_high is None
-    ):
+    if traits.widths and (algorithm.clip_ratio_low is None or algorithm.clip_ratio_high is None):
         yield (
             f"`algorithm.policy_loss: {loss}` clips on another scale than PPO: give "
             "`algorithm.clip_ratio_low` and "
-            f"`algorithm.clip_ratio_high` (usual are {widths})."
-        )
-    if algorithm.clip_cov.lower >= algorithm.clip_cov.upper:
-        yield (
-            f"`algorithm.clip_cov.lower` is {algorithm.clip_cov.lower:g}; it must be below "
-            "`algorithm.clip_cov.upper`, "
-            f"{algorithm.clip_cov.upper:g}."
+            f"`algorithm.clip_ratio_high` (usual are {traits.widths})."
         )
 
 
-def _anchor(config: Config) -> Iterator[str]:
-    algorithm, loss, anchor = (
-        config.algorithm,
-        config.algorithm.policy_loss,
-        config.algorithm.anchor,
-    )
-    if loss == "m2po" and anchor != "behavior":
+def _anchor(config: Config, known: Known) -> Iterator[str]:
+    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
+    anchor = algorithm.anchor
+    if traits.sampler_anchor and anchor != "behavior":
         yield (
-            f"`algorithm.anchor` is {anchor}; `policy_loss: m2po` measures and clips the ratio "
+            f"`algorithm.anchor` is {anchor}; `policy_loss: {loss}` measures and clips the ratio "
             "to the policy that sampled: use behavior."
         )
-    if loss in RATIO_FREE and (
+    if traits.ratio_free and (
         anchor == "interpolated" or (anchor == "recomputed" and not algorithm.add_token_level_kl)
     ):
         yield (
@@ -231,10 +170,10 @@ def _anchor(config: Config) -> Iterator[str]:
         )
 
 
-def _row_losses(config: Config) -> Iterator[str]:
-    algorithm, loss = config.algorithm, config.algorithm.policy_loss
+def _row_losses(config: Config, known: Known) -> Iterator[str]:
+    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
     mode = algorithm.loss_agg_mode
-    if loss in ROW_LOSSES and mode != "seq-mean-token-mean":
+    if traits.response_ratio and mode != "seq-mean-token-mean":
         yield (
             f"`algorithm.loss_agg_mode` is {mode}; `policy_loss: {loss}` has one ratio per "
             "response and is a mean over responses: "
@@ -254,16 +193,16 @@ def _row_losses(config: Config) -> Iterator[str]:
         ("importance", algorithm.importance.level),
         ("rejection", algorithm.rejection.level),
     ):
-        if loss in ROW_LOSSES and level == "token":
+        if traits.response_ratio and level == "token":
             yield (
                 f"`algorithm.{key}.level` is token, but `policy_loss: {loss}` has one "
                 "ratio per response; allowed are none, sequence, "
                 "geometric."
             )
-    varying = algorithm.adv_estimator in RETURNS and (
+    varying = known.estimator(config).returns and (
         algorithm.gamma != 1 or algorithm.add_token_level_kl
     )
-    if loss in ("gspo", "gmpo") and varying:
+    if traits.one_advantage and varying:
         yield (
             f"`algorithm.policy_loss: {loss}` needs one advantage per response, but "
             f"`adv_estimator: {algorithm.adv_estimator}` with "
@@ -271,20 +210,17 @@ def _row_losses(config: Config) -> Iterator[str]:
         )
 
 
-def _weights(config: Config) -> Iterator[str]:
-    algorithm, loss, anchor = (
-        config.algorithm,
-        config.algorithm.policy_loss,
-        config.algorithm.anchor,
-    )
+def _weights(config: Config, known: Known) -> Iterator[str]:
+    algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
+    anchor = algorithm.anchor
     importance, rejection = algorithm.importance, algorithm.rejection
-    if importance.level != "none" and loss in RATIO_FREE - {"reinforce"}:
+    if importance.level != "none" and traits.ratio_free and not traits.weighed:
         yield (
             f"`algorithm.importance.level` is {importance.level}, but `policy_loss: "
             f"{loss}` is defined without it; use none, or "
             "policy_loss: reinforce."
         )
-    elif anchor == "behavior" and loss not in RATIO_FREE:
+    elif anchor == "behavior" and not traits.ratio_free:
         for key, level in (("importance", importance.level), ("rejection", rejection.level)):
             if level != "none":
                 yield (
@@ -301,7 +237,7 @@ def _weights(config: Config) -> Iterator[str]:
             )
 
 
-def _kl(config: Config) -> Iterator[str]:
+def _kl(config: Config, _: Known) -> Iterator[str]:
     algorithm, model = config.algorithm, config.model
     if algorithm.use_kl_loss and algorithm.add_token_level_kl:
         yield (
@@ -343,7 +279,7 @@ def _kl(config: Config) -> Iterator[str]:
                 )
 
 
-def _rewards(config: Config) -> Iterator[str]:
+def _rewards(config: Config, _: Known) -> Iterator[str]:
     if config.algorithm.reward_norm == "group" and config.rollout.group_size < 2:
         yield (
             "`algorithm.reward_norm: group` makes every reward of a group of one 0: use batch "
@@ -357,7 +293,7 @@ def _rewards(config: Config) -> Iterator[str]:
         )
 
 
-def _filter(config: Config) -> Iterator[str]:
+def _filter(config: Config, known: Known) -> Iterator[str]:
     groups, name = config.replay.filter_groups, config.algorithm.adv_estimator
     band = groups.accuracy_low is not None or groups.accuracy_high is not None
     if groups.metric == "seq_final_reward":
@@ -373,21 +309,20 @@ def _filter(config: Config) -> Iterator[str]:
             "`replay.filter_groups.metric` is empty; allowed are score, acc, seq_reward, or "
             "the name of a reward component."
         )
-    if not groups.enable and (band or groups.all_truncated or groups.retire_at is not None):
+    more = band or groups.all_truncated or groups.custom is not None
+    if not groups.enable and (more or groups.retire_at is not None):
         yield (
             "`replay.filter_groups` has conditions, but `enable` is false; set it to true, or "
             "remove them."
         )
-    if groups.enable and groups.zero_variance and name not in COMPARING:
+    if groups.enable and groups.zero_variance and not known.estimator(config).compares:
         yield (
             "`replay.filter_groups.zero_variance` is true, but with "
             f"`algorithm.adv_estimator: {name}` a group of equal rewards carries "
             "signal: "
             "its baseline is not the group's mean; set it to false."
         )
-    if groups.enable and not (
-        groups.zero_variance or band or groups.all_truncated or groups.retire_at is not None
-    ):
+    if groups.enable and not (groups.zero_variance or more or groups.retire_at is not None):
         yield (
             "`replay.filter_groups.enable` is true, but no condition is set; set one, or "
             "enable: false."
@@ -433,7 +368,10 @@ class RuleError(ValueError):
 
 
 def check(config: Config) -> None:
-    """Raise RuleError with a sentence for every rule that `config` breaks."""
+    """Raise RuleError with a sentence for every rule that `config` breaks, SettingError for a name
+    or an option that no plugin has.
+    """
+    known = check_plugins(config)
     sentences = [
         sentence
         for rules in (
@@ -443,7 +381,7 @@ def check(config: Config) -> None:
             _batches,
             _staleness,
             _partial,
-            check_algorithm,
+            partial(check_algorithm, known=known),
             _learner,
             _evaluation,
             _tracking,

@@ -10,6 +10,7 @@ derived from the schema, so it cannot disagree with what is accepted.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -59,7 +60,7 @@ def settings() -> dict[str, Setting]:
             target = _section_of(spec)
             inner = schema["$defs"][target] if target else None
             description = spec.get("description") or (inner or {}).get("description", "")
-            allowed = _section_words(inner, spec) if inner else _words(spec)
+            allowed = _section_words(inner, spec) if inner else words(spec)
             found[name] = Setting(
                 name=name,
                 section=inner is not None,
@@ -87,10 +88,10 @@ def _section_words(inner: dict[str, Any], spec: dict[str, Any]) -> str:
     return f"a section with the keys {', '.join(inner['properties'])}{optional}"
 
 
-def _words(spec: dict[str, Any]) -> str:
+def words(spec: dict[str, Any]) -> str:
     """The values that a JSON-schema fragment admits, in words."""
     if "anyOf" in spec:
-        options = [_words(option) for option in spec["anyOf"] if option.get("type") != "null"]
+        options = [words(option) for option in spec["anyOf"] if option.get("type") != "null"]
         return ", or ".join([*options, "null"])
     if "enum" in spec:
         return "one of " + ", ".join(spec["enum"])
@@ -112,16 +113,27 @@ def _words(spec: dict[str, Any]) -> str:
         low, high = spec.get("minItems", 0), spec.get("maxItems")
         return (
             f"a list{f' of {low}' if low == high else ', not empty' if low else ''}, each "
-            f"{_words(spec['items'])}"
+            f"{words(spec['items'])}"
         )
     if kind == "object":
         values = spec.get("additionalProperties")
         return (
-            f"a mapping from names to {_words(values)} each"
+            f"a mapping from names to {words(values)} each"
             if isinstance(values, dict)
             else "a mapping"
         )
     raise AssertionError(f"the reference has no words for the type {spec}")
+
+
+def single_line(text: str) -> str:
+    """`text` without line breaks and without characters that a terminal cannot print."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
+def show(value: Any) -> str:
+    """`value` as JSON on one line, shortened."""
+    text = single_line(json.dumps(value, ensure_ascii=False, default=str))
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _plain(number: float) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import json
 import os
 import re
 import tempfile
@@ -24,10 +23,14 @@ from pydantic import ValidationError
 
 from async_grpo.config import yaml12
 from async_grpo.config.checks import RuleError
-from async_grpo.config.docs import Setting, settings
+from async_grpo.config.docs import Setting, settings, show, single_line
 from async_grpo.config.peers import PEERS
+from async_grpo.config.plugins import SettingError
 from async_grpo.config.recipes import locate, suggestion
 from async_grpo.config.schema import Config
+
+UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+"""What pydantic calls an unknown key of a section and of a loss's constants."""
 
 
 class ConfigError(ValueError):
@@ -91,14 +94,14 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     except yaml12.YamlError as error:
         raise ConfigError(
             f"{path}{f', line {error.line}' if error.line else ''}: this is not valid "
-            f"YAML: {_one_line(str(error))}."
+            f"YAML: {single_line(str(error))}."
         ) from None
     if data is None:
         return {}, {}
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}: a configuration is a mapping of sections (`run:`, `rollout:`, ...), "
-            f"not {_show(data)}."
+            f"not {show(data)}."
         )
     return data, lines
 
@@ -108,14 +111,14 @@ def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...
     path = tuple(name.strip().split("."))
     if not equals or not all(path):
         raise ConfigError(
-            f"The override {_show(text)} is not of the form section.key=value (for example "
+            f"The override {show(text)} is not of the form section.key=value (for example "
             "rollout.group_size=8)."
         )
     try:
         value, _ = yaml12.read(raw)
     except yaml12.YamlError as error:
         raise ConfigError(
-            f"The value of the override {_show(text)} is not valid YAML: {_one_line(str(error))}."
+            f"The value of the override {show(text)} is not valid YAML: {single_line(str(error))}."
         ) from None
     node = data
     for key in path[:-1]:
@@ -126,7 +129,7 @@ def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...
         node = node[key]
     node[path[-1]] = value
     for depth in range(1, len(path) + 1):
-        places[path[:depth]] = f"override {_show(text)}"
+        places[path[:depth]] = f"override {show(text)}"
 
 
 def _empty_section(data: dict[str, Any], path: tuple[str, ...], name: str) -> None:
@@ -149,29 +152,37 @@ def _explain(
     the number of the others.
     """
     problems = sorted(
-        error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden"
+        error.errors(include_url=False), key=lambda problem: problem["type"] not in UNKNOWN_KEY
     )
     first = problems[0]
     more = len(problems) - 1
     path = tuple(first["loc"])
     place = places.get(tuple(str(part) for part in path if not isinstance(part, int)), file)
-    if first["type"] == "extra_forbidden":
+    if first["type"] in UNKNOWN_KEY:
         lines = [
             f"{place}: `{_dotted(path)}` is not a setting.",
             _suggest(tuple(map(str, path)), first["input"]),
         ]
     elif first["type"] == "value_error":
         rule = first["ctx"]["error"]
+        if isinstance(rule, SettingError):
+            return f"{_place(rule.path, places, file)}: {rule}"
         more += len(rule.sentences) - 1 if isinstance(rule, RuleError) else 0
-        lines = [f"{place}: {_one_line(str(rule))}"]
+        lines = [f"{place}: {single_line(str(rule))}"]
     else:
         lines = [
-            f"{place}: `{_dotted(path)}` is {_show(first['input'])}; allowed is "
+            f"{place}: `{_dotted(path)}` is {show(first['input'])}; allowed is "
             f"{_known(path).allowed}."
         ]
     if more:
         lines[-1] += f" ({more} more problem{'s' if more > 1 else ''} in this configuration.)"
     return "\n".join(lines)
+
+
+def _place(path: tuple[str, ...], places: Mapping[tuple[str, ...], str], file: str) -> str:
+    """Where the setting, or the mapping that holds it, was written."""
+    ends = range(len(path), 0, -1)
+    return next((places[path[:end]] for end in ends if path[:end] in places), file)
 
 
 def _known(path: tuple[Any, ...]) -> Setting:
@@ -232,18 +243,7 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _dotted(path: Sequence[Any]) -> str:
-    return _one_line(".".join(str(part) for part in path))
-
-
-def _one_line(text: str) -> str:
-    """`text` without line breaks and without characters that a terminal cannot print."""
-    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
-
-
-def _show(value: Any) -> str:
-    """`value` as JSON on one line, shortened."""
-    text = _one_line(json.dumps(value, ensure_ascii=False, default=str))
-    return text if len(text) <= 80 else text[:77] + "..."
+    return single_line(".".join(str(part) for part in path))
 
 
 # ---- resolving
@@ -272,7 +272,7 @@ def resolve(
     unknown = [name for name in re.findall(r"\{([^{}]*)\}", config.run.dir) if name not in values]
     if unknown or not config.run.dir.strip() or "\0" in config.run.dir:
         raise ConfigError(
-            f"`run.dir` is {_show(config.run.dir)}; allowed is a directory, with {{name}} "
+            f"`run.dir` is {show(config.run.dir)}; allowed is a directory, with {{name}} "
             f"and {{time}} as placeholders."
         )
     directory = _expand(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], config.run.dir), env)
@@ -281,7 +281,7 @@ def resolve(
     directory = Path(os.path.normpath(directory))
     if _throw_away(directory):
         raise ConfigError(
-            f"`run.dir` is {_show(str(directory))}, inside the package that Ray deletes "
+            f"`run.dir` is {show(str(directory))}, inside the package that Ray deletes "
             "after the job.\n"
             "Give a directory outside it (run.dir=/path/that/stays), or a relative one "
             "with ASYNC_GRPO_HOME set."
@@ -312,7 +312,7 @@ def _home(env: Mapping[str, str]) -> Path:
     home = _expand(env.get("ASYNC_GRPO_HOME") or "~/async_grpo", env)
     if not home.is_absolute():
         raise ConfigError(
-            f"ASYNC_GRPO_HOME is {_show(str(home))}; inside a Ray job it must be an "
+            f"ASYNC_GRPO_HOME is {show(str(home))}; inside a Ray job it must be an "
             "absolute directory."
         )
     return home
@@ -375,7 +375,7 @@ def preflight_files(config: Config) -> None:
                 )
     elif resume != "auto" and not os.path.exists(os.path.expanduser(resume)):
         raise ConfigError(
-            f"`checkpoint.resume` is {_show(resume)}; allowed is auto, never, or the path "
+            f"`checkpoint.resume` is {show(resume)}; allowed is auto, never, or the path "
             "of an existing checkpoint."
         )
     try:
@@ -384,7 +384,7 @@ def preflight_files(config: Config) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"`run.dir` is {_show(str(run_dir))}, which cannot be created or written: "
+            f"`run.dir` is {show(str(run_dir))}, which cannot be created or written: "
             f"{error.strerror}."
         ) from None
 
@@ -397,12 +397,12 @@ def _check_data(key: str, data: str) -> None:
     file, path = data.endswith((".jsonl", ".json")), os.path.expanduser(data)
     if file and os.path.isdir(path):
         raise ConfigError(
-            f"`{key}` is {_show(data)}, which is a directory; allowed is a JSONL file, or "
+            f"`{key}` is {show(data)}, which is a directory; allowed is a JSONL file, or "
             "a data set's name."
         )
     if (file or _looks_local(data)) and not os.path.exists(path.partition(":")[0]):
         raise ConfigError(
-            f"`{key}` is {_show(data)}, and there is no such file (current directory: "
+            f"`{key}` is {show(data)}, and there is no such file (current directory: "
             f"{os.getcwd()})."
         )
 
@@ -413,11 +413,11 @@ def _check_model(key: str, model: str) -> None:
         if not os.path.isfile(os.path.join(path, "config.json")):
             what = "has no config.json" if os.path.isdir(path) else "is not a directory"
             raise ConfigError(
-                f"`{key}` is {_show(model)}, which {what}; allowed is a directory of a "
+                f"`{key}` is {show(model)}, which {what}; allowed is a directory of a "
                 "Hugging Face model, or a hub name."
             )
     elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model):
         raise ConfigError(
-            f"`{key}` is {_show(model)}; allowed is an existing directory, or a hub name "
+            f"`{key}` is {show(model)}; allowed is an existing directory, or a hub name "
             "of the form organisation/name."
         )

@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
+from async_grpo.algo.catalog import Constants
 from async_grpo.config import yaml12
-from async_grpo.config.docs import settings
+from async_grpo.config.docs import settings, show
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Mark, Section, fixed
 
@@ -41,7 +42,7 @@ class Change:
     trains: bool
 
     def __str__(self) -> str:
-        return f"{self.key}: {_show(self.saved)} -> {_show(self.given)}"
+        return f"{self.key}: {show(self.saved)} -> {show(self.given)}"
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Changes:
             else ""
         )
         return (
-            f"`{first.key}` is {_show(first.given)}, but {checkpoint} was made with "
-            f"{_show(first.saved)} and cannot go on with another: "
+            f"`{first.key}` is {show(first.given)}, but {checkpoint} was made with "
+            f"{show(first.saved)} and cannot go on with another: "
             f"{first.mark.reason}. Set it back, or start anew with another run.dir.{others}"
         )
 
@@ -167,8 +168,12 @@ def training_digest(config: Config) -> str:
 
 
 def _collect(
-    section: type[Section], prefix: str, around: Mark | None, found: dict[str, Mark]
+    section: type[Section | Constants], prefix: str, around: Mark | None, found: dict[str, Mark]
 ) -> None:
+    if issubclass(section, Constants):
+        assert around is not None  # `algorithm` has a mark
+        found |= {f"{prefix}{key}": around for key in section.names()}
+        return
     for key, info in section.model_fields.items():
         name, inner = f"{prefix}{key}", _section(info.annotation)
         mark = next(
@@ -185,12 +190,12 @@ def _collect(
             _collect(inner, f"{name}.", mark, found)
 
 
-def _section(annotation: Any) -> type[Section] | None:
+def _section(annotation: Any) -> type[Section | Constants] | None:
     """The section class that an annotation (`X` or `X | None`) names, if any."""
     options = [
         option
         for option in (annotation, *get_args(annotation))
-        if isinstance(option, type) and issubclass(option, Section)
+        if isinstance(option, type) and issubclass(option, Section | Constants)
     ]
     return options[0] if options else None
 
@@ -209,8 +214,3 @@ def _unknown(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
             yield name
         elif settings()[name].section and isinstance(value, Mapping):
             yield from _unknown(value, (*path, key))
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -22,6 +22,7 @@ from async_grpo.config.algorithm import Algorithm
 from async_grpo.config.section import (
     FREE,
     Fraction,
+    ModuleName,
     NonNegative,
     Positive,
     Seconds,
@@ -331,6 +332,8 @@ class FilterGroups(Section):
     """Reject groups whose accuracy is this high or higher; null is off."""
     all_truncated: bool = False
     """Reject groups whose responses all hit the response budget."""
+    custom: str | None = None
+    """A group filter of a plugin, which may reject more groups; null is off."""
     retire_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Pose a problem no more once this share of a group's responses was right; null is off."""
     max_num_gen_batches: Annotated[NonNegative, FREE] = 20
@@ -387,6 +390,10 @@ class Replay(Section):
     expired).
     """
     filter_groups: FilterGroups = FilterGroups()
+    plugins: list[ModuleName] = Field([])
+    """Python modules of yours that register group filters; the queue imports them, so they must not
+    import torch.
+    """
     journal: Journal = Journal()
 
 

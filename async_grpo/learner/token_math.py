@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_grpo.algo.advantages import ESTIMATORS, place_rewards, token_advantages
+from async_grpo.algo.advantages import place_rewards, token_advantages
 from async_grpo.algo.aggregation import aggregate_loss
+from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES, import_plugins
 from async_grpo.algo.importance import (
     importance_weights,
     interpolated_anchor,
@@ -32,7 +33,7 @@ from async_grpo.algo.importance import (
     rejection_mask,
 )
 from async_grpo.algo.kl import kl_penalty
-from async_grpo.algo.losses import RATIO_FREE, SELECTING, Clip, LossOptions, policy_loss
+from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.metrics import MetricSums, loss_metrics
 from async_grpo.algo.selection import select_tokens, token_hashes
 from async_grpo.batching import RowKey, RowValue
@@ -45,10 +46,15 @@ class TokenMath:
     """The formulas of one configuration."""
 
     def __init__(self, config: Config, collectives: Collectives) -> None:
-        self._algorithm, self._seed, self._collectives = config.algorithm, config.seed, collectives
-        self._estimator = ESTIMATORS[config.algorithm.adv_estimator]
-        self._clip, self._options = _clip(config), _options(config)
-        self.selects = config.algorithm.policy_loss in SELECTING
+        algorithm = config.algorithm
+        import_plugins(algorithm.plugins)
+        self._algorithm, self._seed = algorithm, config.seed
+        self._collectives = collectives
+        self._estimator = ESTIMATORS.require(algorithm.adv_estimator)
+        self._loss = POLICY_LOSSES.require(algorithm.policy_loss)
+        self._clip, self._options = _clip(config), algorithm.constants(algorithm.policy_loss)
+        self._importance_options = algorithm.constants(algorithm.importance.mode)
+        self.selects = bool(self._loss.selects)
         """Whether `loss` needs the result of `select`."""
 
     def reward_kl(self, row: LearnerRow) -> float:
@@ -203,7 +209,7 @@ class TokenMath:
         """
         algorithm = self._algorithm
         importance, rejection = algorithm.importance, algorithm.rejection
-        policy = logprobs if algorithm.policy_loss in RATIO_FREE else anchor
+        policy = logprobs if self._loss.ratio_free else anchor
         weights = kept = None
         if importance.level != "none":
             weights = importance_weights(
@@ -215,6 +221,8 @@ class TokenMath:
                 lower=importance.lower,
                 upper=importance.upper,
                 row_index=batch.row_index,
+                staleness=batch.lag,
+                options=self._importance_options,
             )
         if rejection.level != "none":
             kept = rejection_mask(
@@ -270,24 +278,4 @@ def _clip(config: Config) -> Clip:
         rate=algorithm.clip_schedule.rate,
         floor=algorithm.clip_schedule.floor,
         dual=algorithm.clip_ratio_c if algorithm.dual_clip_loss else None,
-    )
-
-
-def _options(config: Config) -> LossOptions:
-    algorithm = config.algorithm
-    return LossOptions(
-        sapo_tau_pos=algorithm.sapo.tau_pos,
-        sapo_tau_neg=algorithm.sapo.tau_neg,
-        dppo_divergence=algorithm.dppo.divergence,
-        dppo_low=algorithm.dppo.low,
-        dppo_high=algorithm.dppo.high,
-        dppo_ratio_cap=algorithm.dppo.ratio_cap,
-        opmd_tau=algorithm.opmd.tau,
-        opmd_level=algorithm.opmd.level,
-        clip_cov_ratio=algorithm.clip_cov.ratio,
-        clip_cov_lower=algorithm.clip_cov.lower,
-        clip_cov_upper=algorithm.clip_cov.upper,
-        kl_cov_ratio=algorithm.kl_cov.ratio,
-        kl_cov_coef=algorithm.kl_cov.coef,
-        m2po_budget=algorithm.m2po.budget,
     )

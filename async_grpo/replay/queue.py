@@ -42,6 +42,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from async_grpo.algo.catalog import import_plugins
 from async_grpo.replay import events
 from async_grpo.replay.actor_reports import ActorReport, ActorReports
 from async_grpo.replay.admission import Admission, Retirement
@@ -97,6 +98,7 @@ class ReplayQueue:
         a resumed queue took over, as text. `rolls_to` is the step to which the run rolls forward,
         until the learner asks for the first one.
         """
+        import_plugins(settings.plugins)
         self.settings, self.report, self.rolls_to, self._clock = settings, report, None, clock
         self._journal, self._facts = journal, facts or snapshot_facts()
         self._ledger = ledger or Ledger(

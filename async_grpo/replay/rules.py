@@ -31,7 +31,8 @@ class QueueSettings:
     `max_failed_fraction`: the run ends when more groups failed for good. With `retire_at`, a
     problem whose group was answered right at that rate or better is posed no more:
     `problem(group_id)` is its index below `problems`, and in every run of `problems` ids that
-    starts at a multiple of it each problem occurs once. Raises ValueError where they do not fit.
+    starts at a multiple of it each problem occurs once. `plugins`: modules
+    to import, which register the filter. Raises ValueError where they do not fit.
     """
 
     rollout_batch_size: int
@@ -54,6 +55,7 @@ class QueueSettings:
     max_frame_bytes: int | None = None
     trained_steps: int = 0
     next_group_id: int = 0
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -158,9 +160,11 @@ def rejection(meta: GroupMeta, rule: FilterRule, shaping: Shaping) -> str | None
     rows = meta.rows_to_train
     return filter_reason(
         rule,
-        values=[_value(row, rule.metric, shaping) for row in rows] if rule.zero_variance else [],
+        values=[_value(row, rule.metric, shaping) for row in rows] if rule.reads_metric else [],
         verdicts=[row.verdict for row in rows],
         truncated=[row.finish_reason == "length" for row in rows],
+        rewards=[row.rewards for row in rows],
+        lengths=[row.length for row in rows],
     )
 
 

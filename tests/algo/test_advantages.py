@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from async_grpo.algo.advantages import (
-    ESTIMATORS,
     compute_advantages,
     discounted_returns,
     finish_advantages,
@@ -23,6 +22,7 @@ from async_grpo.algo.advantages import (
     token_advantages,
     whiten,
 )
+from async_grpo.algo.catalog import ESTIMATORS
 from tests.support.algo_case import F64, close, fast, seeds
 
 ROWS = sorted(name for name, estimator in ESTIMATORS.items() if not estimator.returns)

@@ -47,7 +47,8 @@ MATH = (
         (
             "",
             ("async_grpo",),
-            "async_grpo.algo.filters, async_grpo.algo.rewards, async_grpo.batching",
+            "async_grpo.algo.catalog, async_grpo.algo.filters, async_grpo.algo.rewards, "
+            "async_grpo.batching",
         ),
     ],
     ids=["torch_alone", "nothing"],

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_grpo.algo.aggregation import AGGREGATIONS, aggregate, aggregate_loss, row_weights
+from async_grpo.algo.aggregation import AGGREGATIONS, aggregate_loss, row_weights
 from async_grpo.algo.importance import (
     importance_weights,
     interpolated_anchor,
     opsm_mask,
     rejection_mask,
 )
-from async_grpo.algo.kl import KL_PENALTIES, AdaptiveKL, full_kl, kl_penalty
-from tests.support.algo_case import F64, close, fast, gradient, seeds, tokens
+from async_grpo.algo.kl import KL_PENALTIES, AdaptiveKL, kl_penalty
+from tests.support.algo_case import F64, aggregate, close, fast, full_kl, gradient, seeds, tokens
 
 JUNK = [math.nan, math.inf, -math.inf, 1e30]
 levels = st.sampled_from(["none", "token", "sequence", "geometric"])

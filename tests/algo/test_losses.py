@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,35 +14,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from async_grpo.algo.catalog import POLICY_LOSSES, ClipCov, Constants, Dppo, KlCov, M2po, Opmd, Sapo
 from async_grpo.algo.importance import importance_weights
 from async_grpo.algo.kl import kl_penalty
-from async_grpo.algo.losses import (
-    CLIPPED,
-    POLICY_LOSSES,
-    RATIO_FREE,
-    SELECTING,
-    SEQUENCE,
-    Clip,
-    LossOptions,
-    clip_bounds,
-    policy_loss,
-)
+from async_grpo.algo.losses import Clip, clip_bounds, policy_loss
 from tests.support.algo_case import F64, clips, close, fast, gradient, seeds, slow_factor, tokens
 
+SELECTING = POLICY_LOSSES.where(lambda traits: traits.selects)
+SEQUENCE = POLICY_LOSSES.where(lambda traits: traits.rows)
 few = settings(max_examples=12, deadline=None)  # for each of the losses
 JUNK = [math.nan, math.inf, -math.inf, 1e30]
-NARROW = LossOptions(
-    dppo_low=0.03, dppo_high=0.05, sapo_tau_pos=1.3, sapo_tau_neg=0.8, opmd_tau=0.7, kl_cov_coef=0.3
-)
+NARROW = {
+    "dppo": Dppo(low=0.03, high=0.05),
+    "sapo": Sapo(tau_pos=1.3, tau_neg=0.8),
+    "opmd": Opmd(tau=0.7),
+    "kl_cov": KlCov(coef=0.3),
+}
 """Constants at which random tokens lie on both sides."""
-VARIANTS = {name: (name, NARROW) for name in POLICY_LOSSES} | {
-    "dppo, capped": ("dppo", replace(NARROW, dppo_ratio_cap=1.1)),
-    "dppo, kl": ("dppo", replace(NARROW, dppo_divergence="kl", dppo_low=0.005, dppo_high=0.01)),
-    "dppo, kl, capped": (
-        "dppo",
-        replace(NARROW, dppo_divergence="kl", dppo_low=0.005, dppo_high=0.01, dppo_ratio_cap=1.1),
-    ),
-    "opmd, sequence": ("opmd", replace(NARROW, opmd_level="sequence")),
+VARIANTS = {name: (name, NARROW.get(name)) for name in POLICY_LOSSES} | {
+    "dppo, capped": ("dppo", replace(NARROW["dppo"], ratio_cap=1.1)),
+    "dppo, kl": ("dppo", Dppo(divergence="kl", low=0.005, high=0.01)),
+    "dppo, kl, capped": ("dppo", Dppo(divergence="kl", low=0.005, high=0.01, ratio_cap=1.1)),
+    "opmd, sequence": ("opmd", replace(NARROW["opmd"], level="sequence")),
 }
 by_loss = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -68,28 +62,26 @@ def slow_clipped(
     return min(loss, -dual * a) if dual is not None and a < 0 else loss
 
 
-def slow_dppo(cur: Tensor, prox: Tensor, a: Tensor, options: LossOptions) -> Tensor:
+def slow_dppo(cur: Tensor, prox: Tensor, a: Tensor, options: Dppo) -> Tensor:
     p, q = min(math.exp(cur.item()), 1.0), min(math.exp(prox.item()), 1.0)
     distance = abs(p - q)
-    if options.dppo_divergence == "kl":
+    if options.divergence == "kl":
         distance = (q * math.log(q / p) if q else 0.0) + (
             (1 - q) * math.log((1 - q) / (1 - p)) if q < 1 and p < 1 else 0.0
         )
         distance = math.inf if q < 1 and p == 1 else distance
-    if (a > 0 and p > q and distance > options.dppo_high) or (
-        a < 0 and p < q and distance > options.dppo_low
+    if (a > 0 and p > q and distance > options.high) or (
+        a < 0 and p < q and distance > options.low
     ):
         return cur * 0
     ratio = torch.exp(cur - prox)
     return (
-        -ratio * a
-        if options.dppo_ratio_cap is None
-        else -min(ratio.item(), options.dppo_ratio_cap) * a * cur
+        -ratio * a if options.ratio_cap is None else -min(ratio.item(), options.ratio_cap) * a * cur
     )
 
 
 def slow_loss(
-    name: str, case: dict[str, Tensor], clip: Clip, selection: Tensor | None, options: LossOptions
+    name: str, case: dict[str, Tensor], clip: Clip, selection: Tensor | None, options: Any
 ) -> Tensor:
     """The loss per token of [B, T] as a loop over scalars, straight from the formulas,
     differentiable.
@@ -128,7 +120,7 @@ def slow_loss(
             elif name == "cispo":
                 value = -min(max(ratio.item(), low), high) * a * cur[t]
             elif name == "sapo":
-                tau = options.sapo_tau_pos if a > 0 else options.sapo_tau_neg
+                tau = options.tau_pos if a > 0 else options.tau_neg
                 value = -a * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
             elif name == "gmpo":
                 value = -a * torch.exp(sum(clipped.values(), 0 * cur[t]) / len(valid))
@@ -136,7 +128,7 @@ def slow_loss(
                 value = slow_clipped(ratio, a, low, high) * (0 if selection[i, t] else 1)
             elif name == "kl_cov":
                 value = -ratio * a + (
-                    options.kl_cov_coef * abs(cur[t] - prox[t]) if selection[i, t] else 0
+                    options.coef * abs(cur[t] - prox[t]) if selection[i, t] else 0
                 )
             elif name == "m2po":
                 bound = selection[i, t].item()
@@ -147,11 +139,9 @@ def slow_loss(
                 value = slow_dppo(cur[t], prox[t], a, options)
             elif name == "opmd":
                 square = (
-                    drift**2 / len(valid)
-                    if options.opmd_level == "sequence"
-                    else (cur[t] - beh[t]) ** 2
+                    drift**2 / len(valid) if options.level == "sequence" else (cur[t] - beh[t]) ** 2
                 )
-                value = -a * cur[t] + options.opmd_tau / 2 * square
+                value = -a * cur[t] + options.tau / 2 * square
             elif name == "topr":
                 value = -(1 if a >= 0 else min(math.exp(drift.item()), 1)) * a * cur[t]
             else:
@@ -263,7 +253,8 @@ def test_on_policy_gradient_is_reinforce(variant: str, seed: int, clip: Clip) ->
     case["anchor_logprobs"] = case["behavior_logprobs"] = case["logprobs"].detach()
     if VARIANTS[variant][0] == "clip_cov":
         extra["selection"] = torch.zeros(3, 5, dtype=torch.bool)
-    extra["options"] = replace(extra["options"], dppo_ratio_cap=None)
+    if VARIANTS[variant][0] == "dppo":
+        extra["options"] = replace(extra["options"], ratio_cap=None)
     loss, _ = policy_loss(VARIANTS[variant][0], **case, clip=clip, **extra)
     reinforce = -(case["advantages"] * case["logprobs"] * case["loss_mask"]).sum()
     close(gradient(loss.sum(), case["logprobs"]), gradient(reinforce, case["logprobs"]))
@@ -393,7 +384,7 @@ def test_opmd_pulls_at_tokens_however_far_they_are() -> None:
         ("sequence", 62.5, 5.0),
     ):  # d = 25 for a token, 50 for the response
         loss, _ = policy_loss(
-            "opmd", **case, clip=Clip(0.2, 0.2), options=LossOptions(opmd_tau=0.1, opmd_level=level)
+            "opmd", **case, clip=Clip(0.2, 0.2), options=Opmd(tau=0.1, level=level)
         )
         close(loss, torch.full((1, 2), value, dtype=F64))
         close(gradient(loss.sum(), case["logprobs"]), torch.full((1, 2), slope, dtype=F64))
@@ -436,9 +427,13 @@ def changes(variant: str, key: str) -> bool:
 
 
 def test_the_sets_of_losses_say_what_the_losses_use() -> None:
-    assert {name for name in POLICY_LOSSES if changes(name, "clip")} == CLIPPED
+    assert {name for name in POLICY_LOSSES if changes(name, "clip")} == POLICY_LOSSES.where(
+        lambda traits: traits.clipped
+    )
     assert {name for name in POLICY_LOSSES if changes(name, "row")} == SEQUENCE
-    assert {name for name in POLICY_LOSSES if not changes(name, "anchor")} == RATIO_FREE
+    assert {name for name in POLICY_LOSSES if not changes(name, "anchor")} == POLICY_LOSSES.where(
+        lambda traits: traits.ratio_free
+    )
     assert changes("opmd, sequence", "row")
 
 
@@ -448,11 +443,7 @@ def test_dppo_follows_the_direction_of_the_advantage() -> None:
         torch.tensor([0.3, 0.3, 0.4, 0.4]).log(),
     )
     advantages = torch.tensor([1.0, -1, 1, -1])
-    for options in (
-        LossOptions(),
-        LossOptions(dppo_divergence="kl"),
-        LossOptions(dppo_ratio_cap=1.5),
-    ):
+    for options in (Dppo(), Dppo(divergence="kl"), Dppo(ratio_cap=1.5)):
         loss, diagnostics = policy_loss(
             "dppo",
             now,
@@ -462,7 +453,7 @@ def test_dppo_follows_the_direction_of_the_advantage() -> None:
             loss_mask=torch.ones(4),
             staleness=torch.zeros(4),
             clip=Clip(0.2, 0.2),
-            options=replace(options, dppo_low=0.15, dppo_high=0.15),
+            options=replace(options, low=0.15, high=0.15),
         )
         assert diagnostics["clipped_high"].tolist() == [True, False, False, False] and loss[0] == 0
         assert diagnostics["clipped_low"].tolist() == [False, False, False, True] and loss[3] == 0
@@ -483,7 +474,7 @@ def test_binary_divergence_is_finite_at_certain_tokens(dtype: torch.dtype) -> No
         loss_mask=torch.ones(4),
         staleness=torch.zeros(4),
         clip=Clip(0.2, 0.2),
-        options=LossOptions(dppo_divergence="kl"),
+        options=Dppo(divergence="kl"),
     )
     assert (diagnostics["clipped_low"] | diagnostics["clipped_high"]).tolist() == [
         False,
@@ -586,7 +577,10 @@ def test_losses_refuse_wrong_settings() -> None:
     for name in (*SEQUENCE, "opmd"):
         with pytest.raises(ValueError, match=f"{name} .*row_index"):
             policy_loss(
-                name, **case, clip=Clip(0.2, 0.2), options=LossOptions(opmd_level="sequence")
+                name,
+                **case,
+                clip=Clip(0.2, 0.2),
+                options=Opmd(level="sequence") if name == "opmd" else None,
             )
         with pytest.raises(ValueError, match="row_index"):
             policy_loss(
@@ -600,23 +594,32 @@ def test_losses_refuse_wrong_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("constants", "option", "value"),
     [
-        ("sapo_tau_pos", 0.0),
-        ("sapo_tau_neg", -1.0),
-        ("dppo_divergence", "js"),
-        ("dppo_low", -0.1),
-        ("dppo_high", math.inf),
-        ("dppo_ratio_cap", 0.0),
-        ("opmd_tau", math.nan),
-        ("opmd_level", "row"),
-        ("clip_cov_ratio", 0.0),
-        ("clip_cov_lower", 5.0),
-        ("kl_cov_ratio", 1.5),
-        ("kl_cov_coef", -1.0),
-        ("m2po_budget", 0.0),
+        (Sapo, "tau_pos", 0.0),
+        (Sapo, "tau_neg", -1.0),
+        (Dppo, "divergence", "js"),
+        (Dppo, "low", -0.1),
+        (Dppo, "high", math.inf),
+        (Dppo, "ratio_cap", 0.0),
+        (Opmd, "tau", math.nan),
+        (Opmd, "level", "row"),
+        (ClipCov, "ratio", 0.0),
+        (ClipCov, "lower", 5.0),
+        (KlCov, "ratio", 1.5),
+        (KlCov, "coef", -1.0),
+        (M2po, "budget", 0.0),
     ],
 )
-def test_options_refuse_wrong_values(option: str, value: float | str) -> None:
+def test_options_refuse_wrong_values(
+    constants: type[Constants], option: str, value: float | str
+) -> None:
     with pytest.raises(ValueError, match=option):
-        LossOptions(**{option: value})
+        constants(**{option: value})
+
+
+def test_a_loss_takes_its_own_options_only() -> None:
+    case = tokens(0, 4)
+    for name, options in (("sapo", Dppo()), ("ppo_clip", Sapo())):
+        with pytest.raises(ValueError, match=f"policy loss {name} takes "):
+            policy_loss(name, **case, clip=Clip(0.2, 0.2), options=options)

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_grpo.algo.losses import SELECTING, Clip, LossOptions, policy_loss
+from async_grpo.algo.catalog import ClipCov, KlCov, M2po
+from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.selection import select_tokens, token_hashes
 from tests.support.algo_case import F64, clips, fast, seeds, slow_factor, tokens
 
-OPTIONS = LossOptions(
-    clip_cov_ratio=0.2, clip_cov_lower=-0.3, clip_cov_upper=1.5, kl_cov_ratio=0.15, m2po_budget=0.1
-)
+OPTIONS = {
+    "clip_cov": ClipCov(ratio=0.2, lower=-0.3, upper=1.5),
+    "kl_cov": KlCov(ratio=0.15),
+    "m2po": M2po(budget=0.1),
+}
 Collective = Callable[[Tensor], Tensor]
-by_name = pytest.mark.parametrize("name", sorted(SELECTING))
+by_name = pytest.mark.parametrize("name", sorted(OPTIONS))
 
 
 def step(seed: int, size: int) -> dict[str, Tensor]:
@@ -35,7 +39,7 @@ def step(seed: int, size: int) -> dict[str, Tensor]:
 
 
 def slow_selection(
-    name: str, case: dict[str, Tensor], clip: Clip, options: LossOptions
+    name: str, case: dict[str, Tensor], clip: Clip, options: Any
 ) -> list[bool] | float:
     """The definition as loops over Python numbers."""
     values = {key: tensor.tolist() for key, tensor in case.items()}
@@ -44,21 +48,18 @@ def slow_selection(
     x = {t: cur[t] - values["anchor_logprobs"][t] for t in valid}
     if name == "m2po":
         harmful = [abs(x[t]) for t in valid if (a[t] > 0 and x[t] > 0) or (a[t] < 0 and x[t] < 0)]
-        if (
-            not harmful
-            or math.fsum(size**2 for size in harmful) / len(harmful) <= options.m2po_budget
-        ):
+        if not harmful or math.fsum(size**2 for size in harmful) / len(harmful) <= options.budget:
             return math.inf
         kept = [
             size
             for size in harmful
-            if math.fsum(min(h, size) ** 2 for h in harmful) / len(harmful) < options.m2po_budget
+            if math.fsum(min(h, size) ** 2 for h in harmful) / len(harmful) < options.budget
         ]
         return max(kept, default=0.0)
     mean_a, mean_cur = (math.fsum(of[t] for t in valid) / max(len(valid), 1) for of in (a, cur))
     cov = {t: (a[t] - mean_a) * (cur[t] - mean_cur) for t in valid}
     if name == "kl_cov":
-        count = max(1, int(options.kl_cov_ratio * len(valid)))
+        count = max(1, int(options.ratio * len(valid)))
         chosen = sorted(valid, key=lambda t: (-cov[t], hashes[t]))[:count]
     else:
         candidates = []
@@ -67,10 +68,10 @@ def slow_selection(
             bounded = (a[t] > 0 and ratio > 1 + clip.high * factor) or (
                 a[t] < 0 and ratio < 1 - clip.low * factor
             )
-            if options.clip_cov_lower < cov[t] < options.clip_cov_upper and not bounded:
+            if options.lower < cov[t] < options.upper and not bounded:
                 candidates.append(t)
         chosen = sorted(candidates, key=lambda t: hashes[t])[
-            : max(1, int(options.clip_cov_ratio * len(valid)))
+            : max(1, int(options.ratio * len(valid)))
         ]
     return [t in chosen for t in range(len(cur))]
 
@@ -115,8 +116,8 @@ class Ranks:
 @fast
 def test_selection_is_the_slow_loop(name: str, seed: int, clip: Clip, size: int) -> None:
     case = step(seed, size)
-    got = select_tokens(name, **case, clip=clip, options=OPTIONS)
-    want = slow_selection(name, case, clip, OPTIONS)
+    got = select_tokens(name, **case, clip=clip, options=OPTIONS[name])
+    want = slow_selection(name, case, clip, OPTIONS[name])
     assert got.shape == (size,) and not got.requires_grad
     if name == "m2po":
         assert got.dtype == F64 and got.tolist() == pytest.approx([want] * size, rel=1e-12)
@@ -131,7 +132,7 @@ def test_selection_does_not_depend_on_ranks_order_or_padding(
     name: str, seed: int, clip: Clip, size: int, count: int
 ) -> None:
     case = step(seed, size)
-    whole = select_tokens(name, **case, clip=clip, options=OPTIONS)
+    whole = select_tokens(name, **case, clip=clip, options=OPTIONS[name])
     random = torch.Generator().manual_seed(seed)
     order, owner = (
         torch.randperm(size, generator=random),
@@ -146,7 +147,9 @@ def test_selection_does_not_depend_on_ranks_order_or_padding(
         }
         for key in ("logprobs", "anchor_logprobs", "advantages"):
             part[key][-3:] = torch.tensor([math.nan, math.inf, 1e30], dtype=F64)
-        return select_tokens(name, **part, clip=clip, options=OPTIONS, reduce=reduce, gather=gather)
+        return select_tokens(
+            name, **part, clip=clip, options=OPTIONS[name], reduce=reduce, gather=gather
+        )
 
     ranks = Ranks(count)
     for part, tokens_of_rank in zip(ranks.run(work), mine, strict=True):
@@ -170,23 +173,30 @@ def test_a_rank_without_tokens_and_a_step_without_tokens(name: str) -> None:
         ) -> Tensor:
             part = case if rank == 0 else {key: tensor[:0] for key, tensor in case.items()}
             return select_tokens(
-                name, **part, clip=Clip(0.2, 0.2), options=OPTIONS, reduce=reduce, gather=gather
+                name,
+                **part,
+                clip=Clip(0.2, 0.2),
+                options=OPTIONS[name],
+                reduce=reduce,
+                gather=gather,
             )
 
         first, second = ranks.run(work)
-        assert torch.equal(first, select_tokens(name, **case, clip=Clip(0.2, 0.2), options=OPTIONS))
+        assert torch.equal(
+            first, select_tokens(name, **case, clip=Clip(0.2, 0.2), options=OPTIONS[name])
+        )
         assert second.numel() == 0 and ranks.calls[0] == ranks.calls[1] > 0
 
 
 @by_name
 def test_rows_give_the_same_selection_as_packed_tokens(name: str) -> None:
     case = step(5, 24)
-    packed = select_tokens(name, **case, clip=Clip(0.2, 0.2), options=OPTIONS)
+    packed = select_tokens(name, **case, clip=Clip(0.2, 0.2), options=OPTIONS[name])
     padded = select_tokens(
         name,
         **{key: tensor.reshape(4, 6) for key, tensor in case.items()},
         clip=Clip(0.2, 0.2),
-        options=OPTIONS,
+        options=OPTIONS[name],
     )
     assert torch.equal(padded, packed.reshape(4, 6))
 
@@ -198,9 +208,7 @@ def test_equal_covariances_are_taken_by_hash() -> None:
         "anchor_logprobs": torch.full((8,), -1.0),
     }
     case["logprobs"] = torch.tensor([-0.5, -1.5] * 4)
-    got = select_tokens(
-        "kl_cov", **case, clip=Clip(0.2, 0.2), options=LossOptions(kl_cov_ratio=0.4)
-    )
+    got = select_tokens("kl_cov", **case, clip=Clip(0.2, 0.2), options=KlCov(ratio=0.4))
     assert sorted(case["hashes"][got].tolist()) == sorted(case["hashes"].tolist())[:3]
 
 
@@ -215,12 +223,12 @@ def test_m2po_bound_keeps_the_second_moment_in_the_budget(seed: int, scale: floa
         case["logprobs"] - case["anchor_logprobs"]
     )
     clip = Clip(0.0, 0.0)
-    bound = select_tokens("m2po", **case, clip=clip, options=OPTIONS)
+    bound = select_tokens("m2po", **case, clip=clip, options=OPTIONS["m2po"])
     assert bound.dtype == torch.float32
     x = (case["logprobs"] - case["anchor_logprobs"]).clamp(-20, 20)
     harmful = (x * case["advantages"] > 0) & (case["loss_mask"] != 0)
     capped = torch.minimum(x.abs(), bound)[harmful].double()
-    assert not harmful.any() or capped.square().mean() <= OPTIONS.m2po_budget
+    assert not harmful.any() or capped.square().mean() <= OPTIONS["m2po"].budget
     del case["hashes"]
     _, diagnostics = policy_loss(
         "m2po", **case, behavior_logprobs=case["anchor_logprobs"], clip=clip, selection=bound
@@ -296,11 +304,14 @@ def test_hashes_are_uniform_and_tell_tokens_apart() -> None:
 def test_selection_refuses_what_it_cannot_use() -> None:
     case = step(0, 4)
     with pytest.raises(ValueError, match=r"ppo_clip.*clip_cov"):
-        select_tokens("ppo_clip", **case, clip=Clip(0.2, 0.2), options=OPTIONS)
+        select_tokens("ppo_clip", **case, clip=Clip(0.2, 0.2))
     for key in ("hashes", "advantages"):
         with pytest.raises(ValueError, match=key):
             select_tokens(
-                "kl_cov", **{**case, key: case[key][:3]}, clip=Clip(0.2, 0.2), options=OPTIONS
+                "kl_cov",
+                **{**case, key: case[key][:3]},
+                clip=Clip(0.2, 0.2),
+                options=OPTIONS["kl_cov"],
             )
     with pytest.raises(ValueError, match="rows"):
         token_hashes(0, 0, torch.arange(3), torch.arange(2), torch.arange(3))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.algo import advantages, losses
+from async_grpo.algo import advantages, importance, losses  # noqa: F401 - registers the estimators
 from async_grpo.algo.aggregation import AGGREGATIONS
+from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
 from async_grpo.algo.kl import KL_PENALTIES
-from async_grpo.config import algorithm as schema
-from async_grpo.config import checks
+from async_grpo.config.algorithm import SECTIONS, Algorithm
 from async_grpo.config.docs import settings
 from async_grpo.config.load import ConfigError, load_config
 
@@ -302,34 +302,55 @@ def test_names_and_facts_are_those_of_the_mathematics() -> None:
     def listed(key: str) -> set[str]:
         return set(known[f"algorithm.{key}"].removeprefix("one of ").split(", "))
 
-    estimators = advantages.ESTIMATORS
-    assert listed("adv_estimator") == set(estimators)
-    assert {
-        name for name, estimator in estimators.items() if estimator.compares
-    } == checks.COMPARING
-    assert {name for name, estimator in estimators.items() if estimator.returns} == checks.RETURNS
-    assert {name for name, estimator in estimators.items() if estimator.baseline} == {"remax"}
-    assert listed("policy_loss") == set(losses.POLICY_LOSSES)
-    assert losses.CLIPPED == checks.CLIPPED and losses.RATIO_FREE == checks.RATIO_FREE
-    assert {"clip_cov", "kl_cov", "m2po"} == losses.SELECTING
-    assert checks.ROW_LOSSES <= losses.SEQUENCE
+    assert listed("adv_estimator") == set(ESTIMATORS)
+    grpo = {"grpo", "grpo_vectorized"}
+    assert ESTIMATORS.where(lambda traits: traits.compares) == grpo | {
+        "dr_grpo",
+        "grpo_passk",
+        "rloo",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "maxrl",
+    }
+    returns = ESTIMATORS.where(lambda traits: traits.returns)
+    assert returns == {"reinforce_plus_plus", "remax"}
+    assert ESTIMATORS.where(lambda traits: traits.baseline) == {"remax"}
+    assert ESTIMATORS.where(lambda traits: traits.std_levels) == grpo
+    assert all(callable(ESTIMATORS.function(name)) for name in ESTIMATORS if name not in returns)
+    assert listed("policy_loss") == set(POLICY_LOSSES)
+    assert all(callable(POLICY_LOSSES.function(name)) for name in POLICY_LOSSES)
+    assert POLICY_LOSSES.where(lambda traits: traits.clipped) == {
+        "ppo_clip",
+        "gspo",
+        "gspo_token",
+        "cispo",
+        "gmpo",
+        "clip_cov",
+        "m2po",
+    }
+    assert POLICY_LOSSES.where(lambda traits: traits.ratio_free) == {
+        "gpg",
+        "reinforce",
+        "asymre",
+        "topr",
+        "opmd",
+    }
+    assert POLICY_LOSSES.where(lambda traits: traits.selects) == {"clip_cov", "kl_cov", "m2po"}
+    responses = POLICY_LOSSES.where(lambda traits: traits.response_ratio)
+    assert responses == {"gspo", "gspo_token", "gmpo"}
+    assert responses <= POLICY_LOSSES.where(lambda traits: traits.rows)
+    assert listed("importance.mode") == set(importance.IMPORTANCE)
     assert listed("loss_agg_mode") == set(AGGREGATIONS)
     assert listed("kl_loss_type") | listed("kl_ctrl.kl_type") <= set(KL_PENALTIES)
     assert listed("clip_schedule.kind") == set(losses.CLIP_SCHEDULES)
 
 
 def test_the_constants_of_single_losses_have_one_value() -> None:
-    sections = {
-        "sapo": schema.Sapo(),
-        "dppo": schema.Dppo(),
-        "opmd": schema.Opmd(),
-        "clip_cov": schema.ClipCov(),
-        "kl_cov": schema.KlCov(),
-        "m2po": schema.M2po(),
+    sections = {name: getattr(Algorithm(), name) for name in SECTIONS}
+    assert {name: type(section) for name, section in sections.items()} == {
+        name: traits.options for name, traits in POLICY_LOSSES.items() if traits.options
     }
-    ours = {
-        f"{name}_{key}": value
-        for name, section in sections.items()
-        for key, value in section.model_dump().items()
-    }
-    assert ours == dataclasses.asdict(losses.LossOptions())
+    for name, section in sections.items():
+        assert section == losses.loss_options(name, None) == Algorithm().constants(name)
+        assert Algorithm.model_validate({name: dataclasses.asdict(section)}) == Algorithm()

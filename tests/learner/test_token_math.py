@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algo.aggregation import AGGREGATIONS, row_weights
-from async_grpo.algo.losses import CLIPPED, POLICY_LOSSES
+from async_grpo.algo.catalog import POLICY_LOSSES
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.algorithm import Algorithm
@@ -25,6 +25,7 @@ from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.wire import GroupTicket, pack_frames
 from tests.support.frames import frame_of
 
+CLIPPED = POLICY_LOSSES.where(lambda traits: traits.clipped)
 CPU = torch.device("cpu")
 LENGTHS = [5, 1, 9, 3, 7, 4, 6, 2]
 """Two groups of four rows; row 1 is fully masked."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from async_grpo.algo.aggregation import aggregate_loss, row_weights
 from async_grpo.algo.losses import Clip
 
 F64 = torch.float64
@@ -61,3 +64,48 @@ def slow_factor(lag: int, clip: Clip) -> float:
         "exponential": clip.rate**lag,
     }[clip.kind]
     return max(factor, clip.floor)
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Exact divergence sum_v p (log p - log q) from the logits [..., V] of both policies at the
+    same temperature: [...], in nats.
+
+    Softmax in float32 or better. A token that the policy forbids (logit -inf) adds 0; one that only
+    the reference forbids makes the divergence infinite. Gradient to `logits` only. Raises
+    ValueError for a shape mismatch or a temperature that is not above 0.
+    """
+    if logits.shape != ref_logits.shape or not temperature > 0:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and {tuple(ref_logits.shape)} at temperature "
+            f"{temperature}; shapes equal, above 0"
+        )
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_p, log_q = (
+        torch.log_softmax(values.to(dtype) / temperature, -1)
+        for values in (logits, ref_logits.detach())
+    )
+    p = log_p.exp()
+    return (p * torch.where(p > 0, log_p - log_q, 0)).sum(
+        -1
+    )  # a probability of 0 has gradient 0 too: `where` keeps inf - inf out
+
+
+def aggregate(
+    token_loss: Tensor,
+    mask: Tensor,
+    mode: str,
+    *,
+    max_response_length: int,
+    group_index: Sequence[int] | None = None,
+) -> Tensor:
+    """The aggregated loss of a whole optimizer step held in one tensor: `token_loss` and `mask` are
+    [B, T], `group_index` has B entries.
+    """
+    valid = mask != 0
+    weights = row_weights(
+        mode,
+        valid.sum(-1).tolist(),
+        max_response_length=max_response_length,
+        group_index=group_index,
+    )
+    return aggregate_loss(token_loss, valid * token_loss.new_tensor(weights).unsqueeze(-1))

@@ -1,0 +1,262 @@
+"""Names and options of plugins: found in a child process, checked as strictly as our own settings,
+before anything starts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_grpo import run
+from async_grpo.algo import catalog
+from async_grpo.config import plugins
+from async_grpo.config.load import ConfigError, dump, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = """\
+from dataclasses import dataclass
+from typing import Literal
+from async_grpo.algo.catalog import (
+    register_estimator, register_group_filter, register_importance, register_policy_loss,
+    register_reward_shaping,
+)
+
+@dataclass(frozen=True)
+class Mine:
+    alpha: float
+    size: int = 3
+    mode: Literal["soft", "hard"] = "soft"
+
+@register_policy_loss("my_loss", clipped=True, options=Mine)
+def my_loss(terms):
+    return -terms.advantages * terms.current, {}
+
+@register_estimator("alone", compares=False)
+def alone(rewards, groups, options):
+    return rewards
+
+@register_importance("halved")
+def halved(ratios):
+    return ratios.ratio / 2
+
+@register_reward_shaping("doubled")
+def doubled(reward, response, options):
+    return 2 * reward
+
+@register_group_filter("never")
+def never(group, options):
+    return None
+"""
+LOSS = ["algorithm.plugins=[mine]", "algorithm.policy_loss=my_loss"]
+ALPHA = "algorithm.options={my_loss: {alpha: 0.5}}"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration, and modules beside it."""
+    directory = tmp_path_factory.mktemp("plugins")
+    (directory / "base.yaml").write_text("run: {total_steps: 3}\nmodel: {warm_start: {}}\n")
+    (directory / "mine.py").write_text(MODULE)
+    (directory / "heavy.py").write_text("import torch\n" + MODULE)
+    (directory / "broken.py").write_text("\nraise KeyError('what is this')\n")
+    (directory / "taken.py").write_text(MODULE.replace('"alone"', '"grpo"'))
+    (directory / "dying.py").write_text("import os\nos._exit(9)\n")
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def importable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(home))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (["algorithm.policy_loss=my_loss"], ['policy_loss` is "my_loss"', "one of ppo_clip, gspo"]),
+        (["algorithm.policy_loss=my_los", *LOSS[:1]], ['"my_los"', "topr, asymre, my_loss."]),
+        ([*LOSS[:1], "algorithm.adv_estimator=x"], ['"x"', "one of grpo,", "asymre, alone."]),
+        (
+            [*LOSS[:1], "algorithm.importance.mode=x"],
+            ["`algorithm.importance.mode` is", "one of truncate, mask, halved"],
+        ),
+        (["algorithm.reward_shaping=[x]"], ["reward_shaping` is", "`algorithm.plugins` registers"]),
+        (LOSS, ["`algorithm.options.my_loss.alpha` is missing", "a number"]),
+        (
+            [*LOSS, "algorithm.options={my_loss: {alfa: 1}}"],
+            ["options.my_loss.al", "my_loss.alpha"],
+        ),
+        (
+            [*LOSS, "algorithm.options={my_loss: {alpha: '1'}}"],
+            ['`algorithm.options.my_loss.alpha` is "1"', "allowed is a number"],
+        ),
+        (
+            [*LOSS, "algorithm.options={my_loss: {alpha: .inf}}"],
+            ["my_loss.alpha` is", "allowed is a number"],
+        ),
+        (
+            [*LOSS, "algorithm.options={my_loss: {alpha: 1, size: true}}"],
+            ["my_loss.size` is true", "allowed is an integer"],
+        ),
+        (
+            [*LOSS, "algorithm.options={my_loss: {alpha: 1, mode: x}}"],
+            ['my_loss.mode` is "x"', "one of soft, hard"],
+        ),
+        (
+            [*LOSS, ALPHA, "algorithm.options.my_los={alpha: 1}"],
+            ["`algorithm.options.my_los` is not a setting", "`algorithm.options.my_loss`"],
+        ),
+        (
+            ["algorithm.options={sapo: {tau_pos: 2.0}}"],
+            ["`algorithm.options.sapo` is not a setting", "`algorithm.sapo` here"],
+        ),
+        (
+            ["algorithm.options={x: {}}"],
+            ["`algorithm.options.x` is not a setting", "none is registered"],
+        ),
+        (["algorithm.plugins=[missing_one]"], ["names missing_one", "cannot be imported"]),
+        (["algorithm.plugins=[broken]"], ["KeyError: 'what is this'", "broken.py, line 2"]),
+        (["algorithm.plugins=[taken]"], ["'grpo' is built in", "another name"]),
+        (["algorithm.plugins=[dying]"], ["dying", "ended with code 9"]),
+        (["algorithm.plugins=['no module']"], ["plugins", "text that matches"]),
+        (
+            ["replay.plugins=[heavy]"],
+            ["`replay.plugins` names heavy, which imports torch", "plain Python"],
+        ),
+        (
+            [*LOSS[:1], "replay.filter_groups={enable: true, custom: never}"],
+            ["filter_groups.custom` is", "of a module in `replay.plugins`"],
+        ),
+        (
+            ["replay.filter_groups={enable: true, custom: never}"],
+            ["filter_groups.custom` is", "`replay.plugins` registers"],
+        ),
+        (["replay.plugins=[mine]", "replay.filter_groups.custom=never"], ["`enable` is false"]),
+        (
+            [
+                "algorithm.plugins=[mine]",
+                "algorithm.reward_shaping=[doubled]",
+                "replay.filter_groups={enable: true, metric: seq_reward}",
+            ],
+            ["seq_reward` needs the reward shaping", "`replay.plugins`"],
+        ),
+        (
+            [
+                "algorithm.plugins=[mine]",
+                "algorithm.adv_estimator=alone",
+                "replay.filter_groups.enable=true",
+            ],
+            ["zero_variance", "alone", "carries signal"],
+        ),
+        (
+            ["algorithm.adv_estimator=alone", *LOSS, ALPHA, "algorithm.gamma=0.9"],
+            ["gamma` is 0.9", "alone"],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_is_refused(overrides: list[str], fragments: list[str], home: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(home / "base.yaml", overrides)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 2, message
+    assert all(fragment in message for fragment in fragments), message
+
+
+def test_what_is_registered_is_admitted_and_survives_a_dump(home: Path) -> None:
+    config = load_config(
+        home / "base.yaml",
+        [
+            *LOSS,
+            ALPHA,
+            "replay.plugins=[mine]",
+            "replay.filter_groups={enable: true, custom: never, zero_variance: false}",
+            "algorithm.adv_estimator=alone",
+            "algorithm.reward_shaping=[doubled]",
+            "algorithm.anchor=recomputed",
+            "algorithm.importance={level: token, mode: halved}",
+            "algorithm.clip_schedule.kind=harmonic",
+            "rollout.group_size=1",
+        ],
+    )
+    (home / "copy.yaml").write_text(dump(config))
+    assert load_config(home / "copy.yaml") == config
+    assert "my_loss" not in catalog.POLICY_LOSSES and "mine" not in sys.modules
+
+
+def test_a_wrong_option_ends_the_command_with_exit_code_2(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "run: {total_steps: 3}\nmodel: {warm_start: {}}\nalgorithm:\n  plugins: [mine]\n"
+        "  policy_loss: my_loss\n  options:\n    my_loss:\n      alpha: much\n"
+    )
+    assert run.main([str(tmp_path / "c.yaml")]) == 2
+    assert "c.yaml, line 8: `algorithm.options.my_loss.alpha`" in capsys.readouterr().out
+
+
+def test_a_module_that_was_edited_is_asked_again(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "edited.py"
+    module.write_text("from async_grpo.algo.catalog import *\n")
+    overrides = ["algorithm.plugins=[edited]", "algorithm.adv_estimator=late"]
+    with pytest.raises(ConfigError, match="late"):
+        load_config(home / "base.yaml", overrides)
+    module.write_text(
+        "from async_grpo.algo.catalog import register_estimator\n"
+        "register_estimator('late')(lambda rewards, groups, options: rewards)\n"
+    )
+    assert load_config(home / "base.yaml", overrides).algorithm.adv_estimator == "late"
+
+
+def test_without_plugins_no_process_is_started(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a child was started")
+
+    monkeypatch.setattr(plugins.subprocess, "run", refuse)
+    load_config(home / "base.yaml", ["algorithm.policy_loss=sapo"])
+
+
+def test_the_queue_imports_its_plugin_and_no_torch(home: Path) -> None:
+    code = (
+        "import sys\n"
+        "from async_grpo.algo.rewards import Shaping\n"
+        "from async_grpo.replay.queue import ReplayQueue\n"
+        "from async_grpo.replay.rules import QueueSettings\n"
+        "ReplayQueue(QueueSettings(rollout_batch_size=1, max_staleness=0, total_steps=1, "
+        "group_size=2, max_attempts=1, max_num_gen_batches=0, shaping=Shaping({}, 8), "
+        "plugins=('mine',)))\n"
+        "assert 'mine' in sys.modules\n"
+        "assert not {'torch', 'vllm', 'ray', 'pydantic'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=home,
+        env={"PYTHONPATH": f"{ROOT}:{home}", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_modules_cannot_register_one_name() -> None:
+    registry = catalog.Registry("thing", catalog.Traits, {"ours": catalog.Traits()})
+
+    def first() -> None: ...
+
+    def second() -> None: ...
+
+    registry.register("x", {})(first)
+    registry.register("x", {})(first)  # a module that is imported again
+    with pytest.raises(ValueError, match="thing 'x' is registered twice"):
+        registry.register("x", {})(second)
+    with pytest.raises(ValueError, match="thing 'ours' is built in"):
+        registry.register("ours", {})(first)
+    with pytest.raises(ValueError, match="unknown thing 'z'; choose one of"):
+        registry.function("z")

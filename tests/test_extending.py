@@ -1,0 +1,208 @@
+"""The examples of docs/extending.md as a user would take them: written to files, named in a
+configuration, and run.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_grpo import wire
+from async_grpo.algo import catalog
+from async_grpo.algo.catalog import Registry
+from async_grpo.algo.filters import FilterRule
+from async_grpo.algo.importance import importance_weights
+from async_grpo.algo.losses import Clip, policy_loss
+from async_grpo.algo.metrics import MetricSums
+from async_grpo.algo.rewards import Shaping
+from async_grpo.config import yaml12
+from async_grpo.config.load import load_config
+from async_grpo.config.schema import Config
+from async_grpo.learner.learner import Learner
+from async_grpo.planning import RowMath, shaping
+from async_grpo.replay.queue import ReplayQueue
+from async_grpo.replay.rules import QueueSettings
+from tests.support.algo_case import tokens
+from tests.support.frames import frame_of
+from tests.support.learners import free_port, set_rank
+from tests.support.models import write_model
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "extending.md"
+KINDS = ["soft_clip", "median", "fading", "brevity", "rambling"]
+WEIGHTS = {"correct": 1.0}
+TIMES = {"queued": 0.0, "first_token": 0.5, "done": 1.0, "scored": 1.5}
+
+
+def examples() -> dict[str, tuple[str, str]]:
+    """Module name -> (its code, the settings that use it)."""
+    text = PAGE.read_text(encoding="utf-8")
+    found = re.findall(r"```python\n# (\w+)\.py\n(.*?)```\n+```yaml\n(.*?)```", text, re.DOTALL)
+    return {name: (code, settings) for name, code, settings in found}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with the examples' modules, from which Python imports; registers are put back."""
+    directory = tmp_path_factory.mktemp("extending")
+    for name, (code, _) in examples().items():
+        (directory / f"{name}.py").write_text(code, encoding="utf-8")
+    saved = [
+        (one, {key: copy.copy(value) for key, value in vars(one).items()})
+        for one in catalog.KINDS.values()
+    ]
+    options = dict(Registry.options)
+    sys.path.insert(0, str(directory))
+    yield directory
+    sys.path.remove(str(directory))
+    for one, parts in saved:
+        vars(one).update(parts)
+    Registry.options.clear()
+    Registry.options.update(options)
+    for name in examples():
+        sys.modules.pop(name, None)
+
+
+def configured(home: Path, *names: str, model: str = "m", **sections: Any) -> Config:
+    """The settings of these examples together, through a file."""
+    merged: dict[str, Any] = {
+        "run": {"total_steps": 2, "dir": str(home / "run")},
+        "model": {"path": model},
+        "rollout": {"rollout_batch_size": 2, "group_size": 2},
+        **sections,
+    }
+    for name in names:
+        for section, values in yaml12.read(examples()[name][1])[0].items():
+            here = merged.setdefault(section, {})
+            for key, value in values.items():
+                if isinstance(value, list):
+                    here[key] = [*here.get(key, []), *value]
+                elif isinstance(value, dict):
+                    here[key] = {**here.get(key, {}), **value}
+                else:
+                    here[key] = value
+    path = home / f"{'_'.join(names)}.yaml"
+    path.write_text(yaml12.write(merged), encoding="utf-8")
+    return load_config(path)
+
+
+def test_there_is_one_short_example_of_every_kind() -> None:
+    assert list(examples()) == KINDS
+    for code, settings in examples().values():
+        assert len(code.strip().splitlines()) + len(settings.strip().splitlines()) <= 25
+    registered = {re.search(r"@register_(\w+)\(", code)[1] for code, _ in examples().values()}
+    assert registered == set(catalog.KINDS)
+
+
+def batch_of(*groups: tuple[float, ...], steps: int = 1) -> tuple[wire.Batch, list[bytes]]:
+    frames = [
+        frame_of(wire.GroupTicket(number, 1, 0), values=values, times=TIMES)
+        for number, values in enumerate(groups)
+    ]
+    return wire.Batch(steps, tuple(wire.decode_meta(frame) for frame in frames)), frames
+
+
+def test_the_estimator_gives_the_advantages_of_the_rows(home: Path) -> None:
+    rows = RowMath(
+        configured(home, "median", rollout={"rollout_batch_size": 1, "group_size": 3}), WEIGHTS
+    )
+    batch, _ = batch_of((0.0, 0.25, 1.0), (1.0, 1.0, 1.0))
+    values, _ = rows.values(batch, {})
+    assert [values[key].value for key in sorted(values)] == [-0.25, 0.0, 0.75, 0.0, 0.0, 0.0]
+
+
+def test_the_shaping_takes_from_the_reward(home: Path) -> None:
+    made = shaping(configured(home, "brevity"), WEIGHTS)
+    catalog.import_plugins(["brevity"])
+    assert made.shape({"correct": 1.0}, 10) == pytest.approx(0.9)
+    assert made.shape({"correct": 0.0}, 10) == 0.0
+
+
+def test_the_loss_and_the_weights_are_those_of_the_formulas(home: Path) -> None:
+    config = configured(home, "soft_clip", "fading")
+    catalog.import_plugins(config.algorithm.plugins)
+    case = tokens(0, 3, 4)
+    loss, _ = policy_loss(
+        "soft_clip", **case, clip=Clip(0.2, 0.2), options=config.algorithm.constants("soft_clip")
+    )
+    x = case["logprobs"] - case["anchor_logprobs"]
+    want = -case["advantages"] * (1 + 0.3 * torch.tanh(x / 0.3)) * (case["loss_mask"] != 0)
+    assert torch.allclose(loss, want)
+    weights = importance_weights(
+        case["anchor_logprobs"],
+        case["behavior_logprobs"],
+        case["loss_mask"],
+        level="token",
+        mode="fading",
+        lower=0.0,
+        upper=2.0,
+        staleness=case["staleness"],
+        options=config.algorithm.constants("fading"),
+    )
+    ratio = (case["anchor_logprobs"] - case["behavior_logprobs"]).exp()
+    want = torch.where(case["loss_mask"] != 0, ratio * 0.8 ** case["staleness"], 1)
+    assert torch.allclose(weights, want)
+
+
+async def test_the_queue_rejects_what_the_filter_does(home: Path) -> None:
+    config = configured(home, "rambling")
+    filters, given = config.replay.filter_groups, config.algorithm.options
+    queue = ReplayQueue(
+        QueueSettings(
+            rollout_batch_size=2,
+            max_staleness=0,
+            total_steps=3,
+            group_size=2,
+            max_attempts=3,
+            max_num_gen_batches=0,
+            shaping=Shaping(WEIGHTS, 64),
+            filter=FilterRule(custom=filters.custom, options=given[filters.custom]),
+            plugins=tuple(config.replay.plugins),
+        )
+    )
+    short, long = await queue.acquire("a", 0, [], 2)
+    verdicts = await queue.put(
+        "a", [frame_of(short, versions=(0,)), frame_of(long, versions=(0, 0))]
+    )
+    assert [(one.status, one.reason) for one in verdicts] == [
+        ("accepted", ""),
+        ("rejected", "rambling"),
+    ]
+    await queue.close()
+
+
+def test_all_of_them_train_two_steps(home: Path, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "policy")
+    config = configured(home, *KINDS, model=model, learner={"lr": 1e-3})
+    set_rank(0, 1, free_port())
+    by_id: dict[int, bytes] = {}
+    learner = Learner(
+        config,
+        model_dir=model,
+        fetch=lambda _, ids: wire.pack_frames([by_id[group_id] for group_id in ids]),
+        device="cpu",
+        total_updates=2 * config.updates_per_step,
+    )
+    try:
+        rows = RowMath(config, WEIGHTS)
+        for step in (1, 2):
+            batch, frames = batch_of((0.0, 1.0), (1.0, 0.5), steps=step)
+            by_id.update(enumerate(frames))
+            [plan], coef = rows.plans(batch), rows.kl_coef
+            values, metrics = rows.values(batch, learner.begin(plan))
+            learner.assign(values, coef)
+            for index in range(len(plan.updates)):
+                learner.update(index)
+            metrics |= MetricSums.from_wire(learner.end()).means()
+            assert all(np.isfinite(value) for value in metrics.values())
+            assert metrics["train/grad_norm"] > 0
+            assert ("train/importance_weight" in metrics) and metrics["train/lag_max"] == step - 1
+    finally:
+        learner.close()
