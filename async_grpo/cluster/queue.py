@@ -1,9 +1,10 @@
-"""The replay queue as a Ray actor, and the one that repeats a journal.
+"""The replay queue as a Ray actor, and how the driver and rollout actors call it.
 
-Runs in: the queue's process. A module of its own, so that a queue that died is back before anything
-large was imported.
-
-The replay queue as the driver sees it: every call has a deadline, and says who is late or gone.
+Runs in: the queue's process (`QueueProcess`, and `RecordedProcess`, which repeats a journal), the
+driver (`DriverQueue`) and rollout actors (`ActorQueue`). A module that imports nothing large, so
+that a queue that died is back at once. Hides Ray: frames travel as one array, a wait that ends soon
+is waited out at the queue instead of by one remote call after the other, and every call has a
+deadline and says who is late or gone.
 """
 
 from __future__ import annotations
@@ -34,18 +35,13 @@ TICKET_PATIENCE_S, TICKET_POLL_S = 0.25, 0.01
 """The second is the time between two looks of anybody: the more actors wait, the longer it is for
 each.
 """
-
-
 CALL_TIMEOUT_S = 60.0
+REOPEN_TIMEOUT_S = 600.0
+"""Longest time the queue may take to read its journal again."""
 
 
-class QueueProcess(ReplayQueue):
-    """The replay queue as an actor: frames arrive as one array. Ray builds it again when it dies,
-    and it goes on from its journal.
-    """
-
-    _waiting = 0
-    """Actors whose `acquire` waits for tickets."""
+class QueueProcess:
+    """A `ReplayQueue` as an actor. Ray builds it again when it dies, and it reads its journal."""
 
     def __init__(
         self,
@@ -54,99 +50,34 @@ class QueueProcess(ReplayQueue):
         snapshot: dict[str, Any] | None = None,
         run_dir: str | None = None,
     ) -> None:
+        """An error is raised by every call, because Ray would wrap it into a story of its own."""
         die_with_parent()
         if run_dir is not None:
             stacks.register("queue", stacks.home(run_dir))
+        self._settings, self._journal = settings, journal
+        self._discards = 0
+        self._waiting = 0
+        """Actors whose `acquire` waits for tickets."""
+        self._opened: ReplayQueue | Exception
         try:
-            vars(self).update(vars(open_queue(settings, journal, snapshot=snapshot)))
-            self._opened_with, self._discards = (settings, journal), 0
+            self._opened = open_queue(settings, journal, snapshot=snapshot)
             # what the imports made lives as long as the process; looking through it again and again
             # costs a tenth of the time
             gc.freeze()
-        except Exception as error:  # noqa: BLE001 - raised by every call: from here Ray would wrap it into a story of its own
-            self._not_opened = error
+        except Exception as error:  # noqa: BLE001 - raised by every call
+            self._opened = error
 
-    def __getattr__(self, name: str) -> Any:
-        """Only called for what is missing: every part of a queue that could not be opened."""
-        if "_not_opened" in vars(self) and not name.startswith("__"):
-            raise self._not_opened
-        raise AttributeError(name)
+    @property
+    def _queue(self) -> ReplayQueue:
+        if isinstance(self._opened, Exception):
+            raise self._opened
+        return self._opened
 
     async def opened(self) -> str | None:
         """What a resumed queue took over, in words. Raises what went wrong when it was opened."""
-        return None if self.report is None else str(self.report)
+        return None if self._queue.report is None else str(self._queue.report)
 
-    async def progress(self) -> dict[str, int]:
-        """Learner steps done, the step in training (0: none), and the run epoch."""
-        ledger = self._ledger
-        return {
-            "steps": ledger.steps,
-            "training": ledger.training_step or 0,
-            "run_epoch": ledger.run_epoch,
-        }
-
-    async def obstacle(self, after: int, until: int) -> str:
-        """Why the trained steps after `after`, up to `until`, cannot be trained again, or ""."""
-        try:
-            for step in range(after + 1, until + 1):
-                await self.get_batch(step)
-        except SetupError as error:
-            return str(error)
-        return ""
-
-    async def discard(
-        self, step: int, snapshot: dict[str, Any] | None, why: str
-    ) -> tuple[str, int]:
-        """Take back the learner steps after `step`, to which `snapshot` belongs; what became of the
-        groups, and the run epoch, which is raised.
-
-        Tickets that are out are lost with it; their actors live on and are refused.
-        """
-        settings, journal = self._opened_with
-        await self._commit()
-        discards, run_epoch = self._discards + 1, self._ledger.run_epoch
-        journal = replace(
-            journal,
-            start=f"{journal.start}.{discards}",
-            lost_steps="discard",
-            reason=why,
-            fresh=False,
-        )
-        vars(self).update(
-            vars(open_queue(replace(settings, trained_steps=step), journal, snapshot=snapshot))
-        )
-        self._discards = discards
-        if (
-            self._ledger.run_epoch <= run_epoch
-        ):  # a checkpoint of another run, which knows nothing of this one's epochs
-            self._ledger.run_epoch, self._ledger.epoch_step = run_epoch + 1, step
-            self.begin_segment()
-        return str(self.report), self._ledger.run_epoch
-
-    async def full_metrics(self) -> QueueMetrics:
-        """`metrics`, and the latest report of every rollout actor."""
-        return QueueMetrics(await self.metrics(), self._reports.latest)
-
-    async def pid(self) -> int:
-        """Process id, for tests and post-mortems."""
-        return os.getpid()
-
-    async def in_flight(self) -> dict[str, list[tuple[int, int, float]]]:
-        """(group_id, attempt, seconds since it was issued) at each actor, for post-mortems."""
-        ledger, now = self._ledger, self._clock()
-        return {
-            name: [(one.group_id, one.attempt, now - one.issued_at) for one in ledger.held_by(name)]
-            for name in ledger.held
-        }
-
-    async def next_batch(self, step: int) -> Batch | None:
-        """`get_batch`, asked again here for a moment instead of by one remote call after the
-        other.
-        """
-        deadline = time.monotonic() + BATCH_PATIENCE_S
-        while (batch := await self.get_batch(step)) is None and time.monotonic() < deadline:
-            await asyncio.sleep(BATCH_POLL_S)
-        return batch
+    # ---- rollout actors ----
 
     async def acquire(
         self,
@@ -161,33 +92,183 @@ class QueueProcess(ReplayQueue):
 
         Meanwhile the actor gets no other ticket, so `holding` remains all it may have.
         """
-        tickets = await super().acquire(actor_id, serving_version, holding, want, report)
+        tickets = await self._queue.acquire(actor_id, serving_version, holding, want, report)
         deadline = time.monotonic() + TICKET_PATIENCE_S
         self._waiting += 1
         try:
             while (
                 tickets == []
                 and want
-                and serving_version >= self._ledger.live
+                and serving_version >= self._queue.ledger.live
                 and (left := deadline - time.monotonic()) > 0
             ):
                 await asyncio.sleep(min(TICKET_POLL_S * self._waiting, left))
-                tickets = await super().acquire(actor_id, serving_version, holding, want)
+                tickets = await self._queue.acquire(actor_id, serving_version, holding, want)
         finally:
             self._waiting -= 1
         return tickets
 
     async def put_packed(self, actor_id: str, packed: np.ndarray) -> list[Verdict]:
         """`put` of the frames in one packed array."""
-        return await self.put(actor_id, list(unpack_frames(packed)))
+        return await self._queue.put(actor_id, list(unpack_frames(packed)))
+
+    async def fail(
+        self,
+        actor_id: str,
+        tickets: Sequence[GroupTicket],
+        reason: str,
+        tokens: Sequence[int | None] | None = None,
+    ) -> None:
+        """See `ReplayQueue.fail`."""
+        await self._queue.fail(actor_id, tickets, reason, tokens)
+
+    async def forfeit(self, actor_id: str) -> None:
+        """See `ReplayQueue.forfeit`."""
+        await self._queue.forfeit(actor_id)
+
+    async def tell(self, actor_id: str, report: ActorReport) -> None:
+        """See `ReplayQueue.tell`."""
+        await self._queue.tell(actor_id, report)
+
+    # ---- loop and learner ----
+
+    async def get_batch(self, step: int) -> Batch | None:
+        """See `ReplayQueue.get_batch`."""
+        return await self._queue.get_batch(step)
+
+    async def next_batch(self, step: int) -> Batch | None:
+        """`get_batch`, asked again here for a moment."""
+        deadline = time.monotonic() + BATCH_PATIENCE_S
+        while (batch := await self._queue.get_batch(step)) is None and time.monotonic() < deadline:
+            await asyncio.sleep(BATCH_POLL_S)
+        return batch
+
+    async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
+        """See `ReplayQueue.payload`."""
+        return await self._queue.payload(step, group_ids)
+
+    async def live(self, version: int, digest: str = "") -> None:
+        """See `ReplayQueue.live`."""
+        await self._queue.live(version, digest)
+
+    async def close(self, *, orderly: bool = True) -> None:
+        """See `ReplayQueue.close`."""
+        await self._queue.close(orderly=orderly)
+
+    async def obstacle(self, after: int, until: int) -> str:
+        """Why the trained steps after `after`, up to `until`, cannot be trained again, or ""."""
+        try:
+            for step in range(after + 1, until + 1):
+                await self._queue.get_batch(step)
+        except SetupError as error:
+            return str(error)
+        return ""
+
+    async def discard(
+        self, step: int, snapshot: dict[str, Any] | None, why: str
+    ) -> tuple[str, int]:
+        """Take back the learner steps after `step`, to which `snapshot` belongs; what became of the
+        groups, and the run epoch, which is raised.
+
+        Tickets that are out are lost with it; their actors live on and are refused.
+        """
+        assert self._journal is not None  # without one, a learner that died is not brought back
+        await self._queue.commit()
+        run_epoch = self._queue.ledger.run_epoch
+        journal = replace(
+            self._journal,
+            start=f"{self._journal.start}.{self._discards + 1}",
+            lost_steps="discard",
+            reason=why,
+            fresh=False,
+        )
+        settings = replace(self._settings, trained_steps=step)
+        self._opened = queue = open_queue(settings, journal, snapshot=snapshot)
+        self._discards += 1
+        queue.raise_epoch(above=run_epoch, step=step)
+        return str(queue.report), queue.ledger.run_epoch
+
+    # ---- what others may know ----
+
+    async def progress(self) -> dict[str, int]:
+        """Learner steps done, the step in training (0: none), and the run epoch."""
+        ledger = self._queue.ledger
+        training = ledger.training_step or 0
+        return {"steps": ledger.steps, "training": training, "run_epoch": ledger.run_epoch}
+
+    async def is_over(self) -> bool:
+        """See `ReplayQueue.is_over`."""
+        return await self._queue.is_over()
+
+    async def counts(self) -> dict[str, int]:
+        """See `ReplayQueue.counts`."""
+        return await self._queue.counts()
+
+    async def history(self, group_ids: Sequence[int]) -> dict[int, dict[str, int | str | None]]:
+        """See `ReplayQueue.history`."""
+        return await self._queue.history(group_ids)
+
+    async def held(self) -> dict[str, list[tuple[int, int]]]:
+        """See `ReplayQueue.held`."""
+        return await self._queue.held()
+
+    async def metrics(self) -> dict[str, float]:
+        """See `ReplayQueue.metrics`."""
+        return await self._queue.metrics()
+
+    async def full_metrics(self) -> QueueMetrics:
+        """`metrics`, and the latest report of every rollout actor."""
+        return QueueMetrics(await self._queue.metrics(), self._queue.reports())
+
+    async def in_flight(self) -> dict[str, list[tuple[int, int, float]]]:
+        """(group_id, attempt, seconds since it was issued) at each actor, for post-mortems."""
+        ledger, now = self._queue.ledger, time.monotonic()
+        return {
+            name: [(one.group_id, one.attempt, now - one.issued_at) for one in ledger.held_by(name)]
+            for name in ledger.held
+        }
+
+    async def pid(self) -> int:
+        """Process id, for tests and post-mortems."""
+        return os.getpid()
+
+    # ---- the journal ----
+
+    async def snapshot(self) -> dict[str, Any]:
+        """See `ReplayQueue.snapshot`."""
+        return await self._queue.snapshot()
+
+    async def digests(self) -> dict[int, str]:
+        """See `ReplayQueue.digests`."""
+        return await self._queue.digests()
+
+    async def forget(self, *, segment: int, step: int) -> None:
+        """See `ReplayQueue.forget`."""
+        await self._queue.forget(segment=segment, step=step)
 
 
-class RecordedProcess(RecordedQueue):
-    """A queue that repeats a journal, as an actor."""
+class RecordedProcess:
+    """A `RecordedQueue` as an actor, with what `DriverQueue` and the learner ask of it."""
 
+    def __init__(self, directory: str) -> None:
+        """directory: of the journal. Raises JournalError for one that cannot be read."""
+        self._queue = RecordedQueue(directory)
 
-REOPEN_TIMEOUT_S = 600.0
-"""Longest time the queue may take to read its journal again."""
+    async def next_batch(self, step: int) -> Batch | None:
+        """The recorded batch. Raises SetupError where there is none."""
+        return await self._queue.get_batch(step)
+
+    async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
+        """The recorded frames."""
+        return await self._queue.payload(step, group_ids)
+
+    async def full_metrics(self) -> QueueMetrics:
+        """None: nothing is admitted, ordered or counted here."""
+        return QueueMetrics({}, {})
+
+    async def digests(self) -> dict[int, str]:
+        """The recorded digests of the weights, by version."""
+        return await self._queue.digests()
 
 
 class DriverQueue:

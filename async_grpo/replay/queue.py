@@ -78,9 +78,25 @@ SLICE_BYTES, SLICE_FRAMES = 2**22, 32
 """What one `put` takes before it lets other calls run."""
 
 
+TOTALS = (
+    *("late", "duplicate", "abandoned", "invalid", "forfeited"),
+    *("attempts_lost", "expirations", "overdue", "unreadable", "restarts"),
+)
+"""Counters of the ledger that `counts` tells."""
+
+
 class ReplayQueue:
     """Owner of every group between its ticket and its learner step. Every call answers at once;
     `resume.open_queue` builds one on a journal.
+
+    Example, with two groups in a batch and no journal:
+
+        queue = ReplayQueue(settings)
+        [first, second] = await queue.acquire("actor-1", 0, [], 2)    # two ids are in flight
+        await queue.put("actor-1", [frame_of(first), frame_of(second)])             # ready
+        batch = await queue.get_batch(1)                                            # training
+        frames = await queue.payload(1, [group.group_id for group in batch.groups])
+        await queue.live(1)                        # trained; their slots are free for new ids
     """
 
     def __init__(
@@ -95,11 +111,13 @@ class ReplayQueue:
         continued: PartialGroups | None = None,
     ) -> None:
         """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what
-        a resumed queue took over, as text. `rolls_to` is the step to which the run rolls forward,
-        until the learner asks for the first one.
+        a resumed queue took over, as text.
         """
         import_plugins(settings.plugins)
-        self.settings, self.report, self.rolls_to, self._clock = settings, report, None, clock
+        self.settings, self.report = settings, report
+        self.rolls_to: int | None = None
+        """The step to which the run rolls forward, until the learner asks for the first one."""
+        self._clock = clock
         self._journal, self._facts = journal, facts or snapshot_facts()
         self._ledger = ledger or Ledger(
             first_group_id=settings.next_group_id,
@@ -139,20 +157,16 @@ class ReplayQueue:
         if ledger.over or ledger.steps >= self.settings.total_steps or actor_id in ledger.forfeited:
             return None
         self._take_back_tickets(now)
-        known = {tuple(pair) for pair in holding}
-        tickets = [
-            ledger.ticket(entry)
-            for entry in ledger.held_by(actor_id)
-            if (entry.group_id, entry.attempt) not in known
-        ]
+        known, held = {tuple(pair) for pair in holding}, ledger.held_by(actor_id)
+        lost = [entry for entry in held if (entry.group_id, entry.attempt) not in known]
+        tickets = [ledger.ticket(entry) for entry in lost]
         if serving_version != ledger.live:
             # It gets nothing, so it must not reserve a share either: a newcomer may take minutes to
             # load the live version.
             self._admission.forget(actor_id)
         else:
-            tickets += self._issue(
-                actor_id, self._admission.grant(actor_id, max(want - len(tickets), 0), now=now)
-            )
+            more = self._admission.grant(actor_id, max(want - len(tickets), 0), now=now)
+            tickets += self._issue(actor_id, more)
         self._pressure.answered(actor_id, idle=want > 0 and not tickets and not holding, now=now)
         return tickets
 
@@ -175,7 +189,7 @@ class ReplayQueue:
             if taken >= SLICE_BYTES or index % SLICE_FRAMES == SLICE_FRAMES - 1:
                 taken = 0
                 await asyncio.sleep(0)  # a large batch must not hold up the other calls
-        await self._commit()
+        await self.commit()
         return verdicts
 
     async def fail(
@@ -222,7 +236,7 @@ class ReplayQueue:
             self._facts["rolled_to"], self.rolls_to = self.rolls_to, None
             self.begin_segment()
         if step == ledger.training_step or (self._batch is not None and step == self._batch.step):
-            await self._commit()  # the call that took it may not have come to that
+            await self.commit()  # the call that took it may not have come to that
             return self._current_batch()
         if step <= ledger.steps and self._journal is not None:
             return await self._again().get_batch(step)
@@ -239,27 +253,22 @@ class ReplayQueue:
         if chosen is None:
             check_signal(ledger, self.settings, exhausted=self._retirement.exhausted)
             return None
+        bound, on_stale = self.settings.max_staleness, self.settings.on_stale
         for entry in chosen:
-            check_bound(
-                entry.meta,
-                step=step,
-                max_staleness=self.settings.max_staleness,
-                on_stale=self.settings.on_stale,
-            )
+            check_bound(entry.meta, step=step, max_staleness=bound, on_stale=on_stale)
         waited = self._pressure.learner_served([entry.slow for entry in chosen], now=now)
         self._last_batch = batch_metrics(chosen, self.settings, step=step, now=now) | {
             "replay/learner_wait_s": waited,
             "replay/rejected_in_step": float(ledger.rejected_now.total()),
             "replay/failed_in_step": float(ledger.failed_now.total()),
         }
-        bound = step - 1 - self.settings.max_staleness if self.settings.on_stale == "mask" else None
         masked = masked_tokens(
             [entry.meta for entry in chosen],
             mask_truncated=self.settings.mask_truncated,
-            stale_before=bound,
+            stale_before=step - 1 - bound if on_stale == "mask" else None,
         )
         self.record(events.TakeBatch(step, tuple(entry.group_id for entry in chosen), masked))
-        await self._commit()
+        await self.commit()
         return self._current_batch()
 
     async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
@@ -290,7 +299,7 @@ class ReplayQueue:
         if version == self._ledger.training_step:
             self._finish_step()
         self.record(events.Live(version, digest))
-        await self._commit()
+        await self.commit()
 
     async def close(self, *, orderly: bool = True) -> None:
         """The run is over: groups that no step took are unused, and actors are told to stop.
@@ -302,13 +311,22 @@ class ReplayQueue:
         if not self._ledger.over:
             self._note_reports()
             self.record(events.Close())
-            await self._commit()
+            await self.commit()
 
     async def tell(self, actor_id: str, report: ActorReport) -> None:
         """What an actor's engine did so far, and its process: tokens, and seconds by cause."""
         self._reports.tell(actor_id, report)
 
     # ---- what others may know ----
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger, to look at."""
+        return self._ledger
+
+    def reports(self) -> dict[str, ActorReport]:
+        """The latest report of every rollout actor."""
+        return self._reports.latest
 
     async def is_over(self) -> bool:
         """Whether actors are told to stop: the run was closed, or all its steps are trained."""
@@ -319,24 +337,8 @@ class ReplayQueue:
         late, duplicate, invalid.
         """
         ledger = self._ledger
-        names = (
-            "late",
-            "duplicate",
-            "abandoned",
-            "invalid",
-            "forfeited",
-            "attempts_lost",
-            "expirations",
-            "overdue",
-            "unreadable",
-            "restarts",
-        )
-        totals = {name: ledger.totals[name] for name in names}
-        return (
-            ledger.counts()
-            | {f"rejected/{name}": n for name, n in sorted(ledger.rejected.items())}
-            | totals
-        )
+        rejected = {f"rejected/{name}": count for name, count in sorted(ledger.rejected.items())}
+        return ledger.counts() | rejected | {name: ledger.totals[name] for name in TOTALS}
 
     async def history(self, group_ids: Sequence[int]) -> dict[int, dict[str, int | str | None]]:
         """Attempt, state and learner step of each id, as far as it is remembered (all with a slot,
@@ -411,12 +413,21 @@ class ReplayQueue:
         if self._journal is not None and self._journal.full:
             self.begin_segment()
 
+    def raise_epoch(self, *, above: int, step: int) -> None:
+        """Begin a run epoch `above` that of the discarded steps after `step`, where the checkpoint,
+        of another run, knows nothing of it.
+        """
+        if self.ledger.run_epoch <= above:
+            self.ledger.run_epoch, self.ledger.epoch_step = above + 1, step
+            self.begin_segment()
+
     def begin_segment(self) -> None:
         """Start another segment of the journal, from the ledger as it is."""
         assert self._journal is not None
         self._journal.begin({**self._facts, "ledger": self._ledger.snapshot()})
 
-    async def _commit(self) -> None:
+    async def commit(self) -> None:
+        """Wait until the journal has what happened so far."""
         if self._journal is not None:
             await self._journal.commit()
 
@@ -431,9 +442,8 @@ class ReplayQueue:
         ledger = self._ledger
         again = self._admission.again()[:count]
         for group_id, version in again:
-            self.record(
-                events.Issue(group_id, ledger.entries[group_id].attempt + 1, actor_id, version)
-            )
+            attempt = ledger.entries[group_id].attempt + 1
+            self.record(events.Issue(group_id, attempt, actor_id, version))
         given, end = [group_id for group_id, _ in again], ledger.next_group_id + count + MAX_SKIPS
         while len(given) < count and ledger.next_group_id < end:
             first = group_id = ledger.next_group_id
@@ -481,10 +491,8 @@ class ReplayQueue:
     ) -> Verdict:
         ticket, ledger = (meta.group_id, meta.attempt), self._ledger
         if meta.run_epoch < ledger.run_epoch and meta.max_version > ledger.epoch_step:
-            reason = (
-                f"it has tokens of learner steps after {ledger.epoch_step}, which were discarded"
-            )
-            return self._refuse(actor_id, ticket, reason, status="abandoned")
+            lost = f"it has tokens of learner steps after {ledger.epoch_step}, which were discarded"
+            return self._refuse(actor_id, ticket, lost, status="abandoned")
         entry = ledger.entries.get(meta.group_id)
         if (
             entry is None
@@ -492,21 +500,18 @@ class ReplayQueue:
             or (entry.actor_id, entry.attempt) != (actor_id, meta.attempt)
         ):
             return self._answer_again(meta)
-        settings, rule = (
-            self.settings,
-            {"group_size": self.settings.group_size, "baseline": self.settings.baseline},
-        )
+        settings, rule = self.settings, self.settings.filter
         problem = problem_of(
-            meta, ledger.ticket(entry), newest_version=ledger.newest_version, **rule
+            meta,
+            ledger.ticket(entry),
+            newest_version=ledger.newest_version,
+            group_size=settings.group_size,
+            baseline=settings.baseline,
         )
         if problem is not None:
             return self._refuse(actor_id, ticket, problem)
         try:
-            reason = (
-                None
-                if settings.filter is None
-                else rejection(meta, settings.filter, settings.shaping)
-            )
+            reason = None if rule is None else rejection(meta, rule, settings.shaping)
         except ValueError as error:
             return self._refuse(actor_id, ticket, f"the filter cannot judge it: {error}")
         if (retired := self._retirement.retires(meta)) is not None:
@@ -527,15 +532,10 @@ class ReplayQueue:
         record = self._ledger.record(meta.group_id)
         done = (State.READY, State.TRAINING, State.TRAINED, State.REJECTED)
         if record is not None and record[0] == meta.attempt and record[1] in done:
-            return Verdict(
-                meta.group_id,
-                meta.attempt,
-                "duplicate",
-                f"this attempt is {record[1].value} already",
-            )
-        return Verdict(
-            meta.group_id, meta.attempt, "late", "the ticket is not held by this actor any more"
-        )
+            reason = f"this attempt is {record[1].value} already"
+            return Verdict(meta.group_id, meta.attempt, "duplicate", reason)
+        reason = "the ticket is not held by this actor any more"
+        return Verdict(meta.group_id, meta.attempt, "late", reason)
 
     def _refuse(
         self,

@@ -13,7 +13,6 @@ import pytest
 
 from async_grpo.cluster import queue as queue_module
 from async_grpo.cluster.queue import QueueProcess
-from async_grpo.replay.queue import ReplayQueue
 from tests.support.queues import ids, queue_settings
 
 
@@ -50,9 +49,8 @@ def test_more_than_a_thousand_waiting_calls_do_not_lock_out_put(measured):
 def queue(monkeypatch) -> QueueProcess:
     """The class of the process, here, with a patience that no test waits out."""
     monkeypatch.setattr(queue_module, "TICKET_PATIENCE_S", 60.0)
-    queue = QueueProcess.__new__(QueueProcess)
-    vars(queue).update(vars(ReplayQueue(queue_settings(max_staleness=0))))
-    return queue
+    monkeypatch.setattr(queue_module, "die_with_parent", lambda: None)
+    return QueueProcess(queue_settings(max_staleness=0))
 
 
 async def test_an_actor_without_a_ticket_waits_at_the_queue_until_there_is_one(queue):
