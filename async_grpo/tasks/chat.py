@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from async_grpo.config import schema
+from async_grpo.config.section import Section
 from async_grpo.tasks.base import Prompt
 
 TAGS = (
@@ -18,7 +18,7 @@ TAGS = (
 BOXED = "Solve the problem step by step and put the final answer in \\boxed{}."
 
 
-class PromptOptions(schema.Section):
+class PromptOptions(Section):
     style: Literal["chat", "plain"] = "chat"
     """Chat messages (the model's chat template is applied), or plain text for a model without one.
     """
