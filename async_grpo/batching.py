@@ -198,7 +198,8 @@ def _dealt(
     one rank.
     """
     loads = [_cost(rows, piece) for piece in pieces]
-    waiting, mine = [(0.0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]
+    waiting = [(0.0, rank) for rank in range(ranks)]
+    mine: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(pieces)), key=lambda index: (-loads[index], pieces[index])):
         load, rank = heapq.heappop(waiting)
         heapq.heappush(waiting, (load + loads[index], rank))

@@ -45,7 +45,9 @@ class ListRecipes(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         """Print the list and end the command."""
-        for name, path in recipes().items():
-            first = path.read_text(encoding="utf-8").partition("\n")[0]
-            print(f"{name:22}{first.removeprefix('# ')}")
+        heads = {
+            name: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            for name, path in recipes().items()
+        }
+        print("\n".join(f"{name:22}{head}" for name, head in heads.items()))
         parser.exit()

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from async_grpo.config import schema
+from async_grpo.config.section import Section
 from async_grpo.tasks.base import Problem, Score, parse_options
 
 TRAIN_PROBLEMS = 2**20
@@ -21,7 +22,7 @@ _HELD_OUT_ONE_IN = 8
 _MAX_TRIES = 20_000
 
 
-class ArithmeticOptions(schema.Section):
+class ArithmeticOptions(Section):
     """Options of the task `arithmetic`."""
 
     max_digits: Annotated[int, Field(ge=1, le=9)] = 3

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from async_grpo.config import schema
+from async_grpo.config.section import Section
 from async_grpo.tasks.base import Prompt
 
 TAGS = (
@@ -17,7 +17,7 @@ TAGS = (
 BOXED = "Solve the problem step by step and put the final answer in \\boxed{}."
 
 
-class PromptOptions(schema.Section):
+class PromptOptions(Section):
     """Options of tasks that ask a question."""
 
     style: Literal["chat", "plain"] = "chat"

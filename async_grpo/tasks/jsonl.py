@@ -13,11 +13,12 @@ import re
 from typing import Any, Literal
 
 from async_grpo.config import schema
+from async_grpo.config.section import Section
 from async_grpo.tasks.base import Problem, Prompt, Score, parse_options
 from async_grpo.tasks.data import BadRow, RowTask, text_of
 
 
-class JsonlOptions(schema.Section):
+class JsonlOptions(Section):
     """Options of the task `jsonl`."""
 
     match: Literal["exact", "contains", "regex"] = "exact"

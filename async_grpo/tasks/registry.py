@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import traceback
+from collections.abc import Iterable
 from hashlib import blake2b
 
 from async_grpo.config import schema
@@ -137,6 +138,6 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"
 
 
-def _did_you_mean(name: str, known: object) -> str:
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
