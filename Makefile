@@ -4,7 +4,7 @@
 #   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/chaos.md)
 #   ASYNC_GRPO_REPOSITORY=https://...  of `make wheel`: address of the published source, for the links in the metadata
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-system test-all chaos lint types format wheel clean
+.PHONY: help install quickstart test test-system test-all mutants chaos lint types format wheel clean
 
 PYTHON ?= python3
 SET ?= auto
@@ -44,6 +44,9 @@ test-system: install  ## run the tests that start systems: Ray, engines, learner
 
 test-all: test test-system  ## run all tests, the slow ones too
 	@$(IN_VENV) python -m pytest -m "slow $(NO_GPU_TESTS)" $(ARGS)
+
+mutants: install  ## disconnect every setting in turn: a test of it must fail
+	@$(IN_VENV) python -m tests.wiring.mutants $(ARGS)
 
 chaos: install  ## kill, stop and starve a small run, N times; START=... goes on there
 	@$(IN_VENV) python -m tests.chaos --count $(N) --seed $(SEED) --start $(START) --out $(CHAOS_FILE)

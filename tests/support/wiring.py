@@ -109,6 +109,8 @@ def load(values: Mapping[str, Any]) -> Config:
     merged = {**BASE, **model, "run.dir": str(place / "run"), **values}
     if merged.get("run.epochs"):
         merged["run.total_steps"] = None
+    if merged.get("model.warm_start") is not None:
+        merged.pop("model.path", None)
     return load_config(
         place / "config.yaml", [f"{key}={json.dumps(value)}" for key, value in merged.items()]
     )

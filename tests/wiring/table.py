@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.wiring import Wire
-from tests.wiring import algorithm, learner, replay, rollout, tasks, weights
+from tests.wiring import algorithm, cluster, learner, replay, rollout, run, tasks, weights
 
 WIRES: list[Wire] = [
     *algorithm.WIRES,
@@ -12,6 +12,8 @@ WIRES: list[Wire] = [
     *rollout.WIRES,
     *tasks.WIRES,
     *weights.WIRES,
+    *cluster.WIRES,
+    *run.wires(),
 ]
 EQUIVALENT: dict[str, str] = {}
 """Key -> why no test can tell whether it has an effect."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.wiring import Wire, keys, see
+from tests.support.wiring import Wire, keys, load, see
 from tests.wiring.table import EQUIVALENT, WIRES
 
 
@@ -22,6 +22,14 @@ def test_a_setting_has_an_effect(wire: Wire) -> None:
         f"{wire.probe.__name__} sees the same of {wire.key} = {wire.value!r} when the product "
         "reads the default: it does not look at what the product does with the setting"
     )
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [pytest.param(wire, id=name) for name, wire in {w.probe.__name__: w for w in WIRES}.items()],
+)
+def test_a_probe_sees_the_same_of_the_same(wire: Wire) -> None:
+    assert wire.probe(load(wire.without)) == wire.probe(load(wire.without))
 
 
 def test_every_setting_is_wired() -> None:

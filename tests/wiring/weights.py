@@ -121,19 +121,23 @@ async def _published(config: Config) -> list[Any]:
     return [parts.seen, live, graces, sorted(waits)]
 
 
-def chosen(config: Config) -> list[Any]:
-    """How weights are sent on each device, and where they lie when memory has no room."""
-    ways = [
+def chosen(config: Config) -> list[str]:
+    """How weights are sent on each device."""
+    return [
         resolve_backend(config, device=device, colocated=colocated)
         for device, colocated in (("cpu", False), ("cuda", True), ("cuda", False))
     ]
-    return [*ways, fallback_directory(config).name, str(fallback_directory(config).parent)]
+
+
+def kept(config: Config) -> str:
+    """Where weights lie when memory has no room."""
+    return str(fallback_directory(config))
 
 
 DEADLINES = "weight_sync.deadlines"
 WIRES = [
     Wire("weight_sync.backend", "nccl", chosen),
-    Wire("run.dir", "/tmp/wiring/elsewhere", chosen),
+    Wire("run.dir", "/tmp/wiring/here", kept, against="/tmp/wiring/there"),
     Wire("weight_sync.overlap", False, published),
     Wire("weight_sync.self_check", False, published),
     Wire("weight_sync.verify_every", 2, published),

@@ -1,0 +1,223 @@
+"""The settings of a run as a whole: the command with a system that trains nothing, and its
+tracking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from async_grpo import run as command
+from async_grpo import trainer as trainer_module
+from async_grpo.checkpoint import saver as saver_module
+from async_grpo.config.load import dump
+from async_grpo.config.schema import Config
+from async_grpo.observe.tracking import tracker as tracker_module
+from async_grpo.observe.tracking.outbox import TrackingError
+from async_grpo.observe.tracking.tracker import Tracker
+from async_grpo.report import launch
+from async_grpo.runtime.storage import StorageFailure, Written
+from async_grpo.warm_start import cache as warm_start_cache
+from tests.support.models import write_model
+from tests.support.wiring import Wire, recorded_waits, tiny_model, workplace
+from tests.wiring.tasks import rows
+
+
+class System:
+    """A system whose steps cost nothing. `seen`: what it was asked."""
+
+    run_epoch = 0
+
+    def __init__(self, config: Config, seen: list[Any], *, disk: bool, **given: Any) -> None:
+        self.seen, self._disk, self.steps_done = seen, disk, 0
+        self.event_loop: asyncio.AbstractEventLoop | None = None
+        self.coordinator, self.exported = SimpleNamespace(), self
+        self.loop = SimpleNamespace(latest={}, steps_done=0)
+        seen.append(given["total_steps"])
+
+    def connect(self, session: Any) -> None: ...
+
+    def update(self, step: int, metrics: Any) -> None: ...
+
+    async def start(self, *, model_dir: str, log: Callable[..., None], **_: Any) -> None:
+        self.seen.append(model_dir)
+        self.event_loop, self._log = asyncio.get_running_loop(), log
+
+    async def open_weights(self) -> dict[str, float]:
+        return {}
+
+    async def step(self) -> dict[str, float]:
+        self.steps_done += 1
+        self.seen.append(self.steps_done)
+        self._log(self.steps_done, {"train/loss": 0.0, "time/step": 0.0})
+        return {}
+
+    async def settle(self) -> None: ...
+
+    async def evaluate(self, total: int) -> tuple[dict[str, float], list[Any]]:
+        self.seen.append(("evaluate", total))
+        return {}, []
+
+    async def evaluate_beside(self, total: int, done: Any) -> None:
+        self.seen.append(("evaluate beside", total))
+
+    async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
+        if not self._disk:
+            raise StorageFailure("no space")
+        return {"segment": 1}, Written(nbytes=1, in_memory=False, note="", updates=1)
+
+    async def finish_save(self, directory: Path) -> dict[str, Any]:
+        for path in (directory / "learner" / "state.pt", directory / "hf" / "model.safetensors"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(2**16))
+        return {}
+
+    async def forget(self, *, segment: int, step: int) -> None: ...
+
+    async def stop(self, *, orderly: bool) -> None: ...
+
+    def disconnect(self) -> None: ...
+
+    def request_stop(self) -> None: ...
+
+    def scene(self) -> Any:
+        return SimpleNamespace(session=None, queue=None, actors=None, learner=None, loop=None)
+
+
+class Delivery:
+    """MLflow as the sender sees it: it takes everything, or is not there. `seen`: for which run."""
+
+    refused, refusal = 0, ""
+
+    def __init__(self, outbox: Any, *, seen: list[Any], there: bool) -> None:
+        self._outbox, self._seen, self._there = outbox, seen, there
+
+    def uri(self, entry: Any) -> str:
+        self._seen.append((entry.uri, entry.experiment, entry.name))
+        return "file:///nowhere"
+
+    def connect(self) -> None:
+        if not self._there:
+            raise ConnectionError("refused")
+
+    def send(self, stop: Any = None, *, earlier: bool = True) -> None: ...
+
+
+def ran(config: Config, *, disk: bool = True) -> list[Any]:
+    """Exit code of a run, what its system, its tracker and its report were asked, and what is in
+    its directory.
+    """
+    place, seen, said = workplace(), list[Any](), io.StringIO()
+    (place / "config.yaml").write_text(dump(config))
+    artifact = Tracker.log_artifact
+
+    def keep(tracker: Tracker, path: Path, **options: Any) -> None:
+        seen.append((Path(path).name, options))
+        artifact(tracker, path, **options)
+
+    def warm(*_: Any, **__: Any) -> str:
+        seen.append("warm start")
+        return tiny_model()
+
+    with ExitStack() as stack:
+        for target, name, fake in (
+            (trainer_module, "connect", lambda *_: (_system(seen, disk=disk), None)),
+            (trainer_module, "SAVING_AFTER_FAILURE_S", 1.0),
+            (command, "summarise", lambda *_: []),
+            (saver_module, "code_version", dict),
+            (tracker_module, "write_code_state", lambda _: []),
+            (tracker_module, "tags", dict),
+            (launch, "write_report", lambda _: (seen.append("report"), (None, ""))[1]),
+            (warm_start_cache, "ensure_warm_start", warm),
+            (tracker_module, "Delivery", _delivery(seen, there=True)),
+            (tracker_module, "SystemMetrics", lambda _: _metrics(seen)),
+            (Tracker, "log_artifact", keep),
+        ):
+            stack.enter_context(mock.patch.object(target, name, fake))
+        waits = stack.enter_context(recorded_waits())
+        stack.enter_context(redirect_stdout(said))
+        code = command.main([str(place / "config.yaml")])
+    directory = Path(config.run.dir)
+    files = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    kept = sorted(path.name for path in directory.glob("checkpoints/*"))
+    status = directory / "status.json"
+    name = json.loads(status.read_text())["run"] if status.is_file() else ""
+    return [code, seen, files, kept, name, sorted(waits)]
+
+
+def unsaved(config: Config) -> list[Any]:
+    """The same with a disk that takes no checkpoint."""
+    return ran(config, disk=False)
+
+
+def _system(seen: list[Any], *, disk: bool) -> Any:
+    return lambda config, **given: System(config, seen, disk=disk, **given)
+
+
+def _delivery(seen: list[Any], *, there: bool) -> Any:
+    return lambda outbox: Delivery(outbox, seen=seen, there=there)
+
+
+def _metrics(seen: list[Any]) -> Any:
+    seen.append("system metrics")
+    return SimpleNamespace(start=lambda: None, stop=lambda: None)
+
+
+def unreached(config: Config) -> str:
+    """What becomes of a run whose MLflow is not there."""
+    Path(config.run.dir).mkdir(parents=True)
+    with mock.patch.object(tracker_module, "Delivery", _delivery([], there=False)):
+        tracker = Tracker(config, run_dir=Path(config.run.dir), resume_run_id=None)
+        try:
+            tracker.start()
+        except TrackingError:
+            return "the run does not begin"
+        finally:
+            tracker.finish("FINISHED")
+    return "the run begins"
+
+
+def _other_model() -> str:
+    return write_model(workplace(), hidden=32, seed=1)
+
+
+def wires() -> list[Wire]:
+    """Made when they are asked for, since they name a model."""
+    data = {"task.name": "jsonl", "task.train": rows("epoch", 8), "task.eval": rows("held", 5)}
+    given = {"model.path": tiny_model(), "run.total_steps": 6, "evaluation.max_samples": 5}
+    table: list[tuple[Any, ...]] = [
+        ("run.name", "another"),
+        ("run.total_steps", 4),
+        ("model.path", _other_model()),
+        ("model.warm_start", {}),
+        ("rollout.rollout_batch_size", 2, {**data, "run.epochs": 2}),
+        ("evaluation.every_steps", 2),
+        ("evaluation.before", False),
+        ("evaluation.max_samples", 4),
+        ("checkpoint.every_steps", 2),
+        ("checkpoint.keep", 1, {"checkpoint.every_steps": 2}),
+        ("tracking.mlflow", False),
+        ("tracking.uri", "http://localhost:1"),
+        ("tracking.experiment", "another"),
+        ("tracking.system_metrics", False),
+        ("tracking.log_model_max_gb", 1e-6),
+        ("tracking.register_model", "named"),
+        ("tracking.report", False),
+        ("watchdog.step_timeout_s", 1700.0),
+    ]
+    return [
+        *[
+            Wire(key, value, ran, {**given, **(more[0] if more else {})})
+            for key, value, *more in table
+        ],
+        Wire("run.epochs", 3, ran, {**given, **data}, against=2),
+        Wire("checkpoint.max_failures", 1, unsaved, {**given, "checkpoint.every_steps": 1}),
+        Wire("tracking.offline_ok", True, unreached),
+    ]
