@@ -17,6 +17,8 @@ from async_grpo.replay.history import GroupRecord, History, Start, Unlisted
 from async_grpo.replay.journal import segment_path, segments
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.token_ledger import PLACES
+from async_grpo.runtime import text as text_for_people
+from async_grpo.runtime.text import ago
 from async_grpo.wire import GroupMeta, WireError
 
 Facts = dict[str, Any]
@@ -339,7 +341,7 @@ def _files(history: History) -> str:
     )
     return (
         f"{history.directory}: {many(len(stats), 'segment')}, {size / 1e6:,.1f} MB, written "
-        f"{_ago(silent)}{end}"
+        f"{ago(silent)} ago{end}"
     )
 
 
@@ -393,13 +395,6 @@ def _listed(counts: Mapping[str, int]) -> str:
 def _reasons(counts: Mapping[str, int]) -> str:
     """Reasons are quoted as they are: they may name a setting."""
     return "; ".join(f"{number:,} {reason}" for reason, number in counts.items() if number)
-
-
-def _ago(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{max(seconds, 0):.0f} s ago"
 
 
 # ---- why something is not there, in words ----
@@ -510,11 +505,8 @@ class Column(NamedTuple):
 
 
 def visible(text: str) -> str:
-    """The text on one line, with control characters as escapes."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
-        for c in text
-    )
+    """Return the text on one line, with control characters as escapes."""
+    return text_for_people.visible(text, keep="")
 
 
 def columns_of(groups: Sequence[Facts]) -> list[Column]:
