@@ -240,9 +240,7 @@ class Learner:
         self._metrics.add_value("time/learner_update", watch.seconds)
 
     def end(self) -> dict[str, Any]:
-        """Free the payload and return this rank's metrics of the step as sums and counts
-        (`MetricSums.to_wire`).
-        """
+        """Free the payload; returns this rank's metrics of the step (`MetricSums.to_wire`)."""
         every = self.config.model.reference_refresh_steps
         if self._plan is not None and every and self._plan.step % every == 0:
             zero.copy_parameters(self.engine.module, _module(self._reference))

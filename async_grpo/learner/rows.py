@@ -140,9 +140,7 @@ def decode_rows(
 def token_batch(
     planned: Sequence[PlanRow], rows: Sequence[LearnerRow], device: torch.device
 ) -> TokenBatch:
-    """Build the token tensors of rows in packed order; without rows, of the one dummy token,
-    outside mask and loss.
-    """
+    """Build token tensors in packed order; without rows, of the one dummy token, untrained."""
     lengths = np.array([row.length for row in planned] or [1])
 
     def column(arrays: list[np.ndarray], dtype: type[np.generic]) -> Tensor:

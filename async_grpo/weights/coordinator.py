@@ -173,9 +173,7 @@ class Coordinator:
         return measured
 
     async def publish(self, version: int) -> float:
-        """Publish the learner's current weights as `version`. Returns the seconds that the learner
-        waited.
-        """
+        """Publish the current weights as `version`; returns the seconds that the learner waited."""
         started = time.perf_counter()
         await self.wait()
         self._probe.raise_findings()
@@ -318,9 +316,7 @@ class Coordinator:
             self._lost = None
 
     async def relink(self, version: int, *, run_epoch: int) -> None:
-        """Inside `without_learner`: connect every engine to the new learner, and make its `version`
-        live.
-        """
+        """In `without_learner`: connect all engines to the new learner and make `version` live."""
         self.run_epoch = run_epoch
         await self._connect(list(self._engines.alive()))
         await self._live(version, await self._publish_now(version))

@@ -82,9 +82,7 @@ def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
 
 
 def remove_segments(key: str, fallback: Path) -> None:
-    """Remove the segments of this start of a run, even of a killed learner, and in `fallback` those
-    of every start.
-    """
+    """Remove the segments of this start of a run; in `fallback` those of every start."""
     for path in (
         *SEGMENT_DIR.glob(f"async_grpo-{key}-*-weights-?"),
         *fallback.glob("async_grpo-*-weights-?"),
