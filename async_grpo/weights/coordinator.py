@@ -409,13 +409,14 @@ class Coordinator:
         it is dropped, and the others connect without it.
         """
         deadlines = self._settings.deadlines
+        payloads: dict[str, dict[str, Any]] = {}
         for _ in range(ATTEMPTS if engines else 0):
             sizes = [engine.tensor_parallel_size for engine in engines]
             names = [engine.actor_id for engine in engines]
-            payloads = dict(zip(names, await self._learner.connect(sizes), strict=True))
+            payloads.update(zip(names, await self._learner.connect(sizes), strict=True))
             outcome = await self._ask(
                 engines,
-                lambda engine, payloads=payloads: engine.connect(payloads[engine.actor_id]),
+                lambda engine: engine.connect(payloads[engine.actor_id]),
                 learner=self._learner.rendezvous(),
                 seconds=deadlines.rendezvous_s + GRACE_S,
                 what="the rendezvous",

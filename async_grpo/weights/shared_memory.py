@@ -279,7 +279,7 @@ def read_segment(path: Path, sequence: int, nbytes: int) -> np.ndarray:
 class SegmentReader:
     """An engine worker's half: the tensors of an announced segment, as views."""
 
-    def __init__(self, metadata: Sequence[tuple[str, Sequence[int], str]]) -> None:
+    def __init__(self, metadata: Sequence[Sequence[Any]]) -> None:
         self.layout = Layout(metadata)
         self._mappings: dict[str, _Mapping] = {}
 
