@@ -124,15 +124,11 @@ class LearnerGroup:
         await self._all("call", "save", directory, state)
 
     async def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written:
-        """Write learner and exported model of all ranks, into memory where there is room. Raises
-        StorageFailure.
-        """
+        """Write learner and exported model of all ranks. Raises StorageFailure."""
         return _unless_failed(await self._all("write_checkpoint", directory, state))[0]
 
     async def finish_checkpoint(self, directory: str) -> dict[str, FileSum]:
-        """Bring the written files into `directory`, while steps go on. Returns all files in it.
-        Raises StorageFailure.
-        """
+        """Bring the files into `directory` beside the steps; lists them. Raises StorageFailure."""
         return {
             name: entry
             for files in _unless_failed(await self._all("finish_checkpoint", directory))

@@ -205,9 +205,7 @@ def _refuse_what_needs_gpus(config: Config, nodes: list[Node]) -> None:
 
 
 def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:
-    """Place the learner and engines with cores on the first node, further engines elsewhere, with a
-    CPU each.
-    """
+    """Place the learner and engines with cores on the first node, further ones elsewhere."""
     first, ranks, actors = nodes[0], config.learner.ranks, config.cluster.rollout_actors
     cores = len(first.cores) or int(first.cpus)
     here = max(1, min(cores - ranks - 1, actors.max or CPU_ENGINES))
@@ -332,9 +330,7 @@ def _place_colocated(config: Config, nodes: list[Node]) -> tuple[list[Slot], lis
 
 
 def refuse(config: Config, *, device: str, backend: str) -> None:
-    """Raise SetupError for settings that cannot run on this device (`cpu` or `cuda`), or with this
-    transport.
-    """
+    """Raise SetupError for settings that this device or this transport cannot run with."""
     _refuse_bfloat16_without_zero(config, device)
     _refuse_seeds_that_cannot_pause(config, device)
     _refuse_short_acknowledgement(config, backend)

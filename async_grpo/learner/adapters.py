@@ -36,9 +36,7 @@ class UntrainableError(SetupError, ValueError):
 
 
 def restrict(hf: PreTrainedModel, settings: Model, *, seed: int, base: str) -> None:
-    """Freeze what `settings` do not train, and attach adapters. base: the model's directory. Raises
-    UntrainableError.
-    """
+    """Freeze, or attach adapters. base: the model's directory. Raises UntrainableError."""
     if settings.lora is not None:
         _attach(hf, settings.lora, seed=seed, base=base)
     elif settings.freeze:
@@ -135,9 +133,7 @@ def switched_off(hf: nn.Module) -> Iterator[None]:
 
 
 def export(hf: PreTrainedModel, directory: Path, *, writes: bool) -> None:
-    """Write the adapters for `PeftModel.from_pretrained`, where `writes`. Collective. Raises
-    StorageFailure.
-    """
+    """Write adapters for `PeftModel.from_pretrained`. Collective. Raises StorageFailure."""
     named = [
         (f"base_model.model.{name}.lora_{part}.weight", factor)
         for name, layer in layers(hf).items()

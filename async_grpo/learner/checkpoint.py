@@ -126,7 +126,7 @@ class Writes:
     def __init__(self) -> None:
         self._error = ""
 
-    def do(self, write: Callable[[], None]) -> None:
+    def do(self, write: Callable[[], object]) -> None:
         """Call `write`, which may not communicate with other ranks."""
         if self._error:
             return

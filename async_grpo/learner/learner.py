@@ -105,8 +105,9 @@ class Learner:
         model = self._load(model_dir, gradient_checkpointing=learner.gradient_checkpointing)
         adapters.restrict(model.hf, self.config.model, seed=self.config.seed, base=model_dir)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        beta1, beta2 = learner.betas
         optimizer = torch.optim.AdamW(
-            trained, lr=learner.lr, betas=tuple(learner.betas), weight_decay=learner.weight_decay
+            trained, lr=learner.lr, betas=(beta1, beta2), weight_decay=learner.weight_decay
         )
         if learner.zero_stage == 0:
             optimizer.register_step_pre_hook(self._clip_gradients)
@@ -114,7 +115,7 @@ class Learner:
         engine.train()
         return engine
 
-    def _build_reference(self, model_dir: str) -> torch.nn.Module | None:
+    def _build_reference(self, model_dir: str) -> Any:
         """The reference model; None without one, or where it is the policy without its adapters."""
         import deepspeed
 
@@ -240,9 +241,7 @@ class Learner:
         self._metrics.add_value("time/learner_update", watch.seconds)
 
     def end(self) -> dict[str, Any]:
-        """Free the payload and return this rank's metrics of the step as sums and counts
-        (`MetricSums.to_wire`).
-        """
+        """Free the payload; returns this rank's metrics of the step (`MetricSums.to_wire`)."""
         every = self.config.model.reference_refresh_steps
         if self._plan is not None and every and self._plan.step % every == 0:
             zero.copy_parameters(self.engine.module, _module(self._reference))
@@ -479,6 +478,6 @@ class Learner:
         deepspeed.comm.destroy_process_group()
 
 
-def _module(model: torch.nn.Module) -> PolicyModel:
+def _module(model: Any) -> PolicyModel:
     """The policy model inside a DeepSpeed engine, or the model itself."""
     return getattr(model, "module", model)

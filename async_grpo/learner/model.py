@@ -60,14 +60,12 @@ def varlen_attention(
             f"a row of {longest} tokens is longer than the model's sliding window of "
             f"{sliding_window}; shorten the rows"
         )
-    parts = [
+    # of [N, heads, D], one for each bucket
+    queries, keys, values = (
         row_layout.spread(states[0].transpose(0, 1)) for states in (query, key, value)
-    ]  # of [N, heads, D], one for each bucket
-    results = [
-        _attend(*states, bucket, scaling)
-        for *states, bucket in zip(*parts, row_layout.buckets, strict=True)
-    ]
-    return row_layout.collect(results)[None], None
+    )
+    parts = zip(queries, keys, values, row_layout.buckets, strict=True)
+    return row_layout.collect([_attend(*part, scaling) for part in parts])[None], None
 
 
 def _attend(
@@ -103,7 +101,7 @@ class LogprobHead(nn.Module):
     weight lives during the call.
     """
 
-    def __init__(self, linear: nn.Module, *, float32: bool) -> None:
+    def __init__(self, linear: nn.Linear, *, float32: bool) -> None:
         super().__init__()
         self.weight = linear.weight  # [V, H]; the embedding's own parameter when tied
         self.bias = linear.bias
@@ -118,7 +116,8 @@ class LogprobHead(nn.Module):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs [M] of `targets` [M] from `hidden` [M, H], and their entropies [M] or None."""
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if self._float32:
             hidden, weight = hidden.float(), weight.float()
             bias = None if bias is None else bias.float()

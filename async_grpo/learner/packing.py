@@ -198,7 +198,8 @@ def _layout(
     which they begin the pack.
     """
     buckets = _buckets([len(part) for part in tokens])
-    starts, positions = [], 0
+    starts: list[int] = []
+    positions = 0
     for bucket in buckets:
         starts += range(positions, positions + bucket.positions, bucket.width)
         positions += bucket.positions

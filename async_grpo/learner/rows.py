@@ -140,9 +140,7 @@ def decode_rows(
 def token_batch(
     planned: Sequence[PlanRow], rows: Sequence[LearnerRow], device: torch.device
 ) -> TokenBatch:
-    """Build the token tensors of rows in packed order; without rows, of the one dummy token,
-    outside mask and loss.
-    """
+    """Build token tensors in packed order; without rows, of the one dummy token, untrained."""
     lengths = np.array([row.length for row in planned] or [1])
 
     def column(arrays: list[np.ndarray], dtype: type[np.generic]) -> Tensor:
@@ -151,41 +149,30 @@ def token_batch(
     def spread(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values or [0], dtype), lengths)).to(device)
 
-    behavior, trained = (
-        column([row.behavior for row in rows], np.float32),
-        column([row.trained for row in rows], np.uint8),
-    )
+    def computed(arrays: list[np.ndarray | None]) -> Tensor | None:
+        """The column, or None where a row has no values."""
+        known = [array for array in arrays if array is not None]
+        return column(known, np.float32) if known and len(known) == len(arrays) else None
+
+    behavior = column([row.behavior for row in rows], np.float32)
+    anchor = computed([row.anchor for row in rows])
+    trained = column([row.trained for row in rows], np.uint8)
     row_index = spread(range(len(planned)), np.int64)
-    position = (
-        torch.arange(len(row_index), device=device)
-        - torch.from_numpy(np.cumsum(lengths) - lengths).to(device)[row_index]
-    )
-    anchored, referred = (
-        [row.anchor is not None for row in rows],
-        [row.reference is not None for row in rows],
-    )
+    starts = torch.from_numpy(np.cumsum(lengths) - lengths).to(device)
+    position = torch.arange(len(row_index), device=device) - starts[row_index]
+    group_ids = spread([row.group_id for row in planned], np.int64)
+    numbers = spread([row.row for row in planned], np.int64)
     return TokenBatch(
         behavior=behavior,
-        anchor=column([row.anchor for row in rows], np.float32)
-        if anchored and all(anchored)
-        else behavior,
-        reference=column([row.reference for row in rows], np.float32)
-        if referred and all(referred)
-        else None,
+        anchor=behavior if anchor is None else anchor,
+        reference=computed([row.reference for row in rows]),
         advantages=column([row.advantages for row in rows], np.float32),
         mask=column([row.mask for row in rows], np.uint8),
         trained=trained,
         lag=column([row.lag for row in rows], np.int64),
         weights=spread([row.weight for row in planned], np.float32) * trained,
         row_index=row_index,
-        identity=torch.stack(
-            [
-                spread([row.group_id for row in planned], np.int64),
-                spread([row.row for row in planned], np.int64),
-                position,
-            ],
-            -1,
-        ),
+        identity=torch.stack([group_ids, numbers, position], -1),
     )
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -147,7 +148,7 @@ class LoadPathCheck:
         self._config, self._backend = config, backend
         self._learner, self._deliver = learner, deliver
         self._tolerance = tolerance
-        self._scales = SELF_CHECK_SCALES
+        self._scales: tuple[float, ...] = SELF_CHECK_SCALES
         self.sequences: list[TokenSequence] = []
         self.passed: set[str] = set()
 
@@ -266,9 +267,7 @@ class DriftProbe:
             wanted = all_of_them or engine.actor_id in self.owed
             if wanted and engine.actor_id not in self._asking:
                 task = self._asking[engine.actor_id] = asyncio.create_task(self._ask(engine))
-                task.add_done_callback(
-                    lambda task, actor_id=engine.actor_id: self._finished(actor_id, task)
-                )
+                task.add_done_callback(partial(self._finished, engine.actor_id))
 
     def raise_findings(self) -> None:
         """Raise TransferMismatch if an engine was found to compute with other weights."""

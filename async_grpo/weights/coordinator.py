@@ -173,9 +173,7 @@ class Coordinator:
         return measured
 
     async def publish(self, version: int) -> float:
-        """Publish the learner's current weights as `version`. Returns the seconds that the learner
-        waited.
-        """
+        """Publish the current weights as `version`; returns the seconds that the learner waited."""
         started = time.perf_counter()
         await self.wait()
         self._probe.raise_findings()
@@ -318,9 +316,7 @@ class Coordinator:
             self._lost = None
 
     async def relink(self, version: int, *, run_epoch: int) -> None:
-        """Inside `without_learner`: connect every engine to the new learner, and make its `version`
-        live.
-        """
+        """In `without_learner`: connect all engines to the new learner and make `version` live."""
         self.run_epoch = run_epoch
         await self._connect(list(self._engines.alive()))
         await self._live(version, await self._publish_now(version))
@@ -413,13 +409,14 @@ class Coordinator:
         it is dropped, and the others connect without it.
         """
         deadlines = self._settings.deadlines
+        payloads: dict[str, dict[str, Any]] = {}
         for _ in range(ATTEMPTS if engines else 0):
             sizes = [engine.tensor_parallel_size for engine in engines]
             names = [engine.actor_id for engine in engines]
-            payloads = dict(zip(names, await self._learner.connect(sizes), strict=True))
+            payloads.update(zip(names, await self._learner.connect(sizes), strict=True))
             outcome = await self._ask(
                 engines,
-                lambda engine, payloads=payloads: engine.connect(payloads[engine.actor_id]),
+                lambda engine: engine.connect(payloads[engine.actor_id]),
                 learner=self._learner.rendezvous(),
                 seconds=deadlines.rendezvous_s + GRACE_S,
                 what="the rendezvous",

@@ -56,7 +56,8 @@ class WeightBucket:
 class Layout:
     """The table of contents of the buffer; `nbytes` is a multiple of 64."""
 
-    def __init__(self, metadata: Iterable[tuple[str, Sequence[int], str]]) -> None:
+    def __init__(self, metadata: Iterable[Sequence[Any]]) -> None:
+        """metadata: name, shape and dtype name of every tensor."""
         self.metadata = [(name, tuple(shape), dtype) for name, shape, dtype in metadata]
         self.entries: list[TensorEntry] = []
         offset = 0
@@ -131,7 +132,8 @@ class Layout:
         return self._views[buffer.data_ptr()]
 
     def _cut(self) -> Iterator[WeightBucket]:
-        start, names = 0, []
+        start = 0
+        names: list[str] = []
         for index, entry in enumerate(self.entries):
             end = self.entries[index + 1].offset if index + 1 < len(self.entries) else self.nbytes
             if names and end - start > BUCKET_BYTES:

@@ -66,9 +66,7 @@ class WatchedGroup:
         self._done = threading.Event()
 
     def begin(self, layout: Layout, *, verify: bool) -> None:
-        """Arm the watchdog. verify: a checksum follows every bucket; receivers compare it before
-        they load.
-        """
+        """Arm the watchdog. verify: a checksum follows every bucket, and receivers compare it."""
         self._layout, self._verify = layout, verify
         self._buckets = self._bytes = 0
         self._moved_at, self._done = time.monotonic() + self._first_s, threading.Event()
@@ -82,9 +80,7 @@ class WatchedGroup:
         self._raise_if_aborted()
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
-        """Broadcast one bucket. Raises TornTransfer after an abort, TransferMismatch for a wrong
-        checksum.
-        """
+        """Broadcast one bucket. Raises TornTransfer, or TransferMismatch for a checksum."""
         self._raise_if_aborted()
         try:
             self._group.broadcast(tensor, src=src, stream=stream)

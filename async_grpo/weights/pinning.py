@@ -95,9 +95,7 @@ class Pin:
 async def wait_unpinned(
     newest: Callable[[], Pin | None], held: Callable[[], AbstractContextManager[None]]
 ) -> float:
-    """Wait inside `held()` while the `newest` pin lasts, and any that follows at once. Returns the
-    seconds.
-    """
+    """Wait inside `held()` until no `newest` pin lasts any more; returns the seconds."""
     started = time.perf_counter()
     while (pin := newest()) is not None and pin.holds:
         with held():

@@ -82,9 +82,7 @@ def choose_directory(nbytes: int, fallback: Path) -> tuple[Path, str]:
 
 
 def remove_segments(key: str, fallback: Path) -> None:
-    """Remove the segments of this start of a run, even of a killed learner, and in `fallback` those
-    of every start.
-    """
+    """Remove the segments of this start of a run; in `fallback` those of every start."""
     for path in (
         *SEGMENT_DIR.glob(f"async_grpo-{key}-*-weights-?"),
         *fallback.glob("async_grpo-*-weights-?"),
@@ -281,7 +279,7 @@ def read_segment(path: Path, sequence: int, nbytes: int) -> np.ndarray:
 class SegmentReader:
     """An engine worker's half: the tensors of an announced segment, as views."""
 
-    def __init__(self, metadata: Sequence[tuple[str, Sequence[int], str]]) -> None:
+    def __init__(self, metadata: Sequence[Sequence[Any]]) -> None:
         self.layout = Layout(metadata)
         self._mappings: dict[str, _Mapping] = {}
 

@@ -130,9 +130,7 @@ class WeightSender(Protocol):
         """Build the sender of a rank. `key` names the shared-memory segments of the run."""
 
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
-        """Prepare for these engines; one init payload per engine. May be called again when the
-        set changes.
-        """
+        """Prepare for these engines, also anew; returns one init payload per engine."""
 
     def rendezvous(self) -> str:
         """Join the group while the engines' init calls wait for it; why it failed, or ""."""

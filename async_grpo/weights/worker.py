@@ -114,7 +114,9 @@ class BroadcastInfo(WeightTransferUpdateInfo):
 class _Reload:
     """Start and finish of an update, the same for all transports."""
 
-    model: torch.nn.Module
+    model: Any
+    model_config: Any
+    device: torch.device
 
     def start_weight_update(self) -> None:
         """Forget what a cut-off publication left, and prepare every layer for loading."""
@@ -271,7 +273,13 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
 class WorkerExtension:
     """Calls that the front end makes on every worker beside vLLM's own."""
 
-    _weight_update_active: bool  # of vLLM's worker
+    # of vLLM's worker
+    model_runner: Any
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+    _weight_update_active: bool
 
     def connect_weights(self, init_info: dict[str, Any]) -> dict[str, str]:
         """Prepare for publications; {} or what failed."""

@@ -16,16 +16,14 @@ def compared(tree: ast.AST) -> list[int]:
     """Lines that compare with, look up or match a transport's name."""
     lines = []
     for node in ast.walk(tree):
+        parts: list[ast.AST] = []
         if isinstance(node, ast.Compare | ast.MatchValue | ast.Subscript):
-            looked_at: list[ast.AST] = [node]
+            parts = [node]
         elif isinstance(node, ast.Dict):
-            looked_at = [key for key in node.keys if key is not None]
-        else:
-            continue
-        for part in looked_at:
-            for leaf in ast.walk(part):
-                if isinstance(leaf, ast.Constant) and leaf.value in TRANSPORTS:
-                    lines.append(node.lineno)
+            parts = [key for key in node.keys if key is not None]
+        leaves = [leaf for part in parts for leaf in ast.walk(part)]
+        if any(isinstance(leaf, ast.Constant) and leaf.value in TRANSPORTS for leaf in leaves):
+            lines.append(node.lineno)
     return lines
 
 
