@@ -179,7 +179,7 @@ class Tokens:
             for entry in entries
             if entry.meta is not None
         }
-        self.totals.subtract(trained=trained, masked=masked)
+        self.totals.subtract({"trained": trained, "masked": masked})
         self.totals["regenerated"] += max(before - sum(self.results.values()), 0)
 
     def new_actors(self, *, over: bool) -> None:

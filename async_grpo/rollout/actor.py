@@ -33,7 +33,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError, VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
-from async_grpo.replay.queue import Verdict
+from async_grpo.replay.rules import Verdict
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
 from async_grpo.rollout.evaluator import EngineEvaluator, PromptTooLong, probe_sequences
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, encode_all
@@ -133,6 +133,7 @@ class RolloutActor:
         self._draining = self._resting = False
         self._produced_at = 0.0
         self._counts: Counter[str] = Counter()
+        self._paused_s = 0.0
         self._time = EngineTime()
 
     @property
@@ -232,7 +233,7 @@ class RolloutActor:
         """Take and serve the announced weights."""
         with self._time.during("paused"):
             receipt = await self.parts.engine.receive(announcement)
-        self._counts["paused_s"] += receipt.seconds.get("total", 0.0)
+        self._paused_s += receipt.seconds.get("total", 0.0)
         self._counts["reprefilled"] += receipt.recomputed_tokens
         self._changed.set()
         return receipt
@@ -285,7 +286,7 @@ class RolloutActor:
             "serving": "it is starting" if parts is None else parts.engine.serving,
             "paused": parts is not None and parts.engine.paused,
             "draining": self._draining,
-            "counts": dict(self._counts),
+            "counts": {**self._counts, "paused_s": self._paused_s},
             "in_flight": [
                 {
                     "group_id": work.ticket.group_id,

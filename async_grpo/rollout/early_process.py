@@ -28,6 +28,7 @@ from multiprocessing import reduction, resource_tracker, spawn, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from pathlib import Path
+from typing import Any
 
 from async_grpo.runtime.lifetime import die_with_parent
 
@@ -43,6 +44,8 @@ MODULES = (
 """Modules of EngineCore; not the worker extension, which reads the environment when imported."""
 ENGINE_CORE = "EngineCore"
 _LENGTH_BYTES = 8
+_UTIL: Any = util  # not typed: private functions of multiprocessing
+_SPAWN: Any = SpawnProcess
 
 
 class EarlyProcess:
@@ -61,7 +64,7 @@ class EarlyProcess:
         )
         command = [
             os.fsdecode(spawn.get_executable()),
-            *util._args_from_interpreter_flags(),
+            *_UTIL._args_from_interpreter_flags(),
             "-c",
             code,
             "--multiprocessing-fork",
@@ -70,19 +73,19 @@ class EarlyProcess:
             PYTHONPATH=os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
             LD_PRELOAD=self._preload,
         ):
-            self.pid = util.spawnv_passfds(
+            self.pid = _UTIL.spawnv_passfds(
                 spawn.get_executable(), command, [self._tracker, child_r, child_w]
             )
         os.close(child_r)
         os.close(child_w)
         self._waits = True
         # at its end of file the process ends
-        self.finalizer = weakref.finalize(self, util.close_fds, self.sentinel, self.writer)
+        self.finalizer = weakref.finalize(self, _UTIL.close_fds, self.sentinel, self.writer)
 
     @contextmanager
     def offered(self) -> Iterator[None]:
         """Give this process to vLLM, if it spawns EngineCore inside the block; end it otherwise."""
-        usual = SpawnProcess._Popen
+        usual = _SPAWN._Popen
 
         def choose(process: SpawnProcess) -> Popen:
             fits = (
@@ -98,11 +101,11 @@ class EarlyProcess:
                 os.sched_setaffinity(spawned.pid, self._cores)
             return spawned
 
-        SpawnProcess._Popen = staticmethod(choose)
+        _SPAWN._Popen = staticmethod(choose)
         try:
             yield
         finally:
-            SpawnProcess._Popen = staticmethod(usual)
+            _SPAWN._Popen = staticmethod(usual)
             self.end()
 
     def take(self) -> bytes:
@@ -131,6 +134,8 @@ class EarlyProcess:
 class _Taken(Popen):
     """multiprocessing's handle of EngineCore's process."""
 
+    _fds: list[int]
+
     def __init__(self, process: SpawnProcess, early: EarlyProcess) -> None:
         self._early = early
         self.pid, self.sentinel = early.pid, early.sentinel
@@ -150,8 +155,8 @@ class _Taken(Popen):
                 "already cannot be given"
             )
         ahead = self._early.take()
-        self.finalizer = util.Finalize(
-            self, util.close_fds, (self._early.sentinel, self._early.writer)
+        self.finalizer = _UTIL.Finalize(
+            self, _UTIL.close_fds, (self._early.sentinel, self._early.writer)
         )
         with open(self._early.writer, "wb", closefd=False) as pipe:
             pipe.write(ahead)

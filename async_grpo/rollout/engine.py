@@ -326,7 +326,7 @@ class Engine:
         Reads what vLLM has gathered for the final answer, since its streaming costs time for every
         token.
         """
-        found = {}
+        found: dict[int, Completion] = {}
         for state in _states(self._llm, name):
             found |= {one.index: _completion(one, 0.0) for one in _ended(state.parent_req)}
             tokens = state.detokenizer.output_token_ids
@@ -433,7 +433,8 @@ class Engine:
 
     def _receipt(self, outcomes: list[dict[str, str]]) -> Receipt:
         """The receipt of a call: the first failure of a worker, if any."""
-        return Receipt(self.serving, **next(filter(None, outcomes), {}))
+        failed: dict[str, Any] = next(filter(None, outcomes), {})
+        return Receipt(self.serving, **failed)
 
     def _refuse_older(self, label: str) -> None:
         if (
