@@ -120,14 +120,14 @@ def row_advantages(
     traits = ESTIMATORS.require(estimator)
     if traits.returns:
         raise ValueError(
-            f"estimator {estimator!r} works on returns per token; use compute_advantages "
-            "or token_advantages"
+            f"estimator {estimator!r} works on returns per token; use compute_advantages or "
+            "token_advantages"
         )
     _check_rows(rewards, group_index, lengths)
     if lengths is None and traits.lengths:
         raise ValueError(
-            f"estimator {estimator!r} weighs rewards by response length; give lengths, the "
-            "valid tokens of each row [B]"
+            f"estimator {estimator!r} weighs rewards by response length; give lengths, the valid "
+            "tokens of each row [B]"
         )
     _check_std_level(traits, adv_std_level, norm_adv_by_std_in_grpo)
     if not f_norm > 0:
@@ -173,8 +173,8 @@ def token_advantages(
     traits = ESTIMATORS.require(estimator)
     if not traits.returns:
         raise ValueError(
-            f"estimator {estimator!r} gives one advantage per row; use compute_advantages "
-            "or row_advantages"
+            f"estimator {estimator!r} gives one advantage per row; use compute_advantages or "
+            "row_advantages"
         )
     if traits.baseline != (reward_baselines is not None):
         need = (
@@ -388,8 +388,8 @@ def _float_type(tensor: Tensor) -> torch.dtype:
 def _check_rows(rewards: Tensor, group_index: Tensor, lengths: Tensor | None) -> None:
     if rewards.dim() != 1 or rewards.shape != group_index.shape:
         raise ValueError(
-            f"rewards {tuple(rewards.shape)} and group index {tuple(group_index.shape)} "
-            "must both be [B]"
+            f"rewards {tuple(rewards.shape)} and group index {tuple(group_index.shape)} must both "
+            "be [B]"
         )
     if lengths is not None and lengths.shape != rewards.shape:
         raise ValueError(

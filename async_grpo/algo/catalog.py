@@ -401,13 +401,17 @@ KINDS: dict[str, Registry[Any]] = {
 
 def register_estimator(name: str, **traits: Any) -> Callable[[F], F]:
     """Register `(rewards [B] float64, Groups, Options) -> advantages [B]`; `traits` as in
-    EstimatorTraits.
+    EstimatorTraits. Raises ValueError for traits that only a built-in can have.
     """
+    _refuse(name, traits, "returns", "baseline")
     return ESTIMATORS.register(name, traits)
 
 
 def register_policy_loss(name: str, **traits: Any) -> Callable[[F], F]:
-    """Register `(Terms) -> (loss per token, diagnostics)`; `traits` as in LossTraits."""
+    """Register `(Terms) -> (loss per token, diagnostics)`; `traits` as in LossTraits. Raises
+    ValueError for a trait that only a built-in can have.
+    """
+    _refuse(name, traits, "selects")
     return POLICY_LOSSES.register(name, traits)
 
 
@@ -424,6 +428,12 @@ def register_reward_shaping(name: str, *, options: type[Any] | None = None) -> C
 def register_group_filter(name: str, *, options: type[Any] | None = None) -> Callable[[F], F]:
     """Register `(GroupFacts, options) -> why the group is rejected, or None`, of plain numbers."""
     return GROUP_FILTERS.register(name, {"options": options})
+
+
+def _refuse(name: str, traits: Mapping[str, Any], *names: str) -> None:
+    for trait in names:
+        if traits.get(trait):
+            raise ValueError(f"{name!r} cannot have the trait {trait}: only built-in ones have it")
 
 
 def import_plugins(modules: Iterable[str]) -> None:

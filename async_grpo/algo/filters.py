@@ -58,8 +58,8 @@ class FilterRule:
     def __post_init__(self) -> None:
         if not self.metric:
             raise ValueError(
-                "the filter's metric is empty; it is score, seq_reward, acc or the name "
-                "of a reward component"
+                "the filter's metric is empty; it is score, seq_reward, acc or the name of a "
+                "reward component"
             )
         if not 0 <= self.tolerance < math.inf:
             raise ValueError(
@@ -111,8 +111,8 @@ def filter_reason(
         or (rule.reads_metric and len(values) != len(verdicts))
     ):
         raise ValueError(
-            f"a group has {len(values)} values, {len(verdicts)} verdicts and "
-            f"{len(truncated)} lengths; they must be equal and not 0"
+            f"a group has {len(values)} values, {len(verdicts)} verdicts and {len(truncated)} "
+            "lengths; they must be equal and not 0"
         )
     if rule.zero_variance and zero_variance(values, tolerance=rule.tolerance):
         if set(verdicts) in ({0.0}, {1.0}):

@@ -66,8 +66,8 @@ class AdaptiveKL:
     def __post_init__(self) -> None:
         if not (self.target > 0 and self.horizon > 0 and self.coef >= 0):
             raise ValueError(
-                f"KL coefficient {self.coef}, target {self.target}, horizon "
-                f"{self.horizon}; at least 0, and above 0"
+                f"KL coefficient {self.coef}, target {self.target}, horizon {self.horizon}; at "
+                "least 0, and above 0"
             )
 
     def update(self, kl: float, rows: int) -> None:

@@ -48,8 +48,8 @@ def token_logprobs(
         )
     if not temperature > 0 or vocab_size < 1 or chunk_bytes < 1:
         raise ValueError(
-            f"temperature {temperature}, vocab_size {vocab_size} and chunk_bytes "
-            f"{chunk_bytes} must be positive"
+            f"temperature {temperature}, vocab_size {vocab_size} and chunk_bytes {chunk_bytes} "
+            "must be positive"
         )
 
     def chunk_logprobs(part: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,15 +61,14 @@ class Clip:
             or not 0 <= self.floor <= 1
         ):
             raise ValueError(
-                f"clip schedule {self.kind} with rate {self.rate} and floor {self.floor}; "
-                "the rate must be at least 0 "
-                "(exponential: at most 1) and the floor between 0 and 1, so that the "
-                "interval never widens with lag"
+                f"clip schedule {self.kind} with rate {self.rate} and floor {self.floor}; the "
+                "rate must be at least 0 (exponential: at most 1) and the floor between 0 and 1, "
+                "so that the interval never widens with lag"
             )
         if self.low < 0 or self.high < 0 or (self.dual is not None and self.dual <= 1):
             raise ValueError(
-                f"clip widths {self.low} and {self.high} must not be negative and the dual "
-                f"clip {self.dual} must exceed 1"
+                f"clip widths {self.low} and {self.high} must not be negative and the dual clip "
+                f"{self.dual} must exceed 1"
             )
 
 
@@ -471,8 +470,8 @@ def loss_options(name: str, options: Any) -> Any:
         return None if wanted is None else wanted()
     if wanted is None or not isinstance(options, wanted):
         raise ValueError(
-            f"policy loss {name} takes {'no options' if wanted is None else wanted.__name__}, "
-            f"not {type(options).__name__}"
+            f"policy loss {name} takes {'no options' if wanted is None else wanted.__name__}, not "
+            f"{type(options).__name__}"
         )
     return options
 

@@ -94,8 +94,8 @@ def normalize_rewards(
     included = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted != 0
     if rewards.dim() != 1 or rewards.shape != group_index.shape or rewards.shape != included.shape:
         raise ValueError(
-            f"rewards {tuple(rewards.shape)}, group index {tuple(group_index.shape)} and "
-            f"counted {tuple(included.shape)} must all be [B]"
+            f"rewards {tuple(rewards.shape)}, group index {tuple(group_index.shape)} and counted "
+            f"{tuple(included.shape)} must all be [B]"
         )
     if not bool(torch.isfinite(rewards).all()):
         raise ValueError("a reward is not finite; drop the group before its rewards are normalised")

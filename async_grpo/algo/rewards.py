@@ -84,8 +84,8 @@ def score(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
     if not weights.keys() <= rewards.keys():
         missing = sorted(weights.keys() - rewards.keys())
         raise ValueError(
-            f"the reward has components {sorted(rewards)} but weights name {missing}; "
-            "correct task.rewards"
+            f"the reward has components {sorted(rewards)} but weights name {missing}; correct "
+            "task.rewards"
         )
     return math.fsum([weight * rewards[name] for name, weight in weights.items()])
 
@@ -100,9 +100,9 @@ def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor
     """
     if not 1 <= buffer_length <= max_length or factor < 0:
         raise ValueError(
-            f"overlong penalty over the last {buffer_length} of {max_length} tokens with "
-            f"factor {factor}; "
-            "the buffer must be between 1 and the response length, the factor at least 0"
+            f"overlong penalty over the last {buffer_length} of {max_length} tokens with factor "
+            f"{factor}; the buffer must be between 1 and the response length, the factor at least "
+            "0"
         )
     excess = length - (max_length - buffer_length)
     return -factor * min(excess / buffer_length, 1.0) if excess > 0 else 0.0

@@ -22,8 +22,8 @@ def row_sums(values: Tensor, row_index: Tensor | None = None) -> Tensor:
         return values.double().sum(-1, keepdim=True).to(values.dtype).expand_as(values)
     if row_index is None or row_index.shape != values.shape:
         raise ValueError(
-            f"values {tuple(values.shape)} need row_index, the row of each packed token, "
-            "in the same shape"
+            f"values {tuple(values.shape)} need row_index, the row of each packed token, in the "
+            "same shape"
         )
     if values.numel() == 0:
         return values

@@ -45,8 +45,8 @@ def token_hashes(
             or tensor.dtype == torch.bool
         ):
             raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must hold integers in "
-                f"the shape {tuple(group_ids.shape)}"
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must hold integers in the "
+                f"shape {tuple(group_ids.shape)}"
             )
     state = torch.zeros_like(group_ids, dtype=torch.int64)
     for part in (

@@ -1,8 +1,8 @@
 """Rules that span several settings.
 
-Runs in: any process (imports what the settings import). Hides which traits of the catalogue decide
-what belongs together. Invariant: each rule yields one sentence that names the keys, their values
-and what is allowed; a configuration that passes here can be trained as far as its numbers tell.
+Runs in: any process (imports what the settings import). Hides which traits decide what belongs
+together. Invariant: each rule yields one sentence that names the keys, their values and what is
+allowed; a configuration that passes can be trained as far as its numbers tell.
 """
 
 from __future__ import annotations
@@ -23,17 +23,8 @@ def check_algorithm(config: Config, known: Known) -> Iterator[str]:
     """A sentence for every rule that `config.algorithm` breaks, the filter and the reference
     included.
     """
-    for rules in (
-        _estimator,
-        _pairs,
-        _clip,
-        _anchor,
-        _row_losses,
-        _weights,
-        _kl,
-        _rewards,
-        _filter,
-    ):
+    general = (_estimator, _pairs, _clip, _anchor, _row_losses, _weights, _kl, _rewards, _filter)
+    for rules in general:
         yield from rules(config, known)
 
 
@@ -46,17 +37,14 @@ def _estimator(config: Config, known: Known) -> Iterator[str]:
     traits = known.estimator(config)
     if traits.compares and config.rollout.group_size < 2:
         yield (
-            f"`rollout.group_size` is {config.rollout.group_size}; "
-            f"`algorithm.adv_estimator: {name}` compares responses, so it needs at "
-            "least 2."
+            f"`rollout.group_size` is {config.rollout.group_size}; `algorithm.adv_estimator: "
+            f"{name}` compares responses, so it needs at least 2."
         )
     if name == "dr_grpo" and algorithm.loss_agg_mode != "seq-mean-token-sum-norm":
         yield (
             f"`algorithm.loss_agg_mode` is {algorithm.loss_agg_mode}; with "
-            "`algorithm.adv_estimator: dr_grpo` it is "
-            "seq-mean-token-sum-norm, the "
-            "other half of Dr. GRPO (`grpo` with `norm_adv_by_std_in_grpo: false` is its "
-            "advantage alone)."
+            "`algorithm.adv_estimator: dr_grpo` it is seq-mean-token-sum-norm, the other half of "
+            "Dr. GRPO (`grpo` with `norm_adv_by_std_in_grpo: false` is its advantage alone)."
         )
     if not algorithm.norm_adv_by_std_in_grpo and not traits.divides:
         yield (
@@ -78,15 +66,13 @@ def _estimator(config: Config, known: Known) -> Iterator[str]:
         )
     if name == "maxrl" and (algorithm.overlong_buffer.enable or algorithm.add_token_level_kl):
         yield (
-            "`algorithm.adv_estimator: maxrl` needs rewards of at least 0, but "
-            "`overlong_buffer` and `add_token_level_kl` make them negative; "
-            "unset them."
+            "`algorithm.adv_estimator: maxrl` needs rewards of at least 0, but `overlong_buffer` "
+            "and `add_token_level_kl` make them negative; unset them."
         )
     if name == "maxrl" and (algorithm.reward_norm is not None or algorithm.reward_shift):
         yield (
             "`algorithm.adv_estimator: maxrl` divides by the group's mean reward, which "
-            "`reward_norm` and `reward_shift` remove; unset "
-            "them."
+            "`reward_norm` and `reward_shift` remove; unset them."
         )
 
 
@@ -108,8 +94,7 @@ def _pairs(config: Config, known: Known) -> Iterator[str]:
         if partners.std_levels and algorithm.norm_adv_by_std_in_grpo:
             yield (
                 "`algorithm.policy_loss: opmd` needs R - mean as advantage: set "
-                "`norm_adv_by_std_in_grpo: false`, or `adv_estimator: "
-                "rloo`."
+                "`norm_adv_by_std_in_grpo: false`, or `adv_estimator: rloo`."
             )
         if algorithm.whiten_advantages:
             yield (
@@ -123,14 +108,13 @@ def _clip(config: Config, known: Known) -> Iterator[str]:
     schedule = algorithm.clip_schedule
     if schedule.kind == "exponential" and schedule.rate > 1:
         yield (
-            f"`algorithm.clip_schedule.rate` is {schedule.rate:g}; with `kind: "
-            "exponential` it is at most 1, "
-            "since the clip interval must not widen with lag."
+            f"`algorithm.clip_schedule.rate` is {schedule.rate:g}; with `kind: exponential` it is "
+            "at most 1, since the clip interval must not widen with lag."
         )
     if schedule.kind != "constant" and not traits.clipped:
         yield (
-            f"`algorithm.clip_schedule.kind` is {schedule.kind}, but `policy_loss: {loss}` "
-            "has no clip interval; losses with one: "
+            f"`algorithm.clip_schedule.kind` is {schedule.kind}, but `policy_loss: {loss}` has no "
+            "clip interval; losses with one: "
             f"{_listed(POLICY_LOSSES.where(lambda other: other.clipped))}."
         )
     if algorithm.dual_clip_loss and not traits.dual_clip:
@@ -142,14 +126,14 @@ def _clip(config: Config, known: Known) -> Iterator[str]:
         algorithm.clip_ratio_low is not None or algorithm.clip_ratio_high is not None
     ):
         yield (
-            "`algorithm.clip_ratio_low` or `clip_ratio_high` is given, but `policy_loss: "
-            f"{loss}` has no clip interval; remove it."
+            f"`algorithm.clip_ratio_low` or `clip_ratio_high` is given, but `policy_loss: {loss}` "
+            "has no clip interval; remove it."
         )
     if traits.widths and (algorithm.clip_ratio_low is None or algorithm.clip_ratio_high is None):
         yield (
             f"`algorithm.policy_loss: {loss}` clips on another scale than PPO: give "
-            "`algorithm.clip_ratio_low` and "
-            f"`algorithm.clip_ratio_high` (usual are {traits.widths})."
+            "`algorithm.clip_ratio_low` and `algorithm.clip_ratio_high` (usual are "
+            f"{traits.widths})."
         )
 
 
@@ -165,8 +149,8 @@ def _anchor(config: Config, known: Known) -> Iterator[str]:
         anchor == "interpolated" or (anchor == "recomputed" and not algorithm.add_token_level_kl)
     ):
         yield (
-            f"`algorithm.anchor` is {anchor}, but `policy_loss: {loss}` has no trust region "
-            "that would use it; use behavior."
+            f"`algorithm.anchor` is {anchor}, but `policy_loss: {loss}` has no trust region that "
+            "would use it; use behavior."
         )
 
 
@@ -176,8 +160,8 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
     if traits.response_ratio and mode != "seq-mean-token-mean":
         yield (
             f"`algorithm.loss_agg_mode` is {mode}; `policy_loss: {loss}` has one ratio per "
-            "response and is a mean over responses: "
-            "use seq-mean-token-mean, others would weigh responses by length."
+            "response and is a mean over responses: use seq-mean-token-mean, others would weigh "
+            "responses by length."
         )
     if (
         loss == "opmd"
@@ -185,9 +169,8 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
         and mode not in ("seq-mean-token-sum", "seq-mean-token-sum-norm")
     ):
         yield (
-            f"`algorithm.loss_agg_mode` is {mode}; `algorithm.opmd.level: sequence` is a "
-            "sum over each response: use seq-mean-token-sum or "
-            "seq-mean-token-sum-norm."
+            f"`algorithm.loss_agg_mode` is {mode}; `algorithm.opmd.level: sequence` is a sum over "
+            "each response: use seq-mean-token-sum or seq-mean-token-sum-norm."
         )
     for key, level in (
         ("importance", algorithm.importance.level),
@@ -195,9 +178,8 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
     ):
         if traits.response_ratio and level == "token":
             yield (
-                f"`algorithm.{key}.level` is token, but `policy_loss: {loss}` has one "
-                "ratio per response; allowed are none, sequence, "
-                "geometric."
+                f"`algorithm.{key}.level` is token, but `policy_loss: {loss}` has one ratio per "
+                "response; allowed are none, sequence, geometric."
             )
     varying = known.estimator(config).returns and (
         algorithm.gamma != 1 or algorithm.add_token_level_kl
@@ -205,29 +187,26 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
     if traits.one_advantage and varying:
         yield (
             f"`algorithm.policy_loss: {loss}` needs one advantage per response, but "
-            f"`adv_estimator: {algorithm.adv_estimator}` with "
-            "`gamma` below 1 or `add_token_level_kl` gives one per token; use gspo_token."
+            f"`adv_estimator: {algorithm.adv_estimator}` with `gamma` below 1 or "
+            "`add_token_level_kl` gives one per token; use gspo_token."
         )
 
 
 def _weights(config: Config, known: Known) -> Iterator[str]:
     algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
-    anchor = algorithm.anchor
-    importance, rejection = algorithm.importance, algorithm.rejection
+    anchor, importance, rejection = algorithm.anchor, algorithm.importance, algorithm.rejection
     if importance.level != "none" and traits.ratio_free and not traits.weighed:
         yield (
-            f"`algorithm.importance.level` is {importance.level}, but `policy_loss: "
-            f"{loss}` is defined without it; use none, or "
-            "policy_loss: reinforce."
+            f"`algorithm.importance.level` is {importance.level}, but `policy_loss: {loss}` is "
+            "defined without it; use none, or policy_loss: reinforce."
         )
     elif anchor == "behavior" and not traits.ratio_free:
         for key, level in (("importance", importance.level), ("rejection", rejection.level)):
             if level != "none":
                 yield (
-                    f"`algorithm.{key}.level: {level}` weighs the anchor against the "
-                    "behaviour policy and needs `algorithm.anchor: "
-                    "recomputed` or "
-                    f"interpolated; with `{anchor}` both are the same policy."
+                    f"`algorithm.{key}.level: {level}` weighs the anchor against the behaviour "
+                    "policy and needs `algorithm.anchor: recomputed` or interpolated; with "
+                    f"`{anchor}` both are the same policy."
                 )
     for key, section in (("importance", importance), ("rejection", rejection)):
         if section.lower >= section.upper:
@@ -246,20 +225,19 @@ def _kl(config: Config, _: Known) -> Iterator[str]:
         )
     if algorithm.use_kl_loss and algorithm.kl_loss_type == "kl" and not algorithm.kl_loss_unbiased:
         yield (
-            "`algorithm.kl_loss_type: kl` has an expected gradient of 0 as a loss; use "
-            "kl+ (same value, the gradient of the divergence), "
-            "low_var_kl, or `kl_loss_unbiased: true`."
+            "`algorithm.kl_loss_type: kl` has an expected gradient of 0 as a loss; use kl+ (same "
+            "value, the gradient of the divergence), low_var_kl, or `kl_loss_unbiased: true`."
         )
     if algorithm.kl_loss_unbiased and not algorithm.use_kl_loss:
         yield (
-            "`algorithm.kl_loss_unbiased` is true, but `algorithm.use_kl_loss` is false; set "
-            "it to true, or remove the correction."
+            "`algorithm.kl_loss_unbiased` is true, but `algorithm.use_kl_loss` is false; set it "
+            "to true, or remove the correction."
         )
     if algorithm.kl_loss_unbiased and algorithm.kl_loss_type not in ("kl", "low_var_kl"):
         yield (
-            f"`algorithm.kl_loss_type` is {algorithm.kl_loss_type}; with "
-            "`kl_loss_unbiased` it is kl or low_var_kl: the others have a bias of "
-            "their own, or already hold the gradient of the divergence."
+            f"`algorithm.kl_loss_type` is {algorithm.kl_loss_type}; with `kl_loss_unbiased` it is "
+            "kl or low_var_kl: the others have a bias of their own, or already hold the gradient "
+            "of the divergence."
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.add_token_level_kl:
         yield (
@@ -274,16 +252,16 @@ def _kl(config: Config, _: Known) -> Iterator[str]:
             if given:
                 yield (
                     f"`model.{key}` is given but nothing uses a reference: set "
-                    "`algorithm.use_kl_loss: true` or "
-                    "`algorithm.add_token_level_kl: true`, or remove it."
+                    "`algorithm.use_kl_loss: true` or `algorithm.add_token_level_kl: true`, or "
+                    "remove it."
                 )
 
 
 def _rewards(config: Config, _: Known) -> Iterator[str]:
     if config.algorithm.reward_norm == "group" and config.rollout.group_size < 2:
         yield (
-            "`algorithm.reward_norm: group` makes every reward of a group of one 0: use batch "
-            "or running, or a `rollout.group_size` of at least 2."
+            "`algorithm.reward_norm: group` makes every reward of a group of one 0: use batch or "
+            "running, or a `rollout.group_size` of at least 2."
         )
     overlong, limit = config.algorithm.overlong_buffer, config.rollout.response_length
     if overlong.enable and overlong.len > limit:
@@ -298,16 +276,14 @@ def _filter(config: Config, known: Known) -> Iterator[str]:
     band = groups.accuracy_low is not None or groups.accuracy_high is not None
     if groups.metric == "seq_final_reward":
         yield (
-            "`replay.filter_groups.metric: seq_final_reward` holds the token KL, which "
-            "exists only after the learner's forward pass, and "
-            "groups "
-            "are filtered before; use seq_reward (shaped), score, acc or the name of a "
-            "reward component."
+            "`replay.filter_groups.metric: seq_final_reward` holds the token KL, which exists "
+            "only after the learner's forward pass, and groups are filtered before; use "
+            "seq_reward (shaped), score, acc or the name of a reward component."
         )
     if not groups.metric:
         yield (
-            "`replay.filter_groups.metric` is empty; allowed are score, acc, seq_reward, or "
-            "the name of a reward component."
+            "`replay.filter_groups.metric` is empty; allowed are score, acc, seq_reward, or the "
+            "name of a reward component."
         )
     more = band or groups.all_truncated or groups.custom is not None
     if not groups.enable and (more or groups.retire_at is not None):
@@ -317,21 +293,20 @@ def _filter(config: Config, known: Known) -> Iterator[str]:
         )
     if groups.enable and groups.zero_variance and not known.estimator(config).compares:
         yield (
-            "`replay.filter_groups.zero_variance` is true, but with "
-            f"`algorithm.adv_estimator: {name}` a group of equal rewards carries "
-            "signal: "
-            "its baseline is not the group's mean; set it to false."
+            "`replay.filter_groups.zero_variance` is true, but with `algorithm.adv_estimator: "
+            f"{name}` a group of equal rewards carries signal: its baseline is not the group's "
+            "mean; set it to false."
         )
     if groups.enable and not (groups.zero_variance or more or groups.retire_at is not None):
         yield (
-            "`replay.filter_groups.enable` is true, but no condition is set; set one, or "
-            "enable: false."
+            "`replay.filter_groups.enable` is true, but no condition is set; set one, or enable: "
+            "false."
         )
     low, high = groups.accuracy_low, groups.accuracy_high
     if low is not None and high is not None and low >= high:
         yield (
-            f"`replay.filter_groups.accuracy_low` is {low:g}; it must be below "
-            f"`accuracy_high`, {high:g}."
+            f"`replay.filter_groups.accuracy_low` is {low:g}; it must be below `accuracy_high`, "
+            f"{high:g}."
         )
 
 
@@ -343,18 +318,12 @@ _DECIDED_BY = {
     "optimizer": "learner.lr, learner.betas and learner.weight_decay",
     "scheduler": "learner.schedule and learner.warmup_steps",
     "gradient_clipping": "learner.grad_clip",
-    "bf16": "model.dtype",
-    "bfloat16": "model.dtype",
-    "fp16": "model.dtype",
+    **dict.fromkeys(("bf16", "bfloat16", "fp16"), "model.dtype"),
     "zero_optimization.stage": "learner.zero_stage",
 }
 """The setting that a user of a refused DeepSpeed key is looking for."""
-
-
 HEAD_SIZES = (32, 64, 96, 128, 256)
 """Head sizes that vLLM supports on CPU as well as on GPU."""
-
-
 _LARGEST = 2**53
 """Larger integers do not survive floats, and integers of 64 bits not the wire."""
 
@@ -400,8 +369,8 @@ def _sizes(section: Section, prefix: str = "") -> Iterator[str]:
             yield from _sizes(value, f"{prefix}{key}.")
         elif isinstance(value, int) and value > _LARGEST:
             yield (
-                f"`{prefix}{key}` is an integer of {len(str(value))} digits; allowed is at "
-                f"most 2^53 = {_LARGEST}."
+                f"`{prefix}{key}` is an integer of {len(str(value))} digits; allowed is at most "
+                f"2^53 = {_LARGEST}."
             )
 
 
@@ -418,18 +387,16 @@ def _run(config: Config) -> Iterator[str]:
     if (model.path is None) == (model.warm_start is None):
         both = "both are (set the other to null)" if model.path is not None else "neither is"
         yield (
-            "Set exactly one of `model.path` (a model to load) and `model.warm_start` (a "
-            "small one to build, `{}` for its defaults); "
-            f"{both}."
+            "Set exactly one of `model.path` (a model to load) and `model.warm_start` (a small "
+            f"one to build, `{{}}` for its defaults); {both}."
         )
     if model.warm_start is not None:
         hidden, heads = model.warm_start.hidden_size, model.warm_start.heads
         if hidden % heads or hidden // heads not in HEAD_SIZES:
             yield (
-                f"`model.warm_start.hidden_size` is {hidden} and `model.warm_start.heads` "
-                f"is {heads}: hidden_size / heads must be one of "
-                "the head sizes that the engines' attention has everywhere: "
-                f"{', '.join(map(str, HEAD_SIZES))}."
+                f"`model.warm_start.hidden_size` is {hidden} and `model.warm_start.heads` is "
+                f"{heads}: hidden_size / heads must be one of the head sizes that the engines' "
+                f"attention has everywhere: {', '.join(map(str, HEAD_SIZES))}."
             )
 
 
@@ -442,14 +409,14 @@ def _trained(config: Config) -> Iterator[str]:
             yield f"`model.freeze` has {pattern!r}, which is no regular expression: {error}."
     if model.lora is not None and model.freeze:
         yield (
-            "`model.freeze` and `model.lora` are both set, but with adapters all weights stay "
-            "as they are: leave one out, or choose `model.lora.target_modules`."
+            "`model.freeze` and `model.lora` are both set, but with adapters all weights stay as "
+            "they are: leave one out, or choose `model.lora.target_modules`."
         )
     if model.lora is not None and model.reference_refresh_steps:
         yield (
             f"`model.reference_refresh_steps` is {model.reference_refresh_steps}, but with "
-            "`model.lora` the reference is a model that no "
-            "update changes: set it to 0, or train without adapters."
+            "`model.lora` the reference is a model that no update changes: set it to 0, or train "
+            "without adapters."
         )
 
 
@@ -458,22 +425,22 @@ def _batches(config: Config) -> Iterator[str]:
     if rollout.rollout_batch_size % config.mini_batch_groups:
         yield (
             f"`rollout.rollout_batch_size` is {rollout.rollout_batch_size}, which is not a "
-            "multiple of `learner.ppo_mini_batch_size` "
-            f"{config.mini_batch_groups} (both count groups)."
+            f"multiple of `learner.ppo_mini_batch_size` {config.mini_batch_groups} (both count "
+            "groups)."
         )
     if rollout.prompt_length + rollout.response_length > learner.tokens_per_micro_batch:
         total = rollout.prompt_length + rollout.response_length
         yield (
-            f"`learner.tokens_per_micro_batch` is {learner.tokens_per_micro_batch}, but "
-            "one response may need `rollout.prompt_length` "
-            f"{rollout.prompt_length} + `rollout.response_length` "
-            f"{rollout.response_length} = {total} tokens: give at least {total}."
+            f"`learner.tokens_per_micro_batch` is {learner.tokens_per_micro_batch}, but one "
+            f"response may need `rollout.prompt_length` {rollout.prompt_length} + "
+            f"`rollout.response_length` {rollout.response_length} = {total} tokens: give at least "
+            f"{total}."
         )
     if rollout.top_p != 1 or rollout.top_k != 0:
         yield (
             f"`rollout.top_p` is {rollout.top_p:g} and `rollout.top_k` is {rollout.top_k}; "
-            "allowed are 1 and 0, because the learner does "
-            "not renormalise over the sampler's kept set and its ratios would be biased."
+            "allowed are 1 and 0, because the learner does not renormalise over the sampler's "
+            "kept set and its ratios would be biased."
         )
 
 
@@ -485,18 +452,17 @@ def _staleness(config: Config) -> Iterator[str]:
     )
     if every > bound + 1:
         yield (
-            f"`weight_sync.every_steps` is {every}, allowed is at most "
-            f"`replay.max_staleness` + 1 = {bound + 1}: no more than "
-            f"{bound + 1} x {batch} = {config.max_outstanding} groups may be outstanding, "
-            f"{every} steps need {every} x {batch} = "
-            f"{every * batch} before a publication frees any, so the slots would never return."
+            f"`weight_sync.every_steps` is {every}, allowed is at most `replay.max_staleness` + 1 "
+            f"= {bound + 1}: no more than {bound + 1} x {batch} = {config.max_outstanding} groups "
+            f"may be outstanding, {every} steps need {every} x {batch} = {every * batch} before a "
+            "publication frees any, so the slots would never return."
         )
     if config.replay.order in UNBOUNDED_ORDERS and config.replay.on_stale == "wait":
         yield (
-            f"`replay.order: {config.replay.order}` lets groups leave as they are completed, "
-            "so one that takes longer than the others may become older than "
-            f"`replay.max_staleness` = {bound} by any number of steps: use "
-            "`replay.on_stale: mask` or `expire` with it, or order oldest or fifo."
+            f"`replay.order: {config.replay.order}` lets groups leave as they are completed, so "
+            "one that takes longer than the others may become older than `replay.max_staleness` "
+            f"= {bound} by any number of steps: use `replay.on_stale: mask` or `expire` with it, "
+            "or order oldest or fifo."
         )
 
 
@@ -506,15 +472,15 @@ def _partial(config: Config) -> Iterator[str]:
     if config.seeded:
         yield (
             "`checkpoint.partial_rollouts` is true and `rollout.seeded` is "
-            f"{config.rollout.seeded} (`replay.max_staleness` is "
-            f"{config.replay.max_staleness}): a seeded response that is continued would be "
-            "another one than its seed makes; set one of them to false or off."
+            f"{config.rollout.seeded} (`replay.max_staleness` is {config.replay.max_staleness}): "
+            "a seeded response that is continued would be another one than its seed makes; set "
+            "one of them to false or off."
         )
     if not config.replay.journal.enable:
         yield (
-            "`checkpoint.partial_rollouts` is true and `replay.journal.enable` is false: "
-            "only the journal tells which responses were still under "
-            "way when the run ended; enable it, or set the other to false."
+            "`checkpoint.partial_rollouts` is true and `replay.journal.enable` is false: only "
+            "the journal tells which responses were still under way when the run ended; enable "
+            "it, or set the other to false."
         )
 
 
@@ -537,9 +503,9 @@ def _learner(config: Config) -> Iterator[str]:
     for key, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         if zero.get(key) and stage < lowest:
             yield (
-                f"`learner.deepspeed.zero_optimization.{key}` is given, but "
-                f"`learner.zero_stage` {stage} keeps what it would move away: "
-                f"set the stage to {lowest}{' or more' if lowest < 3 else ''}, or leave it out."
+                f"`learner.deepspeed.zero_optimization.{key}` is given, but `learner.zero_stage` "
+                f"{stage} keeps what it would move away: set the stage to "
+                f"{lowest}{' or more' if lowest < 3 else ''}, or leave it out."
             )
 
 
@@ -547,10 +513,9 @@ def _evaluation(config: Config) -> Iterator[str]:
     evaluation, step_s = config.evaluation, config.watchdog.step_timeout_s
     if evaluation.every_steps and evaluation.timeout_s > step_s:
         yield (
-            f"`evaluation.timeout_s` is {evaluation.timeout_s:g} and "
-            f"`watchdog.step_timeout_s` is {step_s:g}: with one engine a learner step may "
-            "wait for an evaluation before it publishes, which is no reason to end the "
-            "run; give the step at least as long."
+            f"`evaluation.timeout_s` is {evaluation.timeout_s:g} and `watchdog.step_timeout_s` is "
+            f"{step_s:g}: with one engine a learner step may wait for an evaluation before it "
+            "publishes, which is no reason to end the run; give the step at least as long."
         )
 
 
@@ -613,10 +578,9 @@ def _colocated(config: Config, ranks: int) -> Iterator[str]:
         yield "`cluster.layout: colocated` shares GPUs, but `cluster.device` is cpu; use split."
     if cluster.engine.tensor_parallel_size != 1:
         yield (
-            "`cluster.engine.tensor_parallel_size` is "
-            f"{cluster.engine.tensor_parallel_size}; with `cluster.layout: colocated` it "
-            "is 1 "
-            "(learner rank i and engine i share one GPU)."
+            f"`cluster.engine.tensor_parallel_size` is {cluster.engine.tensor_parallel_size}; "
+            "with `cluster.layout: colocated` it is 1 (learner rank i and engine i share one "
+            "GPU)."
         )
     for key, count in (
         ("max", actors.max),
@@ -625,7 +589,7 @@ def _colocated(config: Config, ranks: int) -> Iterator[str]:
         if count is not None and count != ranks:
             limit = "equal" if key == "max" else "be at most"
             yield (
-                f"`cluster.rollout_actors.{key}` is {count}; with `cluster.layout: "
-                f"colocated` it must {limit} `learner.ranks`, {ranks} "
-                "(learner rank i and engine i share one GPU)."
+                f"`cluster.rollout_actors.{key}` is {count}; with `cluster.layout: colocated` it "
+                f"must {limit} `learner.ranks`, {ranks} (learner rank i and engine i share one "
+                "GPU)."
             )

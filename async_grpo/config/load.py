@@ -100,8 +100,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
         return {}, {}
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{path}: a configuration is a mapping of sections (`run:`, `rollout:`, ...), "
-            f"not {show(data)}."
+            f"{path}: a configuration is a mapping of sections (`run:`, `rollout:`, ...), not "
+            f"{show(data)}."
         )
     return data, lines
 
@@ -272,8 +272,8 @@ def resolve(
     unknown = [name for name in re.findall(r"\{([^{}]*)\}", config.run.dir) if name not in values]
     if unknown or not config.run.dir.strip() or "\0" in config.run.dir:
         raise ConfigError(
-            f"`run.dir` is {show(config.run.dir)}; allowed is a directory, with {{name}} "
-            f"and {{time}} as placeholders."
+            f"`run.dir` is {show(config.run.dir)}; allowed is a directory, with {{name}} and "
+            "{time} as placeholders."
         )
     directory = _expand(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], config.run.dir), env)
     if not directory.is_absolute():
@@ -281,9 +281,8 @@ def resolve(
     directory = Path(os.path.normpath(directory))
     if _throw_away(directory):
         raise ConfigError(
-            f"`run.dir` is {show(str(directory))}, inside the package that Ray deletes "
-            "after the job.\n"
-            "Give a directory outside it (run.dir=/path/that/stays), or a relative one "
+            f"`run.dir` is {show(str(directory))}, inside the package that Ray deletes after the "
+            "job.\nGive a directory outside it (run.dir=/path/that/stays), or a relative one "
             "with ASYNC_GRPO_HOME set."
         )
     changes: dict[str, dict[str, Any]] = {"run": {"dir": str(directory)}}
@@ -312,8 +311,8 @@ def _home(env: Mapping[str, str]) -> Path:
     home = _expand(env.get("ASYNC_GRPO_HOME") or "~/async_grpo", env)
     if not home.is_absolute():
         raise ConfigError(
-            f"ASYNC_GRPO_HOME is {show(str(home))}; inside a Ray job it must be an "
-            "absolute directory."
+            f"ASYNC_GRPO_HOME is {show(str(home))}; inside a Ray job it must be an absolute "
+            "directory."
         )
     return home
 
@@ -369,14 +368,14 @@ def preflight_files(config: Config) -> None:
         for name in ("config.yaml", "checkpoints"):
             if os.path.exists(run_dir / name):
                 raise ConfigError(
-                    f"`checkpoint.resume` is never, but {run_dir} already holds a run ({name}).\n"
-                    "Choose another run.name or run.dir, remove that directory, or set "
-                    "checkpoint.resume=auto to continue it."
+                    f"`checkpoint.resume` is never, but {run_dir} already holds a run "
+                    f"({name}).\nChoose another run.name or run.dir, remove that directory, or "
+                    "set checkpoint.resume=auto to continue it."
                 )
     elif resume != "auto" and not os.path.exists(os.path.expanduser(resume)):
         raise ConfigError(
-            f"`checkpoint.resume` is {show(resume)}; allowed is auto, never, or the path "
-            "of an existing checkpoint."
+            f"`checkpoint.resume` is {show(resume)}; allowed is auto, never, or the path of an "
+            "existing checkpoint."
         )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -397,8 +396,8 @@ def _check_data(key: str, data: str) -> None:
     file, path = data.endswith((".jsonl", ".json")), os.path.expanduser(data)
     if file and os.path.isdir(path):
         raise ConfigError(
-            f"`{key}` is {show(data)}, which is a directory; allowed is a JSONL file, or "
-            "a data set's name."
+            f"`{key}` is {show(data)}, which is a directory; allowed is a JSONL file, or a data "
+            "set's name."
         )
     if (file or _looks_local(data)) and not os.path.exists(path.partition(":")[0]):
         raise ConfigError(
@@ -413,11 +412,11 @@ def _check_model(key: str, model: str) -> None:
         if not os.path.isfile(os.path.join(path, "config.json")):
             what = "has no config.json" if os.path.isdir(path) else "is not a directory"
             raise ConfigError(
-                f"`{key}` is {show(model)}, which {what}; allowed is a directory of a "
-                "Hugging Face model, or a hub name."
+                f"`{key}` is {show(model)}, which {what}; allowed is a directory of a Hugging "
+                "Face model, or a hub name."
             )
     elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model):
         raise ConfigError(
-            f"`{key}` is {show(model)}; allowed is an existing directory, or a hub name "
-            "of the form organisation/name."
+            f"`{key}` is {show(model)}; allowed is an existing directory, or a hub name of the "
+            "form organisation/name."
         )

@@ -37,25 +37,24 @@ _NAMES: dict[str, str] = {
     ),
     "rollout.group_size": (
         "num_return_sequences_in_group num_generations n n_samples n_samples_per_prompt "
-        "num_generations_per_prompt "
-        "rollouts_per_example rollouts_per_prompt samples_per_prompt attempts "
-        "num_samples_per_prompt"
+        "num_generations_per_prompt rollouts_per_example rollouts_per_prompt samples_per_prompt "
+        "attempts num_samples_per_prompt"
     ),
     "rollout.prompt_length": "max_prompt_length prompt_max_len max_prompt_len max_input_length "
     "rollout_max_prompt_len",
     "rollout.response_length": (
-        "max_response_length max_completion_length generate_max_len max_new_tokens "
-        "max_tokens max_response_len "
-        "rollout_max_response_len completion_length max_generate_length max_output_tokens"
+        "max_response_length max_completion_length generate_max_len max_new_tokens max_tokens "
+        "max_response_len rollout_max_response_len completion_length max_generate_length "
+        "max_output_tokens"
     ),
     "rollout.temperature": "rollout_temperature sampling_temperature",
     "rollout.top_p": "rollout_top_p",
     "rollout.top_k": "rollout_top_k",
     "rollout.group_timeout_s": "request_timeout generation_timeout rollout_timeout",
     "replay.max_staleness": (
-        "async_generation_ratio max_head_offpolicyness staleness_threshold "
-        "max_off_policy_steps max_trajectory_age_steps "
-        "max_staleness_steps max_lag max_async_level async_level max_policy_lag"
+        "async_generation_ratio max_head_offpolicyness staleness_threshold max_off_policy_steps "
+        "max_trajectory_age_steps max_staleness_steps max_lag max_async_level async_level "
+        "max_policy_lag"
     ),
     "replay.filter_groups.enable": "dynamic_sampling dynamic_filtering use_dynamic_sampling "
     "enable_dynamic_sampling "
@@ -132,10 +131,9 @@ _NAMES: dict[str, str] = {
     "learner.ppo_mini_batch_size": "mini_batch_size policy_mini_batch_size minibatch_size "
     "steps_per_generation",
     "learner.tokens_per_micro_batch": (
-        "ppo_max_token_len_per_gpu max_tokens_per_gpu max_tokens_per_mb "
-        "max_token_len_per_gpu train_max_tokens_per_gpu "
-        "micro_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu "
-        "micro_train_batch_size per_device_train_batch_size"
+        "ppo_max_token_len_per_gpu max_tokens_per_gpu max_tokens_per_mb max_token_len_per_gpu "
+        "train_max_tokens_per_gpu micro_batch_size ppo_micro_batch_size "
+        "ppo_micro_batch_size_per_gpu micro_train_batch_size per_device_train_batch_size"
     ),
     "learner.lr": "learning_rate actor_learning_rate actor_lr policy_lr",
     "learner.betas": "adam_betas optimizer_betas",

@@ -85,8 +85,8 @@ class Changes:
         )
         return (
             f"`{first.key}` is {show(first.given)}, but {checkpoint} was made with "
-            f"{show(first.saved)} and cannot go on with another: "
-            f"{first.mark.reason}. Set it back, or start anew with another run.dir.{others}"
+            f"{show(first.saved)} and cannot go on with another: {first.mark.reason}. Set it "
+            f"back, or start anew with another run.dir.{others}"
         )
 
     def lines(self) -> Iterator[str]:

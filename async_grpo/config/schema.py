@@ -1,15 +1,9 @@
 """Every setting of a run: its name, type, default, range and meaning.
 
-Runs in: any process (imports pydantic only). This module, with `algorithm` for that section, hides
-nothing and is the only home of defaults; `load` reads YAML and overrides into it, `checks` holds
-the rules that span several sections. A `Config` is immutable and complete once loaded: no other
-module supplies a default for a missing setting.
-
-The settings of `model`: what is trained, and from which weights. A part of `schema`, and as such a
-home of defaults.
-
-The settings of weight publication: `weight_sync` and its deadlines. A part of `schema`, and as such
-a home of defaults.
+Runs in: any process (imports pydantic only). Hides nothing. With `algorithm` and the constants of
+`algo.catalog` the only home of defaults: a `Config` is immutable and complete once loaded, and no
+other module supplies a default for a missing setting. `load` reads YAML and overrides, `checks`
+holds the rules that span several sections.
 """
 
 from __future__ import annotations
@@ -68,13 +62,9 @@ class WarmStart(Section):
     target_accuracy: Fraction = 0.9
     """Stop the clean phase when greedy accuracy on training problems reaches this."""
     blur_accuracy: Fraction = 0.5
-    """Then train on partly randomised answers until greedy accuracy has fallen to this: knowledge
-    kept, distribution blurred.
-    """
+    """Then train on partly randomised answers until greedy accuracy has fallen to this."""
     blur_sampled_accuracy: Fraction = 0.3
-    """The blur phase also goes on until the accuracy of answers sampled at temperature 1 has fallen
-    to this.
-    """
+    """... and until the accuracy of answers sampled at temperature 1 has fallen to this."""
     blur_noise: Fraction = 0.3
     """Share of answer tokens that the blur phase replaces at random."""
     blur_max_steps: NonNegative = 60
@@ -97,9 +87,7 @@ class Lora(Section):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The product of an adapter's two matrices is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Linear layers that get an adapter, by the ends of their names (`[q_proj, v_proj]`); never the
-    language-model head.
-    """
+    """Layers with adapters, by the ends of their names (`[q_proj, v_proj]`); never the head."""
 
 
 class Model(Section):
@@ -115,9 +103,7 @@ class Model(Section):
     reference: Annotated[
         str | None, warn("the model that the KL penalty pulls to", trains=True)
     ] = None
-    """Model of the KL reference (directory or hub name); null means the initial policy. Used only
-    with a KL penalty.
-    """
+    """Model of the KL reference (directory or hub name); null: the initial policy."""
     lora: Lora | None = None
     """Train adapters instead of the weights."""
     freeze: list[str] = Field([])
@@ -127,12 +113,9 @@ class Model(Section):
     reference_refresh_steps: Annotated[
         NonNegative, warn("when the reference takes over the policy's weights", trains=True)
     ] = 0
-    """Learner steps after which the reference takes over the policy's weights, again and again; 0
-    means never.
-    """
+    """Learner steps after each of which the reference takes over the policy's weights; 0: never."""
     lm_head_fp32: Annotated[bool, warn("the rounding of all log-probs", trains=True)] = False
-    """Compute the language-model head in float32 in learner and engines, whatever `model.dtype` is.
-    """
+    """Compute the language-model head in float32 in learner and engines, whatever the `dtype`."""
     trust_remote_code: Annotated[bool, FREE] = False
     """Allow code that ships with a model to run."""
 
@@ -151,33 +134,23 @@ class Deadlines(Section):
     resume_s: Seconds = 30.0
     """Setting the new version label and going on."""
     acknowledge_s: Seconds = 120.0
-    """Everything above for one publication, until an engine says that it serves the new version;
-    one that does not is replaced.
-    """
+    """Everything above for one publication; an engine that takes longer is replaced."""
 
 
 class WeightSync(Section):
     on_resume = FREE
     backend: TransportName = "auto"
-    """How weights reach the engines; `auto`: shared memory on CPU, `ipc` when colocated on GPU,
-    `nccl` otherwise.
-    """
+    """How weights travel; `auto`: shared memory on CPU, `ipc` colocated on GPU, else `nccl`."""
     every_steps: Annotated[Positive, warn("how old the tokens are that are trained")] = 1
     """Learner steps per publication; at most `replay.max_staleness + 1`."""
     kv_cache: Annotated[
         Literal["recompute", "keep"], warn("under which weights a running response goes on")
     ] = "recompute"
-    """What running responses do after a publication: recompute their cache under the new weights,
-    or keep the old one.
-    """
+    """Running responses after a publication: recompute their cache, or keep the old one."""
     overlap: bool = True
-    """Let the engines take new weights while the next learner step runs (where the transport allows
-    it).
-    """
+    """Engines take new weights while the next learner step runs, where the transport allows it."""
     self_check: bool = True
-    """When an engine starts: publish visibly perturbed weights, compare log-probabilities of
-    learner and engine, restore.
-    """
+    """When an engine starts: publish perturbed weights, compare its log-probs, restore."""
     verify_every: NonNegative = 10
     """Publications between those whose bytes are compared by checksum, and after which every
     engine's log-probabilities of a few fixed responses are compared with the learner's; 0 means
@@ -186,32 +159,14 @@ class WeightSync(Section):
     deadlines: Deadlines = Deadlines()
 
 
-# The learner sets these itself from other settings; `learner.deepspeed` may not contain them. Dots
-# go into nested sections.
-REFUSED_DEEPSPEED_KEYS = frozenset(
-    {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "managed_gradient_accumulation",
-        "optimizer",
-        "scheduler",
-        "gradient_clipping",
-        "bf16",
-        "fp16",
-        "bfloat16",
-        "amp",
-        "torch_autocast",
-        "data_types",
-        "zero_optimization.stage",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "steps_per_print",
-        "tensor_parallel",
-        "sequence_parallel_size",
-        "pipeline",
-    }
-)
+_REFUSED = """
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler
+managed_gradient_accumulation gradient_clipping bf16 fp16 bfloat16 amp torch_autocast data_types
+zero_optimization.stage zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print
+tensor_parallel sequence_parallel_size pipeline
+"""
+REFUSED_DEEPSPEED_KEYS = frozenset(_REFUSED.split())
+"""Keys that the learner sets itself: `learner.deepspeed` may not contain them. Dots go inside."""
 
 
 class Run(Section):
@@ -246,15 +201,13 @@ class Verifier(Section):
         Literal["drop_group", "zero", "fail"],
         warn("what a response is worth that cannot be scored"),
     ] = "drop_group"
-    """What a verifier crash, timeout or non-finite reward does: re-issue the group, score the
-    response 0, or end the run.
-    """
+    """After a crash, timeout or non-finite reward: re-issue the group, score 0, or end the run."""
 
 
 class TaskConfig(Section):
     on_resume = warn(
-        "which problems are posed: groups completed before are generated again, and "
-        "problems may come twice in an epoch"
+        "which problems are posed: groups completed before are generated again, and problems may "
+        "come twice in an epoch"
     )
     name: Annotated[str, fixed("the group ids of the run stand for problems of the other task")] = (
         "arithmetic"
@@ -263,9 +216,7 @@ class TaskConfig(Section):
     `package.module:Class`.
     """
     train: str | None = None
-    """Training data: a local JSONL file, or a Hugging Face data set as `name`, `name:config` or
-    `name:config:split`.
-    """
+    """Local JSONL file, or Hugging Face data set as `name`, `name:config`, `name:config:split`."""
     eval: Annotated[
         str | None, warn("what held-out accuracy means: it cannot be compared with that before")
     ] = None
@@ -275,9 +226,7 @@ class TaskConfig(Section):
     rewards: Annotated[dict[str, float], warn("what responses are worth", trains=True)] = Field({})
     """Weight per reward component; empty means the task's own weights."""
     max_bad_fraction: Annotated[Fraction, FREE] = 0.0
-    """Share of malformed data rows, and of groups that fail `replay.max_attempts` times, that is
-    tolerated (left out and counted).
-    """
+    """Share of malformed data rows, and of failed groups, that is tolerated (left out, counted)."""
     verifier: Verifier = Verifier()
 
 
@@ -308,16 +257,13 @@ class RolloutConfig(Section):
     ] = "auto"
     """Seed every group by (seed, group_id); `auto` means on at `replay.max_staleness: 0` only."""
     group_timeout_s: Annotated[Seconds, FREE] = 600.0
-    """A group that takes longer to generate and score is aborted and issued again; so is one that
-    its actor lost.
-    """
+    """A group that takes longer to generate and score, or is lost, is aborted and issued again."""
 
 
 class FilterGroups(Section):
     on_resume = warn("which groups are trained, from here on")
     enable: bool = False
-    """Reject groups without learning signal and generate others in their place (dynamic sampling).
-    """
+    """Reject groups without learning signal and generate others instead (dynamic sampling)."""
     metric: str = "score"
     """What must vary inside a group: `score` (weighted reward sum), `acc` (the verifier's verdict),
     `seq_reward` (the shaped reward) or a reward component.
@@ -345,9 +291,7 @@ class FilterGroups(Section):
 class Wire(Section):
     on_resume = FREE
     max_frame_bytes: Annotated[int, Field(ge=2**16)] = 2**28
-    """Largest group on its way from a rollout actor to the queue, in bytes (9 per response token
-    and its rows' facts); a larger one fails.
-    """
+    """Largest group on its way to the queue, in bytes (9 per token, and facts of its rows)."""
 
 
 class Journal(Section):
@@ -355,9 +299,7 @@ class Journal(Section):
 
     on_resume = FREE
     enable: Annotated[bool, warn("whether completed groups survive the next interruption")] = True
-    """Keep one: completed groups survive the death of the queue, and a resumed run does not
-    generate them again.
-    """
+    """Keep one: completed groups survive the queue's death, and a resumed run has them."""
     fsync: Literal["group", "interval", "never"] = "group"
     """When it is flushed: before a completed group is acknowledged (survives power loss), every
     second, or never (both survive processes).
@@ -375,9 +317,7 @@ class Replay(Section):
     order: Annotated[
         Literal["oldest", "fifo", "ready"], warn("which groups are trained first, from here on")
     ] = "oldest"
-    """Which ready groups leave first: those with the oldest ticket, those with the smallest id, or
-    those that were completed first.
-    """
+    """Ready groups leave by oldest ticket, by smallest id, or as they were completed."""
     on_stale: Annotated[
         Literal["wait", "mask", "expire"],
         warn("what becomes of groups that are too old", trains=True),
@@ -386,14 +326,10 @@ class Replay(Section):
     weight 0, or has the group generated again.
     """
     max_attempts: Positive = 3
-    """Times a group may come to nothing (or become too old) before it counts as failed (or
-    expired).
-    """
+    """Attempts at a group that may fail (or become too old) before it is failed (or expired)."""
     filter_groups: FilterGroups = FilterGroups()
     plugins: list[ModuleName] = Field([])
-    """Python modules of yours that register group filters; the queue imports them, so they must not
-    import torch.
-    """
+    """Modules of yours that register group filters; the queue imports them: no torch in them."""
     journal: Journal = Journal()
 
 
@@ -410,9 +346,7 @@ class LearnerConfig(Section):
     zero_stage: Annotated[
         int, Field(ge=0, le=3), fixed("it decides how the optimizer's files are laid out")
     ] = 1
-    """What DeepSpeed shards over the ranks: nothing, optimizer states, gradients too, parameters
-    too.
-    """
+    """What DeepSpeed shards: nothing, optimizer states, gradients too, parameters too."""
     ppo_epochs: Positive = 1
     """Passes over each learner step's batch."""
     ppo_mini_batch_size: Positive | None = None
@@ -420,9 +354,7 @@ class LearnerConfig(Section):
     tokens_per_micro_batch: Annotated[
         Positive, warn("the order of sums, so the last bits of gradients", trains=True)
     ] = 16384
-    """Upper limit of prompt and response tokens in one forward pass of one rank, a prompt that rows
-    share counted once.
-    """
+    """Most tokens in one forward pass of one rank; a prompt that rows share counts once."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     betas: Annotated[
@@ -464,15 +396,11 @@ class Evaluation(Section):
         EvaluationTask | None,
         warn("what held-out accuracy means: it cannot be compared with that before"),
     ] = None
-    """Evaluate on the held-out problems of another task; null: on those of the task that is
-    trained.
-    """
+    """Evaluate on the held-out problems of another task; null: of the task that is trained."""
     max_samples: Positive = 1000
     """Held-out problems per evaluation."""
     n: NonNegative = 1
-    """Sampled responses per problem besides the greedy one: pass@k for k = 1, 2, 4, ... up to n; 0:
-    greedy only.
-    """
+    """Sampled responses per problem besides the greedy one, for pass@1, 2, 4, ... n; 0: none."""
     temperature: Annotated[float, Field(gt=0)] | None = None
     """Temperature of the sampled responses; null: that of training, `rollout.temperature`."""
     timeout_s: Seconds = 600.0
@@ -519,23 +447,17 @@ class Tracking(Section):
     `python -m async_grpo.report --sync`.
     """
     system_metrics: bool = True
-    """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every ten
-    seconds.
-    """
+    """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every 10 s."""
     log_model_max_gb: Annotated[float, Field(ge=0)] = 1.0
     """Send the final model to MLflow unless it is larger than this, in GiB; 0 never does. It is in
     the last checkpoint in any case.
     """
     register_model: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the registered model in MLflow that gets the final model as its next version; null
-    registers nothing.
-    """
+    """Registered model in MLflow that gets the final model as its next version; null: none."""
     report: bool = True
     """Write the report (`report/report.html` of the run directory) when a run ends."""
     sample_rows: NonNegative = 100
-    """About how many trained and how many evaluated responses the sample table keeps of the whole
-    run.
-    """
+    """About how many trained, and how many evaluated, responses of a run the sample table keeps."""
 
 
 class Watchdog(Section):
@@ -603,8 +525,7 @@ class Config(Section):
         Field(ge=0, lt=2**32),
         fixed("the group ids of the run stand for problems in the order of its seed"),
     ] = 0
-    """Seed of everything random: data order, warm start, minibatches, sampling where it is seeded.
-    """
+    """Seed of data order, warm start, minibatches, and of sampling where it is seeded."""
     run: Run = Run()
     model: Model = Model()
     task: TaskConfig = TaskConfig()

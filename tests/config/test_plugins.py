@@ -260,3 +260,13 @@ def test_two_modules_cannot_register_one_name() -> None:
         registry.register("ours", {})(first)
     with pytest.raises(ValueError, match="unknown thing 'z'; choose one of"):
         registry.function("z")
+
+
+def test_traits_that_need_code_elsewhere_are_not_open() -> None:
+    for register, traits in (
+        (catalog.register_estimator, {"returns": True}),
+        (catalog.register_estimator, {"baseline": True}),
+        (catalog.register_policy_loss, {"selects": "tokens"}),
+    ):
+        with pytest.raises(ValueError, match="only built-in"):
+            register("x", **traits)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
+from async_grpo.algo.catalog import Constants
 from async_grpo.config.docs import settings
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
@@ -29,7 +30,7 @@ from async_grpo.config.section import Section
 
 Probe = Callable[[Config], Any]
 _UNSET = object()
-EXEMPT = ("checks", "docs", "load", "resume")
+EXEMPT = ("checks", "docs", "load", "plugins", "resume")
 """Modules of `async_grpo.config` that see what was given: they check, write and compare it."""
 BASE = {
     "run.total_steps": 10,
@@ -185,9 +186,14 @@ def disconnected(key: str) -> Iterator[None]:
     """
     *parents, name = key.split(".")
     owners = [Config, *(_section(parents[: depth + 1]) for depth in range(len(parents)))]
-    default = owners[-1].model_fields[name].get_default(call_default_factory=True)
+    owner, before = owners[-1], vars(owners[-1]).get(name, _UNSET)
+    default = (
+        before
+        if issubclass(owner, Constants)
+        else owner.model_fields[name].get_default(call_default_factory=True)
+    )
 
-    def read(section: Section) -> Any:
+    def read(section: Section | Constants) -> Any:
         return default if _in_product(sys._getframe(1)) else vars(section)[name]
 
     dumps = {method: getattr(Section, method) for method in ("model_dump", "model_dump_json")}
@@ -202,12 +208,15 @@ def disconnected(key: str) -> Iterator[None]:
                 node[name] = default.model_dump() if isinstance(default, Section) else default
         return out
 
-    setattr(owners[-1], name, property(read))
+    setattr(owner, name, property(read))
     Section.model_dump = dump
     try:
         yield
     finally:
-        delattr(owners[-1], name)
+        if before is _UNSET:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
         del Section.model_dump
 
 
@@ -219,13 +228,13 @@ def _in_product(frame: Any) -> bool:
     }
 
 
-def _section(path: list[str]) -> type[Section]:
-    """The class of the section at this dotted path."""
-    found: type[Section] = Config
+def _section(path: list[str]) -> type[Section | Constants]:
+    """The class of the section, or of a loss's constants, at this dotted path."""
+    found: type[Any] = Config
     for name in path:
         annotation = found.model_fields[name].annotation
-        options = [annotation, *get_args(annotation)]
-        found = next(one for one in options if isinstance(one, type) and issubclass(one, Section))
+        options = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
+        found = next(one for one in options if issubclass(one, Section | Constants))
     return found
 
 

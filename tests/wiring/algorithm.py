@@ -5,11 +5,13 @@ from the wire to the gradient of every token, with log-probs in place of a model
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from async_grpo.algo import catalog
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import RankPlan, RowKey
 from async_grpo.config.schema import Config
@@ -217,4 +219,21 @@ WIRES = [
     Wire("learner.ppo_epochs", 2, steps),
     Wire("learner.ppo_mini_batch_size", 2, steps),
     Wire("learner.tokens_per_micro_batch", 30, steps),
+]
+
+
+def imported(config: Config) -> list[str]:
+    """The modules that driver and learner import for their plugins."""
+    with mock.patch.object(catalog.importlib, "import_module") as imports:
+        RowMath(config, WEIGHTS)
+        TokenMath(config, Alone())
+    return [call.args[0] for call in imports.call_args_list]
+
+
+MODULE = "tests.support.registered"
+SHAPED = {"algorithm.plugins": [MODULE], "algorithm.reward_shaping": ["lengthy"]}
+WIRES += [
+    Wire("algorithm.plugins", [MODULE], imported),
+    Wire("algorithm.reward_shaping", ["lengthy"], steps, {"algorithm.plugins": [MODULE]}),
+    Wire("algorithm.options", {"lengthy": {"per_token": -0.1}}, steps, SHAPED),
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest import mock
 
+from async_grpo.algo import catalog
 from async_grpo.cluster.system import System
 from async_grpo.config.schema import Config
 from async_grpo.replay.limits import NoSignal
@@ -108,4 +110,19 @@ WIRES = [
     _filter("all_truncated", True, NOTHING | {LOW: 0.1}),
     _filter("retire_at", 0.75, NOTHING | {LOW: 0.1}),
     _filter("max_num_gen_batches", 1, FILTER | {LOW: 0.9}),
+]
+
+
+def imported(config: Config) -> list[str]:
+    """The modules that the queue imports for its plugins."""
+    settings = queue_settings(config)
+    with mock.patch.object(catalog.importlib, "import_module") as imports:
+        ReplayQueue(settings)
+    return [call.args[0] for call in imports.call_args_list]
+
+
+PLUGINS = {"replay.plugins": ["tests.support.registered"]}
+WIRES += [
+    Wire("replay.plugins", PLUGINS["replay.plugins"], imported),
+    _filter("custom", "first_right", NOTHING | {LOW: 0.1} | PLUGINS),
 ]
