@@ -132,9 +132,7 @@ def _train_on(trainer, console: Console) -> None:
             except Exception as second:  # noqa: BLE001 - shown; the run ends for the first reason
                 console.error("and what was learnt could not be saved: " + _coded(second)[1])
         raise
-    final = (
-        trainer.save()
-    )  # before the evaluation: what goes wrong there must not cost the training
+    final = trainer.save()  # first: what goes wrong in the evaluation must not cost the training
     if not trainer.stop_requested:
         _evaluate_last(trainer, console)
         log_model(trainer.config, console, trainer.tracker, final / "hf")

@@ -412,7 +412,8 @@ class Trainer:
         self, status: str, ending: tuple[int, str] | None, *, report: bool = True
     ) -> None:
         """Say how the run ended, write its report, and close tracking, if it was open."""
-        tracker, self._log.tracker, self._log.gauges = self._log.tracker, None, None
+        tracker, self._log.tracker = self._log.tracker, None
+        self._log.gauges = None
         if tracker is None:
             return
         tracker.conclude(status)  # the report takes a while, and somebody may lose patience

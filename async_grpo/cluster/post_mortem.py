@@ -204,9 +204,8 @@ def _queue(handle: Any) -> dict[str, Any]:
 
 
 def _other_nodes(session: Session, run_dir: str) -> list[dict[str, Any]]:
-    calls = {
-        _there(node.node_id, run_dir): node.address for node in session.nodes()[1:]
-    }  # the first is the driver's
+    others = session.nodes()[1:]  # the first is the driver's
+    calls = {_there(node.node_id, run_dir): node.address for node in others}
     done, late = (
         ray.wait(list(calls), num_returns=len(calls), timeout=LIMIT_S - 2) if calls else ([], [])
     )

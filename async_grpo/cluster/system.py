@@ -188,7 +188,8 @@ class System:
         listener: RunListener,
         saver: PendingCheckpoint,
     ) -> None:
-        self._config, self._listener, self._session = config, listener, places.session
+        self._config, self._listener = config, listener
+        self._session = places.session
         self.event_loop = asyncio.get_running_loop()
         self._queue_open = self._producing = False
         self.queue_restarts = 0
