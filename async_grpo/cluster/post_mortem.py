@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,9 +132,7 @@ def _look(run_dir: str, scene: Scene) -> dict[str, Any]:
         if scene.queue is not None:
             parts["queue"] = lambda: _queue(scene.queue)
         for engine in engines:
-            parts[f"actor {engine.actor_id}"] = lambda engine=engine: ray.get(
-                engine.handle.status.remote(), timeout=ANSWER_S
-            )
+            parts[f"actor {engine.actor_id}"] = partial(_status, engine.handle)
         if scene.learner is not None:
             parts["learner"] = scene.learner.calls.status
     told, silent = _all(parts)
@@ -195,6 +194,10 @@ def _why(error: Exception) -> str:
     if isinstance(error, ray.exceptions.GetTimeoutError):
         return f"no answer within {ANSWER_S:g} s"
     return f"{type(error).__name__}: {one_line(error)}"
+
+
+def _status(handle: Any) -> dict[str, Any]:
+    return ray.get(handle.status.remote(), timeout=ANSWER_S)
 
 
 def _queue(handle: Any) -> dict[str, Any]:

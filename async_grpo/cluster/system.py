@@ -439,7 +439,7 @@ def _queue_process(
 
 def _journal_settings(config: Config, facts: StartFacts) -> JournalSettings:
     settings = config.checkpoint
-    lost = {"lost_steps": settings.on_lost_steps}
+    lost: dict[str, Any] = {"lost_steps": settings.on_lost_steps}
     if settings.resume not in ("auto", "never"):  # a checkpoint that is named is to be gone on from
         lost = {
             "lost_steps": "discard",
