@@ -125,13 +125,9 @@ class Loop:
         samples: BatchSamples | None = None,
     ) -> None:
         """samples: shows some responses of every batch that is trained."""
-        self._config, self._queue, self._learner, self._publisher = (
-            config,
-            queue,
-            learner,
-            publisher,
-        )
-        self._weights, self.total_steps = weights, total_steps
+        self._config, self._weights = config, weights
+        self._queue, self._learner = queue, learner
+        self._publisher, self.total_steps = publisher, total_steps
         self._listener, self._samples = listener, samples
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.steps_done = self._published = steps_done
@@ -237,10 +233,8 @@ class Loop:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Enter while a publication waits for an evaluation of the version before."""
-        before, self.phase = (
-            self.phase,
-            "waiting for an evaluation before the next version is published",
-        )
+        before = self.phase
+        self.phase = "waiting for an evaluation before the next version is published"
         with self.time.during("evaluating"):
             yield
         self.phase = before
@@ -305,9 +299,8 @@ class Loop:
         spent = LearnerTime.between(before, self._line, tokens=tokens)
         self.durations.append(wall)
         self.tokens += int(tokens)
-        self.lag_sum += metrics.get(
-            "train/lag_mean", 0.0
-        )  # absent when no token of the batch is in the loss
+        # absent when no token of the batch is in the loss
+        self.lag_sum += metrics.get("train/lag_mean", 0.0)
         self.lag_max = max(self.lag_max, metrics.get("train/lag_max", 0.0))
         return {
             "time/step": wall,

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.algo.accuracy import powers_of_two
 from async_grpo.config.load import ConfigError, load_config
@@ -132,9 +132,7 @@ def _train_on(trainer, console: Console) -> None:
             except Exception as second:  # noqa: BLE001 - shown; the run ends for the first reason
                 console.error("and what was learnt could not be saved: " + _coded(second)[1])
         raise
-    final = (
-        trainer.save()
-    )  # before the evaluation: what goes wrong there must not cost the training
+    final = trainer.save()  # first: what goes wrong in the evaluation must not cost the training
     if not trainer.stop_requested:
         _evaluate_last(trainer, console)
         log_model(trainer.config, console, trainer.tracker, final / "hf")
@@ -260,14 +258,12 @@ def _innermost(error: BaseException) -> list[BaseException]:
     """Errors inside the layers of remote calls and task groups, without remote tracebacks."""
     layers, innermost = [error], []
     for current in layers:  # grows while it is read
-        inside = (
-            current.exceptions
-            if isinstance(current, BaseExceptionGroup)
-            else (getattr(current, "cause", None),)
-        )
+        below: Sequence[Any] = (getattr(current, "cause", None),)
+        if isinstance(current, BaseExceptionGroup):
+            below = current.exceptions
         inside = [
             layer
-            for layer in inside
+            for layer in below
             if isinstance(layer, BaseException) and all(layer is not known for known in layers)
         ]
         layers.extend(inside)

@@ -41,7 +41,7 @@ from async_grpo.observe.bottleneck import Bottleneck, BottleneckWatch, Throughpu
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.observe.run_log import RunLog
-from async_grpo.observe.tracking.tracker import Tracker, begin_tracking
+from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking
 from async_grpo.preflight.model import check_metric_and_journal, look
 from async_grpo.report.launch import report_on
 from async_grpo.runtime.stopping import Stop
@@ -161,7 +161,7 @@ class Trainer:
             self._connect()
         tracker = self._log.tracker = begin_tracking(
             self.config,
-            resume_run_id=manifest and manifest["mlflow_run_id"],
+            resume_run_id=None if manifest is None else manifest["mlflow_run_id"],
             resumed=manifest is not None or has_past(self.config),
             note=self.console.info,
         )
@@ -225,7 +225,8 @@ class Trainer:
     def train(self, steps: int | None = None) -> dict[str, float]:
         """Train to the end of the run, or `steps` more learner steps; metrics of the last step."""
         self.start()
-        system, metrics = self.system, {}
+        system = self.system
+        metrics: dict[str, float] = {}
         last = self.total_steps if steps is None else min(self.total_steps, self.steps_done + steps)
         started = time.perf_counter()
         while True:
@@ -238,7 +239,8 @@ class Trainer:
         return metrics
 
     def _train(self, last: int) -> dict[str, float]:
-        system, metrics, held_out = self.system, {}, self._facts.held_out
+        system, held_out = self.system, self._facts.held_out
+        metrics: dict[str, float] = {}
         while self.steps_done < last and not self.stop_requested:
             before = self.steps_done
             try:
@@ -381,7 +383,7 @@ class Trainer:
         if self._connection is not None:
             self._connection.remove_leftovers()
 
-    def stop(self, status: str = "FINISHED", *, ending: tuple[int, str] | None = None) -> None:
+    def stop(self, status: Status = "FINISHED", *, ending: tuple[int, str] | None = None) -> None:
         """Stop all processes, write the report and close tracking; also twice, and after an error.
 
         ending: exit code and message for the report; without it the code that `status` stands for.
@@ -395,8 +397,9 @@ class Trainer:
                 try:
                     self._finish_saving(failed=not orderly)
                 finally:
-                    for part in filter(None, (system, rerun)):
-                        self._run(part.stop(orderly=orderly))
+                    for part in (system, rerun):
+                        if part is not None:
+                            self._run(part.stop(orderly=orderly))
         finally:
             if connection is not None:
                 connection.close()
@@ -409,10 +412,11 @@ class Trainer:
             self.console.stopped(status)
 
     def _conclude(
-        self, status: str, ending: tuple[int, str] | None, *, report: bool = True
+        self, status: Status, ending: tuple[int, str] | None, *, report: bool = True
     ) -> None:
         """Say how the run ended, write its report, and close tracking, if it was open."""
-        tracker, self._log.tracker, self._log.gauges = self._log.tracker, None, None
+        tracker, self._log.tracker = self._log.tracker, None
+        self._log.gauges = None
         if tracker is None:
             return
         tracker.conclude(status)  # the report takes a while, and somebody may lose patience

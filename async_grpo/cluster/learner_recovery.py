@@ -80,7 +80,8 @@ class LearnerSupervisor:
     ) -> None:
         """origin: where this start of the run began."""
         self._config, self._queue = config, queue
-        self._learner, self._loop, self._coordinator = learner, loop, coordinator
+        self._learner, self._loop = learner, loop
+        self._coordinator = coordinator
         self._session, self._nodes = session, {slot.node_id for slot in placement.learners}
         self._origin = origin
         self._saver, self._listener = saver, listener
@@ -118,9 +119,8 @@ class LearnerSupervisor:
             await self._may_restart(error)
             seen = findings_of(await examine(self._config.run.dir, "learner", error))
             self._learner.kill()
-            await (
-                self._saver.wait()
-            )  # without its ranks the one under way is complete, or fails at once
+            # A checkpoint under way is complete without the ranks, or fails at once.
+            await self._saver.wait()
             origin = await asyncio.to_thread(self._newest, reached)
             self._listener.note(
                 f"{error}{seen}; the learner starts again from "

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,9 +132,7 @@ def _look(run_dir: str, scene: Scene) -> dict[str, Any]:
         if scene.queue is not None:
             parts["queue"] = lambda: _queue(scene.queue)
         for engine in engines:
-            parts[f"actor {engine.actor_id}"] = lambda engine=engine: ray.get(
-                engine.handle.status.remote(), timeout=ANSWER_S
-            )
+            parts[f"actor {engine.actor_id}"] = partial(_status, engine.handle)
         if scene.learner is not None:
             parts["learner"] = scene.learner.calls.status
     told, silent = _all(parts)
@@ -197,6 +196,10 @@ def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
+def _status(handle: Any) -> dict[str, Any]:
+    return ray.get(handle.status.remote(), timeout=ANSWER_S)
+
+
 def _queue(handle: Any) -> dict[str, Any]:
     calls = [handle.counts.remote(), handle.metrics.remote(), handle.in_flight.remote()]
     counts, metrics, in_flight = ray.get(calls, timeout=ANSWER_S)
@@ -204,9 +207,8 @@ def _queue(handle: Any) -> dict[str, Any]:
 
 
 def _other_nodes(session: Session, run_dir: str) -> list[dict[str, Any]]:
-    calls = {
-        _there(node.node_id, run_dir): node.address for node in session.nodes()[1:]
-    }  # the first is the driver's
+    others = session.nodes()[1:]  # the first is the driver's
+    calls = {_there(node.node_id, run_dir): node.address for node in others}
     done, late = (
         ray.wait(list(calls), num_returns=len(calls), timeout=LIMIT_S - 2) if calls else ([], [])
     )

@@ -91,7 +91,8 @@ class LearnerProcess:
                 os.sched_setaffinity(int(thread), cores)
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
         stacks.register(f"learner-{rank}", stacks.home(config.run.dir))
-        self._config, self._rank, self._queue = config, rank, queue
+        self._config, self._rank = config, rank
+        self._queue = queue
         self._listener: socket.socket | None = None
 
     def address(self) -> tuple[str, int]:

@@ -66,9 +66,8 @@ class Session:
         """
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-        os.environ.setdefault(
-            "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S", "1"
-        )  # Ray's agents notice late that all others are gone
+        # Ray's agents notice late that all others are gone.
+        os.environ.setdefault("RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S", "1")
         joined = bool(os.environ.get("RAY_ADDRESS"))
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         with _own_sigterm():
@@ -264,9 +263,8 @@ def _own_sigterm() -> Iterator[None]:
     finally:
         ray_utils.set_sigterm_handler = install
         if callable(handler) and threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGTERM, handler
-            )  # in front of the one of Ray's C++ part, which prints a stack
+            # In front of the one of Ray's C++ part, which prints a stack.
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -188,7 +188,8 @@ class System:
         listener: RunListener,
         saver: PendingCheckpoint,
     ) -> None:
-        self._config, self._listener, self._session = config, listener, places.session
+        self._config, self._listener = config, listener
+        self._session = places.session
         self.event_loop = asyncio.get_running_loop()
         self._queue_open = self._producing = False
         self.queue_restarts = 0
@@ -438,7 +439,7 @@ def _queue_process(
 
 def _journal_settings(config: Config, facts: StartFacts) -> JournalSettings:
     settings = config.checkpoint
-    lost = {"lost_steps": settings.on_lost_steps}
+    lost: dict[str, Any] = {"lost_steps": settings.on_lost_steps}
     if settings.resume not in ("auto", "never"):  # a checkpoint that is named is to be gone on from
         lost = {
             "lost_steps": "discard",

@@ -97,11 +97,8 @@ class _leaving_no_directory:
 
 def _budget(config: Config, total_steps: int) -> Iterator[Line]:
     rollout, replay = config.rollout, config.replay
-    batch, staleness, responses = (
-        rollout.rollout_batch_size,
-        replay.max_staleness,
-        rollout.rollout_batch_size * rollout.group_size,
-    )
+    batch, staleness = rollout.rollout_batch_size, replay.max_staleness
+    responses = batch * rollout.group_size
     yield (
         "learner steps",
         f"{total_steps} of {batch} groups x {rollout.group_size} responses = {responses} "
@@ -206,10 +203,8 @@ def _warnings(
     config: Config, shape: Shape, engine: EngineMemory, placement: Placement, found: Survey
 ) -> Iterator[str]:
     rollout, engines = config.rollout, len(placement.engines)
-    seats, most = (
-        engines * config.cluster.engine.max_num_seqs,
-        config.max_outstanding * rollout.group_size,
-    )
+    seats = engines * config.cluster.engine.max_num_seqs
+    most = config.max_outstanding * rollout.group_size
     if seats > most:
         yield (
             f"{_count(engines, 'engine')} can generate {seats} responses at a time, and at "
@@ -243,10 +238,8 @@ def _short_of_memory(
         + LEARNER_CODE
     )
     one = engine.weights + (engine.kv_cache or 0) + ENGINE_CODE
-    need, free = (
-        int(len(placement.learners) * rank + len(placement.engines) * one),
-        available_bytes(),
-    )
+    need = int(len(placement.learners) * rank + len(placement.engines) * one)
+    free = available_bytes()
     if need > free:
         yield (
             f"learner and engines need about {_size(need)} and this machine has {_size(free)} "

@@ -189,10 +189,8 @@ def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
     """
     rollout = config.rollout
     rows = config.mini_batch_groups * rollout.group_size // config.learner.ranks or 1
-    longest, budget = (
-        rows * (rollout.prompt_length + rollout.response_length),
-        config.learner.tokens_per_micro_batch,
-    )
+    longest = rows * (rollout.prompt_length + rollout.response_length)
+    budget = config.learner.tokens_per_micro_batch
     tokens, positions = min(budget, longest), min(REPEATED * budget, longest)
     layer = tokens * (HIDDEN_PER_TOKEN * shape.hidden + INTERMEDIATE_PER_TOKEN * shape.intermediate)
     layer += (positions - tokens) * HIDDEN_PER_POSITION * shape.hidden
@@ -208,10 +206,8 @@ def engine_memory(
     config: Config, shape: Shape, *, device: str, kv_cache_gb: float | None
 ) -> EngineMemory:
     """Memory of one engine GPU or process. kv_cache_gb: None where vLLM chooses."""
-    size, tensor_parallel = (
-        element_bytes(config, device),
-        config.cluster.engine.tensor_parallel_size,
-    )
+    size = element_bytes(config, device)
+    tensor_parallel = config.cluster.engine.tensor_parallel_size
     return EngineMemory(
         weights=shape.parameters * size // tensor_parallel,
         kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),

@@ -92,7 +92,8 @@ class TimeByCause:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._seconds, self._clock, self._wall = dict.fromkeys(causes, 0.0), clock, wall
+        self._seconds = dict.fromkeys(causes, 0.0)
+        self._clock, self._wall = clock, wall
         self._since = 0.0
         self.cause = ""
         self.began = 0.0

@@ -228,13 +228,9 @@ class _Trainer:
         stream: Iterator[list[Pair]],
         probe: Encoded,
     ) -> None:
-        self.settings, self.model, self.encoder, self.stream, self.probe = (
-            settings,
-            model,
-            encoder,
-            stream,
-            probe,
-        )
+        self.settings, self.model = settings, model
+        self.encoder, self.stream = encoder, stream
+        self.probe = probe
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=_WEIGHT_DECAY
         )
