@@ -30,6 +30,7 @@ from async_grpo.loop import Loop
 from async_grpo.observe.bottleneck import ThroughputModel
 from async_grpo.wire import Batch, GroupTicket, decode_meta
 from tests.support.frames import frame_of
+from tests.support.listener import RecordingListener
 from tests.support.wiring import Wire, recorded_waits, tiny_model, workplace
 
 CPUS = [Node("a", "a", cpus=8, gpus=0, cores=tuple(range(8))), Node("b", "b", cpus=4, gpus=0)]
@@ -146,15 +147,12 @@ async def _started(config: Config, nodes: list[Node]) -> Any:
             await system.start(
                 model_dir="directory",
                 origin=Origin(None, 0),
-                log=lambda *_: None,
-                note=asked.append,
-                idle=_nothing,
-                took_back=lambda step: None,
-                show=lambda rows: None,
+                listener=RecordingListener(asked),
+                saver=SimpleNamespace(wait=_nothing),
             )
         except RunError as error:
             return str(error)
-        system.actors.begin(_nothing, nullcontext)
+        system.actors.begin(SimpleNamespace(join=_nothing, between_publications=nullcontext))
         await asyncio.sleep(0.01)
         await system.learner.update(0)
         await _stage(system)
@@ -234,8 +232,7 @@ async def _looped(config: Config) -> list[Any]:
         model_dir=tiny_model(),
         total_steps=60,
         weights={},
-        show=parts.seen.append,
-        note=lambda text: None,
+        listener=RecordingListener(),
     )
     with mock.patch.object(Loop, "_train", trained):
         loop = Loop(
@@ -246,8 +243,8 @@ async def _looped(config: Config) -> list[Any]:
             weights={},
             total_steps=6,
             steps_done=0,
-            log=lambda *_: None,
-            taken=samples.take,
+            listener=RecordingListener(),
+            samples=samples,
         )
         for _ in range(6):
             await loop.step()
@@ -280,10 +277,10 @@ async def _evaluated(config: Config) -> list[Any]:
     evaluations = Evaluations(
         config,
         coordinator=SimpleNamespace(serving=lambda: [engine]),
-        died=_nothing,
-        run_epoch=lambda: 0,
-        note=lambda text: None,
-        fail=lambda error: None,
+        actors=SimpleNamespace(died=_nothing),
+        epochs=SimpleNamespace(run_epoch=0),
+        listener=RecordingListener(),
+        failures=RecordingListener(),
         total_steps=6,
     )
     with recorded_waits() as waits:
@@ -303,7 +300,7 @@ def gathered(config: Config) -> list[str]:
             return []
 
     async def gather() -> None:
-        collector = PartialCollector(config, None, lambda text: None)
+        collector = PartialCollector(config, None, RecordingListener())
         collector.begin([Engine()], {"ledger": {"groups": []}})
         await collector.write(workplace())
 

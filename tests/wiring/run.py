@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +37,7 @@ class System:
     def __init__(self, config: Config, seen: list[Any], *, disk: bool, **given: Any) -> None:
         self.seen, self._disk, self.steps_done = seen, disk, 0
         self.event_loop: asyncio.AbstractEventLoop | None = None
-        self.coordinator, self.exported = SimpleNamespace(), self
+        self.exported = self
         self.loop = SimpleNamespace(latest={}, steps_done=0)
         seen.append(given["total_steps"])
 
@@ -46,9 +45,9 @@ class System:
 
     def update(self, step: int, metrics: Any) -> None: ...
 
-    async def start(self, *, model_dir: str, log: Callable[..., None], **_: Any) -> None:
+    async def start(self, *, model_dir: str, listener: Any, **_: Any) -> None:
         self.seen.append(model_dir)
-        self.event_loop, self._log = asyncio.get_running_loop(), log
+        self.event_loop, self._listener = asyncio.get_running_loop(), listener
 
     async def open_weights(self) -> dict[str, float]:
         return {}
@@ -56,7 +55,7 @@ class System:
     async def step(self) -> dict[str, float]:
         self.steps_done += 1
         self.seen.append(self.steps_done)
-        self._log(self.steps_done, {"train/loss": 0.0, "time/step": 0.0})
+        self._listener.logged(self.steps_done, {"train/loss": 0.0, "time/step": 0.0})
         return {}
 
     async def settle(self) -> None: ...
