@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -184,8 +184,15 @@ def disconnected(key: str) -> Iterator[None]:
     validation and the comparison at a resume see the value that was given.
     """
     *parents, name = key.split(".")
-    owners = [Config, *(_section(parents[: depth + 1]) for depth in range(len(parents)))]
-    default = owners[-1].model_fields[name].get_default(call_default_factory=True)
+    owners: list[type[Any]] = [
+        Config,
+        *(_section(parents[: depth + 1]) for depth in range(len(parents))),
+    ]
+    owner = owners[-1]
+    if issubclass(owner, Section):
+        default = owner.model_fields[name].get_default(call_default_factory=True)
+    else:  # constants of a loss, a dataclass
+        default = owner.__dataclass_fields__[name].default
 
     def read(section: Section) -> Any:
         return default if _in_product(sys._getframe(1)) else vars(section)[name]
@@ -202,12 +209,15 @@ def disconnected(key: str) -> Iterator[None]:
                 node[name] = default.model_dump() if isinstance(default, Section) else default
         return out
 
-    setattr(owners[-1], name, property(read))
+    before = vars(owner).get(name, _UNSET)
+    setattr(owner, name, property(read, lambda section, value: vars(section).update({name: value})))
     Section.model_dump = dump
     try:
         yield
     finally:
-        delattr(owners[-1], name)
+        delattr(owner, name)
+        if before is not _UNSET:
+            setattr(owner, name, before)
         del Section.model_dump
 
 
@@ -219,13 +229,16 @@ def _in_product(frame: Any) -> bool:
     }
 
 
-def _section(path: list[str]) -> type[Section]:
+def _section(path: list[str]) -> type[Any]:
     """The class of the section at this dotted path."""
-    found: type[Section] = Config
+    found: type[Any] = Config
     for name in path:
         annotation = found.model_fields[name].annotation
-        options = [annotation, *get_args(annotation)]
-        found = next(one for one in options if isinstance(one, type) and issubclass(one, Section))
+        found = next(
+            one
+            for one in (annotation, *get_args(annotation))
+            if isinstance(one, type) and (issubclass(one, Section) or is_dataclass(one))
+        )
     return found
 
 

@@ -23,7 +23,7 @@ from async_grpo.cluster.evaluation import Evaluations
 from async_grpo.cluster.partial_rollouts import PartialCollector
 from async_grpo.cluster.placement import Node, Placement, PlacementError, place
 from async_grpo.cluster.samples import TrainingSamples
-from async_grpo.cluster.system import System
+from async_grpo.cluster.system import StartFacts, System, reserve
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
 from async_grpo.loop import Loop
@@ -133,8 +133,14 @@ async def _started(config: Config, nodes: list[Node]) -> Any:
     fake, asked = Ray(), list[Any]()
     directory = Path(config.run.dir)
     directory.mkdir(parents=True)
-    system = System(
-        config, total_steps=6, weights={"correct": 1.0}, problems=9, fingerprint="f", key="wires"
+    facts = StartFacts(
+        total_steps=6,
+        weights={"correct": 1.0},
+        problems=9,
+        fingerprint="f",
+        model_dir="directory",
+        origin=Origin(None, 0),
+        key="wires",
     )
     with (
         mock.patch.object(ray, "remote", fake.remote),
@@ -142,14 +148,15 @@ async def _started(config: Config, nodes: list[Node]) -> Any:
         mock.patch.object(rollout_actors, "PROBE_INTERVAL_S", 0.0),
         recorded_waits() as waits,
     ):
-        system.connect(Session(nodes, asked))
         try:
-            await system.start(
-                model_dir="directory",
-                origin=Origin(None, 0),
+            system = System(
+                config,
+                facts,
+                places=await reserve(config, Session(nodes, asked)),
                 listener=RecordingListener(asked),
                 saver=SimpleNamespace(wait=_nothing),
             )
+            await system.start()
         except RunError as error:
             return str(error)
         system.actors.begin(SimpleNamespace(join=_nothing, between_publications=nullcontext))
@@ -207,7 +214,7 @@ class Parts:
         self.seen.append(("published", version))
         return 0.0
 
-    def measurements(self) -> dict[str, float]:
+    def weight_metrics(self) -> dict[str, float]:
         return {}
 
     async def refresh(self, version: int) -> None: ...
