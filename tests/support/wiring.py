@@ -16,13 +16,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
-from async_grpo.algo.catalog import Constants
 from async_grpo.config.docs import settings
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
@@ -30,7 +29,7 @@ from async_grpo.config.section import Section
 
 Probe = Callable[[Config], Any]
 _UNSET = object()
-EXEMPT = ("checks", "docs", "load", "plugins", "resume")
+EXEMPT = ("checks", "docs", "load", "resume")
 """Modules of `async_grpo.config` that see what was given: they check, write and compare it."""
 BASE = {
     "run.total_steps": 10,
@@ -185,15 +184,17 @@ def disconnected(key: str) -> Iterator[None]:
     validation and the comparison at a resume see the value that was given.
     """
     *parents, name = key.split(".")
-    owners = [Config, *(_section(parents[: depth + 1]) for depth in range(len(parents)))]
-    owner, before = owners[-1], vars(owners[-1]).get(name, _UNSET)
-    default = (
-        before
-        if issubclass(owner, Constants)
-        else owner.model_fields[name].get_default(call_default_factory=True)
-    )
+    owners: list[type[Any]] = [
+        Config,
+        *(_section(parents[: depth + 1]) for depth in range(len(parents))),
+    ]
+    owner = owners[-1]
+    if issubclass(owner, Section):
+        default = owner.model_fields[name].get_default(call_default_factory=True)
+    else:  # constants of a loss, a dataclass
+        default = owner.__dataclass_fields__[name].default
 
-    def read(section: Section | Constants) -> Any:
+    def read(section: Section) -> Any:
         return default if _in_product(sys._getframe(1)) else vars(section)[name]
 
     dumps = {method: getattr(Section, method) for method in ("model_dump", "model_dump_json")}
@@ -208,14 +209,14 @@ def disconnected(key: str) -> Iterator[None]:
                 node[name] = default.model_dump() if isinstance(default, Section) else default
         return out
 
-    setattr(owner, name, property(read))
+    before = vars(owner).get(name, _UNSET)
+    setattr(owner, name, property(read, lambda section, value: vars(section).update({name: value})))
     Section.model_dump = dump
     try:
         yield
     finally:
-        if before is _UNSET:
-            delattr(owner, name)
-        else:
+        delattr(owner, name)
+        if before is not _UNSET:
             setattr(owner, name, before)
         del Section.model_dump
 
@@ -228,13 +229,16 @@ def _in_product(frame: Any) -> bool:
     }
 
 
-def _section(path: list[str]) -> type[Section | Constants]:
-    """The class of the section, or of a loss's constants, at this dotted path."""
+def _section(path: list[str]) -> type[Any]:
+    """The class of the section at this dotted path."""
     found: type[Any] = Config
     for name in path:
         annotation = found.model_fields[name].annotation
-        options = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
-        found = next(one for one in options if issubclass(one, Section | Constants))
+        found = next(
+            one
+            for one in (annotation, *get_args(annotation))
+            if isinstance(one, type) and (issubclass(one, Section) or is_dataclass(one))
+        )
     return found
 
 

@@ -4,6 +4,7 @@ from the wire to the gradient of every token, with log-probs in place of a model
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from unittest import mock
 
@@ -138,6 +139,15 @@ def _algorithm(table: list[tuple[Any, ...]]) -> list[Wire]:
     ]
 
 
+def imported(config: Config) -> bool:
+    """Whether a rank's mathematics imports the user's module."""
+    sys.modules.pop(EMPTY, None)
+    TokenMath(config, Alone())
+    return EMPTY in sys.modules
+
+
+PLUGIN, EMPTY = "tests.wiring.plugin", "tests.wiring.empty_plugin"
+MINE = {"plugins": [PLUGIN]}
 RETURNS = {"adv_estimator": "reinforce_plus_plus"}
 KL = {"add_token_level_kl": True, "kl_ctrl.kl_coef": 0.1}
 STEERED = {**KL, "kl_ctrl.type": "adaptive", "kl_ctrl.horizon": 10.0}
@@ -211,9 +221,12 @@ TABLE: list[tuple[Any, ...]] = [
     ("kl_loss_type", "mse", KL_LOSS),
     ("kl_loss_unbiased", True, KL_LOSS),
     ("entropy_coef", 0.1),
+    ("reward_shaping", ["halved"], MINE),
+    ("options", {"scaled": {"size": 2.0}}, {**MINE, "policy_loss": "scaled"}),
 ]
 WIRES = [
     *_algorithm(TABLE),
+    Wire("algorithm.plugins", [EMPTY], imported),
     Wire("seed", 7, steps, {"learner.ppo_mini_batch_size": 2}),
     Wire("learner.ranks", 2, steps),
     Wire("learner.ppo_epochs", 2, steps),

@@ -23,13 +23,14 @@ from async_grpo.cluster.evaluation import Evaluations
 from async_grpo.cluster.partial_rollouts import PartialCollector
 from async_grpo.cluster.placement import Node, Placement, PlacementError, place
 from async_grpo.cluster.samples import TrainingSamples
-from async_grpo.cluster.system import System
+from async_grpo.cluster.system import StartFacts, System, reserve
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
 from async_grpo.loop import Loop
 from async_grpo.observe.bottleneck import ThroughputModel
 from async_grpo.wire import Batch, GroupTicket, decode_meta
 from tests.support.frames import frame_of
+from tests.support.listener import RecordingListener
 from tests.support.wiring import Wire, recorded_waits, tiny_model, workplace
 
 CPUS = [Node("a", "a", cpus=8, gpus=0, cores=tuple(range(8))), Node("b", "b", cpus=4, gpus=0)]
@@ -132,8 +133,14 @@ async def _started(config: Config, nodes: list[Node]) -> Any:
     fake, asked = Ray(), list[Any]()
     directory = Path(config.run.dir)
     directory.mkdir(parents=True)
-    system = System(
-        config, total_steps=6, weights={"correct": 1.0}, problems=9, fingerprint="f", key="wires"
+    facts = StartFacts(
+        total_steps=6,
+        weights={"correct": 1.0},
+        problems=9,
+        fingerprint="f",
+        model_dir="directory",
+        origin=Origin(None, 0),
+        key="wires",
     )
     with (
         mock.patch.object(ray, "remote", fake.remote),
@@ -141,20 +148,18 @@ async def _started(config: Config, nodes: list[Node]) -> Any:
         mock.patch.object(rollout_actors, "PROBE_INTERVAL_S", 0.0),
         recorded_waits() as waits,
     ):
-        system.connect(Session(nodes, asked))
         try:
-            await system.start(
-                model_dir="directory",
-                origin=Origin(None, 0),
-                log=lambda *_: None,
-                note=asked.append,
-                idle=_nothing,
-                took_back=lambda step: None,
-                show=lambda rows: None,
+            system = System(
+                config,
+                facts,
+                places=await reserve(config, Session(nodes, asked)),
+                listener=RecordingListener(asked),
+                saver=SimpleNamespace(wait=_nothing),
             )
+            await system.start()
         except RunError as error:
             return str(error)
-        system.actors.begin(_nothing, nullcontext)
+        system.actors.begin(SimpleNamespace(join=_nothing, between_publications=nullcontext))
         await asyncio.sleep(0.01)
         await system.learner.update(0)
         await _stage(system)
@@ -209,7 +214,7 @@ class Parts:
         self.seen.append(("published", version))
         return 0.0
 
-    def measurements(self) -> dict[str, float]:
+    def weight_metrics(self) -> dict[str, float]:
         return {}
 
     async def refresh(self, version: int) -> None: ...
@@ -234,8 +239,7 @@ async def _looped(config: Config) -> list[Any]:
         model_dir=tiny_model(),
         total_steps=60,
         weights={},
-        show=parts.seen.append,
-        note=lambda text: None,
+        listener=RecordingListener(),
     )
     with mock.patch.object(Loop, "_train", trained):
         loop = Loop(
@@ -246,8 +250,8 @@ async def _looped(config: Config) -> list[Any]:
             weights={},
             total_steps=6,
             steps_done=0,
-            log=lambda *_: None,
-            taken=samples.take,
+            listener=RecordingListener(),
+            samples=samples,
         )
         for _ in range(6):
             await loop.step()
@@ -280,10 +284,10 @@ async def _evaluated(config: Config) -> list[Any]:
     evaluations = Evaluations(
         config,
         coordinator=SimpleNamespace(serving=lambda: [engine]),
-        died=_nothing,
-        run_epoch=lambda: 0,
-        note=lambda text: None,
-        fail=lambda error: None,
+        actors=SimpleNamespace(died=_nothing),
+        epochs=SimpleNamespace(run_epoch=0),
+        listener=RecordingListener(),
+        failures=RecordingListener(),
         total_steps=6,
     )
     with recorded_waits() as waits:
@@ -303,7 +307,7 @@ def gathered(config: Config) -> list[str]:
             return []
 
     async def gather() -> None:
-        collector = PartialCollector(config, None, lambda text: None)
+        collector = PartialCollector(config, None, RecordingListener())
         collector.begin([Engine()], {"ledger": {"groups": []}})
         await collector.write(workplace())
 

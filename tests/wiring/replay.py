@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
-from unittest import mock
 
-from async_grpo.algo import catalog
-from async_grpo.cluster.system import System
+from async_grpo.checkpoint.directory import Origin
+from async_grpo.cluster.system import StartFacts, _queue_settings
 from async_grpo.config.schema import Config
 from async_grpo.replay.limits import NoSignal
 from async_grpo.replay.queue import ReplayQueue
@@ -30,10 +30,16 @@ GROUPS: list[dict[str, Any]] = [
 
 def queue_settings(config: Config) -> QueueSettings:
     """The settings of the queue as the driver makes them."""
-    system = System(
-        config, total_steps=6, weights=WEIGHTS, problems=PROBLEMS, fingerprint="data", key="key"
+    facts = StartFacts(
+        total_steps=6,
+        weights=WEIGHTS,
+        problems=PROBLEMS,
+        fingerprint="data",
+        model_dir="directory",
+        origin=Origin(None, 0),
+        key="key",
     )
-    return system._queue_settings(0)
+    return _queue_settings(config, facts)
 
 
 def queued(config: Config) -> list[Any]:
@@ -71,6 +77,13 @@ async def _queued(settings: QueueSettings) -> list[Any]:
     return [*seen, sorted((await queue.metrics()).items())]
 
 
+def imported(config: Config) -> bool:
+    """Whether the queue imports the user's module."""
+    sys.modules.pop(EMPTY, None)
+    ReplayQueue(queue_settings(config))
+    return EMPTY in sys.modules
+
+
 def _queue(key: str, value: Any, **given: Any) -> Wire:
     return Wire(
         key,
@@ -91,7 +104,11 @@ def _filter(key: str, value: Any, given: dict[str, Any]) -> Wire:
 
 
 LOW, HIGH = "replay.filter_groups.accuracy_low", "replay.filter_groups.accuracy_high"
+EMPTY = "tests.wiring.empty_plugin"
+MINE = {**FILTER, "replay.plugins": ["tests.wiring.plugin"]}
 WIRES = [
+    Wire("replay.plugins", [EMPTY], imported),
+    _filter("custom", "wordless", MINE),
     _queue("rollout.rollout_batch_size", 3),
     _queue("rollout.group_size", 3),
     _queue("rollout.group_timeout_s", 30.0),
@@ -110,19 +127,4 @@ WIRES = [
     _filter("all_truncated", True, NOTHING | {LOW: 0.1}),
     _filter("retire_at", 0.75, NOTHING | {LOW: 0.1}),
     _filter("max_num_gen_batches", 1, FILTER | {LOW: 0.9}),
-]
-
-
-def imported(config: Config) -> list[str]:
-    """The modules that the queue imports for its plugins."""
-    settings = queue_settings(config)
-    with mock.patch.object(catalog.importlib, "import_module") as imports:
-        ReplayQueue(settings)
-    return [call.args[0] for call in imports.call_args_list]
-
-
-PLUGINS = {"replay.plugins": ["tests.support.registered"]}
-WIRES += [
-    Wire("replay.plugins", PLUGINS["replay.plugins"], imported),
-    _filter("custom", "first_right", NOTHING | {LOW: 0.1} | PLUGINS),
 ]

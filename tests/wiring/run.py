@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from unittest import mock
 from async_grpo import run as command
 from async_grpo import trainer as trainer_module
 from async_grpo.checkpoint import saver as saver_module
+from async_grpo.cluster import system as system_module
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.observe.tracking import tracker as tracker_module
@@ -35,20 +35,13 @@ class System:
 
     run_epoch = 0
 
-    def __init__(self, config: Config, seen: list[Any], *, disk: bool, **given: Any) -> None:
-        self.seen, self._disk, self.steps_done = seen, disk, 0
-        self.event_loop: asyncio.AbstractEventLoop | None = None
-        self.coordinator, self.exported = SimpleNamespace(), self
+    def __init__(self, facts: Any, listener: Any, seen: list[Any], *, disk: bool) -> None:
+        self.seen, self._disk, self._listener, self.steps_done = seen, disk, listener, 0
+        self.event_loop = asyncio.get_running_loop()
         self.loop = SimpleNamespace(latest={}, steps_done=0)
-        seen.append(given["total_steps"])
+        seen += [facts.total_steps, facts.model_dir]
 
-    def connect(self, session: Any) -> None: ...
-
-    def update(self, step: int, metrics: Any) -> None: ...
-
-    async def start(self, *, model_dir: str, log: Callable[..., None], **_: Any) -> None:
-        self.seen.append(model_dir)
-        self.event_loop, self._log = asyncio.get_running_loop(), log
+    async def start(self) -> None: ...
 
     async def open_weights(self) -> dict[str, float]:
         return {}
@@ -56,7 +49,7 @@ class System:
     async def step(self) -> dict[str, float]:
         self.steps_done += 1
         self.seen.append(self.steps_done)
-        self._log(self.steps_done, {"train/loss": 0.0, "time/step": 0.0})
+        self._listener.logged(self.steps_done, {"train/loss": 0.0, "time/step": 0.0})
         return {}
 
     async def settle(self) -> None: ...
@@ -82,8 +75,6 @@ class System:
     async def forget(self, *, segment: int, step: int) -> None: ...
 
     async def stop(self, *, orderly: bool) -> None: ...
-
-    def disconnect(self) -> None: ...
 
     def request_stop(self) -> None: ...
 
@@ -128,7 +119,9 @@ def ran(config: Config, *, disk: bool = True) -> list[Any]:
 
     with ExitStack() as stack:
         for target, name, fake in (
-            (trainer_module, "connect", lambda *_: (_system(seen, disk=disk), None)),
+            (trainer_module, "Connection", lambda *_: _connection()),
+            (system_module, "System", _system(seen, disk=disk)),
+            (system_module, "reserve", _reserve),
             (trainer_module, "SAVING_AFTER_FAILURE_S", 1.0),
             (command, "summarise", lambda *_: []),
             (saver_module, "code_version", dict),
@@ -157,8 +150,17 @@ def unsaved(config: Config) -> list[Any]:
     return ran(config, disk=False)
 
 
+def _connection() -> Any:
+    return SimpleNamespace(
+        session=None, key="wires", close=lambda: None, remove_leftovers=lambda: None
+    )
+
+
+async def _reserve(*_: Any) -> None: ...
+
+
 def _system(seen: list[Any], *, disk: bool) -> Any:
-    return lambda config, **given: System(config, seen, disk=disk, **given)
+    return lambda config, facts, *, listener, **_: System(facts, listener, seen, disk=disk)
 
 
 def _delivery(seen: list[Any], *, there: bool) -> Any:

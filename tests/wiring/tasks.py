@@ -86,7 +86,7 @@ def taught(config: Config) -> list[Any]:
     with (
         mock.patch.dict(os.environ, HOME=str(home)),
         mock.patch.object(warm_start_model, "measure", lambda *_: right),
-        mock.patch.object(warm_start_model, "_CHECK_EVERY", 1),
+        mock.patch.object(warm_start_model, "_CHECK_EVERY", 5),
         mock.patch.object(warm_start_model, "_CHECK_PROBLEMS", 4),
     ):
         directory = Path(warm_start(config, progress=lambda _: None))
@@ -139,8 +139,8 @@ WIRES = [
     _warm("tie_embeddings", True),
     _warm("batch_size", 8),
     _warm("lr", 1e-4),
-    _warm("max_steps", 2),
-    _warm("target_accuracy", 0.3),
+    _warm("max_steps", 2, HARD | {"model.warm_start.target_accuracy": 0.3}),
+    _warm("target_accuracy", 0.3, HARD | {"model.warm_start.max_steps": 8}),
     _warm("blur_accuracy", 0.1, SMALL),
     _warm("blur_sampled_accuracy", 0.1, SMALL),
     _warm("blur_noise", 0.9),

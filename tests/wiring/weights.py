@@ -21,6 +21,7 @@ from async_grpo.weights.transport import (
     fallback_directory,
     resolve_backend,
 )
+from tests.support.listener import RecordingListener
 from tests.support.wiring import Wire, recorded_waits
 
 PROMPT, RESPONSE = [1, 2], [3, 4]
@@ -110,7 +111,7 @@ async def _published(config: Config) -> list[Any]:
             backend="nccl",
             live=note_live,
             exact=True,
-            note=parts.seen.append,
+            listener=RecordingListener(parts.seen),
         )
         await coordinator.start(0)
         for version in (1, 2, 3):

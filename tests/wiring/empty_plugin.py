@@ -1,0 +1,1 @@
+"""A user's plugin that registers nothing; whether it is imported can be seen."""
