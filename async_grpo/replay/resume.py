@@ -30,12 +30,14 @@ read is issued again and counted, never replaced by another.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from async_grpo.errors import JournalDamage, JournalError
 from async_grpo.replay.admission import free_again
@@ -56,6 +58,9 @@ from async_grpo.replay.partial import PartialGroups, PartialStart, choose, told
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import WireError
+
+if TYPE_CHECKING:
+    from async_grpo.config.schema import Config
 
 
 @dataclass
@@ -311,6 +316,41 @@ class JournalSettings:
     fsync: Fsync = "group"
     segment_bytes: int = 2**28
     fresh: bool = False
+
+    @classmethod
+    def of(cls, config: Config, *, start: str, fingerprint: str) -> JournalSettings:
+        """The settings of a run with this configuration and data."""
+        from async_grpo.config.resume import training_digest  # in the driver only
+
+        checkpoint = config.checkpoint
+        asked = cls(
+            directory=str(Path(config.run.dir) / "journal"),
+            start=start,
+            identity=_identity(config, fingerprint),
+            training=training_digest(config),
+            lost_steps=checkpoint.on_lost_steps,
+            fsync=config.replay.journal.fsync,
+            fresh=checkpoint.resume == "never",
+        )
+        if checkpoint.resume in ("auto", "never"):
+            return asked
+        why = "checkpoint.resume names the checkpoint to go on from"
+        return replace(asked, lost_steps="discard", reason=why)
+
+
+def _identity(config: Config, fingerprint: str) -> str:
+    """Digest of everything that a completed group depends on, except trained weights."""
+    parts = {
+        "seed": config.seed,
+        "data": fingerprint,
+        "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
+        "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction"}),
+        "baseline": config.algorithm.adv_estimator == "remax",
+        "rollout": config.rollout.model_dump(
+            include={"group_size", "prompt_length", "response_length", "temperature"}
+        ),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def open_queue(

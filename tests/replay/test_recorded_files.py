@@ -105,7 +105,7 @@ def test_a_checkpoint_of_before_is_whole_and_its_beginnings_are_read() -> None:
     assert snapshot is not None and snapshot in read("oldest-mask")["snapshots"]
     partial = PartialFile.at(path / "partial.msgpack")
     assert partial is not None
-    assert [tuple(one) for one in partial.beginnings] == [(7, 2, 1, 1, 1, 3), (0, 1, 0, 1, 2, 9)]
+    assert [tuple(one) for one in partial.starts] == [(7, 2, 1, 1, 1, 3), (0, 1, 0, 1, 2, 9)]
     counts: Counter[str] = Counter()
     wanted = [Sampling(n=1, max_tokens=8, temperature=1.0)]
     [response] = partial.take(GroupTicket(7, 2, 1), [9], wanted, counts)

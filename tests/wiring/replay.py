@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
-from async_grpo.cluster.system import System
 from async_grpo.config.schema import Config
-from async_grpo.replay.limits import NoSignal
+from async_grpo.errors import NoSignal
+from async_grpo.planning import shaping
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import GroupTicket
 from tests.support.frames import frame_of
 from tests.support.wiring import Wire
@@ -28,10 +30,14 @@ GROUPS: list[dict[str, Any]] = [
 
 def queue_settings(config: Config) -> QueueSettings:
     """The settings of the queue as the driver makes them."""
-    system = System(
-        config, total_steps=6, weights=WEIGHTS, problems=PROBLEMS, fingerprint="data", key="key"
+    return QueueSettings.of(
+        config,
+        shaping=shaping(config, WEIGHTS),
+        total_steps=6,
+        trained_steps=0,
+        problem=partial(problem_index, config.seed, "data", n=PROBLEMS),
+        problems=PROBLEMS,
     )
-    return system._queue_settings(0)
 
 
 def queued(config: Config) -> list[Any]:
