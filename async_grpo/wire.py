@@ -385,9 +385,23 @@ def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
         finish_reasons,
         _versions(header, bounds),
     )
-    actor_id, times = header["actor_id"], header["times"]
+    actor_id = header["actor_id"]
     if type(actor_id) is not str:
         raise WireError("actor_id must be a string")
+    return GroupMeta(
+        _natural(header, "group_id"),
+        _natural(header, "attempt"),
+        _natural(header, "policy_version"),
+        actor_id,
+        prompt_length,
+        tuple(rows),
+        _times(header["times"]),
+        len(view),
+        _natural(header, "run_epoch"),
+    )
+
+
+def _times(times: Any) -> dict[str, float]:
     if (
         type(times) is not dict
         or not _TEXT.issuperset(map(type, times))
@@ -396,17 +410,7 @@ def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
         raise WireError("times must be numbers by name")
     if not all(map(math.isfinite, times.values())):
         raise WireError("times must be finite")
-    return GroupMeta(
-        _natural(header, "group_id"),
-        _natural(header, "attempt"),
-        _natural(header, "policy_version"),
-        actor_id,
-        prompt_length,
-        tuple(rows),
-        {name: float(value) for name, value in times.items()},
-        len(view),
-        _natural(header, "run_epoch"),
-    )
+    return {name: float(value) for name, value in times.items()}
 
 
 def _arrays(

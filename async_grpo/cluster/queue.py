@@ -248,23 +248,19 @@ class QueueProcess:
 
 
 class RecordedProcess:
-    """A `RecordedQueue` as an actor, with what `DriverQueue` and the learner ask of it."""
+    """A `RecordedQueue` as an actor, with what the loop and the learner ask of it."""
 
     def __init__(self, directory: str) -> None:
         """directory: of the journal. Raises JournalError for one that cannot be read."""
         self._queue = RecordedQueue(directory)
 
-    async def next_batch(self, step: int) -> Batch | None:
+    async def get_batch(self, step: int) -> Batch | None:
         """The recorded batch. Raises SetupError where there is none."""
         return await self._queue.get_batch(step)
 
     async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         """The recorded frames."""
         return await self._queue.payload(step, group_ids)
-
-    async def full_metrics(self) -> QueueMetrics:
-        """None: nothing is admitted, ordered or counted here."""
-        return QueueMetrics({}, {})
 
     async def digests(self) -> dict[int, str]:
         """The recorded digests of the weights, by version."""

@@ -24,8 +24,6 @@ longest):
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +31,6 @@ from typing import Any
 
 import ray
 
-from async_grpo.algo.filters import FilterRule
 from async_grpo.checkpoint.directory import Origin
 from async_grpo.cluster.engine_slots import EngineSlots
 from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
@@ -49,7 +46,6 @@ from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec
 from async_grpo.cluster.samples import TrainingSamples
 from async_grpo.cluster.session import Session
 from async_grpo.cluster.watchdog import whole_step
-from async_grpo.config.resume import training_digest
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
 from async_grpo.loop import Loop
@@ -429,79 +425,17 @@ def _queue_process(
     """Start the queue's process; with a journal, Ray restarts it and repeats open calls."""
     journal, repairs = None, {}
     if config.replay.journal.enable:
-        journal = _journal_settings(config, facts)
+        journal = JournalSettings.of(config, start=facts.key, fingerprint=facts.fingerprint)
         repairs = {"max_restarts": config.cluster.restart_budget, "max_task_retries": -1}
     queue = ray.remote(QueueProcess).options(
         max_concurrency=MAX_CALLS, **repairs, **session.on_this_node()
     )
-    return queue.remote(_queue_settings(config, facts), journal, snapshot, config.run.dir)
-
-
-def _journal_settings(config: Config, facts: StartFacts) -> JournalSettings:
-    settings = config.checkpoint
-    lost: dict[str, Any] = {"lost_steps": settings.on_lost_steps}
-    if settings.resume not in ("auto", "never"):  # a checkpoint that is named is to be gone on from
-        lost = {
-            "lost_steps": "discard",
-            "reason": "checkpoint.resume names the checkpoint to go on from",
-        }
-    return JournalSettings(
-        directory=str(Path(config.run.dir) / "journal"),
-        start=facts.key,
-        identity=_identity(config, facts.fingerprint),
-        fsync=config.replay.journal.fsync,
-        fresh=settings.resume == "never",
-        training=training_digest(config),
-        **lost,
-    )
-
-
-def _identity(config: Config, fingerprint: str) -> str:
-    """Digest of everything that a completed group depends on, except trained weights."""
-    parts = {
-        "seed": config.seed,
-        "data": fingerprint,
-        "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
-        "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction"}),
-        "baseline": config.algorithm.adv_estimator == "remax",
-        "rollout": config.rollout.model_dump(
-            include={"group_size", "prompt_length", "response_length", "temperature"}
-        ),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _queue_settings(config: Config, facts: StartFacts) -> QueueSettings:
-    filters = config.replay.filter_groups
-    rule = FilterRule(
-        metric=filters.metric,
-        tolerance=filters.tolerance,
-        zero_variance=filters.zero_variance,
-        accuracy_low=filters.accuracy_low,
-        accuracy_high=filters.accuracy_high,
-        all_truncated=filters.all_truncated,
-        custom=filters.custom,
-        options=config.algorithm.options.get(filters.custom or "", {}),
-    )
-    return QueueSettings(
-        rollout_batch_size=config.rollout.rollout_batch_size,
-        max_staleness=config.replay.max_staleness,
-        total_steps=facts.total_steps,
-        group_size=config.rollout.group_size,
-        max_attempts=config.replay.max_attempts,
-        max_num_gen_batches=filters.max_num_gen_batches,
+    settings = QueueSettings.of(
+        config,
         shaping=shaping(config, facts.weights),
-        filter=rule if filters.enable else None,
-        order=config.replay.order,
-        on_stale=config.replay.on_stale,
-        ticket_timeout_s=config.rollout.group_timeout_s,
-        max_failed_fraction=config.task.max_bad_fraction,
-        baseline=config.algorithm.adv_estimator == "remax",
-        mask_truncated=config.algorithm.mask_truncated,
-        retire_at=filters.retire_at if filters.enable else None,
+        total_steps=facts.total_steps,
+        trained_steps=facts.origin.step,
         problem=partial(problem_index, config.seed, facts.fingerprint, n=facts.problems),
         problems=facts.problems,
-        max_frame_bytes=config.wire.max_frame_bytes,
-        trained_steps=facts.origin.step,
-        plugins=tuple(config.replay.plugins),
     )
+    return queue.remote(settings, journal, snapshot, config.run.dir)

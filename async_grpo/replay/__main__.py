@@ -98,6 +98,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "run_dir", type=Path, help="the run's directory (run.dir), which holds journal/"
     )
     parser.add_argument("--ledger", action="store_true", help="print only the ledger, no groups")
+    _selecting(parser)
+    _showing(parser)
+    parser.epilog = (
+        "The reward is weighted by task.rewards of the run's config.yaml; without weights "
+        "there, it is the first component."
+    )
+    options = parser.parse_args(argv)
+    if problem := _contradiction(options, parser):
+        parser.error(problem)
+    return options
+
+
+def _selecting(parser: argparse.ArgumentParser) -> None:
     which = parser.add_argument_group("which groups")
     which.add_argument(
         "--group",
@@ -129,6 +142,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     which.add_argument("--min-reward", type=_real, metavar="X", help="mean reward of at least X")
     which.add_argument("--max-reward", type=_real, metavar="X", help="mean reward of at most X")
+
+
+def _showing(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how they are shown")
     how.add_argument(
         "--sort",
@@ -160,14 +176,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="one JSON object per group and line; with --ledger, one for the ledger",
     )
-    parser.epilog = (
-        "The reward is weighted by task.rewards of the run's config.yaml; without weights "
-        "there, it is the first component."
-    )
-    options = parser.parse_args(argv)
-    if problem := _contradiction(options, parser):
-        parser.error(problem)
-    return options
 
 
 def _contradiction(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:

@@ -562,26 +562,18 @@ class RecordedQueue:
         """The groups that learner step `step` trained. Raises SetupError when the journal does not
         have them.
         """
-        if step not in self._history.steps:
-            raise SetupError(f"the journal in {self._history.directory} has no learner step {step}")
+        history = self._history
+        if step not in history.steps:
+            raise SetupError(f"the journal in {history.directory} has no learner step {step}")
         try:
-            return Batch(
-                step,
-                tuple(
-                    decode_meta(self._history.frame(group_id))
-                    for group_id in self._history.steps[step]
-                ),
-            )
+            frames = [history.frame(group_id) for group_id in history.steps[step]]
+            return Batch(step, tuple(decode_meta(frame) for frame in frames))
         except (LookupError, WireError) as error:
             raise SetupError(f"learner step {step} cannot be repeated: {error}") from error
 
     async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         """Their frames, as the queue would serve them."""
         return pack_frames([self._history.frame(group_id) for group_id in group_ids])
-
-    async def metrics(self) -> dict[str, float]:
-        """None: nothing is admitted, ordered or counted here."""
-        return {}
 
     async def digests(self) -> dict[int, str]:
         """Digest of the weights of every version that was live, where the run recorded one."""

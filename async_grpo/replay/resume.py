@@ -1,41 +1,36 @@
-"""A queue from what its journal says: after its process died, or for a run that starts again from a
-checkpoint.
+"""A queue from what its journal says: after its process died, or for a run that starts again.
 
-Runs in: the replay queue's process. Hides how the ledger is rebuilt:
+Runs in: the replay queue's process. Hides how the ledger is rebuilt. The learner of a run that
+starts again comes back at step c of a checkpoint, and the journal (`history.Past`) ends later, at
+step t or in training it:
 
-    same start of the run   the last segment's snapshot and the events behind it give the ledger as
-                            it was. Tickets stay with the actors that hold them, the batch in
-                            training can be fetched again.
-    another start           the learner is at the step of a checkpoint, and the journal
-                            (`history.Past`) ends later: `rewind` rolls forward, or discards where
-                            the steps in between cannot be trained again as they were.
+    same start      the last segment's snapshot and the events behind it give the ledger as it was.
+                    Tickets stay with the actors that hold them, the batch in training can be
+                    fetched again
+    roll forward    the ledger is taken as it was at the end. The learner trains c+1 to t again from
+                    the recorded batches, so that the weights, and with them the versions of all
+                    tokens, are what they were: nothing is lost but time
+    roll back       where that cannot be, steps are discarded: the batches after c are taken back.
+                    Results without a token newer than c are ready again, all other groups wait to
+                    be issued again, and `run_epoch` is raised
+
+With another start, tickets that were out are lost with their actors.
 
 Invariants: a start begins a segment of its own, so what an earlier one left cut off or damaged is
 never written over; a step at which the run ended twice without coming further is not rolled forward
-to a third time.
-
-The ledger of a run that starts again: where it was, or at the step of its learner. The learner
-comes back at step c of a checkpoint, the journal ends later, at step t or in training it:
-
-    roll forward   the ledger is taken as it was at the end. The learner trains c+1 to t again from
-                   the recorded batches, so that the weights, and with them the versions of all
-                   tokens, are what they were: nothing is lost but time.
-    discard        where that cannot be: the batches after c are taken back. Results without a token
-                   newer than c are ready again, all other groups wait to be issued again, and
-                   `run_epoch` is raised.
-
-In both cases tickets that were out are lost with their actors. Invariant: a result that cannot be
-read is issued again and counted, never replaced by another.
+to a third time; a result that cannot be read is issued again and counted, never replaced.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from async_grpo.errors import JournalDamage, JournalError
 from async_grpo.replay.admission import free_again
@@ -57,6 +52,9 @@ from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire import WireError
 
+if TYPE_CHECKING:
+    from async_grpo.config.schema import Config
+
 
 @dataclass
 class ResumeReport:
@@ -70,6 +68,8 @@ class ResumeReport:
     from_step: int = 0
     rolled: int = 0
     """Learner steps after the checkpoint that are trained again from their recorded batches."""
+    rolls_to: int | None = None
+    """The step in training at the end, or the last one, if the run rolls forward to it."""
     why: str = ""
     """Why lost steps are not rolled forward."""
     note: str = ""
@@ -119,7 +119,9 @@ def obstacle(past: Past, settings: QueueSettings, results: Results) -> str:
     return ""
 
 
-def forward(past: Past, settings: QueueSettings, results: Results) -> tuple[Ledger, ResumeReport]:
+def roll_forward(
+    past: Past, settings: QueueSettings, results: Results
+) -> tuple[Ledger, ResumeReport]:
     """The ledger as it was at the end, for a learner that will come to the same step; see
     `obstacle`. What was in flight waits.
     """
@@ -127,6 +129,7 @@ def forward(past: Past, settings: QueueSettings, results: Results) -> tuple[Ledg
     report = ResumeReport(
         from_step=settings.trained_steps,
         rolled=end.steps - settings.trained_steps,
+        rolls_to=end.newest_version,
         note="; ".join(past.notes),
     )
     kept = []
@@ -146,7 +149,7 @@ def forward(past: Past, settings: QueueSettings, results: Results) -> tuple[Ledg
     return ledger, report
 
 
-def rewind(
+def roll_back(
     past: Past, settings: QueueSettings, *, results: Results | None = None, why: str
 ) -> tuple[Ledger, ResumeReport]:
     """The ledger for a learner at `settings.trained_steps`, and what became of the groups. Without
@@ -312,6 +315,41 @@ class JournalSettings:
     segment_bytes: int = 2**28
     fresh: bool = False
 
+    @classmethod
+    def of(cls, config: Config, *, start: str, fingerprint: str) -> JournalSettings:
+        """The settings of a run with this configuration and data."""
+        from async_grpo.config.resume import training_digest  # in the driver only
+
+        checkpoint = config.checkpoint
+        asked = cls(
+            directory=str(Path(config.run.dir) / "journal"),
+            start=start,
+            identity=_identity(config, fingerprint),
+            training=training_digest(config),
+            lost_steps=checkpoint.on_lost_steps,
+            fsync=config.replay.journal.fsync,
+            fresh=checkpoint.resume == "never",
+        )
+        if checkpoint.resume in ("auto", "never"):
+            return asked
+        why = "checkpoint.resume names the checkpoint to go on from"
+        return replace(asked, lost_steps="discard", reason=why)
+
+
+def _identity(config: Config, fingerprint: str) -> str:
+    """Digest of everything that a completed group depends on, except trained weights."""
+    parts = {
+        "seed": config.seed,
+        "data": fingerprint,
+        "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
+        "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction"}),
+        "baseline": config.algorithm.adv_estimator == "remax",
+        "rollout": config.rollout.model_dump(
+            include={"group_size", "prompt_length", "response_length", "temperature"}
+        ),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
 
 def open_queue(
     settings: QueueSettings,
@@ -334,7 +372,7 @@ def open_queue(
         ledger, report = (
             (None, None)
             if snapshot is None
-            else rewind(Past(snapshot), settings, why="there is no journal")
+            else roll_back(Past(snapshot), settings, why="there is no journal")
         )
         if ledger is not None:
             ledger.tokens.new_actors(over=False)
@@ -425,54 +463,57 @@ def _resume(
     """
     directory = Path(journal.directory)
     numbers = segments(directory)
-    past, note = (
-        (None, "")
-        if journal.fresh or not numbers
-        else find_past(directory, snapshot, settings, journal.identity)
-    )
-    ledger = report = rolls_to = None
-    continued: list[PartialStart] = []
+    past, note = None, ""
+    if numbers and not journal.fresh:
+        past, note = find_past(directory, snapshot, settings, journal.identity)
     facts = snapshot_facts(
         journal.identity, journal.training, start=journal.start, from_step=settings.trained_steps
     )
+    ledger = report = None
+    continued: list[PartialStart] = []
     if past is not None:
         facts |= {"journal": past.snapshot["journal"], "epoch": past.snapshot["epoch"] + 1}
-        results = Results(directory) if past.snapshot["identity"] == journal.identity else None
-        if not (why := _why_not_forward(past, settings, journal, results)):
-            rolls_to = past.ledger.newest_version
-            ledger, report = forward(past, settings, results)
-        else:
-            ledger, report = rewind(past, settings, results=results, why=why)
-        if beginnings and results is not None:
-            continued, useless = choose(
-                beginnings,
-                ledger,
-                end=past.ledger,
-                settings=settings,
-                free=free_again(settings, ledger),
-            )
-            report.continued = told(continued, useless)
+        ledger, report, continued = _taken_up(past, settings, journal, beginnings)
     elif snapshot is not None:
         facts["epoch"] = snapshot["epoch"] + 1
-        ledger, report = rewind(Past(snapshot), settings, why=note)
-    if ledger is not None and (
-        past is None or past.snapshot["start"].partition(".")[0] != journal.start.partition(".")[0]
-    ):
+        ledger, report = roll_back(Past(snapshot), settings, why=note)
+    if ledger is not None and (past is None or _process(past.snapshot) != _process(facts)):
         ledger.tokens.new_actors(over=past is not None and past.ledger.over)
     if note:
         report = report or ResumeReport()
         report.note = note
-    writer = _writer(
-        journal,
-        number=max(numbers, default=0),
-        last=None if past is None else past.last,
-        clock=clock,
-    )
+    last = None if past is None else past.last
+    writer = _writer(journal, number=max(numbers, default=0), last=last, clock=clock)
     if journal.fresh:
         writer.remove(set(numbers))
     queue = _opened(settings, ledger, writer, facts, continued, clock=clock)
-    queue.report, queue.rolls_to = report, rolls_to
+    queue.report, queue.rolls_to = report, None if report is None else report.rolls_to
     return queue
+
+
+def _process(facts: dict[str, Any]) -> str:
+    """The start of the whole run, for a learner that went back keeps the actors."""
+    return facts["start"].partition(".")[0]
+
+
+def _taken_up(
+    past: Past, settings: QueueSettings, journal: JournalSettings, beginnings: list[PartialStart]
+) -> tuple[Ledger, ResumeReport, list[PartialStart]]:
+    """The ledger to go on with, what was taken over, and the partial rollouts that continue."""
+    results = None
+    if past.snapshot["identity"] == journal.identity:
+        results = Results(Path(journal.directory))
+    why = _why_not_forward(past, settings, journal, results)
+    if results is not None and not why:
+        ledger, report = roll_forward(past, settings, results)
+    else:
+        ledger, report = roll_back(past, settings, results=results, why=why)
+    if not beginnings or results is None:
+        return ledger, report, []
+    free = free_again(settings, ledger)
+    continued, useless = choose(beginnings, ledger, end=past.ledger, settings=settings, free=free)
+    report.continued = told(continued, useless)
+    return ledger, report, continued
 
 
 def _why_not_forward(

@@ -9,13 +9,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from async_grpo.algo.filters import FilterRule, filter_reason
 from async_grpo.algo.rewards import Shaping, score
 from async_grpo.errors import StalenessError
 from async_grpo.replay.order import ORDERS, Order
 from async_grpo.wire import GroupMeta, GroupTicket, RowMeta
+
+if TYPE_CHECKING:
+    from async_grpo.config.schema import Config
 
 OnStale = Literal["wait", "mask", "expire"]
 
@@ -56,6 +59,52 @@ class QueueSettings:
     trained_steps: int = 0
     next_group_id: int = 0
     plugins: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        *,
+        shaping: Shaping,
+        total_steps: int,
+        trained_steps: int,
+        problem: Callable[[int], int],
+        problems: int,
+    ) -> QueueSettings:
+        """The settings of a run with this configuration."""
+        filters, replay = config.replay.filter_groups, config.replay
+        rule = FilterRule(
+            metric=filters.metric,
+            tolerance=filters.tolerance,
+            zero_variance=filters.zero_variance,
+            accuracy_low=filters.accuracy_low,
+            accuracy_high=filters.accuracy_high,
+            all_truncated=filters.all_truncated,
+            custom=filters.custom,
+            options=config.algorithm.options.get(filters.custom or "", {}),
+        )
+        return cls(
+            rollout_batch_size=config.rollout.rollout_batch_size,
+            max_staleness=replay.max_staleness,
+            total_steps=total_steps,
+            group_size=config.rollout.group_size,
+            max_attempts=replay.max_attempts,
+            max_num_gen_batches=filters.max_num_gen_batches,
+            shaping=shaping,
+            filter=rule if filters.enable else None,
+            order=replay.order,
+            on_stale=replay.on_stale,
+            ticket_timeout_s=config.rollout.group_timeout_s,
+            max_failed_fraction=config.task.max_bad_fraction,
+            baseline=config.algorithm.adv_estimator == "remax",
+            mask_truncated=config.algorithm.mask_truncated,
+            retire_at=filters.retire_at if filters.enable else None,
+            problem=problem,
+            problems=problems,
+            max_frame_bytes=config.wire.max_frame_bytes,
+            trained_steps=trained_steps,
+            plugins=tuple(replay.plugins),
+        )
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:

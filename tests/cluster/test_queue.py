@@ -12,7 +12,11 @@ import sys
 import pytest
 
 from async_grpo.cluster import queue as queue_module
-from async_grpo.cluster.queue import QueueProcess
+from async_grpo.cluster.queue import QueueProcess, RecordedProcess
+from async_grpo.errors import JournalError, SetupError
+from async_grpo.replay.resume import JournalSettings, open_queue
+from async_grpo.wire import unpack_frames
+from tests.support.frames import frame_of
 from tests.support.queues import ids, queue_settings
 
 
@@ -73,3 +77,28 @@ async def test_nobody_waits_who_missed_a_publication_or_wants_nothing_or_when_th
     await asyncio.sleep(0.05)
     await queue.close()
     assert await asyncio.wait_for(waiting, 10) is None
+
+
+async def test_an_error_of_opening_is_raised_by_every_call(monkeypatch, tmp_path):
+    """The process stays: from its constructor Ray would wrap the error into a story of its own."""
+    monkeypatch.setattr(queue_module, "die_with_parent", lambda: None)
+    (tmp_path / "file").write_text("no folder")
+    queue = QueueProcess(queue_settings(), JournalSettings(str(tmp_path / "file"), "start"))
+    for call in (queue.opened(), queue.counts(), queue.acquire("a", 0, [], 1), queue.snapshot()):
+        with pytest.raises(JournalError, match="cannot be made"):
+            await call
+
+
+async def test_the_recorded_batches_are_served_by_their_process(tmp_path):
+    queue = open_queue(queue_settings(filter=None), JournalSettings(str(tmp_path), "start"))
+    tickets = await queue.acquire("a", 0, [], 2)
+    frames = [frame_of(ticket) for ticket in tickets]
+    await queue.put("a", frames)
+    batch = await queue.get_batch(1)
+    recorded = RecordedProcess(str(tmp_path))
+    assert await recorded.get_batch(1) == batch
+    payload = await recorded.payload(1, [meta.group_id for meta in batch.groups])
+    assert [bytes(frame) for frame in unpack_frames(payload)] == frames
+    assert await recorded.digests() == {}
+    with pytest.raises(SetupError, match="no learner step 2"):
+        await recorded.get_batch(2)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -975,3 +977,14 @@ async def test_a_snapshot_keeps_the_retired_problems() -> None:
 def test_settings_that_cannot_retire_are_refused(changes: dict) -> None:
     with pytest.raises(ValueError, match="retire_at"):
         replace(retiring(), **changes)
+
+
+def test_the_process_of_the_queue_imports_nothing_large() -> None:
+    """A queue that died is back before anything large would have been imported."""
+    code = (
+        "import sys, async_grpo.cluster.queue, async_grpo.replay.resume\n"
+        "large = ('torch', 'vllm', 'transformers', 'deepspeed', 'async_grpo.rollout')\n"
+        "print(*[name for name in sys.modules if name.startswith(large)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

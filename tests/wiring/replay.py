@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from typing import Any
 
-from async_grpo.checkpoint.directory import Origin
-from async_grpo.cluster.system import StartFacts, _queue_settings
 from async_grpo.config.schema import Config
-from async_grpo.replay.limits import NoSignal
+from async_grpo.errors import NoSignal
+from async_grpo.planning import shaping
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.tasks.registry import problem_index
 from async_grpo.wire import GroupTicket
 from tests.support.frames import frame_of
 from tests.support.wiring import Wire
@@ -30,16 +31,14 @@ GROUPS: list[dict[str, Any]] = [
 
 def queue_settings(config: Config) -> QueueSettings:
     """The settings of the queue as the driver makes them."""
-    facts = StartFacts(
+    return QueueSettings.of(
+        config,
+        shaping=shaping(config, WEIGHTS),
         total_steps=6,
-        weights=WEIGHTS,
+        trained_steps=0,
+        problem=partial(problem_index, config.seed, "data", n=PROBLEMS),
         problems=PROBLEMS,
-        fingerprint="data",
-        model_dir="directory",
-        origin=Origin(None, 0),
-        key="key",
     )
-    return _queue_settings(config, facts)
 
 
 def queued(config: Config) -> list[Any]:
