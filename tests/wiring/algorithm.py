@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import sys
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from async_grpo.algo import catalog
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import RankPlan, RowKey
 from async_grpo.config.schema import Config
@@ -232,21 +230,4 @@ WIRES = [
     Wire("learner.ppo_epochs", 2, steps),
     Wire("learner.ppo_mini_batch_size", 2, steps),
     Wire("learner.tokens_per_micro_batch", 30, steps),
-]
-
-
-def imported(config: Config) -> list[str]:
-    """The modules that driver and learner import for their plugins."""
-    with mock.patch.object(catalog.importlib, "import_module") as imports:
-        RowMath(config, WEIGHTS)
-        TokenMath(config, Alone())
-    return [call.args[0] for call in imports.call_args_list]
-
-
-MODULE = "tests.support.registered"
-SHAPED = {"algorithm.plugins": [MODULE], "algorithm.reward_shaping": ["lengthy"]}
-WIRES += [
-    Wire("algorithm.plugins", [MODULE], imported),
-    Wire("algorithm.reward_shaping", ["lengthy"], steps, {"algorithm.plugins": [MODULE]}),
-    Wire("algorithm.options", {"lengthy": {"per_token": -0.1}}, steps, SHAPED),
 ]
