@@ -35,7 +35,7 @@ from async_grpo.runtime.provenance import (
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 
 
-class Parts(Protocol):
+class SavedParts(Protocol):
     """The processes of the run, as far as checkpoints concern them."""
 
     async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
@@ -87,7 +87,7 @@ class Saver:
         """Step of the newest checkpoint that this process completed."""
 
     async def save(
-        self, parts: Parts, *, step: int, facts: dict[str, Any], forget: bool, wait: bool
+        self, parts: SavedParts, *, step: int, facts: dict[str, Any], forget: bool, wait: bool
     ) -> Path:
         """Write a checkpoint after this learner step; with `wait` it is complete when this returns,
         or FaultBudgetSpent is raised.
@@ -139,7 +139,7 @@ class Saver:
             )
 
     async def _write(
-        self, parts: Parts, step: int, facts: dict[str, Any], *, forget: bool, started: float
+        self, parts: SavedParts, step: int, facts: dict[str, Any], *, forget: bool, started: float
     ) -> None:
         """Write the draft, while training waits."""
         try:
@@ -156,7 +156,7 @@ class Saver:
         )
         self._sealing = asyncio.create_task(self._seal(parts, draft, forget=forget))
 
-    async def _seal(self, parts: Parts, draft: _Draft, *, forget: bool) -> None:
+    async def _seal(self, parts: SavedParts, draft: _Draft, *, forget: bool) -> None:
         """Complete the draft beside training."""
         try:
             sums = await parts.finish_save(draft.directory)

@@ -44,7 +44,9 @@ class _Digests:
     """What the loop takes for a publisher: it only looks at the weights."""
 
     def __init__(self, learner: LearnerGroup, recorded: dict[int, str]) -> None:
-        self._learner, self._recorded, self.comparison = learner, recorded, Comparison()
+        self._learner = learner
+        self._recorded = recorded
+        self.comparison = Comparison()
 
     async def publish(self, version: int) -> float:
         digest = (
@@ -71,13 +73,11 @@ class Rerun:
         """source: directory of the journal. total_steps: of the recorded run, for the learning
         rate. weights: of the rewards.
         """
-        self._config, self._source, self._total_steps, self._weights, self._key = (
-            config,
-            source,
-            total_steps,
-            weights,
-            key,
-        )
+        self._config = config
+        self._source = source
+        self._total_steps = total_steps
+        self._weights = weights
+        self._key = key
         self._session: Session | None = None
         self._learner: LearnerGroup | None = None
         self.loop: Loop | None = None

@@ -278,9 +278,11 @@ class DriverQueue:
         """
 
     async def get_batch(self, step: int) -> Batch | None:
+        """Take the batch of a learner step, or None while the queue has none."""
         return await self._call(self._handle.next_batch.remote(step))
 
     async def payload(self, step: int, group_ids: list[int]) -> np.ndarray:
+        """Fetch the frames of these groups, packed into one array."""
         return await self._call(self._handle.payload.remote(step, group_ids))
 
     async def metrics(self) -> dict[str, float]:
@@ -291,36 +293,45 @@ class DriverQueue:
         return answer.metrics | self.reports.metrics()
 
     async def tell(self, actor_id: str, report: ActorReport) -> None:
+        """Pass on the last report of an actor that is gone."""
         await self._call(self._handle.tell.remote(actor_id, report))
 
     async def live(self, version: int, digest: str) -> None:
+        """Declare that every engine serves a version."""
         await self._call(self._handle.live.remote(version, digest))
 
     async def counts(self) -> dict[str, int]:
+        """Count the group ids by state."""
         return await self._call(self._handle.counts.remote())
 
     async def digests(self) -> dict[int, str]:
+        """Return the recorded digests of the weights, by version."""
         return await self._call(self._handle.digests.remote(), timeout_s=REOPEN_TIMEOUT_S)
 
     async def obstacle(self, *, after: int, until: int) -> str:
+        """Say why recorded steps cannot be trained again, or ""."""
         return await self._call(
             self._handle.obstacle.remote(after, until), timeout_s=REOPEN_TIMEOUT_S
         )
 
     async def progress(self) -> dict[str, int]:
+        """Return learner steps done, the step in training and the run epoch."""
         return await self._call(self._handle.progress.remote())
 
     async def discard(
         self, *, step: int, snapshot: dict[str, Any] | None, why: str
     ) -> tuple[str, int]:
+        """Take back the learner steps after `step`; a summary, and the new run epoch."""
         return await self._call(
             self._handle.discard.remote(step, snapshot, why), timeout_s=REOPEN_TIMEOUT_S
         )
 
     async def history(self, group_ids: list[int]) -> dict[int, dict[str, Any]]:
+        """Return what became of these groups."""
         return await self._call(self._handle.history.remote(group_ids))
 
     async def held(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the tickets that each actor holds, as (group_id, attempt)."""
         return await self._call(self._handle.held.remote())
 
     async def opened(self, *, timeout_s: float) -> str | None:
@@ -328,18 +339,23 @@ class DriverQueue:
         return await self._call(self._handle.opened.remote(), timeout_s=timeout_s)
 
     async def forfeit(self, actor_id: str) -> None:
+        """Take back all tickets of an actor that is gone."""
         await self._call(self._handle.forfeit.remote(actor_id))
 
     async def is_over(self) -> bool:
+        """Whether no group can be trained any more."""
         return await self._call(self._handle.is_over.remote())
 
     async def snapshot(self) -> dict[str, Any]:
+        """Return the state of the queue for a checkpoint."""
         return await self._call(self._handle.snapshot.remote())
 
     async def forget(self, *, segment: int, step: int) -> None:
+        """Delete journal segments before `segment` that no step after `step` needs."""
         await self._call(self._handle.forget.remote(segment=segment, step=step))
 
     async def close(self, *, orderly: bool) -> None:
+        """Close the journal; in order, groups under way become unused."""
         await self._call(self._handle.close.remote(orderly=orderly))
 
     @staticmethod
@@ -368,11 +384,13 @@ class ActorQueue:
         want: int,
         report: ActorReport | None = None,
     ) -> list[GroupTicket] | None:
+        """Ask for tickets; None when the queue is closed."""
         return await self._call(
             lambda: self._handle.acquire.remote(actor_id, version, holding, want, report)
         )
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
+        """Hand over frames; a verdict for each."""
         packed = pack_frames(frames)
         return await self._call(lambda: self._handle.put_packed.remote(actor_id, packed))
 
@@ -383,6 +401,7 @@ class ActorQueue:
         reason: str,
         tokens: list[int] | None = None,
     ) -> None:
+        """Report tickets whose groups cannot be completed."""
         await self._call(lambda: self._handle.fail.remote(actor_id, tickets, reason, tokens))
 
     async def _call(self, ask: Callable[[], Any]) -> Any:

@@ -45,6 +45,8 @@ def _names(registry: Registry[Any]) -> Any:
 
 
 class ClipSchedule(Section):
+    """Set how the clip interval shrinks with the lag of a token."""
+
     kind: Literal["constant", "harmonic", "exponential"] = "constant"
     """How the clip interval shrinks with a token's lag k: not at all, eps / (1 + rate k), or eps
     rate^k.
@@ -56,6 +58,8 @@ class ClipSchedule(Section):
 
 
 class Importance(Section):
+    """Weigh tokens or responses by how the anchor differs from the policy that sampled them."""
+
     level: Literal["none", "token", "sequence", "geometric"] = "none"
     """Off-policy weight of the anchor against the behaviour policy: per token, its product over the
     response, or its geometric mean.
@@ -71,6 +75,8 @@ class Importance(Section):
 
 
 class Rejection(Section):
+    """Leave out tokens or responses whose importance ratio is outside of bounds."""
+
     level: Literal["none", "token", "sequence", "geometric"] = "none"
     """Leave out tokens (`token`) or whole responses whose ratio of anchor to behaviour policy lies
     outside [lower, upper].
@@ -82,6 +88,8 @@ class Rejection(Section):
 
 
 class KlCtrl(Section):
+    """Control the coefficient of the token-level KL penalty."""
+
     type: Literal["fixed", "adaptive"] = "fixed"
     """Keep the coefficient, or steer it after every step so that the KL goes to `target_kl`."""
     kl_type: Literal["kl", "abs", "mse", "low_var_kl"] = "kl"
@@ -95,6 +103,8 @@ class KlCtrl(Section):
 
 
 class OverlongBuffer(Section):
+    """Penalise responses that end within the last tokens of the limit, softly."""
+
     enable: bool = False
     """Soft overlong punishment of DAPO: a linear penalty over the last `len` tokens of the response
     budget.
@@ -106,6 +116,8 @@ class OverlongBuffer(Section):
 
 
 class Algorithm(Section):
+    """Set advantages, rewards, policy loss and corrections."""
+
     on_resume = warn("how rewards become gradients, from the next step on", trains=True)
     adv_estimator: Annotated[str, _names(ESTIMATORS)] = "grpo"
     """How rewards become advantages; or a plugin's estimator."""

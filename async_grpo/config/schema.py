@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from async_grpo.config.algorithm import Algorithm
+from async_grpo.config.operation import Checkpoint, Cluster, Evaluation, Tracking, Watchdog
 from async_grpo.config.section import (
     FREE,
     Fraction,
@@ -91,6 +92,8 @@ class Lora(Section):
 
 
 class Model(Section):
+    """Name what is trained, and from which weights."""
+
     on_resume = fixed("the checkpoint holds the weights and the optimizer of another model")
     path: str | None = None
     """Local directory or hub name of a Hugging Face causal language model. Exactly one of `path`
@@ -121,6 +124,8 @@ class Model(Section):
 
 
 class Deadlines(Section):
+    """Limit the phases of one publication, in seconds."""
+
     rendezvous_s: Seconds = 60.0
     """Forming the group of learner and engines (NCCL), or telling the engines what will come."""
     stage_s: Seconds = 120.0
@@ -138,6 +143,8 @@ class Deadlines(Section):
 
 
 class WeightSync(Section):
+    """Set how and when new weights reach the engines."""
+
     on_resume = FREE
     backend: TransportName = "auto"
     """How weights travel; `auto`: shared memory on CPU, `ipc` colocated on GPU, else `nccl`."""
@@ -170,6 +177,8 @@ REFUSED_DEEPSPEED_KEYS = frozenset(_REFUSED.split())
 
 
 class Run(Section):
+    """Name the run, its directory and its length."""
+
     on_resume = FREE
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "async_grpo"
     """Name of the run; part of its directory and of the MLflow run."""
@@ -190,6 +199,8 @@ class Run(Section):
 
 
 class Verifier(Section):
+    """Set the child processes that score responses."""
+
     on_resume = FREE
     workers: Positive = 1
     """Verifier child processes per rollout actor."""
@@ -205,6 +216,8 @@ class Verifier(Section):
 
 
 class TaskConfig(Section):
+    """Name the task, its data and the weights of its rewards."""
+
     on_resume = warn(
         "which problems are posed: groups completed before are generated again, and problems may "
         "come twice in an epoch"
@@ -231,6 +244,8 @@ class TaskConfig(Section):
 
 
 class RolloutConfig(Section):
+    """Set what is sampled: groups, lengths, temperature."""
+
     on_resume = warn(
         "how responses are sampled: groups completed before are generated again", trains=True
     )
@@ -261,6 +276,8 @@ class RolloutConfig(Section):
 
 
 class FilterGroups(Section):
+    """Reject groups without a learning signal, and sample others in their place."""
+
     on_resume = warn("which groups are trained, from here on")
     enable: bool = False
     """Reject groups without learning signal and generate others instead (dynamic sampling)."""
@@ -289,6 +306,8 @@ class FilterGroups(Section):
 
 
 class Wire(Section):
+    """Limit what crosses processes."""
+
     on_resume = FREE
     max_frame_bytes: Annotated[int, Field(ge=2**16)] = 2**28
     """Largest group on its way to the queue, in bytes (9 per token, and facts of its rows)."""
@@ -311,6 +330,8 @@ UNBOUNDED_ORDERS = ("ready",)
 
 
 class Replay(Section):
+    """Set staleness bound, order and journal of the replay queue."""
+
     on_resume = FREE
     max_staleness: Annotated[NonNegative, warn("how old a trained token may be", trains=True)] = 1
     """Strict bound on the lag of every trained token, in learner steps; 0 is synchronous."""
@@ -334,6 +355,8 @@ class Replay(Section):
 
 
 class LearnerConfig(Section):
+    """Set ranks, minibatches, optimizer and DeepSpeed."""
+
     on_resume = warn("how the weights are updated, from the next step on", trains=True)
     ranks: Annotated[
         Positive,
@@ -373,148 +396,6 @@ class LearnerConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     deepspeed: dict[str, Any] = Field({})
     """Merged into the DeepSpeed configuration; keys that this project sets itself are refused."""
-
-
-class EvaluationTask(Section):
-    name: str = "arithmetic"
-    """Built-in task or a dotted path `package.module:Class`."""
-    eval: str | None = None
-    """Held-out data, same forms as `task.eval`."""
-    options: dict[str, Any] = Field({})
-    """The task's own settings, checked by the task."""
-
-
-class Evaluation(Section):
-    on_resume = FREE
-    every_steps: NonNegative = 0
-    """Learner steps between evaluations, beside training; 0 means only before and after. One that
-    is due while another is under way is left out.
-    """
-    before: bool = True
-    """Evaluate before the first step (the 'before' of the summary)."""
-    task: Annotated[
-        EvaluationTask | None,
-        warn("what held-out accuracy means: it cannot be compared with that before"),
-    ] = None
-    """Evaluate on the held-out problems of another task; null: of the task that is trained."""
-    max_samples: Positive = 1000
-    """Held-out problems per evaluation."""
-    n: NonNegative = 1
-    """Sampled responses per problem besides the greedy one, for pass@1, 2, 4, ... n; 0: none."""
-    temperature: Annotated[float, Field(gt=0)] | None = None
-    """Temperature of the sampled responses; null: that of training, `rollout.temperature`."""
-    timeout_s: Seconds = 600.0
-    """Longest time one evaluation may take. One before or after training ends the run then, one
-    beside it is given up with a note.
-    """
-
-
-class Checkpoint(Section):
-    on_resume = FREE
-    every_steps: NonNegative = 0
-    """Learner steps between checkpoints; 0 means only at the end."""
-    keep: Positive = 2
-    """Newest checkpoints that are kept."""
-    max_failures: Positive = 3
-    """Checkpoints in a row that may fail, for want of space for instance, before the run ends with
-    exit code 4. The last one must succeed.
-    """
-    resume: str = "auto"
-    """`auto` continues from the newest complete checkpoint of the run directory, `never` starts
-    anew, a path names a checkpoint to go back to.
-    """
-    on_lost_steps: Literal["replay", "discard"] = "replay"
-    """Learner steps after the checkpoint that the journal recorded: train the same batches again,
-    or take them back and train others. After a checkpoint that `resume` names by its path they are
-    always taken back.
-    """
-    partial_rollouts: bool = False
-    """Keep the beginnings of responses that are being generated, and let a resumed run continue
-    them; off, their prompts are issued again.
-    """
-
-
-class Tracking(Section):
-    on_resume = FREE
-    mlflow: bool = True
-    """Track the run in MLflow; off, MLflow is not even imported."""
-    uri: str | None = None
-    """MLflow tracking URI; null is a SQLite file in the run directory."""
-    experiment: str = "async_grpo"
-    """MLflow experiment."""
-    offline_ok: bool = False
-    """Begin although MLflow cannot be reached: its run is created when the server answers, or by
-    `python -m async_grpo.report --sync`.
-    """
-    system_metrics: bool = True
-    """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every 10 s."""
-    log_model_max_gb: Annotated[float, Field(ge=0)] = 1.0
-    """Send the final model to MLflow unless it is larger than this, in GiB; 0 never does. It is in
-    the last checkpoint in any case.
-    """
-    register_model: Annotated[str, Field(min_length=1)] | None = None
-    """Registered model in MLflow that gets the final model as its next version; null: none."""
-    report: bool = True
-    """Write the report (`report/report.html` of the run directory) when a run ends."""
-    sample_rows: NonNegative = 100
-    """About how many trained, and how many evaluated, responses of a run the sample table keeps."""
-
-
-class Watchdog(Section):
-    on_resume = FREE
-    start_timeout_s: Seconds = 900.0
-    """Longest time until every process of the run is ready."""
-    step_timeout_s: Seconds = 1800.0
-    """Longest time one learner step may take, waiting for its groups included."""
-    probe_timeout_s: Seconds = 30.0
-    """Longest time a health probe of a rollout actor may take."""
-
-
-class RolloutActors(Section):
-    min: Positive = 1
-    """The run starts when this many have room, and goes on as long as this many are alive. On CPU
-    they share cores if they must.
-    """
-    max: Positive | None = None
-    """As many as there is room for up to this number, at the start and when nodes come later; null:
-    what the layout has room for.
-    """
-
-
-class EngineConfig(Section):
-    tensor_parallel_size: Positive = 1
-    """GPUs per engine."""
-    max_num_seqs: Positive = 256
-    """Responses generated at the same time by one engine."""
-    kv_cache_gb: Annotated[float, Field(gt=0)] | None = None
-    """KV cache per engine GPU or process in GiB; null: 0.25 on CPU, 4 on a GPU that the learner
-    shares, else vLLM's own choice.
-    """
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that an engine may use."""
-    enforce_eager: bool | None = None
-    """Run the engine without compilation; null: true on CPU, false on GPU."""
-
-
-class Cluster(Section):
-    on_resume = FREE
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], warn("the rounding of everything computed", trains=True)
-    ] = "auto"
-    """`auto` is cuda where the cluster has GPUs."""
-    layout: Literal["auto", "split", "colocated"] = "auto"
-    """Engines and learner on their own GPUs, or rank i and engine i sharing one; `auto` shares
-    where there are too few GPUs to split.
-    """
-    rollout_actors: RolloutActors = RolloutActors()
-    engine: EngineConfig = EngineConfig()
-    restart_budget: NonNegative = 3
-    """Faults after which rollout actors are not started again; a node that is lost is one. The run
-    ends with exit code 4 below `min`. The queue, and the learner, may die as often as well, each
-    with a count of its own.
-    """
-    resources_timeout_s: Seconds = 120.0
-    """Longest wait for the cluster to have what the run needs."""
 
 
 class Config(Section):

@@ -30,12 +30,10 @@ class Retirement:
 
     def __init__(self, settings: QueueSettings, retired: set[int]) -> None:
         """Raises ValueError for a retired problem that the task does not have."""
-        self._at, self._problem, self._problems, self._retired = (
-            settings.retire_at,
-            settings.problem,
-            settings.problems,
-            retired,
-        )
+        self._at = settings.retire_at
+        self._problem = settings.problem
+        self._problems = settings.problems
+        self._retired = retired
         if self._at is not None and retired and max(retired) >= self._problems:
             raise ValueError(
                 f"problem {max(retired)} was retired, but the task has {self._problems} "
@@ -98,12 +96,10 @@ class Admission:
         retirement: Retirement,
         continued: PartialGroups,
     ) -> None:
-        self._settings, self._ledger, self._retirement, self._continued = (
-            settings,
-            ledger,
-            retirement,
-            continued,
-        )
+        self._settings = settings
+        self._ledger = ledger
+        self._retirement = retirement
+        self._continued = continued
         self._polls: dict[str, _Poll] = {}
 
     def grant(self, actor_id: str, want: int, *, now: float) -> int:

@@ -117,12 +117,10 @@ class Writer:
         """segment: the last number that is taken. The first segment goes on after record `sequence`
         of segment `parent`.
         """
-        self.directory, self._fsync, self._segment_bytes, self._clock = (
-            directory,
-            fsync,
-            segment_bytes,
-            clock,
-        )
+        self.directory = directory
+        self._fsync = fsync
+        self._segment_bytes = segment_bytes
+        self._clock = clock
         self.segment, self._parent = segment, parent
         self.nbytes = 0
         """Bytes in the segment."""

@@ -38,6 +38,8 @@ REASONS = 64
 
 
 class State(StrEnum):
+    """Name what has become of a group id; exactly one holds at any time."""
+
     WAITING = "waiting"
     IN_FLIGHT = "in_flight"
     READY = "ready"
@@ -266,7 +268,10 @@ class Ledger:
     ) -> None:
         entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
         self._release(entry)
-        entry.meta, entry.frame, entry.place, entry.ready_at = meta, frame, place, now
+        entry.meta = meta
+        entry.frame = frame
+        entry.place = place
+        entry.ready_at = now
         self._move(entry, State.READY)
 
     def _reject(self, event: events.Reject) -> None:

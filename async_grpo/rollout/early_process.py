@@ -135,6 +135,7 @@ class _Taken(Popen):
     """multiprocessing's handle of EngineCore's process."""
 
     _fds: list[int]
+    finalizer: Any
 
     def __init__(self, process: SpawnProcess, early: EarlyProcess) -> None:
         self._early = early

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from async_grpo.config import schema
+from async_grpo.config import operation, schema
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.preflight import model as preflight
@@ -311,7 +311,7 @@ def test_the_prompts_of_a_task_that_is_only_evaluated_are_looked_at(
     chat = rows(tmp_path / "chat.jsonl", [[{"role": "user", "content": "1+1="}]])
     wanted = config(good).model_copy(
         update={
-            "evaluation": schema.Evaluation(task=schema.EvaluationTask(name="jsonl", eval=chat))
+            "evaluation": schema.Evaluation(task=operation.EvaluationTask(name="jsonl", eval=chat))
         }
     )
     with pytest.raises(

@@ -45,7 +45,7 @@ class BytesLearner:
 
 
 class OneRank:
-    """`saving.Parts` with the real half of a rank. `before_finish` is awaited before the files are
+    """The real half of a rank as `SavedParts`. `before_finish` is awaited before the files are
     brought to the disk.
     """
 

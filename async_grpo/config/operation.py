@@ -1,0 +1,170 @@
+"""The settings of how a run is operated: evaluation, checkpoints, tracking, watchdog and cluster.
+
+Runs in: any process. A part of `schema`, and as such a home of defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from async_grpo.config.section import FREE, NonNegative, Positive, Seconds, Section, warn
+
+
+class EvaluationTask(Section):
+    """Name another task for evaluations."""
+
+    name: str = "arithmetic"
+    """Built-in task or a dotted path `package.module:Class`."""
+    eval: str | None = None
+    """Held-out data, same forms as `task.eval`."""
+    options: dict[str, Any] = Field({})
+    """The task's own settings, checked by the task."""
+
+
+class Evaluation(Section):
+    """Set when and how held-out problems are answered."""
+
+    on_resume = FREE
+    every_steps: NonNegative = 0
+    """Learner steps between evaluations, beside training; 0 means only before and after. One that
+    is due while another is under way is left out.
+    """
+    before: bool = True
+    """Evaluate before the first step (the 'before' of the summary)."""
+    task: Annotated[
+        EvaluationTask | None,
+        warn("what held-out accuracy means: it cannot be compared with that before"),
+    ] = None
+    """Evaluate on the held-out problems of another task; null: of the task that is trained."""
+    max_samples: Positive = 1000
+    """Held-out problems per evaluation."""
+    n: NonNegative = 1
+    """Sampled responses per problem besides the greedy one, for pass@1, 2, 4, ... n; 0: none."""
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    """Temperature of the sampled responses; null: that of training, `rollout.temperature`."""
+    timeout_s: Seconds = 600.0
+    """Longest time one evaluation may take. One before or after training ends the run then, one
+    beside it is given up with a note.
+    """
+
+
+class Checkpoint(Section):
+    """Set when state is saved, and what a start continues from."""
+
+    on_resume = FREE
+    every_steps: NonNegative = 0
+    """Learner steps between checkpoints; 0 means only at the end."""
+    keep: Positive = 2
+    """Newest checkpoints that are kept."""
+    max_failures: Positive = 3
+    """Checkpoints in a row that may fail, for want of space for instance, before the run ends with
+    exit code 4. The last one must succeed.
+    """
+    resume: str = "auto"
+    """`auto` continues from the newest complete checkpoint of the run directory, `never` starts
+    anew, a path names a checkpoint to go back to.
+    """
+    on_lost_steps: Literal["replay", "discard"] = "replay"
+    """Learner steps after the checkpoint that the journal recorded: train the same batches again,
+    or take them back and train others. After a checkpoint that `resume` names by its path they are
+    always taken back.
+    """
+    partial_rollouts: bool = False
+    """Keep the beginnings of responses that are being generated, and let a resumed run continue
+    them; off, their prompts are issued again.
+    """
+
+
+class Tracking(Section):
+    """Set what goes to MLflow and into the report."""
+
+    on_resume = FREE
+    mlflow: bool = True
+    """Track the run in MLflow; off, MLflow is not even imported."""
+    uri: str | None = None
+    """MLflow tracking URI; null is a SQLite file in the run directory."""
+    experiment: str = "async_grpo"
+    """MLflow experiment."""
+    offline_ok: bool = False
+    """Begin although MLflow cannot be reached: its run is created when the server answers, or by
+    `python -m async_grpo.report --sync`.
+    """
+    system_metrics: bool = True
+    """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every 10 s."""
+    log_model_max_gb: Annotated[float, Field(ge=0)] = 1.0
+    """Send the final model to MLflow unless it is larger than this, in GiB; 0 never does. It is in
+    the last checkpoint in any case.
+    """
+    register_model: Annotated[str, Field(min_length=1)] | None = None
+    """Registered model in MLflow that gets the final model as its next version; null: none."""
+    report: bool = True
+    """Write the report (`report/report.html` of the run directory) when a run ends."""
+    sample_rows: NonNegative = 100
+    """About how many trained, and how many evaluated, responses of a run the sample table keeps."""
+
+
+class Watchdog(Section):
+    """Limit how long a run waits for its processes."""
+
+    on_resume = FREE
+    start_timeout_s: Seconds = 900.0
+    """Longest time until every process of the run is ready."""
+    step_timeout_s: Seconds = 1800.0
+    """Longest time one learner step may take, waiting for its groups included."""
+    probe_timeout_s: Seconds = 30.0
+    """Longest time a health probe of a rollout actor may take."""
+
+
+class RolloutActors(Section):
+    """Bound the number of rollout actors."""
+
+    min: Positive = 1
+    """The run starts when this many have room, and goes on as long as this many are alive. On CPU
+    they share cores if they must.
+    """
+    max: Positive | None = None
+    """As many as there is room for up to this number, at the start and when nodes come later; null:
+    what the layout has room for.
+    """
+
+
+class EngineConfig(Section):
+    """Set the size of one engine."""
+
+    tensor_parallel_size: Positive = 1
+    """GPUs per engine."""
+    max_num_seqs: Positive = 256
+    """Responses generated at the same time by one engine."""
+    kv_cache_gb: Annotated[float, Field(gt=0)] | None = None
+    """KV cache per engine GPU or process in GiB; null: 0.25 on CPU, 4 on a GPU that the learner
+    shares, else vLLM's own choice.
+    """
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that an engine may use."""
+    enforce_eager: bool | None = None
+    """Run the engine without compilation; null: true on CPU, false on GPU."""
+
+
+class Cluster(Section):
+    """Set devices, layout and how many faults are repaired."""
+
+    on_resume = FREE
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], warn("the rounding of everything computed", trains=True)
+    ] = "auto"
+    """`auto` is cuda where the cluster has GPUs."""
+    layout: Literal["auto", "split", "colocated"] = "auto"
+    """Engines and learner on their own GPUs, or rank i and engine i sharing one; `auto` shares
+    where there are too few GPUs to split.
+    """
+    rollout_actors: RolloutActors = RolloutActors()
+    engine: EngineConfig = EngineConfig()
+    restart_budget: NonNegative = 3
+    """Faults after which rollout actors are not started again; a node that is lost is one. The run
+    ends with exit code 4 below `min`. The queue, and the learner, may die as often as well, each
+    with a count of its own.
+    """
+    resources_timeout_s: Seconds = 120.0
+    """Longest wait for the cluster to have what the run needs."""
