@@ -5,7 +5,9 @@ configuration, and run.
 from __future__ import annotations
 
 import copy
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,3 +208,20 @@ def test_all_of_them_train_two_steps(home: Path, tmp_path: Path) -> None:
             assert ("train/importance_weight" in metrics) and metrics["train/lag_max"] == step - 1
     finally:
         learner.close()
+
+
+def test_the_console_script_finds_modules_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from async_grpo.tasks.arithmetic import Arithmetic\nclass Mine(Arithmetic): ...\n"
+    )
+    start = "import sys; from async_grpo.run import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(  # -P: the working directory is not on the path, as for a console script
+        [sys.executable, "-P", "-c", start, "quickstart", "--dry-run", "task.name=mine:Mine"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(PAGE.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
