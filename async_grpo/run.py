@@ -74,9 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="with --replay: begin at the run's checkpoint of this step",
     )
     arguments = parser.parse_intermixed_args(argv)  # settings may follow --replay
-    if not {"", os.getcwd()} & set(
-        sys.path
-    ):  # `async-grpo`: as `python -m` does, for tasks, plugins
+    if not {"", os.getcwd()} & set(sys.path):  # as `python -m` does; `async-grpo` does not
         sys.path.insert(0, os.getcwd())
     console = Console()
     with Signals(console.info) as signals:

@@ -25,6 +25,7 @@ from async_grpo.errors import JournalError
 from async_grpo.replay import __main__ as command
 from async_grpo.replay import history as history_module
 from async_grpo.replay import inspection as inspection_module
+from async_grpo.replay import journal as journal_module
 from async_grpo.replay.history import History, Start, read_history
 from async_grpo.replay.journal import Segment, segment_path, segments
 from async_grpo.replay.ledger import Ledger, State
@@ -303,18 +304,21 @@ def test_frames_stay_in_the_files_until_somebody_asks(
 
     asyncio.run(live())
     opened = []
-    for module in (history_module,):
+    for module in (history_module, journal_module):
         monkeypatch.setattr(
             module,
             "Segment",
             lambda directory, number: opened.append(number) or Segment(directory, number),
         )
     history = read_history(tmp_path)
-    assert len(opened) == len(segments(tmp_path)) > 2 * history_module.OPEN_SEGMENTS
+    assert len(opened) == len(segments(tmp_path)) > 2 * journal_module.OPEN_SEGMENTS
     opened.clear()
     for ids in history.steps.values():
         assert [decode_meta(history.frame(group_id)).group_id for group_id in ids] == list(ids)
-    assert len(opened) == len(set(opened)) and len(history._open) == history_module.OPEN_SEGMENTS
+    assert (
+        len(opened) == len(set(opened))
+        and len(history._results._open) == journal_module.OPEN_SEGMENTS
+    )
     segment_path(tmp_path, 1).unlink()
     assert history.group(history.steps[1][0]) is None
     with pytest.raises(LookupError, match="cannot be read"):
@@ -628,10 +632,10 @@ def test_frames_are_read_only_for_groups_that_everything_else_selects(
     look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    original = History._view
+    original = History._place
     monkeypatch.setattr(
         History,
-        "_view",
+        "_place",
         lambda self, group_id, attempt: read.append(group_id) or original(self, group_id, attempt),
     )
     for args, expected in (
