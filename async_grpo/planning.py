@@ -311,13 +311,13 @@ def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, 
 
 def _by_correctness(metas: list[RowMeta]) -> dict[str, float]:
     """Accuracy, and mean length of right and of wrong responses; empty without verdicts."""
-    judged = [row for row in metas if row.verdict is not None]
+    judged = [(row.verdict, row.length) for row in metas if row.verdict is not None]
     if not judged:
         return {}
-    out = {"rollout/accuracy": sum(row.verdict for row in judged) / len(judged)}
+    out = {"rollout/accuracy": sum(verdict for verdict, _ in judged) / len(judged)}
     for name, lengths in (
-        ("right", [row.length for row in judged if row.verdict >= 1]),
-        ("wrong", [row.length for row in judged if row.verdict < 1]),
+        ("right", [length for verdict, length in judged if verdict >= 1]),
+        ("wrong", [length for verdict, length in judged if verdict < 1]),
     ):
         if lengths:
             out[f"rollout/response_length_{name}"] = sum(lengths) / len(lengths)

@@ -488,6 +488,7 @@ def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
     tokens, R - mean_g.
     """
     centred, lengths = rewards - groups.mean(rewards), options.lengths
+    assert lengths is not None, "the trait `lengths` demands them"
     total = groups.sum(lengths)
     return centred - groups.expand(groups.sum(lengths * centred) / torch.where(total > 0, total, 1))
 

@@ -10,10 +10,11 @@ the chunk size; the projection is called at least once, so that every rank touch
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 256 * 2**20
@@ -53,7 +54,7 @@ def token_logprobs(
         )
 
     def chunk_logprobs(part: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return _LogProbs.apply(project(part), ids, temperature, with_entropy)
+        return _picked_and_entropy(project(part), ids, temperature, with_entropy)
 
     size = max(1, chunk_bytes // (4 * vocab_size))
     if hidden.shape[0] <= size:
@@ -82,7 +83,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(
             False
@@ -101,7 +102,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: FunctionCtx, grad_picked: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_picked: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
         logits, targets, entropy = ctx.saved_tensors
         if grad_picked is None:
@@ -115,6 +116,11 @@ class _LogProbs(torch.autograd.Function):
             grad = logp.exp_().mul_(-grad_picked.unsqueeze(-1))
         grad.scatter_add_(-1, targets.unsqueeze(-1), grad_picked.unsqueeze(-1).to(grad.dtype))
         return grad.div_(ctx.temperature).to(logits.dtype), None, None, None
+
+
+_picked_and_entropy: Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]] = (
+    _LogProbs.apply
+)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

@@ -114,6 +114,12 @@ class Terms:
         """The sum over its response on every token; masked entries must hold 0."""
         return row_sums(values, self.row_index)
 
+    def selected(self) -> Tensor:
+        """`selection`, for a loss with the trait `selects`. Raises ValueError without one."""
+        if self.selection is None:
+            raise ValueError("this loss needs selection, the tensor of select_tokens")
+        return self.selection
+
 
 def clip_widths(staleness: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """Widths of the clip interval below and above ratio 1, for tokens with lag `staleness`; shapes
@@ -250,7 +256,7 @@ def clip_cov(terms: Terms) -> LossAndDiagnostics:
     loss, diagnostics = _clipped(
         terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high
     )
-    return torch.where(terms.selection, 0, loss), diagnostics
+    return torch.where(terms.selected(), 0, loss), diagnostics
 
 
 @register_policy_loss("kl_cov")
@@ -258,8 +264,8 @@ def kl_cov(terms: Terms) -> LossAndDiagnostics:
     """l = -r A, plus coef |x| on the selected tokens (arXiv 2505.22617). No clamp on |x|: a penalty
     must not let go of far tokens.
     """
-    penalty = terms.options.coef * terms.difference.abs()
-    return -terms.log_ratio.exp() * terms.advantages + torch.where(terms.selection, penalty, 0), {}
+    penalty = torch.where(terms.selected(), terms.options.coef * terms.difference.abs(), 0)
+    return -terms.log_ratio.exp() * terms.advantages + penalty, {}
 
 
 @register_policy_loss("m2po")
@@ -269,11 +275,9 @@ def m2po(terms: Terms) -> LossAndDiagnostics:
 
     An infinite T gives [0, 1e5], as the authors have it.
     """
-    widest = torch.where(terms.selection.isinf(), M2PO_OPEN, terms.selection.exp())
-    lower, upper = (
-        torch.minimum(1 - terms.low, (-terms.selection).exp()),
-        torch.maximum(1 + terms.high, widest),
-    )
+    bound = terms.selected()
+    lower = torch.minimum(1 - terms.low, (-bound).exp())
+    upper = torch.maximum(1 + terms.high, torch.where(bound.isinf(), M2PO_OPEN, bound.exp()))
     return _clipped(terms.log_ratio.exp(), terms.advantages, lower, upper, terms.clip.dual)
 
 

@@ -137,6 +137,7 @@ class MetricSums:
                 )
             self._pending_extremes.append((store, names, value.detach().double().reshape(-1)))
             return
+        assert isinstance(name, str), "a list of names takes a tensor"
         if abs(value) != float("inf"):
             choose = max if store is self._highs else min
             store[name] = choose(store.get(name, value), value)
@@ -211,7 +212,7 @@ def loss_metrics(
     found = {name: flat(tensor) for name, tensor in diagnostics.items()}
     optional = {"weights": weights, "kept": kept, "kl": kl, "entropy": entropy}
     given = {name: flat(tensor) for name, tensor in optional.items() if tensor is not None}
-    columns = {
+    columns: dict[str, Tensor] = {
         "pg_loss": flat(token_loss),
         "advantage": flat(advantages),
         **_trust_region(found),

@@ -103,7 +103,7 @@ def normalize_rewards(
     if rewards.numel() == 0 or (reward_norm is None and not reward_shift and not reward_scale):
         return rewards.to(dtype)
     values = rewards.double()
-    if reward_norm == "running":
+    if reward_norm == "running" and running is not None:
         running.update(values[included])
         mean, std = torch.full_like(values, running.mean), torch.full_like(values, running.std)
         varied = std > TOLERANCE

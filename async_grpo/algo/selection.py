@@ -49,12 +49,10 @@ def token_hashes(
                 f"shape {tuple(group_ids.shape)}"
             )
     state = torch.zeros_like(group_ids, dtype=torch.int64)
-    for part in (
-        _signed(seed),
-        _signed(step),
-        *(tensor.to(torch.int64) for tensor in parts.values()),
-    ):
-        state = _mix(state ^ part)
+    for number in (seed, step):
+        state = _mix(state ^ _signed(number))
+    for tensor in parts.values():
+        state = _mix(state ^ tensor.to(torch.int64))
     return state & (2**63 - 1)
 
 

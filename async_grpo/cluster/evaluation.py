@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import ray
 
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
-from async_grpo.cluster.rollout_actors import settled
+from async_grpo.cluster.rollout_actors import RemoteEngine, settled
 from async_grpo.cluster.samples import EvaluationSamples
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
@@ -39,16 +39,6 @@ HEALTH_TIMEOUT_S = 10.0
 POLL_S = 0.1
 Rows = list[dict[str, Any]]
 WhenDone = Callable[[int, dict[str, float], Rows], None]
-
-
-class Evaluator(Protocol):
-    """An engine that answers problems; `handle` is its Ray actor, `acknowledged` the label of its
-    weights.
-    """
-
-    actor_id: str
-    handle: Any
-    acknowledged: str
 
 
 class DyingActors(Protocol):
@@ -71,7 +61,7 @@ class Evaluations:
         self,
         config: Config,
         *,
-        coordinator: Coordinator,
+        coordinator: Coordinator[RemoteEngine],
         actors: DyingActors,
         epochs: RunEpochs,
         listener: RunListener,
@@ -189,7 +179,9 @@ class Evaluations:
                 f"the evaluation of step {version.step} begins again with the weights of now: {why}"
             )
 
-    async def _by(self, pin: Pin, total: int) -> tuple[list[ProblemOutcome], Rows] | None:
+    async def _by(
+        self, pin: Pin[RemoteEngine], total: int
+    ) -> tuple[list[ProblemOutcome], Rows] | None:
         """Answers of the engines that keep the version; None when one of them died."""
         problems = list(range(total))
         if pin.engine is None:
@@ -205,7 +197,7 @@ class Evaluations:
         )  # nobody waits for its last groups: they go on
         return None if left else (outcomes, rows)
 
-    async def _tell(self, engine: Evaluator, call: Any) -> bool:
+    async def _tell(self, engine: RemoteEngine, call: Any) -> bool:
         """Whether the engine took the call; otherwise it is dropped."""
         try:
             await asyncio.wait_for(call.remote(), HEALTH_TIMEOUT_S)
@@ -223,7 +215,7 @@ class Evaluations:
         return True
 
     async def _share(
-        self, engines: Sequence[Evaluator], problems: list[int], *, total: int
+        self, engines: Sequence[RemoteEngine], problems: list[int], *, total: int
     ) -> tuple[list[int], list[ProblemOutcome], Rows]:
         """Problems that dead engines left undone; outcomes and some responses of the others."""
         samples = -(-self._samples.each // len(engines))
@@ -269,7 +261,7 @@ class Evaluations:
             self._failures.fail(task.exception())
 
 
-def _line(step: int, result: dict[str, float], pin: Pin) -> str:
+def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:
     """Line for the user about one evaluation."""
     names = [
         name
@@ -294,7 +286,7 @@ def _line(step: int, result: dict[str, float], pin: Pin) -> str:
     )
 
 
-async def _healthy(engine: Evaluator) -> bool:
+async def _healthy(engine: RemoteEngine) -> bool:
     """Whether an engine whose call failed is alive; otherwise others answer its problems."""
     try:
         await asyncio.wait_for(engine.handle.health.remote(), HEALTH_TIMEOUT_S)

@@ -27,7 +27,7 @@ from async_grpo.checkpoint.directory import Origin
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.post_mortem import examine, findings_of
-from async_grpo.cluster.rollout_actors import back_off_s
+from async_grpo.cluster.rollout_actors import RemoteEngine, back_off_s
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
@@ -70,7 +70,7 @@ class LearnerSupervisor:
         *,
         learner: LearnerGroup,
         loop: Loop,
-        coordinator: Coordinator,
+        coordinator: Coordinator[RemoteEngine],
         queue: RecoverableQueue,
         session: Session,
         placement: Placement,

@@ -23,9 +23,9 @@ import ray
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.replay.actor_reports import ActorReport, ActorReports, QueueMetrics
 from async_grpo.replay.history import RecordedQueue
-from async_grpo.replay.queue import ReplayQueue, Verdict
+from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
-from async_grpo.replay.rules import QueueSettings
+from async_grpo.replay.rules import QueueSettings, Verdict
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_frames

@@ -86,9 +86,9 @@ class TrainingSamples:
             ]
             self._listener.samples(await asyncio.to_thread(self._rows, step, groups))
         except Exception as error:  # noqa: BLE001 - tokenizers raise what they like, and training must not hear of it
-            groups = ", ".join(map(str, group_ids))
+            ids = ", ".join(map(str, group_ids))
             self._listener.note(
-                f"no samples of the groups {groups} of step {step}: {last_line(error)}"
+                f"no samples of the groups {ids} of step {step}: {last_line(error)}"
             )
 
     def _rows(self, step: int, groups: list[Group]) -> list[dict[str, Any]]:

@@ -41,7 +41,8 @@ SECTIONS = ("sapo", "dppo", "opmd", "clip_cov", "kl_cov", "m2po")
 
 def _names(registry: Registry[Any]) -> Any:
     """The built-in names as the words of a setting; `plugins` adds a user's."""
-    return Field(json_schema_extra={"enum": sorted(registry.built_in, key=list(registry).index)})
+    names: list[Any] = [name for name in registry if name in registry.built_in]
+    return Field(json_schema_extra={"enum": names})
 
 
 class ClipSchedule(Section):

@@ -79,7 +79,7 @@ def _section_of(spec: dict[str, Any]) -> str | None:
     """Name of the section class that `spec` refers to, if any."""
     for option in (spec, *spec.get("anyOf", ()), *spec.get("allOf", ())):
         if "$ref" in option:
-            return option["$ref"].rsplit("/", 1)[-1]
+            return str(option["$ref"]).rsplit("/", 1)[-1]
     return None
 
 

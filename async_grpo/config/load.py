@@ -358,7 +358,7 @@ def preflight_files(config: Config) -> None:
     for key, data in (
         ("task.train", config.task.train),
         ("task.eval", config.task.eval),
-        ("evaluation.task.eval", other and other.eval),
+        ("evaluation.task.eval", None if other is None else other.eval),
     ):
         if data is not None:
             _check_data(key, data)

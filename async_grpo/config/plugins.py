@@ -81,7 +81,7 @@ def check_plugins(config: Config) -> Known:
         reply = json.loads(_ask(json.dumps(request, sort_keys=True), tuple(sys.path), stamps))
         known = Known(reply["traits"], frozenset(reply["in_queue"]))
     else:
-        reply = {"imports": [], "options": option_problems(request["options"], _built_in())}
+        reply = {"imports": [], "options": option_problems(algorithm.options, _built_in())}
         known = Known({kind: {} for kind in catalog.KINDS})
     for problem in (*reply["imports"], *_unknown_names(config, known), *reply["options"]):
         raise SettingError(*problem)
@@ -145,7 +145,7 @@ def option_problems(
     name's options; also what is missing for the names that are `used`.
     """
     classes = {name: one for name, one in classes.items() if name not in SECTIONS}
-    found = [
+    found: list[tuple[tuple[str, ...], str]] = [
         ((*OPTIONS, name), _no_options(name, classes)) for name in options if name not in classes
     ]
     for name in dict.fromkeys((*options, *used)):

@@ -8,7 +8,8 @@ Invariant: what `write` writes, `read` reads back equal.
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from collections.abc import Hashable
+from typing import Any
 
 import yaml
 
@@ -32,9 +33,7 @@ class _Loader(yaml.SafeLoader):
     recursive.
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
-
-    def plain_mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
+    def plain_mapping(self, node: yaml.MappingNode) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -70,6 +69,7 @@ def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     )
 
 
+_Loader.yaml_implicit_resolvers = {}  # without those of YAML 1.1
 _Dumper.add_representer(str, _text)
 for _tag, _pattern, _first in _SCALARS:
     _Loader.add_implicit_resolver(_tag, _pattern, _first)

@@ -28,7 +28,7 @@ def gather(run_dir: str, *, role: str = "", seconds: float = stacks.ANSWER_S) ->
         process.pid: _usage(process.pid) for process in stacks.registered(directory, role=role)
     }  # before they write their stacks
     looks = stacks.look(directory, role=role, seconds=seconds)
-    processes = [
+    processes: list[dict[str, Any]] = [
         {
             "role": one.process.role,
             "name": one.process.name,

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,7 +51,7 @@ from async_grpo.replay.journal import segments
 from async_grpo.replay.ledger import State
 from async_grpo.wire import Group, Rollout, WireError
 
-DecodeTokens = Callable[[Sequence[int]], str]
+DecodeTokens = Callable[[Iterable[int]], str]
 
 PLAIN_WIDTH = 100_000
 """Columns off a terminal, where no line is to wrap."""
@@ -364,7 +364,7 @@ def _snippet(text: str) -> str:
     return text if len(text) <= SNIPPET else text[: SNIPPET - 3] + "..."
 
 
-def _indented(ids: Sequence[int], decode: DecodeTokens | None) -> str:
+def _indented(ids: Iterable[int], decode: DecodeTokens | None) -> str:
     lines = decode(ids).split("\n") if decode else [" ".join(map(str, ids))]
     return "\n".join(f"    {visible(line)}" for line in lines)
 
@@ -553,7 +553,8 @@ def _row_line(row: Rollout) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         sys.exit(main())
     except BrokenPipeError:  # `| head` has read enough

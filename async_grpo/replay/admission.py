@@ -135,7 +135,7 @@ class Admission:
         order = sorted(known, key=lambda group_id: (known[group_id] is None, group_id))
         free = free_again(self._settings, self._ledger)
         return [
-            (group_id, live if known[group_id] is None else known[group_id])
+            (group_id, live if (version := known[group_id]) is None else version)
             for group_id in order[:free]
         ]
 

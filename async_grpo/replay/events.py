@@ -28,10 +28,10 @@ class Issue(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """`count` new ids from `group_id` on pose retired problems: nobody produces them."""
+    """`number` new ids from `group_id` on pose retired problems: nobody produces them."""
 
     group_id: int
-    count: int
+    number: int
 
 
 class Put(NamedTuple):

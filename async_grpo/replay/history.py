@@ -463,7 +463,7 @@ class History(Visitor):
         ):
             self._change(event, place)
         elif isinstance(event, events.Skip):
-            for group_id in range(event.group_id, event.group_id + event.count):
+            for group_id in range(event.group_id, event.group_id + event.number):
                 self.groups[group_id] = GroupRecord(group_id, 0, State.SKIPPED)
         elif isinstance(event, events.TakeBatch):
             for group_id in event.group_ids:

@@ -476,7 +476,7 @@ def _why_no_step(history: History, first: int, last: int) -> str | None:
     ):
         return None
     older = listed is None or last < listed[0]
-    why = next(iter(history.unlisted), "damaged") if older else "damaged"
+    why: Unlisted = next(iter(history.unlisted), "damaged") if older else "damaged"
     return f"the groups of {wanted} {_WHY[why][0]}" + (
         f", which has {steps_text(*listed)}" if listed and why == "deleted" else ""
     )
@@ -512,15 +512,16 @@ def visible(text: str) -> str:
 def columns_of(groups: Sequence[Facts]) -> list[Column]:
     """What `group_facts` say, one cell per group; a column that would be empty is left out."""
     names = dict.fromkeys(name for facts in groups for name in facts["rewards"])
-    rewards: list[_Cells] = [
-        (name, "right", lambda facts, name=name: _number(facts["rewards"].get(name)))
-        for name in names
-    ]
+    rewards: list[_Cells] = [(name, "right", _reward_cell(name)) for name in names]
     columns = [
         Column(visible(header), [visible(cell(facts)) for facts in groups], justify)
         for header, justify, cell in (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS)
     ]
     return [column for column in columns if any(column.cells)]
+
+
+def _reward_cell(name: str) -> Callable[[Facts], str]:
+    return lambda facts: _number(facts["rewards"].get(name))
 
 
 def _number(value: float | None) -> str:

@@ -368,7 +368,7 @@ class Segment:
         return None
 
     def _adds_up(self, at: int, start: int, stop: int) -> bool:
-        (checksum,) = _CRC.unpack_from(self._data, at + _HEAD.size)
+        checksum: int = _CRC.unpack_from(self._data, at + _HEAD.size)[0]
         return (
             zlib.crc32(
                 memoryview(self._data)[start:stop], zlib.crc32(self._data[at : at + _HEAD.size])

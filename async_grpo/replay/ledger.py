@@ -87,6 +87,12 @@ class GroupEntry:
     failures: int = 0
     slow: bool | None = None
 
+    @property
+    def result(self) -> GroupMeta:
+        """`meta` of a group that is ready or in training."""
+        assert self.meta is not None, f"group {self.group_id} is {self.state}, without a result"
+        return self.meta
+
 
 class Ledger:
     """Groups by state. `slots` holds those that occupy a slot, in each state in the order of
@@ -246,7 +252,9 @@ class Ledger:
             self.next_group_id += 1
             self.entries[entry.group_id] = self.slots[State.IN_FLIGHT][entry.group_id] = entry
         else:
-            entry = self._entry(event, State.WAITING, attempt=event.attempt - 1)
+            entry = self._entry(
+                event, State.WAITING, group_id=event.group_id, attempt=event.attempt - 1
+            )
             entry.attempt, entry.policy_version = event.attempt, event.version
             self._move(entry, State.IN_FLIGHT)
         entry.actor_id, entry.issued_at = event.actor_id, now
@@ -254,8 +262,8 @@ class Ledger:
 
     def _skip(self, event: events.Skip) -> None:
         self._expect(event, event.group_id == self.next_group_id)
-        self.next_group_id += event.count
-        self.closed[State.SKIPPED] += event.count
+        self.next_group_id += event.number
+        self.closed[State.SKIPPED] += event.number
 
     def _put(
         self,
@@ -266,7 +274,7 @@ class Ledger:
         frame: bytes | None,
         place: FramePosition | None,
     ) -> None:
-        entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
+        entry = self._entry(event, State.IN_FLIGHT, group_id=event.group_id, attempt=event.attempt)
         self._release(entry)
         entry.meta = meta
         entry.frame = frame
@@ -275,14 +283,14 @@ class Ledger:
         self._move(entry, State.READY)
 
     def _reject(self, event: events.Reject) -> None:
-        entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
+        entry = self._entry(event, State.IN_FLIGHT, group_id=event.group_id, attempt=event.attempt)
         self._release(entry)
         self._move(entry, State.REJECTED)
         self.rejected[event.reason] += 1
         self.rejected_now[event.reason] += 1
 
     def _fail(self, event: events.Fail) -> None:
-        entry = self._entry(event, State.IN_FLIGHT, attempt=event.attempt)
+        entry = self._entry(event, State.IN_FLIGHT, group_id=event.group_id, attempt=event.attempt)
         self._release(entry)
         self.totals["attempts_lost"] += 1
         self.totals["overdue"] += event.reason == events.OVERDUE
@@ -293,14 +301,14 @@ class Ledger:
             _count(self.failed_now, event.reason)
 
     def _expire(self, event: events.Expire) -> None:
-        entry = self._entry(event, State.READY, attempt=event.attempt)
+        entry = self._entry(event, State.READY, group_id=event.group_id, attempt=event.attempt)
         self.totals["expirations"] += 1
         self._forget_result(entry)
         entry.failures += 1
         self._move(entry, State.WAITING if entry.failures < self.max_attempts else State.EXPIRED)
 
     def _drop(self, event: events.Drop) -> None:
-        entry = self._entry(event, State.READY, attempt=event.attempt)
+        entry = self._entry(event, State.READY, group_id=event.group_id, attempt=event.attempt)
         self.totals["unreadable"] += 1
         self._forget_result(entry)
         self._move(entry, State.WAITING)
@@ -353,23 +361,22 @@ class Ledger:
     # ---- bookkeeping ----
 
     def _entry(
-        self,
-        event: events.Event,
-        state: State,
-        *,
-        attempt: int | None = None,
-        group_id: int | None = None,
+        self, event: events.Event, state: State, *, group_id: int, attempt: int | None = None
     ) -> GroupEntry:
-        entry = self.slots[state].get(event.group_id if group_id is None else group_id)
-        self._expect(event, entry is not None and attempt in (None, entry.attempt))
+        entry = self.slots[state].get(group_id)
+        if entry is None or attempt not in (None, entry.attempt):
+            raise self._impossible(event)
         return entry
 
     def _expect(self, event: events.Event, possible: bool) -> None:
         if not possible:
-            raise RuntimeError(
-                f"{str(event)[:200]} cannot happen now (step {self.steps}, live "
-                f"{self.live}); this is a bug, please report it"
-            )
+            raise self._impossible(event)
+
+    def _impossible(self, event: events.Event) -> RuntimeError:
+        return RuntimeError(
+            f"{str(event)[:200]} cannot happen now (step {self.steps}, live "
+            f"{self.live}); this is a bug, please report it"
+        )
 
     def _move(self, entry: GroupEntry, to: State) -> None:
         del self.slots[entry.state][entry.group_id]

@@ -97,7 +97,7 @@ def batch_metrics(
     """How old the batch of `step` is: lags in learner steps over what is trained with weight,
     tokens that are too old, seconds ready.
     """
-    rows = [row for entry in chosen for row in entry.meta.rows_to_train]
+    rows = [row for entry in chosen for row in entry.result.rows_to_train]
     oldest = [step - 1 - row.min_version for row in rows]
     lags = [step - 1 - version for row in rows for version, _ in row.versions]
     masked = 0.0

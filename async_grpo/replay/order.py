@@ -229,5 +229,5 @@ class BatchPicker:
     def _expire(self, step: int) -> None:
         bound, on_stale = self._settings.max_staleness, self._settings.on_stale
         for entry in list(self._ledger.slots[State.READY].values()):
-            if is_too_old(entry.meta, step=step, max_staleness=bound, on_stale=on_stale):
+            if is_too_old(entry.result, step=step, max_staleness=bound, on_stale=on_stale):
                 self._record(Expire(entry.group_id, entry.attempt, step))

@@ -255,7 +255,7 @@ class ReplayQueue:
             return None
         bound, on_stale = self.settings.max_staleness, self.settings.on_stale
         for entry in chosen:
-            check_bound(entry.meta, step=step, max_staleness=bound, on_stale=on_stale)
+            check_bound(entry.result, step=step, max_staleness=bound, on_stale=on_stale)
         waited = self._pressure.learner_served([entry.slow for entry in chosen], now=now)
         self._last_batch = batch_metrics(chosen, self.settings, step=step, now=now) | {
             "replay/learner_wait_s": waited,
@@ -263,7 +263,7 @@ class ReplayQueue:
             "replay/failed_in_step": float(ledger.failed_now.total()),
         }
         masked = masked_tokens(
-            [entry.meta for entry in chosen],
+            [entry.result for entry in chosen],
             mask_truncated=self.settings.mask_truncated,
             stale_before=step - 1 - bound if on_stale == "mask" else None,
         )
@@ -560,6 +560,7 @@ class ReplayQueue:
         """The steps that are trained, as the journal has them; forgotten when the learner
         goes on.
         """
+        assert self._journal is not None, "the callers have looked"
         self._recorded = self._recorded or RecordedQueue(str(self._journal.directory))
         return self._recorded
 
@@ -569,11 +570,11 @@ class ReplayQueue:
             self.record(events.Done(self._ledger.training_step))
 
     def _current_batch(self) -> Batch:
-        if self._ledger.training_step is not None and (
-            self._batch is None or self._batch.step != self._ledger.training_step
-        ):
+        step = self._ledger.training_step
+        if step is not None and (self._batch is None or self._batch.step != step):
             training = sorted(
                 self._ledger.slots[State.TRAINING].values(), key=lambda entry: entry.group_id
             )
-            self._batch = Batch(self._ledger.training_step, tuple(entry.meta for entry in training))
+            self._batch = Batch(step, tuple(entry.result for entry in training))
+        assert self._batch is not None, "a step was taken"
         return self._batch

@@ -27,7 +27,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -208,7 +208,7 @@ def roll_back(
 
 def _started_again(
     end: Ledger,
-    then: dict[str, object],
+    then: Mapping[str, object],
     entries: Sequence[GroupEntry],
     *,
     lost: Iterable[tuple[int, int]] = (),
@@ -493,7 +493,7 @@ def _resume(
 
 def _process(facts: dict[str, Any]) -> str:
     """The start of the whole run, for a learner that went back keeps the actors."""
-    return facts["start"].partition(".")[0]
+    return str(facts["start"]).partition(".")[0]
 
 
 def _taken_up(

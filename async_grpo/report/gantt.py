@@ -172,7 +172,7 @@ def _area(axis: Axes, window: Window, parts: list[tuple[list[Span], str, str]], 
         )
         base = top
     axis.set_ylim(0, max([*base, 1]) * 1.15)
-    axis.yaxis.get_major_locator().set_params(integer=True, nbins=3)
+    axis.locator_params(axis="y", integer=True, nbins=3)
     _label(axis, label)
 
 

@@ -233,8 +233,8 @@ def _bar(axis: Axes, label: str, parts: dict[str, float], colours: dict[str, str
     for name, value in parts.items():
         share = value / whole
         if share >= 0.0005:  # below, its number would be 0.0 %
-            style = {"color": colours.get(name, GREY), "label": f"{name} {share:.1%}"}
-            axis.barh(0, share, left=left, height=0.8, **style)
+            colour, text = colours.get(name, GREY), f"{name} {share:.1%}"
+            axis.barh(0, share, left=left, height=0.8, color=colour, label=text)
         left += share
     axis.set_xlim(0, 1)
     axis.set_yticks([0], [label])
@@ -250,9 +250,15 @@ def _by_lag(axis: Axes, data: RunData, name: str) -> bool:
     buckets = data.buckets(name)
     for bucket in buckets:
         steps, values = data.series(f"train/lag_{bucket}/{name}")
-        style = {"marker": "o", "markersize": 3} if len(steps) < 5 else {}
-        style |= {"color": lag_colour(bucket), "label": f"lag {bucket}"}
-        axis.plot(steps, smooth(values), linewidth=1.6, **style)
+        axis.plot(
+            steps,
+            smooth(values),
+            linewidth=1.6,
+            marker="o" if len(steps) < 5 else None,
+            markersize=3,
+            color=lag_colour(bucket),
+            label=f"lag {bucket}",
+        )
     return bool(buckets)
 
 

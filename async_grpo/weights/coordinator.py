@@ -27,7 +27,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
@@ -37,6 +37,7 @@ from async_grpo.weights.checks import CheckedLearner, DriftProbe, LoadPathCheck,
 from async_grpo.weights.fan_out import (
     GRACE_S,
     DeliveryOutcome,
+    Engine,
     EngineHandle,
     call_all,
     consume_exception,
@@ -112,7 +113,7 @@ class PublishingLearner(CheckedLearner, Protocol):
         """Wait until a lost learner has been started again, or the run has ended."""
 
 
-class Coordinator:
+class Coordinator(Generic[Engine]):
     """Publishes the learner's weights to every engine."""
 
     def __init__(
@@ -120,7 +121,7 @@ class Coordinator:
         config: Config,
         *,
         learner: PublishingLearner,
-        engines: EngineSet,
+        engines: EngineSet[Engine],
         backend: str,
         live: Callable[[int, str], Awaitable[None]],
         exact: bool,
@@ -138,7 +139,7 @@ class Coordinator:
         self._newest: Announcement | None = None
         self._lost: LearnerLost | None = None
         self._running: asyncio.Task[None] | None = None
-        self._pin: Pin | None = None
+        self._pin: Pin[Engine] | None = None
         self._connected: set[str] = set()
         self._group: set[str] = set()
         tolerance = Tolerance(exact)
@@ -209,7 +210,7 @@ class Coordinator:
         """Metrics of the publications so far, and of the drift probes."""
         return self.times.metrics() | self._probe.metrics()
 
-    def serving(self) -> list[EngineHandle]:
+    def serving(self) -> list[Engine]:
         """Engines that serve the newest publication while none is under way; a newcomer is alive
         before it serves, where the transport pushes.
         """
@@ -227,7 +228,7 @@ class Coordinator:
         await self._probe.settle()
         self._probe.raise_findings()
 
-    async def join(self, engine: EngineHandle, admit: Callable[[], None]) -> None:
+    async def join(self, engine: Engine, admit: Callable[[], None]) -> None:
         """Bring a newcomer to the newest published weights and `admit` it to the set before another
         publication can begin.
 
@@ -265,7 +266,7 @@ class Coordinator:
                 admit()
 
     @asynccontextmanager
-    async def pinned(self) -> AsyncIterator[Pin]:
+    async def pinned(self) -> AsyncIterator[Pin[Engine]]:
         """Inside the block the version that is newest at its begin is kept: by one engine that
         leaves the set and comes back like a newcomer, while publications go on; where no other
         engine would be left, by all engines, and the next publication waits.
@@ -273,7 +274,7 @@ class Coordinator:
         async with self._lock:
             serving, label = self.serving(), self._newest.label
             if len(serving) < 2:
-                with Pin(label) as self._pin:
+                with Pin[Engine](label) as self._pin:
                     yield self._pin
                 return
             pin = Pin(label, serving[-1])
@@ -288,7 +289,7 @@ class Coordinator:
             raise
         await self._return(pin.engine)
 
-    async def _return(self, engine: EngineHandle) -> None:
+    async def _return(self, engine: Engine) -> None:
         """Re-admit an engine that was away at the newest version; drop it if it cannot load."""
         if self._pushes or not self._engines.lives(engine):
             async with self._lock:

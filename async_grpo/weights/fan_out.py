@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,9 @@ class EngineHandle(Protocol):
 
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
         """Score responses: the version labels and the log-probs [L] of each."""
+
+
+Engine = TypeVar("Engine", bound=EngineHandle)
 
 
 @dataclass(slots=True)

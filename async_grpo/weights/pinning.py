@@ -15,29 +15,31 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 
-from async_grpo.weights.fan_out import EngineHandle
+from async_grpo.weights.fan_out import Engine, EngineHandle
+
+Engine_co = TypeVar("Engine_co", bound=EngineHandle, covariant=True)
 
 
-class EngineSet(Protocol):
+class EngineSet(Protocol[Engine_co]):
     """The engines of the run, as the manager keeps them."""
 
-    def alive(self) -> Sequence[EngineHandle]:
+    def alive(self) -> Sequence[Engine_co]:
         """Engines that are alive."""
 
     async def drop(self, actor_id: str, error: BaseException) -> None:
         """Declare an engine dead, because of this error."""
 
 
-class ServingEngines:
+class ServingEngines(Generic[Engine]):
     """An engine set without the engines that are away."""
 
-    def __init__(self, engines: EngineSet) -> None:
+    def __init__(self, engines: EngineSet[Engine]) -> None:
         self._engines = engines
         self._away: set[str] = set()
 
-    def alive(self) -> Sequence[EngineHandle]:
+    def alive(self) -> Sequence[Engine]:
         """Engines that are alive and not away."""
         here = self._engines.alive()
         return tuple(engine for engine in here if engine.actor_id not in self._away)
@@ -47,25 +49,25 @@ class ServingEngines:
         self._away.discard(actor_id)
         await self._engines.drop(actor_id, error)
 
-    def leave(self, engine: EngineHandle) -> None:
+    def leave(self, engine: Engine) -> None:
         """Take an engine out of the set."""
         self._away.add(engine.actor_id)
 
-    def back(self, engine: EngineHandle) -> None:
+    def back(self, engine: Engine) -> None:
         """Put an engine back into the set."""
         self._away.discard(engine.actor_id)
 
-    def lives(self, engine: EngineHandle) -> bool:
+    def lives(self, engine: Engine) -> bool:
         """Whether an engine is alive, away or not."""
         return any(other.actor_id == engine.actor_id for other in self._engines.alive())
 
 
-class Pin:
+class Pin(Generic[Engine]):
     """A version that is kept: by an `engine` that is away, or (None) by all engines that serve, and
     then the next publication waits for the end of the pin.
     """
 
-    def __init__(self, label: str, engine: EngineHandle | None = None) -> None:
+    def __init__(self, label: str, engine: Engine | None = None) -> None:
         self.label, self.engine = label, engine
         self._over = asyncio.Event()
         self._asked: float | None = None
@@ -93,7 +95,7 @@ class Pin:
 
 
 async def wait_unpinned(
-    newest: Callable[[], Pin | None], held: Callable[[], AbstractContextManager[None]]
+    newest: Callable[[], Pin[Engine] | None], held: Callable[[], AbstractContextManager[None]]
 ) -> float:
     """Wait inside `held()` until no `newest` pin lasts any more; returns the seconds."""
     started = time.perf_counter()

@@ -196,7 +196,7 @@ class Progress:
         """Return everything as plain values."""
         with self._lock:
             text, since = self._phases[-1] if self._phases else self._phase_before
-            facts = {
+            facts: dict[str, Any] = {
                 "started": self.started,
                 "phase": text,
                 "phase_since": since,
