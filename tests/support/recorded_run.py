@@ -15,7 +15,8 @@ from typing import Any
 
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
-from async_grpo.replay.history import read_history
+from async_grpo.replay.events import Reject
+from async_grpo.replay.history import lineage, read_history
 from async_grpo.trainer import Trainer
 from tests.support.models import write_model
 
@@ -43,7 +44,7 @@ def settings(home: Path, model: str) -> Config:
                 "response_length": 24,
             },
             "algorithm": {"adv_estimator": "remax", "use_kl_loss": False, "mask_truncated": True},
-            "replay": {"filter_groups": {"enable": False}},
+            "replay": {"filter_groups": {"enable": True, "accuracy_high": 0.75}},
             "learner": {"lr": 1e-3, "tokens_per_micro_batch": 4096},
             "evaluation": {"every_steps": 3, "max_samples": PROBLEMS, "n": SAMPLES},
             "weight_sync": {"verify_every": 2},
@@ -87,8 +88,11 @@ def tell(home: Path) -> dict[str, Any]:
         lines(home / "run", "metrics.jsonl"),
         lines(home / "run", "samples.jsonl"),
     )
+    links, _ = lineage(home / "run" / "journal")
+    happened = [event for link in links for event, _ in link.events()]
     return told | {
         "history": read_history(home / "run" / "journal"),
+        "rejects": [event for event in happened if isinstance(event, Reject)],
         "log": (home / "log.txt").read_text(),
     }
 

@@ -54,8 +54,11 @@ def test_what_the_engine_sampled_is_what_became_of_groups_probes_and_evaluations
     assert len(evaluated) == len(counted_run["evaluations"]) > 2, "beside training too"
     history, in_groups = (
         counted_run["history"],
-        {"trained": 0, "masked": 0, "baseline": 0, "unused": 0},
+        {"trained": 0, "masked": 0, "baseline": 0, "rejected": 0, "unused": 0},
     )
+    for event in counted_run["rejects"]:
+        in_groups["rejected"] += event.tokens
+        in_groups["baseline"] += event.baseline
     for group_id, record in history.groups.items():
         meta = history.meta(group_id)
         for row in meta.rows if meta is not None else ():
@@ -73,7 +76,7 @@ def test_what_the_engine_sampled_is_what_became_of_groups_probes_and_evaluations
     assert in_groups == {place: found[place] for place in in_groups}, (
         "the groups in the journal, row by row"
     )
-    assert min(found[place] for place in ("trained", "masked", "baseline")) > 0
+    assert min(found[place] for place in ("trained", "masked", "baseline", "rejected")) > 0
     assert {place for place, tokens in found.items() if tokens} <= {
         *in_groups,
         "probes",
