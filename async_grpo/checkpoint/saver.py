@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.config.schema import Checkpoint, Config
+from async_grpo.config.operation import Checkpoint
+from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, Stalled
 from async_grpo.runtime import storage
 from async_grpo.runtime.listener import RunListener
