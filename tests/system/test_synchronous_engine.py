@@ -20,6 +20,7 @@ from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.planning import RowMath
 from async_grpo.replay.journal import Segment, segments
+from async_grpo.rollout.actor import _GroupWork
 from async_grpo.trainer import Trainer
 from async_grpo.wire import (
     Batch,
@@ -94,7 +95,8 @@ async def synchronous(system: System, config: Config) -> tuple[list[Group], list
         tickets = [
             GroupTicket(group_id, 1, step - 1) for group_id in range((step - 1) * R, step * R)
         ]
-        groups = await asyncio.gather(*[engine.handle._group.remote(ticket) for ticket in tickets])
+        works = [_GroupWork(ticket, "queued", since=0.0, begun=0.0) for ticket in tickets]
+        groups = await asyncio.gather(*[engine.handle._group.remote(work) for work in works])
         frames = [encode_group(group) for group in groups]
         pack_frames(frames).tofile(batch_file(config, step))
         batch = Batch(step, tuple(decode_meta(frame) for frame in frames))
