@@ -4,7 +4,7 @@
 #   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/chaos.md)
 #   ASYNC_GRPO_REPOSITORY=https://...  of `make wheel`: address of the published source, for the links in the metadata
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-system test-all mutants chaos lint types format wheel clean
+.PHONY: help install quickstart test test-system coverage test-all mutants chaos lint types format wheel clean
 
 PYTHON ?= python3
 SET ?= auto
@@ -22,9 +22,6 @@ NO_GPU_TESTS = $$([ "$$($(PYTHON) install.py --set $(SET) --which)" = gpu ] || e
 # A module at a time on each of two cores; those that are known to be long begin first (tests/conftest.py).
 ON_BOTH_CORES = -n 2 --dist loadfile --no-loadscope-reorder
 SYSTEMS_ON_BOTH_CORES = -n 2 --dist loadgroup --no-loadscope-reorder
-# COVERAGE="--cov=async_grpo --cov-branch" measures which branches the fast tests execute.
-COVERAGE ?=
-
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
@@ -36,12 +33,16 @@ quickstart: install  ## train a small model on this machine and watch its reward
 
 test: install  ## run a real training run, a kill and a resume, and all fast tests
 	@$(IN_VENV) python -m pytest tests/system/test_system.py -m "not slow $(NO_GPU_TESTS)" $(ARGS)
-	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "not slow and not system $(NO_GPU_TESTS)" $(COVERAGE) $(ARGS)
+	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "not slow and not system $(NO_GPU_TESTS)" $(ARGS)
 
 test-system: install  ## run the tests that start systems: Ray, engines, learner ranks
 	@$(IN_VENV) python -m pytest -m "system and alone and not slow $(NO_GPU_TESTS)" \
 		--deselect tests/system/test_system.py $(ARGS)
 	@$(IN_VENV) python -m pytest $(SYSTEMS_ON_BOTH_CORES) -m "system and not alone and not slow $(NO_GPU_TESTS)" $(ARGS)
+
+coverage: install  ## measure which branches the fast tests execute
+	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "not slow and not system $(NO_GPU_TESTS)" \
+		--cov=async_grpo --cov-branch --cov-report=term:skip-covered $(ARGS)
 
 test-all: test test-system  ## run all tests, the slow ones too
 	@$(IN_VENV) python -m pytest -m "slow $(NO_GPU_TESTS)" $(ARGS)
