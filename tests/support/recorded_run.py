@@ -21,6 +21,8 @@ from async_grpo.trainer import Trainer
 from tests.support.models import write_model
 
 STEPS, BATCH = 8, 4
+REJECTING = {"enable": True, "zero_variance": False, "accuracy_high": 0.75}
+"""Of groups of four on a task of chance, 5 of 16 are rejected."""
 PROBLEMS, SAMPLES, SAMPLE_ROWS = 40, 4, 36
 """Held-out problems, responses to each, and rows of the sample table, which shows the first and
 every second step of so long a run.
@@ -44,7 +46,7 @@ def settings(home: Path, model: str) -> Config:
                 "response_length": 24,
             },
             "algorithm": {"adv_estimator": "remax", "use_kl_loss": False, "mask_truncated": True},
-            "replay": {"filter_groups": {"enable": True, "accuracy_high": 0.75}},
+            "replay": {"filter_groups": REJECTING},
             "learner": {"lr": 1e-3, "tokens_per_micro_batch": 4096},
             "evaluation": {"every_steps": 3, "max_samples": PROBLEMS, "n": SAMPLES},
             "weight_sync": {"verify_every": 2},
