@@ -21,7 +21,6 @@ NO_GPU_TESTS = $$([ "$$($(PYTHON) install.py --set $(SET) --which)" = gpu ] || e
 
 # A module at a time on each of two cores; those that are known to be long begin first (tests/conftest.py).
 ON_BOTH_CORES = -n 2 --dist loadfile --no-loadscope-reorder
-SYSTEMS_ON_BOTH_CORES = -n 2 --dist loadgroup --no-loadscope-reorder
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
@@ -38,7 +37,7 @@ test: install  ## run a real training run, a kill and a resume, and all fast tes
 test-system: install  ## run the tests that start systems: Ray, engines, learner ranks
 	@$(IN_VENV) python -m pytest -m "system and alone and not slow $(NO_GPU_TESTS)" \
 		--deselect tests/system/test_system.py $(ARGS)
-	@$(IN_VENV) python -m pytest $(SYSTEMS_ON_BOTH_CORES) -m "system and not alone and not slow $(NO_GPU_TESTS)" $(ARGS)
+	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "system and not alone and not slow $(NO_GPU_TESTS)" $(ARGS)
 
 coverage: install  ## measure which branches the fast tests execute
 	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "not slow and not system $(NO_GPU_TESTS)" \

@@ -53,10 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if system_rank(item) is not None:
             item.add_marker("system")
-            # The runs that are struck by faults need a core each: one after the other.
-            folder, _, module = item.nodeid.partition("::")[0].rpartition("/")
-            group = "chaos" if folder == "tests/chaos" else module
-            item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: len(SYSTEM) if (rank := system_rank(item)) is None else rank)
 
 
