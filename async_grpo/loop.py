@@ -37,6 +37,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_grpo.algo.metrics import MetricSums
@@ -100,6 +101,22 @@ class BatchSamples(Protocol):
         """Show some responses of this batch, whose training begins."""
 
 
+@dataclass
+class Comparison:
+    """Versions whose weights are the recorded ones bit for bit, versions that differ, and versions
+    without a recorded digest.
+    """
+
+    same: list[int] = field(default_factory=list)
+    different: list[int] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
+
+    def add(self, version: int, *, found: str, recorded: str) -> None:
+        """Compare two digests of a version's weights; "" for one that nobody took."""
+        known = self.same if found == recorded else self.different
+        (known if found and recorded else self.unknown).append(version)
+
+
 class StepListener(Protocol):
     """The part of a `RunListener` that the loop needs."""
 
@@ -116,7 +133,7 @@ class Loop:
         *,
         queue: BatchQueue,
         learner: TrainingLearner,
-        publisher: Publisher,
+        publisher: Publisher | None,
         weights: dict[str, float],
         total_steps: int,
         steps_done: int,
@@ -124,7 +141,9 @@ class Loop:
         row_state: dict[str, Any] | None = None,
         samples: BatchSamples | None = None,
     ) -> None:
-        """samples: shows some responses of every batch that is trained."""
+        """publisher: None for a loop that only repeats recorded steps. samples: shows some
+        responses of every batch that is trained.
+        """
         self._config, self._weights = config, weights
         self._queue, self._learner = queue, learner
         self._publisher, self.total_steps = publisher, total_steps
@@ -159,24 +178,38 @@ class Loop:
 
     async def repeat(
         self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]
-    ) -> tuple[int, list[int]]:
-        """Train the recorded steps up to `until` again; how many versions have a recorded digest,
-        and those with other weights.
+    ) -> Comparison:
+        """Train the recorded steps up to `until` again, and compare the weights after each with the
+        digest that `recorded` has of its version. digest: takes the digest of the weights of now.
         """
-        compared, different = 0, []
+        comparison = Comparison()
         while self.steps_done < until:
-            self.phase = f"repeating learner step {self.steps_done + 1}"
-            batch = await self._take(self.steps_done + 1, stoppable=False)
+            step, started = self.steps_done + 1, time.perf_counter()
+            self.phase = f"repeating learner step {step}"
+            batch = await self._take(step, stoppable=False)
+            taken = time.perf_counter()
             sums, metrics = await self._guard(self._train(batch))
-            self.steps_done = self._published = batch.step
-            self.latest = metrics | sums.means() | {"train/repeated": 1.0}
-            self._listener.logged(batch.step, self.latest)
-            if expected := recorded.get(batch.step):
-                found = await self._guard(digest(batch.step))
-                compared += found != ""
-                different += [batch.step] * (found not in ("", expected))
+            trained = time.perf_counter()
+            self.steps_done = self._published = step
+            expected = recorded.get(step, "")
+            found = await self._guard(digest(step)) if expected else ""
+            comparison.add(step, found=found, recorded=expected)
+            metrics |= sums.means() | {
+                "train/repeated": 1.0,
+                "weights/differ": float(len(comparison.different)),
+            }
+            if self._publisher is None:  # the seconds of a recovery count as restarting
+                metrics |= self._times(
+                    wall=time.perf_counter() - started,
+                    wait=taken - started,
+                    train=trained - taken,
+                    publish=0.0,
+                    tokens=metrics["rollout/response_tokens"],
+                )
+            self._listener.logged(step, metrics)
+            self.latest = metrics
         self.phase = BETWEEN
-        return compared, different
+        return comparison
 
     async def step(self) -> dict[str, float]:
         """Train one learner step; its metrics."""
@@ -207,8 +240,9 @@ class Loop:
             wait=taken - started,
             train=trained - taken,
             publish=published,
-            metrics=metrics,
+            tokens=metrics["rollout/response_tokens"],
         )
+        self._count(wall, metrics)
         self._listener.logged(step, metrics)
         self.phase, self.latest = BETWEEN, metrics
         return metrics
@@ -291,17 +325,19 @@ class Loop:
         finally:
             task.cancel()
 
-    def _times(
-        self, *, wall: float, wait: float, train: float, publish: float, metrics: dict[str, float]
-    ) -> dict[str, float]:
-        tokens, before = metrics["rollout/response_tokens"], self._line
-        self._line = self.time_metrics()
-        spent = LearnerTime.between(before, self._line, tokens=tokens)
+    def _count(self, wall: float, metrics: dict[str, float]) -> None:
+        """Add a step that was trained for the first time to what the summary shows."""
         self.durations.append(wall)
-        self.tokens += int(tokens)
+        self.tokens += int(metrics["rollout/response_tokens"])
         # absent when no token of the batch is in the loss
         self.lag_sum += metrics.get("train/lag_mean", 0.0)
         self.lag_max = max(self.lag_max, metrics.get("train/lag_max", 0.0))
+
+    def _times(
+        self, *, wall: float, wait: float, train: float, publish: float, tokens: float
+    ) -> dict[str, float]:
+        before, self._line = self._line, self.time_metrics()
+        spent = LearnerTime.between(before, self._line, tokens=tokens)
         return {
             "time/step": wall,
             "time/wait": wait,

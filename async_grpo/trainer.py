@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import uuid
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +48,9 @@ from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import held_out, load_task
 
 if TYPE_CHECKING:  # torch and Ray take seconds to import
-    from async_grpo.cluster.learner_replay import Comparison, Rerun
+    from async_grpo.cluster.learner_replay import Rerun
     from async_grpo.cluster.system import System
+    from async_grpo.loop import Comparison
 
 WARM_START_TIMEOUT_S = 1800.0
 SAVING_AFTER_FAILURE_S = 30.0
@@ -159,6 +159,9 @@ class Trainer:
         )
         with self.console.phase("starting Ray"):
             self._connect()
+        from async_grpo.cluster.prometheus import Exported
+
+        self._log.gauges = Exported(self.config.run.name)
         tracker = self._log.tracker = begin_tracking(
             self.config,
             resume_run_id=None if manifest is None else manifest["mlflow_run_id"],
@@ -172,13 +175,11 @@ class Trainer:
         self._started = True
         self._tell_origin(origin)
 
-    def _connect(self) -> None:
+    def _connect(self, *, learner_only: bool = False) -> Connection:
         """Join or start Ray; from the main thread."""
         self._thread.start()
-        self._connection = Connection(self.config, self._loop)
-        from async_grpo.cluster.prometheus import Exported
-
-        self._log.gauges = Exported(self.config.run.name)
+        self._connection = Connection(self.config, self._loop, learner_only=learner_only)
+        return self._connection
 
     def _start_system(self, model_dir: str, origin: Origin, saver: Saver) -> None:
         """Start engines and learner, and let the learner's weights reach the engines."""
@@ -348,22 +349,22 @@ class Trainer:
         """Start a learner alone, and train the recorded steps of this course."""
         from async_grpo.cluster.learner_replay import Rerun
 
-        rerun = self._rerun = Rerun(
-            self.config,
-            source=str(source / "journal"),
-            total_steps=self.total_steps,
-            weights=self._facts.weights,
-            key=uuid.uuid4().hex[:8],
-        )
         self._log.total_steps = course.last
         model_dir = self._model_dir()
-        self._thread.start()
-        rerun.connect()
+        connection = self._connect(learner_only=True)
+        self._rerun = Rerun(
+            self.config,
+            total_steps=self.total_steps,
+            weights=self._facts.weights,
+            key=connection.key,
+        )
         self._log.tracker = Tracker(
             self.config, run_dir=self.run_dir, resume_run_id=None, note=self.console.info
         )
         self._log.tracker.start()
-        work = rerun.run(
+        work = self._rerun.run(
+            connection.session,
+            str(source / "journal"),
             model_dir=model_dir,
             checkpoint=None if course.checkpoint is None else str(course.checkpoint / "learner"),
             first=course.first,
@@ -388,7 +389,8 @@ class Trainer:
 
         ending: exit code and message for the report; without it the code that `status` stands for.
         """
-        system, rerun, connection = self._system, self._rerun, self._connection
+        running, repeated = self._system or self._rerun, self._rerun is not None
+        connection = self._connection
         self._system = self._rerun = None
         self._connection, self._started = None, False
         orderly = status != "FAILED"
@@ -397,15 +399,12 @@ class Trainer:
                 try:
                     self._finish_saving(failed=not orderly)
                 finally:
-                    for part in (system, rerun):
-                        if part is not None:
-                            self._run(part.stop(orderly=orderly))
+                    if running is not None:
+                        self._run(running.stop(orderly=orderly))
         finally:
             if connection is not None:
                 connection.close()
-            if rerun is not None:
-                rerun.disconnect()
-            self._conclude(status, ending, report=rerun is None)
+            self._conclude(status, ending, report=not repeated)
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(timeout=10)
@@ -441,7 +440,7 @@ class Trainer:
     @property
     def step_under_way(self) -> int | None:
         """The learner step that is being trained, or comes next; None while nothing runs."""
-        running = self._system if self._rerun is None else self._rerun
+        running = self._system or self._rerun
         return None if running is None or running.loop is None else running.loop.steps_done + 1
 
     @property

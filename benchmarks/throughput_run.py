@@ -26,7 +26,7 @@ KINDS = {
     "ray::LearnerProcess": "learner",
     "ray::RolloutProcess": "rollout actor",
     "ray::QueueProcess": "queue",
-    "ray::RecordedProcess": "queue",
+    "ray::RecordedQueue": "queue",
     "VLLM::EngineCore": "engine",
     "multiprocessing.spawn": "engine",
     "verifier_child": "verifiers",

@@ -171,7 +171,13 @@ class Fakes:
     """Queue, learner and publisher in one, with every call in order."""
 
     def __init__(
-        self, settings: Config, *, steps_done: int = 0, empty_answers: int = 0, lags: bool = True
+        self,
+        settings: Config,
+        *,
+        steps_done: int = 0,
+        empty_answers: int = 0,
+        lags: bool = True,
+        publishes: bool = True,
     ) -> None:
         self.events: list[str] = []
         self.plans: list[RankPlan] = []
@@ -184,7 +190,7 @@ class Fakes:
             settings,
             queue=self,
             learner=self,
-            publisher=self,
+            publisher=self if publishes else None,
             weights=WEIGHTS,
             total_steps=9,
             steps_done=steps_done,
@@ -336,6 +342,33 @@ def test_a_step_whose_rows_are_all_masked_is_trained_and_logged() -> None:
         metrics = await run.loop.step()
         assert "train/lag_mean" not in metrics
         assert (run.loop.lag_sum, run.loop.lag_max, run.loop.steps_done) == (0, 0, 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("publishes", [True, False], ids=["recovery", "learner alone"])
+def test_recorded_steps_are_repeated_compared_and_not_published(publishes: bool) -> None:
+    async def scenario() -> None:
+        run = Fakes(config(), steps_done=1, publishes=publishes)
+        asked: list[int] = []
+
+        async def digest(version: int) -> str:
+            asked.append(version)
+            return {2: "two", 3: "other", 5: ""}[version]
+
+        recorded = {2: "two", 3: "three", 5: "five"}
+        weights = await run.loop.repeat(5, recorded=recorded, digest=digest)
+        assert (weights.same, weights.different, weights.unknown) == ([2], [3], [4, 5])
+        assert asked == [2, 3, 5], "nothing is staged for a version without a recorded digest"
+        assert (run.loop.steps_done, len(run.logged)) == (5, 4)
+        assert not [event for event in run.events if event.startswith("publish")]
+        assert [line["weights/differ"] for _, line in run.logged] == [0, 1, 1, 1]
+        assert all(line["train/repeated"] == 1 for _, line in run.logged)
+        assert all(("time/step" in line) is not publishes for _, line in run.logged)
+        assert run.loop.tokens == 0, "the summary counts a step once"
+        if publishes:
+            await run.loop.publish_newest()
+            assert "publish 5" not in run.events, "its version was published before"
 
     asyncio.run(scenario())
 

@@ -19,16 +19,19 @@ from async_grpo.runtime.lifetime import remove_abandoned
 class Connection:
     """A start's connection to Ray, made at once, until `close`. `key` names its memory segments."""
 
-    def __init__(self, config: Config, event_loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, config: Config, event_loop: asyncio.AbstractEventLoop, *, learner_only: bool = False
+    ) -> None:
         """Join or start Ray, while `event_loop`, which runs in another thread, imports the system.
-        Raises SetupError.
+        learner_only: without rollout actors. Raises SetupError.
         """
         from async_grpo.cluster.session import Session
 
         self._config, self.key = config, uuid.uuid4().hex[:8]
         self._stacks = stacks.home(config.run.dir)
         importing = asyncio.run_coroutine_threadsafe(_import_system(), event_loop)
-        self.session = Session.open(processes=room_for(config))
+        processes = config.learner.ranks + 1 if learner_only else room_for(config)
+        self.session = Session.open(processes=processes)
         importing.result()
         stacks.end(self._stacks)  # of a start that was killed
         stacks.register("driver", self._stacks)

@@ -211,20 +211,21 @@ class LearnerSupervisor:
             return
         recorded = await self._queue.digests()
         await self._learner.connect([])
-        compared, different = await self._loop.repeat(until, recorded=recorded, digest=self._digest)
+        weights = await self._loop.repeat(until, recorded=recorded, digest=self._digest)
+        compared = len(weights.same) + len(weights.different)
         self._listener.note(
             f"learner steps {origin.step + 1} to {until} are trained again from their "
             "recorded batches; "
             + (
-                f"the weights are the same bits at {compared - len(different)} of "
+                f"the weights are the same bits at {len(weights.same)} of "
                 f"{compared} recorded versions"
                 if compared
                 else "no digests to compare with"
             )
         )
-        if different:
+        if weights.different:
             self._listener.note(
-                f"the weights differ from version {different[0]} on: kernels that are not "
+                f"the weights differ from version {weights.different[0]} on: kernels that are not "
                 "deterministic. Tokens keep the log-probs with which they "
                 "were sampled, so the importance ratios stay right"
             )

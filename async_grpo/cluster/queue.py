@@ -1,10 +1,9 @@
 """The replay queue as a Ray actor, and how the driver and rollout actors call it.
 
-Runs in: the queue's process (`QueueProcess`, and `RecordedProcess`, which repeats a journal), the
-driver (`DriverQueue`) and rollout actors (`ActorQueue`). A module that imports nothing large, so
-that a queue that died is back at once. Hides Ray: frames travel as one array, a wait that ends soon
-is waited out at the queue instead of by one remote call after the other, and every call has a
-deadline and says who is late or gone.
+Runs in: the queue's process (`QueueProcess`), the driver (`DriverQueue`) and rollout actors
+(`ActorQueue`). A module that imports nothing large, so that a queue that died is back at once.
+Hides Ray: frames travel as one array, a wait that ends soon is waited out at the queue instead of
+by one remote call after the other, and every call has a deadline and says who is late or gone.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import ray
 
 from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
 from async_grpo.replay.actor_reports import ActorReport, ActorReports, QueueMetrics
-from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings, Verdict
@@ -245,26 +243,6 @@ class QueueProcess:
     async def forget(self, *, segment: int, step: int) -> None:
         """See `ReplayQueue.forget`."""
         await self._queue.forget(segment=segment, step=step)
-
-
-class RecordedProcess:
-    """A `RecordedQueue` as an actor, with what the loop and the learner ask of it."""
-
-    def __init__(self, directory: str) -> None:
-        """directory: of the journal. Raises JournalError for one that cannot be read."""
-        self._queue = RecordedQueue(directory)
-
-    async def get_batch(self, step: int) -> Batch | None:
-        """The recorded batch. Raises SetupError where there is none."""
-        return await self._queue.get_batch(step)
-
-    async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
-        """The recorded frames."""
-        return await self._queue.payload(step, group_ids)
-
-    async def digests(self) -> dict[int, str]:
-        """The recorded digests of the weights, by version."""
-        return await self._queue.digests()
 
 
 class DriverQueue:

@@ -12,8 +12,9 @@ import sys
 import pytest
 
 from async_grpo.cluster import queue as queue_module
-from async_grpo.cluster.queue import QueueProcess, RecordedProcess
+from async_grpo.cluster.queue import QueueProcess
 from async_grpo.errors import JournalError, SetupError
+from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.wire import unpack_frames
 from tests.support.frames import frame_of
@@ -95,7 +96,7 @@ async def test_the_recorded_batches_are_served_by_their_process(tmp_path):
     frames = [frame_of(ticket) for ticket in tickets]
     await queue.put("a", frames)
     batch = await queue.get_batch(1)
-    recorded = RecordedProcess(str(tmp_path))
+    recorded = RecordedQueue(str(tmp_path))
     assert await recorded.get_batch(1) == batch
     payload = await recorded.payload(1, [meta.group_id for meta in batch.groups])
     assert [bytes(frame) for frame in unpack_frames(payload)] == frames

@@ -22,7 +22,6 @@ UNTRACKED = {
     "weights/self_check_error",  # printed at the start
     "weights/self_check_moved",
     "weights/self_check_sampler_error",
-    "weights/differ",  # printed after a learner's replay
     "eval/accuracy_sampled",  # read from older runs
 }
 BEGINNINGS = {"rollout/advantage"}
