@@ -13,7 +13,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # no test asserts a time
+hypothesis.settings.load_profile("no deadline")
 
 SYSTEM = (
     "tests/chaos/test_resume.py",

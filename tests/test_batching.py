@@ -22,7 +22,7 @@ from async_grpo.batching import (
     minibatches,
 )
 
-fast = settings(max_examples=60, deadline=None)
+fast = settings(max_examples=60)
 row_lengths = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 200)), max_size=40)
 shapes = st.lists(
     st.tuples(st.integers(1, 120), st.lists(st.integers(1, 200), min_size=1, max_size=9)),

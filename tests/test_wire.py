@@ -75,7 +75,7 @@ def groups(draw: st.DrawFn) -> Group:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(group=groups())
 def test_a_group_survives_the_wire(group: Group) -> None:
     back = decode_group(bytearray(encode_group(group)))
@@ -96,7 +96,7 @@ def test_a_group_survives_the_wire(group: Group) -> None:
         assert [getattr(got, name) for name in facts] == [getattr(sent, name) for name in facts]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(group=groups(), data=st.data())
 def test_a_damaged_frame_is_refused(group: Group, data: st.DataObject) -> None:
     frame = bytearray(encode_group(group))
@@ -125,7 +125,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(value=values, data=st.data())
 def test_a_wrong_header_is_refused_or_harmless(value: object, data: st.DataObject) -> None:
     frame = frame_of(GroupTicket(3, 1, 2), versions=(2, 3), times={"start": 1.0})

@@ -22,7 +22,7 @@ from tests.support.algo_case import F64, clips, close, fast, gradient, seeds, sl
 
 SELECTING = POLICY_LOSSES.where(lambda traits: traits.selects)
 SEQUENCE = POLICY_LOSSES.where(lambda traits: traits.rows)
-few = settings(max_examples=12, deadline=None)  # for each of the losses
+few = settings(max_examples=12)  # for each of the losses
 JUNK = [math.nan, math.inf, -math.inf, 1e30]
 NARROW = {
     "dppo": Dppo(low=0.03, high=0.05),

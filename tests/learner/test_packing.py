@@ -46,7 +46,7 @@ def row_positions(packed: Packed) -> list[range]:
 
 
 @given(shapes=groups, seed=st.integers(0, 99))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_row_is_whole_and_every_token_is_there_once(
     shapes: list[tuple[int, list[int]]], seed: int
 ) -> None:
@@ -86,7 +86,7 @@ def test_every_row_is_whole_and_every_token_is_there_once(
 
 
 @given(shapes=groups, seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_gradients_are_those_of_indexing(shapes: list[tuple[int, list[int]]], seed: int) -> None:
     rows = rows_of(shapes, seed=seed)
     packed, generator = pack(rows, CPU), torch.Generator().manual_seed(seed)

@@ -82,7 +82,6 @@ def run_schedules(order: str, on_stale: str, count: int) -> tuple[Counter[str], 
     # Not reduced: the error names the scenario, and reducing takes minutes.
     @settings(
         max_examples=count,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

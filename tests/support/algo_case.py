@@ -13,7 +13,7 @@ from async_grpo.algo.aggregation import aggregate_loss, row_weights
 from async_grpo.algo.losses import Clip
 
 F64 = torch.float64
-fast = settings(max_examples=40, deadline=None)
+fast = settings(max_examples=40)
 seeds = st.integers(0, 2**31)
 clips = st.builds(
     Clip,

@@ -47,7 +47,7 @@ def total(task, response, reference):
 # --- the order of problems
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=strategies.integers(1, 300),
     epoch=strategies.integers(0, 5),

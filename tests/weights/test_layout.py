@@ -33,7 +33,7 @@ def slow_checksum(data: bytes) -> int:
     return total
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=300))
 def test_the_checksum_equals_a_slow_loop(data: bytes) -> None:
     assert checksum(
@@ -58,7 +58,7 @@ def test_the_checksum_of_several_blocks(length: int) -> None:
     assert checksum(tensor) != found, "two words changed places unseen"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(
