@@ -31,12 +31,10 @@ quickstart: install  ## train a small model on this machine and watch its reward
 	@$(IN_VENV) python -m async_grpo.run configs/quickstart.yaml $(ARGS)
 
 test: install  ## run a real training run, a kill and a resume, and all fast tests
-	@$(IN_VENV) python -m pytest tests/system/test_system.py -m "not slow $(NO_GPU_TESTS)" $(ARGS)
 	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "not slow and not system $(NO_GPU_TESTS)" $(ARGS)
 
 test-system: install  ## run the tests that start systems: Ray, engines, learner ranks
-	@$(IN_VENV) python -m pytest -m "system and alone and not slow $(NO_GPU_TESTS)" \
-		--deselect tests/system/test_system.py $(ARGS)
+	@$(IN_VENV) python -m pytest -m "system and alone and not slow $(NO_GPU_TESTS)" $(ARGS)
 	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "system and not alone and not slow $(NO_GPU_TESTS)" $(ARGS)
 
 coverage: install  ## measure which branches the fast tests execute

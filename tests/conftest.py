@@ -1,9 +1,9 @@
 """Which tests make a system, in which order they run, and what several modules share.
 
-`make test` runs `tests/system/test_system.py` (a real run, a kill, a resume) and then all tests
-that need no system, a module at a time on each core (pytest-xdist). `make test-system` runs the
-tests marked `system`: first those marked `alone`, which look at everything that the machine has or
-use it up, then the others, two modules at a time.
+`make test` runs `tests/system/test_system.py` (a real run, a kill, a resume) beside all tests that
+need no system, a module at a time on each core (pytest-xdist). `make test-system` runs the tests
+marked `system`: first those marked `alone`, which look at everything that the machine has or use it
+up, then the others, two modules at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import pytest
 hypothesis.settings.register_profile("no deadline", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("no deadline")
 
+FIRST = "tests/system/test_system.py"
+"""The system of `make test`: it begins first, and runs beside the rest."""
 SYSTEM = (
     "tests/chaos/test_resume.py",
     "tests/chaos/test_chaos.py",
@@ -32,17 +34,21 @@ SYSTEM = (
     "tests/cluster/",
     "tests/replay/test_queue_kills.py",
     "tests/system/",
+    "tests/replay/test_simulation.py",
+    "tests/learner/test_adapters.py",
+    "tests/learner/test_checkpoint.py",
     "tests/observe/test_bottleneck.py",
     "tests/test_session.py",
 )
 """Modules and folders whose tests start Ray, engines or learner ranks, or simulate for long; the
 longest first, so that none of them is begun last."""
 LIGHT = (
+    FIRST,
     "tests/cluster/test_placement.py",
     "tests/cluster/test_evaluation.py",
     "tests/system/test_synchronous.py",
 )
-"""Modules of those folders that start nothing."""
+"""Modules of those folders that belong to `make test`."""
 
 
 def system_rank(item: pytest.Item) -> int | None:
@@ -57,7 +63,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if system_rank(item) is not None:
             item.add_marker("system")
-    items.sort(key=lambda item: len(SYSTEM) if (rank := system_rank(item)) is None else rank)
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    if item.nodeid.startswith(FIRST):
+        return -1
+    return len(SYSTEM) if (rank := system_rank(item)) is None else rank
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -42,7 +42,7 @@ from tests.support.journal_life import (
     ready_frames,
 )
 
-MUTATIONS = 10_000
+MUTATIONS = 4_000
 
 
 @pytest.fixture
@@ -360,16 +360,19 @@ def test_a_damaged_segment_before_the_last_one_does_not_hide_what_it_lost(
 
 
 @pytest.mark.parametrize(
+    "mutations", [MUTATIONS, pytest.param(10 * MUTATIONS, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
     ("resume", "share"), [(None, 0.6), ("checkpoint", 0.25), ("beginning", 0.15)]
 )
 def test_damaged_files_never_give_a_wrong_group(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, resume: str | None, share: float
+    folder: Path, monkeypatch: pytest.MonkeyPatch, resume: str | None, share: float, mutations: int
 ) -> None:
     monkeypatch.setattr(
         history, "decode_meta", lru_cache(decode_meta)
     )  # most frames are whole, and the same every time
     total: Counter[str] = Counter()
-    seeds, times = 5, int(share * MUTATIONS)
+    seeds, times = 5, int(share * mutations)
     for seed in range(seeds):
         told = asyncio.run(story(folder / str(seed), 50 + seed, resume=resume))
         numbers = list(told.files)
