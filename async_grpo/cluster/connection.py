@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Collection
 from types import ModuleType
 
 from async_grpo.cluster.placement import room_for
 from async_grpo.config.schema import Config
 from async_grpo.runtime import stacks
-from async_grpo.runtime.lifetime import remove_abandoned
+from async_grpo.runtime.lifetime import descendants, remove_abandoned
+
+ENDING_TIMEOUT_S = 10.0
+"""For killed processes to be gone: their memory is given back first."""
 
 
 class Connection:
@@ -37,9 +41,9 @@ class Connection:
         stacks.register("driver", self._stacks)
         self.remove_leftovers()
 
-    def remove_leftovers(self) -> None:
+    def remove_leftovers(self, *, ending: Collection[int] = ()) -> None:
         """Remove what processes of this start, or killed ones in this run directory, left in
-        memory.
+        memory. ending: processes of this start that were killed just now.
         """
         from async_grpo.learner.drafts import remove_drafts
         from async_grpo.weights.shared_memory import remove_segments
@@ -47,13 +51,15 @@ class Connection:
 
         remove_segments(self.key, fallback_directory(self._config))
         remove_drafts(self.key)
-        remove_abandoned("engine")  # what engines left that were killed, not closed
+        # what engines left that were killed, not closed
+        remove_abandoned("engine", ending=ending, wait_s=ENDING_TIMEOUT_S)
 
     def close(self) -> None:
         """Leave Ray, or end the cluster that was started here."""
+        ending = descendants()
         self.session.close()
         stacks.end(self._stacks)
-        self.remove_leftovers()
+        self.remove_leftovers(ending=ending)
 
 
 async def _import_system() -> ModuleType:

@@ -16,6 +16,8 @@ import signal
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Collection
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -53,13 +55,14 @@ def die_with(ancestor: int) -> None:
 def kill_descendants() -> None:
     """Kill all descendants; first stop them all, so that none starts another meanwhile."""
     known: list[int] = []
-    while new := [pid for pid in _descendants() if pid not in known]:
+    while new := [pid for pid in descendants() if pid not in known]:
         _signal(new, signal.SIGSTOP)
         known += new
     _signal(known, signal.SIGKILL)
 
 
-def _descendants() -> list[int]:
+def descendants() -> list[int]:
+    """Return the process ids of all children, their children, and so on."""
     parents = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -101,10 +104,20 @@ def own_directory(purpose: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"async_grpo-{purpose}-{owner()}-"))
 
 
-def remove_abandoned(purpose: str) -> None:
-    """Remove the directories that `own_directory` made in processes that are gone."""
+def remove_abandoned(purpose: str, *, ending: Collection[int] = (), wait_s: float = 0.0) -> None:
+    """Remove the directories that `own_directory` made in processes that are gone.
+
+    ending: processes that were killed; those that own a directory are waited for, all together
+    `wait_s` seconds at most.
+    """
+    deadline, awaited = time.monotonic() + wait_s, {str(pid) for pid in ending}
     for path in Path(tempfile.gettempdir()).glob(f"async_grpo-{purpose}-*"):
-        if is_gone(path.name.split("-")[2]):
+        owner = path.name.split("-")[2]
+        while not (gone := is_gone(owner)) and time.monotonic() < deadline:
+            if owner.rpartition(".")[2] not in awaited:
+                break
+            time.sleep(0.02)
+        if gone:
             shutil.rmtree(path, ignore_errors=True)  # another user's
 
 

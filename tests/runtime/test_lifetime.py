@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,3 +86,40 @@ def test_a_directory_goes_once_its_owner_is_gone(monkeypatch, tmp_path) -> None:
         and mine.exists()
     )
     assert not lifetime.is_gone(lifetime.owner()) and lifetime.is_gone(f"{processes}.{ended.pid}")
+
+
+def test_owners_that_were_killed_just_now_are_waited_for_and_others_are_not(
+    monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(lifetime.tempfile, "tempdir", str(tmp_path))
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    killed, serving = (subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(2))
+    processes = lifetime.owner().partition(".")[0]
+    paths = {
+        owner.pid: tmp_path / f"async_grpo-engine-{processes}.{owner.pid}-a"
+        for owner in (killed, serving)
+    }
+    for path in paths.values():
+        path.mkdir()
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            killed.kill()
+            killed.wait(timeout=30)
+
+    try:
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=nap)
+        monkeypatch.setattr(lifetime, "time", clock)
+        assert {killed.pid, serving.pid} <= set(lifetime.descendants())
+        lifetime.remove_abandoned("engine", wait_s=60.0)
+        assert naps == [] and all(path.exists() for path in paths.values())
+        lifetime.remove_abandoned("engine", ending=[killed.pid], wait_s=60.0)
+        assert len(naps) == 3 and not paths[killed.pid].exists() and paths[serving.pid].exists()
+        lifetime.remove_abandoned("engine", ending=[serving.pid], wait_s=0.0)
+        assert paths[serving.pid].exists(), "it did not end in time: the next start removes it"
+    finally:
+        for process in (killed, serving):
+            process.kill()
+            process.wait(timeout=30)
