@@ -24,6 +24,7 @@ from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import LearnerLost, RunError
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
+from async_grpo.runtime.text import first_line
 from async_grpo.weights.transport import Announcement, Staged, TokenSequence
 
 CLOSE_TIMEOUT_S = 10.0
@@ -254,10 +255,7 @@ class LearnerGroup:
 
     def _lost(self, what: str, error: BaseException) -> LearnerLost:
         self._serves.clear()
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return LearnerLost(
-            f"a learner rank died during {what}: {lines[0] if lines else type(error).__name__}"
-        )
+        return LearnerLost(f"a learner rank died during {what}: {first_line(error)}")
 
 
 def _unless_failed(answers: list[Any]) -> list[Any]:

@@ -26,6 +26,7 @@ from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings, Verdict
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
+from async_grpo.runtime.text import first_line
 from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_frames
 
 BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
@@ -398,8 +399,7 @@ class ActorQueue:
 
 def queue_died(error: BaseException) -> FaultBudgetSpent:
     """The error of a run whose queue is gone for good."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return FaultBudgetSpent(
         "the replay queue's process died, and more often than cluster.restart_budget "
-        f"allows (with replay.journal.enable=false: once): {lines[0]}"
+        f"allows (with replay.journal.enable=false: once): {first_line(error)}"
     )

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from async_grpo.algo.catalog import Constants
-from async_grpo.config import yaml12
 from async_grpo.config.docs import settings, show
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Mark, Section, fixed
@@ -138,14 +137,6 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
         changes.all.append(Change(name, there, here, mark, trains))
     changes.unknown.extend(_unknown(saved, ()))
     return changes
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The settings that a start of a run wrote down; nothing where they cannot be read."""
-    try:
-        return dict(yaml12.read(path.read_text(encoding="utf-8"))[0])
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def training_digest(config: Config) -> str:

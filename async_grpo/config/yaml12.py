@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -141,6 +142,14 @@ def _collect_lines(
             here = (*path, str(key.value))
             lines.setdefault(here, key.start_mark.line + 1)
             _collect_lines(value, here, lines)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read the settings that a start of a run wrote down; nothing where they cannot be read."""
+    try:
+        return dict(read(path.read_text(encoding="utf-8"))[0])
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def write(value: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from async_grpo.config.schema import WARM_START_POSITIONS, Config
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine import stop_tokens
+from async_grpo.runtime.text import ERROR_CHARS, shortened
 from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.data import RowTask, quiet_hub
@@ -263,9 +264,8 @@ def _encoded(config: Config, model: str, tokenizer: Any, problem: Problem) -> li
 def _start(problem: Problem) -> str:
     """The beginning of a prompt, of its last message."""
     text = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
-    return repr(text if len(text) <= 60 else text[:57] + "...")
+    return repr(shortened(text, 60))
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+    return shortened(" ".join(str(error).split()) or type(error).__name__, ERROR_CHARS)

@@ -18,6 +18,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,44 +44,25 @@ from async_grpo.replay.inspection import (
     many,
     reward,
     select,
-    visible,
     why_none,
     why_unknown,
 )
 from async_grpo.replay.journal import segments
 from async_grpo.replay.ledger import State
+from async_grpo.runtime.text import on_one_line, shortened
 from async_grpo.wire import Group, Rollout, WireError
 
 DecodeTokens = Callable[[Iterable[int]], str]
 
 PLAIN_WIDTH = 100_000
 """Columns off a terminal, where no line is to wrap."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
 SNIPPET = 60
 """Characters of a prompt or response in the table."""
-CHOICES = (
-    "states",
-    "steps",
-    "version",
-    "actor",
-    "min_reward",
-    "max_reward",
-    "sort",
-    "reverse",
-    "limit",
-)
-"""Options that say which groups are listed, and in which order."""
+LIMIT = 20
+"""Groups that are listed without --limit."""
 LEAST_IMPORTANT = ("actor", "seconds", "ticket", "truncated", "verdict")
 """Columns that a narrow terminal does without, the first one first."""
-STATE_STYLES = {
-    "trained": "green",
-    "training": "bright_green",
-    "ready": "cyan",
-    "in flight": "blue",
-    "waiting": "yellow",
-    "rejected": "magenta",
-    "failed": "red",
-    "expired": "red",
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -89,130 +71,86 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Exits with 2 for one that makes no sense."""
+    """Read the command line; exit with 2 for one that makes no sense."""
     parser = _Parser(
         prog="python -m async_grpo.replay",
         description="Look into a run's replay queue, while it goes on or afterwards.",
+        epilog="The reward is weighted by task.rewards of the run's config.yaml; without weights "
+        "there, it is the first component.",
     )
     parser.add_argument(
         "run_dir", type=Path, help="the run's directory (run.dir), which holds journal/"
     )
     parser.add_argument("--ledger", action="store_true", help="print only the ledger, no groups")
-    _selecting(parser)
-    _showing(parser)
-    parser.epilog = (
-        "The reward is weighted by task.rewards of the run's config.yaml; without weights "
-        "there, it is the first component."
-    )
+    _selecting(parser.add_argument_group("which groups").add_argument)
+    _showing(parser.add_argument_group("how they are shown").add_argument)
     options = parser.parse_args(argv)
-    if problem := _contradiction(options, parser):
+    if problem := _contradiction(options):
         parser.error(problem)
     return options
 
 
-def _selecting(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_argument_group("which groups")
-    which.add_argument(
-        "--group",
-        type=_natural,
-        metavar="ID",
-        help="this one, whole: prompt, responses, rewards, version spans",
-    )
-    which.add_argument(
+def _selecting(add: Callable[..., Any]) -> None:
+    whole = "this one, whole: prompt, responses, rewards, version spans"
+    add("--group", type=_natural, metavar="ID", help=whole)
+    add(
         "--state",
         dest="states",
         action="append",
-        choices=[state.value for state in State],
+        choices=list(State),
         metavar="STATE",
         help="in this state; may be repeated: " + ", ".join(State),
     )
-    which.add_argument(
-        "--step",
-        "--steps",
-        dest="steps",
-        type=_span,
-        metavar="N|A-B",
-        help="taken by these learner steps",
-    )
-    which.add_argument(
-        "--version", type=_natural, metavar="V", help="with a token that policy version V sampled"
-    )
-    which.add_argument(
-        "--actor", metavar="NAME", help="from this rollout actor; * stands for anything"
-    )
-    which.add_argument("--min-reward", type=_real, metavar="X", help="mean reward of at least X")
-    which.add_argument("--max-reward", type=_real, metavar="X", help="mean reward of at most X")
+    taken = "taken by these learner steps"
+    add("--step", "--steps", dest="steps", type=_span, metavar="N|A-B", help=taken)
+    add("--version", type=_natural, metavar="V", help="with a token that policy version V sampled")
+    add("--actor", metavar="NAME", help="from this rollout actor; * stands for anything")
+    add("--min-reward", type=_real, metavar="X", help="mean reward of at least X")
+    add("--max-reward", type=_real, metavar="X", help="mean reward of at most X")
 
 
-def _showing(parser: argparse.ArgumentParser) -> None:
-    how = parser.add_argument_group("how they are shown")
-    how.add_argument(
-        "--sort",
-        choices=list(SORT_KEYS),
-        default="id",
-        help="largest first (default: id, so the newest first)",
-    )
-    how.add_argument("--reverse", action="store_true", help="smallest first")
-    how.add_argument(
-        "--limit",
-        type=_natural,
-        default=20,
-        metavar="N",
-        help="at most N groups, 0 for all (default: 20)",
-    )
-    how.add_argument(
-        "--text",
-        action="store_true",
-        help="with the prompt and the best response; with --json, all responses",
-    )
-    how.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="makes text of tokens (default: the model's, or the newest checkpoint's)",
-    )
-    how.add_argument(
-        "--json",
-        action="store_true",
-        help="one JSON object per group and line; with --ledger, one for the ledger",
-    )
+def _showing(add: Callable[..., Any]) -> None:
+    largest = "largest first (default: id, so the newest first)"
+    add("--sort", choices=list(SORT_KEYS), default="id", help=largest)
+    add("--reverse", action="store_true", help="smallest first")
+    limit = f"at most N groups, 0 for all (default: {LIMIT})"
+    add("--limit", type=_natural, default=LIMIT, metavar="N", help=limit)
+    text = "with the prompt and the best response; with --json, all responses"
+    add("--text", action="store_true", help=text)
+    tokenizer = "makes text of tokens (default: the model's, or the newest checkpoint's)"
+    add("--tokenizer", type=Path, metavar="DIR", help=tokenizer)
+    objects = "one JSON object per group and line; with --ledger, one for the ledger"
+    add("--json", action="store_true", help=objects)
 
 
-def _contradiction(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
-    """What one option says against another."""
-    chosen = any(
-        value != parser.get_default(name)
-        for name, value in vars(options).items()
-        if name in CHOICES
-    )
+def _selection(options: argparse.Namespace) -> Selection:
+    """Take which groups the options select, and their order."""
+    return Selection(**{one.name: getattr(options, one.name) for one in fields(Selection)})
+
+
+def _contradiction(options: argparse.Namespace) -> str | None:
+    """Say what one option has against another."""
     alone = "--ledger" if options.ledger else "--group" if options.group is not None else None
     if options.ledger and (options.group is not None or options.text):
-        return (
-            f"--ledger prints no groups, so {'--text' if options.group is None else '--group'} "
-            "has no place beside it"
-        )
-    if alone and chosen:
+        other = "--text" if options.group is None else "--group"
+        return f"--ledger prints no groups, so {other} has no place beside it"
+    if alone and (options.limit != LIMIT or _selection(options) != Selection()):
         return f"options that choose or sort groups have no place beside {alone}"
-    if (
-        None not in (options.min_reward, options.max_reward)
-        and options.min_reward > options.max_reward
-    ):
-        return (
-            f"no reward is at least {options.min_reward:g} (--min-reward) and at most "
-            f"{options.max_reward:g} (--max-reward)"
-        )
+    low, high = options.min_reward, options.max_reward
+    if low is not None and high is not None and low > high:
+        return f"no reward is at least {low:g} (--min-reward) and at most {high:g} (--max-reward)"
     return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what the options ask for; returns the exit code."""
+    """Print what the options ask for; return the exit code."""
     options = parse(argv)
     try:
-        config = _config(options.run_dir)
+        config = yaml12.read_settings(options.run_dir / "config.yaml")
         for line in _output(options, _history(options.run_dir, config), config):
             print(line)
     except RunError as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        print(f"error: {on_one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -225,17 +163,8 @@ def _output(options: argparse.Namespace, history: History, config: dict[str, Any
     elif options.ledger:
         yield from [json.dumps(ledger_facts(history))] if options.json else _ledger(history)
     else:
-        selection = Selection(
-            states=options.states,
-            steps=options.steps,
-            version=options.version,
-            actor=options.actor,
-            min_reward=options.min_reward,
-            max_reward=options.max_reward,
-            sort=options.sort,
-            reverse=options.reverse,
-        )
-        found: Iterator[Facts] = islice(select(history, selection, weights), options.limit or None)
+        selection = _selection(options)
+        found: Iterable[Facts] = islice(select(history, selection, weights), options.limit or None)
         if decode is not None:
             found = (
                 facts | _texts(history, facts, weights, decode, whole=options.json)
@@ -244,19 +173,11 @@ def _output(options: argparse.Namespace, history: History, config: dict[str, Any
         if options.json:
             yield from map(json.dumps, found)
         else:
-            yield from _ledger(history)
             groups = list(found)
             cut = len(groups) == options.limit
-            yield from (
-                "",
-                _title(
-                    history,
-                    selection,
-                    len(groups),
-                    count(history, selection, weights) if cut else len(groups),
-                ),
-            )
-            yield from _table(groups)
+            matching = count(history, selection, weights) if cut else len(groups)
+            title = _title(history, selection, len(groups), matching)
+            yield from (*_ledger(history), "", title, *_table(groups))
 
 
 # ---- where things are ----
@@ -292,15 +213,6 @@ def _real(text: str) -> float:
     return value
 
 
-def _config(run_dir: Path) -> dict[str, Any]:
-    """The run's settings as plain values; nothing depends on them but names and weights."""
-    try:
-        found = yaml12.read((run_dir / "config.yaml").read_text(encoding="utf-8"))[0]
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     found = config.get(name)
     return found if isinstance(found, dict) else {}
@@ -318,69 +230,47 @@ def _history(run_dir: Path, config: dict[str, Any]) -> History:
 
 
 def _decoder(options: argparse.Namespace, config: dict[str, Any]) -> DecodeTokens | None:
-    """Token ids -> text, special tokens included. None where no tokenizer is at hand and no option
-    insists on one.
-    """
-    model = _section(config, "model").get("path")
-    checkpoints = sorted(options.run_dir.glob("checkpoints/step_*/hf"), reverse=True)
-    places = (
-        [options.tokenizer]
-        if options.tokenizer
-        else [*([Path(model)] if model else []), *checkpoints]
-    )
-    place = next(
-        (
-            place
-            for place in places
-            if any((place / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
-        ),
-        None,
-    )
-    if place is None and (options.text or options.tokenizer):
+    """Decode token ids with special tokens; None without a tokenizer that no option asks for."""
+    places = [options.tokenizer]
+    if not options.tokenizer:
+        model = _section(config, "model").get("path")
+        checkpoints = sorted(options.run_dir.glob("checkpoints/step_*/hf"), reverse=True)
+        places = [*([Path(model)] if model else []), *checkpoints]
+    files = [place / name for place in places for name in ("tokenizer.json", TOKENIZER_CONFIG)]
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
+        if not options.text and not options.tokenizer:
+            return None
         looked = ", ".join(map(str, places)) or f"{options.run_dir}, which has no checkpoint yet"
         raise SetupError(
             f"there is no tokenizer in {looked}; name its directory with --tokenizer DIR"
         )
-    if place is None:
-        return None
-    if (place / "tokenizer.json").is_file():
-        from tokenizers import (
-            Tokenizer,
-        )  # what AutoTokenizer wraps; alone it is there in a hundredth of the time
+    if file.name != TOKENIZER_CONFIG:
+        # What AutoTokenizer wraps: alone, it is there in a hundredth of the time.
+        from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(file))
     else:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
     return lambda ids: tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
 
 # ---- text ----
 
 
-def _snippet(text: str) -> str:
-    text = visible(text)
-    return text if len(text) <= SNIPPET else text[: SNIPPET - 3] + "..."
-
-
 def _indented(ids: Iterable[int], decode: DecodeTokens | None) -> str:
     lines = decode(ids).split("\n") if decode else [" ".join(map(str, ids))]
-    return "\n".join(f"    {visible(line)}" for line in lines)
+    return "\n".join(f"    {on_one_line(line)}" for line in lines)
 
 
 def _render(table: Table) -> Iterator[str]:
-    """Lines of a table: colours and the terminal's width on a terminal, plain and as wide as they
-    are elsewhere.
-    """
+    """Write the lines of a table, fitted to a terminal; elsewhere they are as wide as they are."""
     terminal, out = sys.stdout.isatty(), io.StringIO()
-    Console(
-        file=out,
-        force_terminal=terminal,
-        width=None if terminal else PLAIN_WIDTH,
-        highlight=False,
-        emoji=False,
-    ).print(table)
+    width = None if terminal else PLAIN_WIDTH
+    screen = Console(file=out, force_terminal=terminal, width=width, highlight=False, emoji=False)
+    screen.print(table)
     yield from (line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
 
 
@@ -392,7 +282,7 @@ def _ledger(history: History) -> Iterator[str]:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in ledger_rows(history):
-        table.add_row(name, Text(visible(text)))
+        table.add_row(name, Text(on_one_line(text)))
     yield from _render(table)
 
 
@@ -400,7 +290,7 @@ def _ledger(history: History) -> Iterator[str]:
 
 
 def _title(history: History, selection: Selection, shown: int, matching: int | None) -> str:
-    """matching: groups that match, None where nobody counted them."""
+    """Say how many groups match (`matching` None: not counted), and in which order they stand."""
     if not shown:
         return why_none(history, selection)
     known = many(len(history.groups), "group")
@@ -415,9 +305,7 @@ def _title(history: History, selection: Selection, shown: int, matching: int | N
 
 
 def _table(groups: list[Facts]) -> Iterator[str]:
-    """One line per group. A terminal that is too narrow does without the least important columns,
-    and folds long texts.
-    """
+    """Write a line per group, without the least important columns where the terminal is narrow."""
     if not groups:
         return
     columns = columns_of(groups)
@@ -431,21 +319,13 @@ def _table(groups: list[Facts]) -> Iterator[str]:
             no_wrap=not column.long,
             overflow="fold" if column.long else "ellipsis",
         )
-    for cells in zip(*[column.cells for column in columns], strict=True):
-        named = zip(columns, cells, strict=True)
-        table.add_row(
-            *[
-                Text(cell, style=STATE_STYLES.get(cell, "") if column.header == "state" else "")
-                for column, cell in named
-            ]
-        )
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*map(Text, cells))
     yield from _render(table)
 
 
 def _narrowed(columns: list[Column], width: int) -> list[Column]:
-    """The columns that fit into `width` characters: without the least important ones, as far as
-    needed.
-    """
+    """Leave out as many of the least important columns as `width` characters ask for."""
     for name in LEAST_IMPORTANT:
         if sum(column.width for column in columns) <= width:
             break
@@ -461,9 +341,7 @@ def _texts(
     *,
     whole: bool,
 ) -> Facts:
-    """Prompt and best response, short enough for the table; or, `whole`, the prompt and all
-    responses to train.
-    """
+    """Decode prompt and best response, short; or, `whole`, the prompt and all that are trained."""
     group = _group(history, facts["group_id"])
     if group is None:
         return {}
@@ -471,14 +349,15 @@ def _texts(
     if whole:
         return {"prompt": prompt, "texts": [decode(row.response_ids) for row in rows]}
     best = max(rows, key=lambda row: reward(row.rewards, weights))
-    return {"prompt": _snippet(prompt), "best_response": _snippet(decode(best.response_ids))}
+    texts = {"prompt": prompt, "best_response": decode(best.response_ids)}
+    return {name: shortened(on_one_line(text), SNIPPET) for name, text in texts.items()}
 
 
 # ---- one group ----
 
 
 def _group(history: History, group_id: int) -> Group | None:
-    """None also for a damaged one: its facts say so."""
+    """Read the group's result; None also for a damaged one, whose facts say so."""
     try:
         return history.group(group_id)
     except WireError:
@@ -500,19 +379,15 @@ def _one_group(
         return
     yield from _table([facts])
     if record.reason and facts["reason"] != record.reason:
-        yield f"an earlier attempt: {visible(record.reason)}"
+        yield f"an earlier attempt: {on_one_line(record.reason)}"
     if group is None:
         if facts["reason"] != GONE:
             yield "its responses are not in the journal"
         return
     if group.attempt != record.attempt:
         yield f"what follows is the result of attempt {group.attempt}"
-    yield from (
-        "",
-        f"prompt, {len(group.prompt_ids)} tokens",
-        _indented(group.prompt_ids, decode),
-        "",
-    )
+    prompt = _indented(group.prompt_ids, decode)
+    yield from ("", f"prompt, {len(group.prompt_ids)} tokens", prompt, "")
     for index, row in enumerate(group.rollouts, 1):
         yield from (f"response {index}: {_row_line(row)}", _indented(row.response_ids, decode))
 
@@ -530,8 +405,7 @@ def _whole(group: Group, decode: DecodeTokens | None) -> Facts:
         | ({"text": decode(row.response_ids)} if decode else {})
         for row in group.rollouts
     ]
-    prompt = {"prompt": decode(group.prompt_ids)} if decode else {}
-    return prompt | {
+    return ({"prompt": decode(group.prompt_ids)} if decode else {}) | {
         "attempt": group.attempt,
         "prompt_ids": group.prompt_ids.tolist(),
         "rollouts": rollouts,
@@ -540,15 +414,16 @@ def _whole(group: Group, decode: DecodeTokens | None) -> Facts:
 
 
 def _row_line(row: Rollout) -> str:
-    rewards = ", ".join(f"{visible(name)} {value:g}" for name, value in row.rewards.items())
-    spans = ", ".join(f"v{span.policy_version} [{span.start}, {span.end})" for span in row.versions)
-    if len(row.versions) == 1:
-        spans = f"v{row.versions[0].policy_version}"
+    rewards = ", ".join(f"{on_one_line(name)} {value:g}" for name, value in row.rewards.items())
+    spans = f"v{row.versions[0].policy_version}"
+    if len(row.versions) > 1:
+        parts = [f"v{span.policy_version} [{span.start}, {span.end})" for span in row.versions]
+        spans = ", ".join(parts)
     verdict = "" if row.verdict is None else f", verdict {row.verdict:g}"
     baseline = "baseline, " if row.role == "baseline" else ""
     return (
         f"{baseline}{rewards}{verdict}, {len(row.response_ids)} tokens by {spans}, "
-        f"{visible(row.finish_reason)}"
+        f"{on_one_line(row.finish_reason)}"
     )
 
 

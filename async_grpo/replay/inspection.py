@@ -8,7 +8,7 @@ to train; a baseline counts nowhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -17,8 +17,7 @@ from async_grpo.replay.history import GroupRecord, History, Start, Unlisted
 from async_grpo.replay.journal import segment_path, segments
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.token_ledger import PLACES
-from async_grpo.runtime import text as text_for_people
-from async_grpo.runtime.text import ago
+from async_grpo.runtime.text import ago, on_one_line
 from async_grpo.wire import GroupMeta, WireError
 
 Facts = dict[str, Any]
@@ -38,7 +37,14 @@ before.
 """
 HAS_RESULT = (State.READY, State.TRAINING, State.TRAINED)
 """A group in one of these had a result, whatever the journal still has of it."""
+NUMBERS_OF_RESULT = (
+    *("lag_min", "lag_max", "reward", "verdict", "length_min", "length_mean", "length_max"),
+    *("truncated", "seconds", "finished_at"),
+)
 GONE = "its result is no longer in the journal"
+LOST = ("attempts_lost", "forfeited", "overdue", "expirations", "unreadable")
+REFUSED = ("late", "duplicate", "abandoned", "invalid")
+"""Counters of the ledger that are listed together."""
 COUNTED = 2_000
 """Results that are read only to say how many groups match: a fraction of a second, unless responses
 are very long.
@@ -54,12 +60,11 @@ LONG_MIN_WIDTH, GAP = 16, 2
 
 @dataclass(frozen=True)
 class Selection:
-    """Which groups, in which order; None selects all. `steps` is a range with both ends, `actor`
-    may contain `*`.
-    """
+    """Selects groups and their order; None selects all, `actor` may contain `*`."""
 
     states: Sequence[str] | None = None
     steps: tuple[int, int] | None = None
+    """The first and the last."""
     version: int | None = None
     actor: str | None = None
     min_reward: float | None = None
@@ -69,23 +74,17 @@ class Selection:
 
     @property
     def narrows(self) -> bool:
-        """Whether it leaves groups out."""
+        """Whether the selection leaves groups out."""
         return bool(self.states or self.steps or self.reads_frames)
 
     @property
     def reads_frames(self) -> bool:
         """Whether the journal's events alone cannot tell which groups match."""
-        return (self.version, self.actor, self.min_reward, self.max_reward) != (
-            None,
-            None,
-            None,
-            None,
-        )
+        asked = (self.version, self.actor, self.min_reward, self.max_reward)
+        return any(value is not None for value in asked)
 
     def may_match(self, record: GroupRecord) -> bool:
-        """What can be told without the frame. No token is older than its ticket, or newer than the
-        weights that its step trained.
-        """
+        """Decide what needs no frame: tokens are between their ticket and their step's weights."""
         if self.states and record.state not in self.states:
             return False
         if self.steps and not (
@@ -101,7 +100,7 @@ class Selection:
         return (record.policy_version or 0) <= self.version < record.step
 
     def matches(self, facts: Facts) -> bool:
-        """The rest, of `group_facts`."""
+        """Decide the rest, from `group_facts`."""
         if self.version is not None and self.version not in facts["versions"]:
             return False
         if self.actor and not fnmatchcase(facts["actor"], self.actor):
@@ -113,42 +112,33 @@ class Selection:
 
 
 def candidates(history: History, selection: Selection) -> list[GroupRecord]:
-    """Groups that may match, as far as no frame is needed; the newest first, or last with
-    `reverse`.
-    """
+    """List groups that may match, as far as no frame tells; newest first unless reversed."""
     found = [record for record in history.groups.values() if selection.may_match(record)]
     return sorted(found, key=lambda record: record.group_id, reverse=not selection.reverse)
 
 
 def select(history: History, selection: Selection, weights: Mapping[str, float]) -> Iterator[Facts]:
-    """The groups that match, in order; sorted by id they are read only as far as they are asked
-    for.
-    """
+    """Yield the groups that match, in order; sorted by id, none is read before it is asked for."""
     every = (group_facts(history, record, weights) for record in candidates(history, selection))
-    found: Iterator[Facts] = (facts for facts in every if selection.matches(facts))
-    if selection.sort != "id":
-        key, sign = SORT_KEYS[selection.sort], 1 if selection.reverse else -1
-        found = iter(
-            sorted(found, key=lambda facts: (facts[key] is None, sign * (facts[key] or 0)))
-        )
-    return found
+    found = filter(selection.matches, every)
+    if selection.sort == "id":
+        return found
+    key, sign = SORT_KEYS[selection.sort], 1 if selection.reverse else -1
+    return iter(sorted(found, key=lambda facts: (facts[key] is None, sign * (facts[key] or 0))))
 
 
 def count(history: History, selection: Selection, weights: Mapping[str, float]) -> int | None:
-    """How many groups match; None where that would take a while to tell."""
+    """Count the groups that match; None where that would take a while."""
     found = candidates(history, selection)
     if not selection.reads_frames:
         return len(found)
-    return (
-        None
-        if len(found) > COUNTED
-        else sum(selection.matches(group_facts(history, record, weights)) for record in found)
-    )
+    return sum(1 for _ in select(history, selection, weights)) if len(found) <= COUNTED else None
 
 
 def group_facts(history: History, record: GroupRecord, weights: Mapping[str, float]) -> Facts:
-    """One group at its latest attempt. Without its result, what only that can tell is None or
-    empty. weights: see `reward`.
+    """Describe a group at its latest attempt; what only a result tells is None or empty without.
+
+    weights: see `reward`.
     """
     facts: Facts = {
         "group_id": record.group_id,
@@ -157,18 +147,9 @@ def group_facts(history: History, record: GroupRecord, weights: Mapping[str, flo
         "step": record.step,
         "ticket_version": record.policy_version,
         "versions": [],
-        "lag_min": None,
-        "lag_max": None,
-        "reward": None,
         "rewards": {},
-        "verdict": None,
         "responses": 0,
-        "length_min": None,
-        "length_mean": None,
-        "length_max": None,
-        "truncated": None,
-        "seconds": None,
-        "finished_at": None,
+        **dict.fromkeys(NUMBERS_OF_RESULT),
         "actor": record.actor_id,
         "reason": _reason(record),
     }
@@ -191,14 +172,14 @@ def _reason(record: GroupRecord) -> str:
 
 
 def reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """The one number of a response: the weighted sum, or without weights the first component."""
+    """Sum a response's components by weight; without weights, take the first component."""
     if weights:
         return sum(weight * rewards.get(name, 0.0) for name, weight in weights.items())
     return next(iter(rewards.values()))
 
 
 def ledger_facts(history: History) -> Facts:
-    """Where the run is, and what became of its groups."""
+    """Say where the run is, and what became of its groups."""
     ledger = history.ledger
     return {
         "steps": ledger.steps,
@@ -222,15 +203,13 @@ def ledger_facts(history: History) -> Facts:
 
 
 def _tokens_by_place(ledger: Ledger) -> dict[str, int]:
-    """What became of the response tokens (`token_ledger`); the sum first."""
+    """Count response tokens by what became of them (`token_ledger`); the sum first."""
     found = ledger.tokens.metrics(ledger)
     return {place: int(found[f"goodput/{place}"]) for place in ("generated", *PLACES)}
 
 
 def listed_steps(history: History) -> tuple[int, int] | None:
-    """The first and the last learner step whose groups are listed; None where no group has a
-    step.
-    """
+    """Find the first and the last learner step of listed groups; None where none has a step."""
     steps = [record.step for record in history.groups.values() if record.step is not None]
     return (min(steps), max(steps)) if steps else None
 
@@ -238,10 +217,8 @@ def listed_steps(history: History) -> tuple[int, int] | None:
 def _measured(meta: GroupMeta, step: int | None, weights: Mapping[str, float]) -> Facts:
     rows, times = meta.rows_to_train, meta.times.values()
     versions = sorted({version for row in rows for version, _ in row.versions})
-    lengths, verdicts = (
-        [row.length for row in rows],
-        [row.verdict for row in rows if row.verdict is not None],
-    )
+    lengths = [row.length for row in rows]
+    verdicts = [row.verdict for row in rows if row.verdict is not None]
     return {
         "versions": versions,
         "lag_min": step - 1 - versions[-1] if step else None,
@@ -270,55 +247,26 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def ledger_rows(history: History) -> list[tuple[str, str]]:
-    """What the ledger says to a person: a name and a text, which may contain anything that a run
-    produced.
-    """
-    ledger, totals, digest = (
-        history.ledger,
-        history.ledger.totals,
-        history.live.get(history.ledger.live),
-    )
-    under_way = (
-        f"step {ledger.training_step} in training"
-        if ledger.training_step
-        else f"step {ledger.steps + 1} waits for its groups"
-    )
+    """Describe the ledger for a person: names and texts, which may hold anything of a run."""
+    ledger, live = history.ledger, f"version {history.ledger.live}"
+    if ledger.run_epoch:
+        live += f" of run epoch {ledger.run_epoch}"
+    if digest := history.live.get(ledger.live):
+        live += f", weights {digest}"
+    now = f"step {ledger.steps + 1} waits for its groups"
+    if ledger.over or ledger.training_step:
+        now = "the run is over" if ledger.over else f"step {ledger.training_step} in training"
     rows = [
         ("journal", _files(history)),
         ("run", _starts(history)),
-        (
-            "steps",
-            f"{ledger.steps:,} trained, " + ("the run is over" if ledger.over else under_way),
-        ),
-        (
-            "live",
-            f"version {ledger.live}"
-            + (f" of run epoch {ledger.run_epoch}" * (ledger.run_epoch > 0))
-            + (f", weights {digest}" if digest else ""),
-        ),
+        ("steps", f"{ledger.steps:,} trained, {now}"),
+        ("live", live),
         ("groups", f"{ledger.issued:,} issued: {_listed(ledger.counts()) or 'none'}"),
         ("listed", _steps_left(history)),
         ("rejected", _reasons(ledger.rejected)),
         ("failed", _reasons(ledger.failed)),
-        (
-            "lost",
-            _listed(
-                {
-                    name: totals[name]
-                    for name in (
-                        "attempts_lost",
-                        "forfeited",
-                        "overdue",
-                        "expirations",
-                        "unreadable",
-                    )
-                }
-            ),
-        ),
-        (
-            "refused",
-            _listed({name: totals[name] for name in ("late", "duplicate", "abandoned", "invalid")}),
-        ),
+        ("lost", _listed({name: ledger.totals[name] for name in LOST})),
+        ("refused", _listed({name: ledger.totals[name] for name in REFUSED})),
         ("", _last_refusal(history)),
         ("tokens", _listed(_tokens_by_place(ledger))),
         ("retired", many(len(ledger.retired), "problem") if ledger.retired else ""),
@@ -330,30 +278,23 @@ def ledger_rows(history: History) -> list[tuple[str, str]]:
 def _files(history: History) -> str:
     paths = [segment_path(history.directory, number) for number in segments(history.directory)]
     stats = [path.stat() for path in paths if path.exists()]  # one may be deleted meanwhile
-    size, silent = (
-        sum(stat.st_size for stat in stats),
-        time.time() - (stats[-1].st_mtime if stats else 0.0),
-    )
-    end = (
-        "; no end recorded: the run was ended abruptly, or it hangs"
-        if silent > SILENT_S and not history.ledger.over
-        else ""
-    )
-    return (
-        f"{history.directory}: {many(len(stats), 'segment')}, {size / 1e6:,.1f} MB, written "
-        f"{ago(silent)} ago{end}"
-    )
+    size = sum(stat.st_size for stat in stats)
+    silent = time.time() - (stats[-1].st_mtime if stats else 0.0)
+    text = f"{history.directory}: {many(len(stats), 'segment')}, {size / 1e6:,.1f} MB, written "
+    text += f"{ago(silent)} ago"
+    if silent > SILENT_S and not history.ledger.over:
+        text += "; no end recorded: the run was ended abruptly, or it hangs"
+    return text
 
 
 def _starts(history: History) -> str:
     *earlier, last = history.starts
-    restarts, text = (
-        history.ledger.totals["restarts"],
-        _start_words(last) if last.epoch else "first start",
-    )
+    text = _start_words(last) if last.epoch else "first start"
     if resumed := [_start_words(start) for start in earlier if start.epoch]:
         text += f" (before: {'; '.join(resumed)})"
-    return text + (f"; restarts of the queue's process: {restarts}" if restarts else "")
+    if restarts := history.ledger.totals["restarts"]:
+        text += f"; restarts of the queue's process: {restarts}"
+    return text
 
 
 def _start_words(start: Start) -> str:
@@ -364,27 +305,22 @@ def _start_words(start: Start) -> str:
 
 def _steps_left(history: History) -> str:
     listed = listed_steps(history)
-    return (
-        f"the groups of {steps_text(*listed)}"
-        if listed and listed[0] > 1 and history.unlisted
-        else ""
-    )
+    older = listed is not None and listed[0] > 1 and history.unlisted
+    return f"the groups of {steps_text(*listed)}" if older else ""
 
 
 def _last_refusal(history: History) -> str:
     if not history.refusals:
         return ""
     last = history.refusals[-1]
-    what = (
-        f"group {last.group_id} attempt {last.attempt}"
-        if last.group_id >= 0
-        else "an unreadable frame"
-    )
+    what = f"group {last.group_id} attempt {last.attempt}"
+    if last.group_id < 0:
+        what = "an unreadable frame"
     return f"the last one: {last.status}, {what} from {last.actor_id}: {last.reason}"
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    """Counters, which are named by this program."""
+    """List counters, which are named by this program."""
     return ", ".join(
         f"{number:,} {ONE.get(name, name) if number == 1 else name}".replace("_", " ")
         for name, number in counts.items()
@@ -393,49 +329,48 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def _reasons(counts: Mapping[str, int]) -> str:
-    """Reasons are quoted as they are: they may name a setting."""
+    """List reasons as they are: they may name a setting."""
     return "; ".join(f"{number:,} {reason}" for reason, number in counts.items() if number)
 
 
 # ---- why something is not there, in words ----
 
-_WHY: dict[Unlisted, tuple[str, str]] = {
-    "deleted": (
-        "are no longer in the journal",
-        "their segments were deleted at checkpoints (normal)",
-    ),
-    "damaged": (
-        "were in a damaged part of the journal",
-        "what the journal told of them is damaged",
-    ),
-    "before": ("are from before this journal began", "they are from before this journal began"),
+_GONE_BECAUSE: dict[Unlisted, str] = {
+    "deleted": "are no longer in the journal",
+    "damaged": "were in a damaged part of the journal",
+    "before": "are from before this journal began",
+}
+_UNLISTED_BECAUSE: dict[Unlisted, str] = {
+    "deleted": "their segments were deleted at checkpoints (normal)",
+    "damaged": "what the journal told of them is damaged",
+    "before": "they are from before this journal began",
 }
 
 
 def many(count: int, noun: str) -> str:
-    """'1 group', '2 groups'."""
+    """Write a count with its noun: '1 group', '2 groups'."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def steps_text(first: int, last: int) -> str:
-    """'step 3', 'steps 3 to 5'."""
+    """Write a range of steps: 'step 3', 'steps 3 to 5'."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def why_unlisted(history: History) -> list[str]:
-    """A sentence for every reason why groups are counted but not listed."""
+    """Write a sentence for every reason why groups are counted but not listed."""
     return [
         f"{many(number, 'group')} {'is' if number == 1 else 'are'} counted but not listed: "
-        f"{_WHY[why][1]}"
+        f"{_UNLISTED_BECAUSE[why]}"
         for why, number in history.unlisted.items()
     ]
 
 
 def why_unknown(history: History, group_id: int) -> str:
-    """Why there is nothing to show of a group."""
+    """Say why there is nothing to show of a group."""
     first, after = history.ledger.first_group_id, history.ledger.next_group_id
     if first <= group_id < after:
-        reasons = "; or ".join(_WHY[why][1] for why in history.unlisted)
+        reasons = "; or ".join(_UNLISTED_BECAUSE[why] for why in history.unlisted)
         return (
             f"group {group_id} is one of {sum(history.unlisted.values()):,} that are counted "
             f"but not listed: {reasons}"
@@ -446,7 +381,7 @@ def why_unknown(history: History, group_id: int) -> str:
 
 
 def why_none(history: History, selection: Selection) -> str:
-    """Why no group matches, as far as it is known."""
+    """Say why no group matches, as far as that is known."""
     newest = history.ledger.newest_version
     if not history.ledger.issued:
         return "no groups yet"
@@ -461,23 +396,19 @@ def why_none(history: History, selection: Selection) -> str:
 
 
 def _why_no_step(history: History, first: int, last: int) -> str | None:
-    """None if there are groups of these steps."""
+    """Say why there are no groups of these steps; None if there are some."""
     ledger, listed, wanted = history.ledger, listed_steps(history), steps_text(first, last)
     newest = ledger.newest_version
     if first > newest and ledger.over:
         return f"there is no {wanted}: the run ended with step {ledger.steps}"
     if first > newest:
-        return f"{wanted} {'is' if first == last else 'are'} not trained yet (" + (
-            f"the newest is {newest})" if newest else "no step is)"
-        )
-    if any(
-        record.step is not None and first <= record.step <= last
-        for record in history.groups.values()
-    ):
+        trained = f"the newest is {newest}" if newest else "no step is"
+        return f"{wanted} {'is' if first == last else 'are'} not trained yet ({trained})"
+    if any(Selection(steps=(first, last)).may_match(record) for record in history.groups.values()):
         return None
     older = listed is None or last < listed[0]
     why: Unlisted = next(iter(history.unlisted), "damaged") if older else "damaged"
-    return f"the groups of {wanted} {_WHY[why][0]}" + (
+    return f"the groups of {wanted} {_GONE_BECAUSE[why]}" + (
         f", which has {steps_text(*listed)}" if listed and why == "deleted" else ""
     )
 
@@ -489,39 +420,57 @@ class Column(NamedTuple):
     """A column of a table of groups: plain text on one line, whatever the run contains."""
 
     header: str
-    cells: list[str]
-    justify: Literal["left", "right"]
+    cells: tuple[str, ...]
+
+    @property
+    def justify(self) -> Literal["left", "right"]:
+        """Words begin at the left, numbers end at the right."""
+        return "left" if self.long or self.header in ("state", "actor") else "right"
 
     @property
     def long(self) -> bool:
-        """Whether it may be folded."""
+        """Whether the column may be folded."""
         return self.header in LONG
 
     @property
     def width(self) -> int:
-        """Characters that it needs, with the gap to the next one."""
+        """Count the characters that the column needs, with the gap to the next one."""
         widest = max(map(len, (self.header, *self.cells)))
         return GAP + (min(widest, LONG_MIN_WIDTH) if self.long else widest)
 
 
-def visible(text: str) -> str:
-    """Return the text on one line, with control characters as escapes."""
-    return text_for_people.visible(text, keep="")
-
-
 def columns_of(groups: Sequence[Facts]) -> list[Column]:
-    """What `group_facts` say, one cell per group; a column that would be empty is left out."""
-    names = dict.fromkeys(name for facts in groups for name in facts["rewards"])
-    rewards: list[_Cells] = [(name, "right", _reward_cell(name)) for name in names]
+    """Arrange what `group_facts` say, one cell per group, without columns that would be empty."""
+    components = list(dict.fromkeys(name for facts in groups for name in facts["rewards"]))
     columns = [
-        Column(visible(header), [visible(cell(facts)) for facts in groups], justify)
-        for header, justify, cell in (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS)
+        Column(on_one_line(cells[0][0]), tuple(on_one_line(text) for _, text in cells))
+        for cells in zip(*(_cells(facts, components) for facts in groups), strict=True)
     ]
     return [column for column in columns if any(column.cells)]
 
 
-def _reward_cell(name: str) -> Callable[[Facts], str]:
-    return lambda facts: _number(facts["rewards"].get(name))
+def _cells(facts: Facts, components: Sequence[str]) -> list[tuple[str, str]]:
+    """Write the header and the text of every column of a group; components: of the reward."""
+    attempt, ticket, versions = facts["attempt"], facts["ticket_version"], facts["versions"]
+    verdict, truncated = facts["verdict"], facts["truncated"]
+    return [
+        ("group", str(facts["group_id"])),
+        ("attempt", str(attempt) if attempt > 1 else ""),
+        ("state", facts["state"].replace("_", " ")),
+        ("step", str(facts["step"] or "")),
+        ("ticket", "" if ticket is None else f"v{ticket}"),
+        ("sampled", f"v{_range(versions[0], versions[-1])}" if versions else ""),
+        ("lag", _range(facts["lag_min"], facts["lag_max"])),
+        *((name, _number(facts["rewards"].get(name))) for name in components),
+        ("verdict", "" if verdict is None else f"{verdict:.0%}"),
+        ("tokens", _tokens(facts)),
+        ("truncated", f"{truncated} of {facts['responses']}" if truncated else ""),
+        ("seconds", _number(facts["seconds"])),
+        ("actor", facts["actor"]),
+        ("prompt", facts.get("prompt", "")),
+        ("best response", facts.get("best_response", "")),
+        ("reason", facts["reason"]),
+    ]
 
 
 def _number(value: float | None) -> str:
@@ -535,43 +484,3 @@ def _range(low: int | None, high: int | None) -> str:
 def _tokens(facts: Facts) -> str:
     text = _range(facts["length_min"], facts["length_max"])
     return f"{text} ({facts['length_mean']:.1f})" if "-" in text else text
-
-
-_Cells = tuple[str, Literal["left", "right"], Callable[[Facts], str]]
-_BEFORE_REWARDS: tuple[_Cells, ...] = (
-    ("group", "right", lambda facts: str(facts["group_id"])),
-    ("attempt", "right", lambda facts: str(facts["attempt"]) if facts["attempt"] > 1 else ""),
-    ("state", "left", lambda facts: facts["state"].replace("_", " ")),
-    ("step", "right", lambda facts: str(facts["step"] or "")),
-    (
-        "ticket",
-        "right",
-        lambda facts: "" if facts["ticket_version"] is None else f"v{facts['ticket_version']}",
-    ),
-    (
-        "sampled",
-        "right",
-        lambda facts: (
-            f"v{_range(facts['versions'][0], facts['versions'][-1])}" if facts["versions"] else ""
-        ),
-    ),
-    ("lag", "right", lambda facts: _range(facts["lag_min"], facts["lag_max"])),
-)
-_AFTER_REWARDS: tuple[_Cells, ...] = (
-    (
-        "verdict",
-        "right",
-        lambda facts: "" if facts["verdict"] is None else f"{facts['verdict']:.0%}",
-    ),
-    ("tokens", "right", _tokens),
-    (
-        "truncated",
-        "right",
-        lambda facts: f"{facts['truncated']} of {facts['responses']}" if facts["truncated"] else "",
-    ),
-    ("seconds", "right", lambda facts: _number(facts["seconds"])),
-    ("actor", "left", lambda facts: facts["actor"]),
-    ("prompt", "left", lambda facts: facts.get("prompt", "")),
-    ("best response", "left", lambda facts: facts.get("best_response", "")),
-    ("reason", "left", lambda facts: facts["reason"]),
-)

@@ -115,7 +115,7 @@ def read_run(run_dir: Path) -> RunData:
             f"{run_dir} has no {METRICS}: it is no run directory (run.dir), or nothing was "
             "logged yet"
         )
-    data = RunData(run_dir, _config(run_dir / "config.yaml"))
+    data = RunData(run_dir, yaml12.read_settings(run_dir / "config.yaml"))
     stride = 1
     newest: MetricsRow | None = None
     for line in _lines(run_dir / METRICS):
@@ -201,14 +201,6 @@ def _samples(path: Path) -> Iterator[dict[str, Any]]:
 def _lines(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         yield from file
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml12.read(path.read_text(encoding="utf-8"))[0]
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -23,6 +23,16 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
     )
 
 
+def on_one_line(text: str) -> str:
+    """Replace all control characters, newlines and tabs too, by escapes."""
+    return visible(text, keep="")
+
+
+def shortened(text: str, most: int) -> str:
+    """Cut the text to `most` characters, the last three of which are dots."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def listed(names: Sequence[str], most: int) -> str:
     """Write the first `most` names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -41,7 +51,10 @@ def ago(seconds: float) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Shorten an error to one line without passwords, by its system error if it has one."""
+    """Shorten an error to one line without passwords, by its system error if it has one.
+
+    Our own errors stay whole: they are sentences for people.
+    """
     if isinstance(error, RunError):
         return str(error)
     inner = error
@@ -51,13 +64,18 @@ def one_line(error: BaseException) -> str:
     return without_password(text.splitlines()[0])[:ERROR_CHARS]
 
 
+def first_line(error: BaseException) -> str:
+    """Take the first line of an error's message; its class without one."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+
+
 def last_line(error: BaseException) -> str:
-    """The last line of an error's message, where Ray puts the cause; its class without one."""
+    """Take the last line of an error's message, where Ray puts the cause; its class without one."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _below(error: BaseException) -> BaseException | None:
-    """The error behind an error; libraries also put it among the arguments."""
+    """Find the error behind an error; libraries also put it among the arguments."""
     behind = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return behind or next(
         (argument for argument in error.args if isinstance(argument, BaseException)), None

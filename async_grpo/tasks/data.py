@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import msgpack
 
 from async_grpo.config import schema
+from async_grpo.runtime.text import first_line, listed
 from async_grpo.tasks.base import Problem, Score, TaskError
 
 _SHOWN = 4
@@ -96,9 +97,8 @@ def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]
             dataset = load_dataset(name, config or None, split=named_split or split)
     # the package's own errors, its file formats' and the hub client's have no ancestor in common
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         what = f"data set {name!r}, config {config or 'default'!r}, split {named_split or split!r}"
-        raise TaskError(f"could not load {what}: {reason}") from error
+        raise TaskError(f"could not load {what}: {first_line(error)}") from error
     for number, row in enumerate(dataset):
         yield f"row {number}", row
 
@@ -216,12 +216,8 @@ class RowTask(ABC):
 def _examples(bad: dict[str, list[str]]) -> str:
     """What is wrong with rows, the most frequent first, each with the places where it begins."""
     kinds = sorted(bad.items(), key=lambda entry: -len(entry[1]))
-    listed = [
-        f"{', '.join(places[:_SHOWN])}"
-        f"{f' and {len(places) - _SHOWN} more' if len(places) > _SHOWN else ''}: {what}"
-        for what, places in kinds[:_SHOWN]
-    ]
-    return "; ".join(listed) + (
+    examples = [f"{listed(places, _SHOWN)}: {what}" for what, places in kinds[:_SHOWN]]
+    return "; ".join(examples) + (
         f"; and {len(kinds) - _SHOWN} other kinds" if len(kinds) > _SHOWN else ""
     )
 
