@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,35 +45,21 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what the YAML file says; returns the exit code."""
+    """Train what the YAML file says; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m async_grpo.run",
         description="Asynchronous GRPO training from one YAML file.",
     )
     parser.add_argument("config", help="YAML file, or the name of a recipe: quickstart")
     parser.add_argument("--recipes", nargs=0, action=ListRecipes, help="list the recipes, and exit")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="settings that replace those of the file",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what the run would be and need, and start nothing",
-    )
-    parser.add_argument(
-        "--replay",
-        metavar="RUN_DIR",
-        help="train the learner alone on the batches that this run recorded",
-    )
-    parser.add_argument(
-        "--after",
-        metavar="STEP",
-        type=int,
-        help="with --replay: begin at the run's checkpoint of this step",
-    )
+    overrides = "settings that replace those of the file"
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=overrides)
+    dry_run = "print what the run would be and need, and start nothing"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    replay = "train the learner alone on the batches that this run recorded"
+    parser.add_argument("--replay", metavar="RUN_DIR", help=replay)
+    after = "with --replay: begin at the run's checkpoint of this step"
+    parser.add_argument("--after", metavar="STEP", type=int, help=after)
     arguments = parser.parse_intermixed_args(argv)  # settings may follow --replay
     if not {"", os.getcwd()} & set(sys.path):  # as `python -m` does; `async-grpo` does not
         sys.path.insert(0, os.getcwd())
@@ -99,12 +86,12 @@ def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> i
         console.info(STOPPED_EARLY)
         return _end(console, 0, "")
     if arguments.dry_run:
-        return _guarded(trainer, console, lambda: _dry_run(trainer, console))
-    if arguments.replay is not None:
-        return _guarded(
-            trainer, console, lambda: _replay(trainer, console, arguments.replay, arguments.after)
-        )
-    return _guarded(trainer, console, lambda: _train(trainer, console))
+        from async_grpo.preflight.dry_run import dry_run as work
+    elif arguments.replay is not None:
+        work = partial(_replay, source=arguments.replay, after=arguments.after)
+    else:
+        work = _train
+    return _guarded(trainer, console, lambda: work(trainer, console))
 
 
 def _train(trainer, console: Console) -> None:
@@ -158,32 +145,20 @@ def _evaluate_last(trainer, console: Console) -> None:
         )
 
 
-def _dry_run(trainer, console: Console) -> None:
-    from async_grpo.preflight.dry_run import dry_run
-
-    dry_run(trainer, console)
-
-
-def _replay(trainer, console: Console, source: str, after: int | None) -> None:
+def _replay(trainer, console: Console, *, source: str, after: int | None) -> None:
     with console.phase(f"repeating {source} with the learner alone"):
         compared = trainer.replay(source, after=after)
     trainer.stop()
-    count = len(compared.same) + len(compared.different)
-    equal = (
-        f"bit-equal at all {count} publications"
-        if not compared.different
-        else (
-            f"different from version {compared.different[0]} on ({len(compared.same)} of "
-            f"{count} publications are bit-equal)"
-        )
-    )
-    console.summary(
-        "repeated",
-        [
-            ("weights", equal if count else "not compared: the run recorded no digests"),
-            ("metrics", str(trainer.run_dir / "metrics.jsonl")),
-        ],
-    )
+    same, different = len(compared.same), compared.different
+    count = same + len(different)
+    weights = f"bit-equal at all {count} publications"
+    if not count:
+        weights = "not compared: the run recorded no digests"
+    elif different:
+        weights = f"different from version {different[0]} on ({same} of {count} publications "
+        weights += "are bit-equal)"
+    metrics = str(trainer.run_dir / "metrics.jsonl")
+    console.summary("repeated", [("weights", weights), ("metrics", metrics)])
 
 
 def _guarded(trainer, console: Console, work: Callable[[], None]) -> int:
@@ -249,7 +224,7 @@ def _stop_after_error(trainer, console: Console, code: int, first: str) -> None:
 
 
 def _explained(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error; a bug comes with its traceback."""
+    """Find the exit code and the message of an error; a bug comes with its traceback."""
     code, message = _coded(error)
     if code == 1:
         print(_plain("".join(traceback.format_exception(error))), file=sys.stderr, end="")
@@ -257,7 +232,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
 
 
 def _innermost(error: BaseException) -> list[BaseException]:
-    """Errors inside the layers of remote calls and task groups, without remote tracebacks."""
+    """Find the errors inside remote calls and task groups, without remote tracebacks."""
     layers, innermost = [error], []
     for current in layers:  # grows while it is read
         below: Sequence[Any] = (getattr(current, "cause", None),)
@@ -275,7 +250,7 @@ def _innermost(error: BaseException) -> list[BaseException]:
 
 
 def _coded(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error, whatever is around it."""
+    """Find the exit code and the message of an error, whatever is around it."""
     causes = []
     for current in _innermost(error):
         if isinstance(current, RunError):
@@ -287,52 +262,42 @@ def _coded(error: BaseException) -> tuple[int, str]:
 
 
 def _plain(text: str) -> str:
-    """The text without the colours that Ray puts into its exceptions, wherever they are printed."""
+    """Remove the colours that Ray puts into its exceptions, wherever they are printed."""
     return _COLOUR.sub("", text)
 
 
 def _keep_group_ids(trainer, console: Console, error: BaseException, message: str) -> None:
-    """Write down the groups that an error names, for whoever wants to look at them."""
-    ids = sorted(
-        {
-            group_id
-            for one in _innermost(error)
-            if isinstance(one, NonFinite)
-            for group_id in one.group_ids
-        }
-    )
-    if ids:
-        path = trainer.run_dir / "non_finite.json"
-        try:
-            path.write_text(
-                json.dumps({"step": trainer.step_under_way, "group_ids": ids, "reason": message}),
-                encoding="utf-8",
-            )
-        except OSError as failure:
-            console.error(
-                f"the ids of their groups could not be written to {path} "
-                f"({failure.strerror}): {ids}"
-            )
-            return
-        console.info(
-            f"their ids are in {path}; look at one with: python -m async_grpo.replay "
-            f"{trainer.run_dir} --group ID --text"
+    """Write down the groups that an error names, to be looked at."""
+    causes = [one for one in _innermost(error) if isinstance(one, NonFinite)]
+    ids = sorted({group_id for cause in causes for group_id in cause.group_ids})
+    if not ids:
+        return
+    path = trainer.run_dir / "non_finite.json"
+    facts = {"step": trainer.step_under_way, "group_ids": ids, "reason": message}
+    try:
+        path.write_text(json.dumps(facts), encoding="utf-8")
+    except OSError as failure:
+        console.error(
+            f"the ids of their groups could not be written to {path} ({failure.strerror}): {ids}"
         )
+        return
+    console.info(
+        f"their ids are in {path}; look at one with: python -m async_grpo.replay "
+        f"{trainer.run_dir} --group ID --text"
+    )
 
 
 def _end(console: Console, code: int, message: str) -> int:
     if message:
         console.error(message)
-    if code:
-        console.error(f"exit code {code}: {EXIT_MEANING.get(code, EXIT_MEANING[1])}")
-    else:
-        console.info(f"exit code 0: {EXIT_MEANING[0]}")
+    say = console.error if code else console.info
+    say(f"exit code {code}: {EXIT_MEANING.get(code, EXIT_MEANING[1])}")
     console.end(code, message)
     return code
 
 
 def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
-    """Rows (label, text) of the closing table, from the running trainer and its last checkpoint."""
+    """Write the rows (label, text) of the closing table, while the trainer still runs."""
     rows = [*_accuracy(trainer), *_training(trainer), *goodput(trainer.system.loop.latest)]
     if trainer.verdict is not None:
         rows.append(("verdict", trainer.verdict.text))
@@ -340,7 +305,7 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
 
 
 def _training(trainer: Trainer) -> list[tuple[str, str]]:
-    """What was trained, how old it was, and what took the learner's time."""
+    """Say what was trained, how old it was, and what took the learner's time."""
     loop, times = trainer.system.loop, trainer.system.coordinator.times
     steps, seconds = len(loop.durations), max(trainer.rl_seconds, 1e-9)
     trained, spent = throughput(loop.latest, loop.tokens)
@@ -366,7 +331,7 @@ def _training(trainer: Trainer) -> list[tuple[str, str]]:
 
 
 def _checks_and_faults(system: System) -> list[tuple[str, str]]:
-    """A row for every kind of check that was made, and of fault that was survived."""
+    """Write a row for every kind of check that was made, and of fault that was survived."""
     checks, times = system.coordinator.weight_metrics(), system.coordinator.times
     rows = [
         (
@@ -396,7 +361,7 @@ def _checks_and_faults(system: System) -> list[tuple[str, str]]:
 
 
 def _next_steps(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
-    """Where the results are, and commands to go on with."""
+    """Say where the results are, and with which commands to go on."""
     config, tracker, command = trainer.config, trainer.tracker, "python -m async_grpo"
     rows = [("checkpoint", f"{checkpoint} (Hugging Face format in hf/)")]
     if tracker is not None and tracker.summary is not None:
@@ -407,26 +372,19 @@ def _next_steps(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     again = f"{trainer.run_dir}/config.yaml{_longer(trainer)}"
     rows.append(("next", f"{command}.run {again} continues this run"))
     if config.replay.max_staleness:
-        rows.append(
-            (
-                "to compare",
-                "the same run with replay.max_staleness=0 is synchronous: engines and "
-                "learner take turns",
-            )
-        )
+        text = "the same run with replay.max_staleness=0 is synchronous: engines and learner take "
+        rows.append(("to compare", text + "turns"))
     return rows
 
 
 def _longer(trainer: Trainer) -> str:
-    """The override with which a finished run goes on; one that was stopped early needs none."""
+    """Write the override with which a finished run goes on; none for one stopped early."""
     run = trainer.config.run
     if trainer.steps_done < trainer.total_steps:
         return ""
-    return (
-        f" run.total_steps={2 * run.total_steps}"
-        if run.total_steps is not None
-        else f" run.epochs={2 * (run.epochs or 1)}"
-    )
+    if run.total_steps is not None:
+        return f" run.total_steps={2 * run.total_steps}"
+    return f" run.epochs={2 * (run.epochs or 1)}"
 
 
 def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
@@ -442,19 +400,14 @@ def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
     keys += [(f"eval/pass_at_{k}", f"held-out pass@{k}") for k in list(powers_of_two(n))[1:][-1:]]
     for key, label in keys:
         if key in after:
-            text = f"{after[key]:.1%} after step {last}"
-            rows.append(
-                (
-                    label,
-                    text if last == first or key not in before else f"{before[key]:.1%} -> {text}",
-                )
-            )
+            change = f"{before[key]:.1%} -> " if last != first and key in before else ""
+            rows.append((label, f"{change}{after[key]:.1%} after step {last}"))
     whose = "none of them in training" if other is None else f"of task {other.name}"
     return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, {whose}")]
 
 
 def throughput(metrics: Mapping[str, float], tokens: int) -> tuple[str, str]:
-    """Rows "tokens trained" and "learner time" from the last learner step's metrics."""
+    """Write "tokens trained" and "learner time" from the last learner step's metrics."""
     time = LearnerTime.between({}, metrics, tokens=tokens)
     return (
         f"{tokens:,} response tokens, {time.tokens_per_s:,.0f} per second, evaluations included",
@@ -463,20 +416,14 @@ def throughput(metrics: Mapping[str, float], tokens: int) -> tuple[str, str]:
 
 
 def goodput(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What became of the tokens, the largest parts first: a row, or none where it is not known."""
+    """Say what became of the tokens, largest parts first: a row, or none where none is known."""
     if "goodput/generated" not in metrics:
         return []
     generated = max(metrics["goodput/generated"], 1.0)
-    parts = sorted(
-        ((metrics[f"goodput/{place}"] / generated, place) for place in PLACES), reverse=True
-    )
-    return [
-        (
-            "goodput",
-            f"{generated:,.0f} tokens generated: "
-            + ", ".join(f"{share:.1%} {place}" for share, place in parts if share >= 0.001),
-        )
-    ]
+    shares = [(metrics[f"goodput/{place}"] / generated, place) for place in PLACES]
+    largest = sorted(((share, place) for share, place in shares if share >= 0.001), reverse=True)
+    text = ", ".join(f"{share:.1%} {place}" for share, place in largest)
+    return [("goodput", f"{generated:,.0f} tokens generated: {text}")]
 
 
 if __name__ == "__main__":

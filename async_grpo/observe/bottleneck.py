@@ -35,9 +35,7 @@ from async_grpo.runtime.time_ledger import ENGINE_PREFIX, LEARNER_PREFIX, Learne
 
 Kind = Literal["balanced", "learner", "publications", "engines", "verifier", "slots", "tail"]
 LITTLE, WORTH, FULL = 0.10, 0.15, 0.80
-"""Shares: a learner that starves for less is busy; a smaller gain is no advice; engines with more
-of their places taken are full.
-"""
+"""Shares: less starving is busy, a smaller gain is no advice, engines with more taken are full."""
 MUCH = 0.15
 """Share of the time of learner or engines that publications may take."""
 AT_MOST = 4
@@ -63,10 +61,7 @@ MIN_STEPS, MIN_S = 5, 5.0
 
 @dataclass(frozen=True)
 class ThroughputModel:
-    """Hold the settings that the model needs. places: groups for which one rollout actor has room;
-    whole: a group keeps its place until its last response is verified, else each response until it
-    ends.
-    """
+    """Hold the settings that the model needs."""
 
     batch: int
     max_staleness: int
@@ -75,7 +70,9 @@ class ThroughputModel:
     workers: int
     responses: int
     places: float
+    """Groups for which one rollout actor has room."""
     whole: bool = False
+    """A group keeps its place until its last verdict; else each response until it ends."""
 
     @classmethod
     def of(cls, config: Config) -> ThroughputModel:
@@ -159,15 +156,12 @@ def diagnose(setup: ThroughputModel, seen: Interval) -> Bottleneck:
     """Find the bottleneck of an interval."""
     found = _busy(setup, seen) if seen.learner["starved"] < LITTLE else _starved(setup, seen)
     if found is None or found.predicted_gain < WORTH * seen.rate:
-        idle = (
-            f"learner idle {seen.learner['starved']:.0%}, engines without tickets "
-            f"{seen.engine.get('blocked', 0.0):.0%}"
+        text = (
+            f"balanced: learner idle {seen.learner['starved']:.0%}, engines without tickets "
+            f"{seen.engine.get('blocked', 0.0):.0%}; no single change promises more than "
+            f"{WORTH:.0%}"
         )
-        return Bottleneck(
-            "balanced",
-            f"balanced: {idle}; no single change promises more than {WORTH:.0%}",
-            seen.rate,
-        )
+        return Bottleneck("balanced", text, seen.rate)
     return found
 
 
@@ -175,9 +169,8 @@ def _busy(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
     """Judge a learner that has batches: the learner or its publications are the limit."""
     published = seen.learner["publishing"]
     if published >= MUCH:
-        return _publications(
-            setup, seen, published, f"publications take {published:.0%} of the learner's time"
-        )
+        why = f"publications take {published:.0%} of the learner's time"
+        return _publications(setup, seen, published, why)
     factor = min(_engines_limit(setup, seen) / seen.rate, AT_MOST)
     ranks = math.ceil(setup.ranks * factor)
     rate = min(
@@ -200,19 +193,12 @@ def _starved(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
     starved = seen.learner["starved"]
     idle, limit = f"learner idle {starved:.0%}", seen.rate / _rest(starved)
     if (paused := seen.engine["paused"]) >= MUCH:
-        return _publications(
-            setup,
-            seen,
-            paused,
-            f"{idle}: engines stand still for weights {paused:.0%} of their time",
-        )
+        why = f"{idle}: engines stand still for weights {paused:.0%} of their time"
+        return _publications(setup, seen, paused, why)
     waiting = seen.completed * seen.verify_s * setup.responses  # responses, by Little's law
     if waiting > setup.workers * seen.actors and seen.verify_s > seen.generate_s / 3:
-        generating = (
-            seen.completed
-            * (seen.generate_s if setup.whole else seen.response_s)
-            / (seen.actors * setup.places)
-        )
+        took_s = seen.generate_s if setup.whole else seen.response_s
+        generating = seen.completed * took_s / (seen.actors * setup.places)
         factor = min(limit / seen.rate, 1 / max(generating, 1e-3), AT_MOST)
         workers = math.ceil(setup.workers * factor)
         return _verdict(
@@ -233,25 +219,17 @@ def _more_engines(setup: ThroughputModel, seen: Interval, idle: str, limit: floa
     actors = math.ceil(seen.actors * min(limit / seen.rate, AT_MOST))
     rate = min(limit, seen.rate * actors / seen.actors)
     advice = {"cluster.rollout_actors.max": actors}
-    # By Little's law: groups at the engines; and of the others a batch in training and, on average,
-    # half a one that is being collected.
-    needed = (
-        math.ceil(
-            rate * seen.completed / seen.rate * (seen.generate_s + seen.verify_s) / setup.batch
-            + 1.5
-        )
-        - 1
-    )
+    # Batches at the engines, by Little's law; one in training, and half a one being collected.
+    at_engines = rate * seen.completed / seen.rate * (seen.generate_s + seen.verify_s) / setup.batch
+    needed = math.ceil(at_engines + 1.5) - 1
     more = ""
     if needed > setup.max_staleness:
-        advice["replay.max_staleness"], more = (
-            needed,
-            f", with replay.max_staleness {needed} so that all of them have tickets",
-        )
+        advice["replay.max_staleness"] = needed
+        more = f", with replay.max_staleness {needed} so that all of them have tickets"
     return _verdict(
         "engines",
-        f"{idle}, the queue is empty and the engines are full ({_taken(setup, seen):.0%} "
-        "of their places taken)",
+        f"{idle}, the queue is empty and the engines are full ({_taken(setup, seen):.0%} of "
+        "their places taken)",
         seen,
         rate,
         advice,
@@ -317,13 +295,8 @@ def _verdict(
     kind: Kind, why: str, seen: Interval, rate: float, advice: dict[str, int], what: str
 ) -> Bottleneck:
     gain = rate - seen.rate
-    return Bottleneck(
-        kind,
-        f"{why}: {what}; about {gain:+.2g} groups/s ({gain / seen.rate:+.0%})",
-        seen.rate,
-        gain,
-        advice,
-    )
+    text = f"{why}: {what}; about {gain:+.2g} groups/s ({gain / seen.rate:+.0%})"
+    return Bottleneck(kind, text, seen.rate, gain, advice)
 
 
 class BottleneckWatch:
@@ -354,7 +327,8 @@ class BottleneckWatch:
         self._steps += 1
         for name in RATES:
             self._sums[name] = self._sums.get(name, 0.0) + metrics.get(name, 0.0)
-        if self._steps < self._min_steps or self._passed(metrics) < self._min_s:
+        passed_s = LearnerTime.between(self._first, metrics).total
+        if self._steps < self._min_steps or passed_s < self._min_s:
             return None
         means = {name: total / self._steps for name, total in self._sums.items()}
         seen = Interval.between(
@@ -363,9 +337,6 @@ class BottleneckWatch:
         self.latest = diagnose(self._setup, seen)
         self._begin(metrics)
         return self.latest
-
-    def _passed(self, metrics: Mapping[str, float]) -> float:
-        return LearnerTime.between(self._first or {}, metrics).total
 
     def _begin(self, metrics: Mapping[str, float]) -> None:
         self._first = dict(metrics)

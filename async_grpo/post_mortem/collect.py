@@ -38,16 +38,12 @@ def gather(run_dir: str, *, role: str = "", seconds: float = stacks.ANSWER_S) ->
             "where": one.where,
             "stacks": one.text,
             "usage": usage.get(one.process.pid, {}),
-            "logs": _logs(one.process),
+            "logs": {Path(path).name: tail(Path(path)) for path in one.process.logs},
         }
         for one in looks
     ]
-    known = {process["pid"] for process in processes}
-    return {
-        "host": socket.gethostname(),
-        "processes": processes + _children(looks, known),
-        "machine": machine(run_dir),
-    }
+    processes += _children(looks, {process["pid"] for process in processes})
+    return {"host": socket.gethostname(), "processes": processes, "machine": machine(run_dir)}
 
 
 def _children(looks: Iterable[stacks.Look], known: set[int]) -> list[dict[str, Any]]:
@@ -95,11 +91,6 @@ def _usage(pid: int) -> dict[str, Any]:
     }
 
 
-def _logs(process: stacks.Process) -> dict[str, str]:
-    """Read the ends of the files that the process's output goes to."""
-    return {Path(path).name: tail(Path(path)) for path in process.logs}
-
-
 def tail(path: Path) -> str:
     """Read the last LOG_TAIL bytes of a file as text."""
     try:
@@ -113,12 +104,9 @@ def tail(path: Path) -> str:
 
 def machine(run_dir: str) -> dict[str, Any]:
     """Read memory, disks, load and kills for want of memory of this host."""
-    memory = _pairs("/proc/meminfo")
+    memory, shown = _pairs("/proc/meminfo"), ("MemTotal", "MemAvailable", "SwapFree", "Shmem")
     return {
-        "memory": {
-            name: memory.get(name, "?")
-            for name in ("MemTotal", "MemAvailable", "SwapFree", "Shmem")
-        },
+        "memory": {name: memory.get(name, "?") for name in shown},
         "disk_free_gib": {
             path: round(shutil.disk_usage(path).free / 2**30, 2)
             for path in ("/dev/shm", "/tmp", run_dir)

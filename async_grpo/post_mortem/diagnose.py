@@ -27,10 +27,9 @@ def conclude(facts: dict[str, Any]) -> tuple[str, list[str]]:
     found = [*_troubled(processes, facts), *_silent(facts)]
     if facts["exit_code"] == STALLED:  # otherwise nobody need be late
         found += [*_late_ranks(facts, processes), *_oldest(facts, processes)]
-    found += _dropped(facts)
-    nobody = (
-        "nobody stands out: see the stacks" if facts["exit_code"] == STALLED else facts["error"]
-    )
+    found += [f"earlier: {death}" for death in reversed(facts["deaths"])]
+    stalled = facts["exit_code"] == STALLED
+    nobody = "nobody stands out: see the stacks" if stalled else facts["error"]
     return f"it was {facts['phase']}; {found[0] if found else nobody}", found
 
 
@@ -114,22 +113,14 @@ def _oldest(facts: dict[str, Any], processes: list[dict[str, Any]]) -> list[str]
     return [sentence for _, sentence in sorted(found, reverse=True)]
 
 
-def _dropped(facts: dict[str, Any]) -> list[str]:
-    return [f"earlier: {death}" for death in reversed(facts["deaths"])]
-
-
 # ---- as text ----
 
 
 def text(facts: dict[str, Any]) -> str:
     """Write summary.txt, which a person reads first."""
-    lines = [
-        f"exit code {facts['exit_code']}: {facts['meaning']}",
-        facts["error"],
-        "",
-        facts["where"],
-        f"{facts['time']}, {facts.get('steps_done')} learner steps done",
-    ]
+    ended = f"exit code {facts['exit_code']}: {facts['meaning']}"
+    when = f"{facts['time']}, {facts.get('steps_done')} learner steps done"
+    lines = [ended, facts["error"], "", facts["where"], when]
     if "nodes" in facts:
         lines += _section("found", facts.get("findings", []))
         silent = [f"{name}: {why}" for name, why in facts["silent"].items()]
@@ -161,18 +152,13 @@ def _queue(facts: dict[str, Any]) -> list[str]:
     if queue is None:
         return ["did not answer; its journal tells: python -m async_grpo.replay RUN_DIR"]
     metrics = {name: round(value, 3) for name, value in queue["metrics"].items() if value}
-    ages = {
-        actor: f"{len(groups)} in flight, the oldest (group "
-        f"{max(groups, key=lambda one: one[2])[0]}) for "
-        f"{max(one[2] for one in groups):.1f} s"
-        for actor, groups in queue["in_flight"].items()
-        if groups
-    }
-    return [
-        f"counts: {queue['counts']}",
-        f"metrics: {metrics}",
-        *(f"{actor}: {told}" for actor, told in ages.items()),
-    ]
+    lines = [f"counts: {queue['counts']}", f"metrics: {metrics}"]
+    for actor, groups in queue["in_flight"].items():
+        if groups:
+            group_id, _, age_s = max(groups, key=lambda one: one[2])
+            text = f"{len(groups)} in flight, the oldest (group {group_id}) for {age_s:.1f} s"
+            lines.append(f"{actor}: {text}")
+    return lines
 
 
 def _actors(facts: dict[str, Any]) -> list[str]:
@@ -180,15 +166,12 @@ def _actors(facts: dict[str, Any]) -> list[str]:
     for actor_id, actor in facts["actors"].items():
         status = actor["status"]
         state = "in the set" if actor["serving_set"] else "not in the set"
-        lines.append(
-            f"{actor_id}: {state}, last acknowledged {actor['acknowledged'] or 'nothing'}"
-            + ("" if status else ", does not answer")
-        )
+        silent = "" if status else ", does not answer"
+        acknowledged = actor["acknowledged"] or "nothing"
+        lines.append(f"{actor_id}: {state}, last acknowledged {acknowledged}{silent}")
         if status:
-            lines.append(
-                f"  serves {status['serving']}{' (paused)' if status['paused'] else ''}; "
-                f"counts {status['counts']}"
-            )
+            paused = " (paused)" if status["paused"] else ""
+            lines.append(f"  serves {status['serving']}{paused}; counts {status['counts']}")
             lines += [
                 f"  group {one['group_id']} attempt {one['attempt']}: {one['stage']} for "
                 f"{one['stage_s']:.1f} s, here for {one['age_s']:.1f} s"
@@ -205,14 +188,10 @@ def _processes(node: dict[str, Any]) -> list[str]:
     lines = []
     for process in node["processes"]:
         usage = process["usage"]
-        numbers = (
-            f": rss {usage['rss']} (peak {usage['rss_peak']}), cpu {usage['cpu_s']:.1f} s, "
-            f"{usage['open_files']} files, {usage['state']}"
-            if usage
-            else ""
-        )
-        lines.append(
-            f"{process['name']}{numbers}{', ' + process['trouble'] if process['trouble'] else ''}"
-        )
+        line = process["name"]
+        if usage:
+            line += f": rss {usage['rss']} (peak {usage['rss_peak']}), cpu {usage['cpu_s']:.1f} s, "
+            line += f"{usage['open_files']} files, {usage['state']}"
+        lines.append(f"{line}, {process['trouble']}" if process["trouble"] else line)
         lines += [f"  {line}" for line in process["where"]]
     return lines

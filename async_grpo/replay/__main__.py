@@ -9,7 +9,6 @@ off a terminal there are no control characters, and no line is cut or wrapped.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import math
@@ -17,7 +16,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -35,6 +35,7 @@ from async_grpo.replay.inspection import (
     SORT_KEYS,
     Column,
     Facts,
+    RewardWeights,
     Selection,
     columns_of,
     count,
@@ -44,6 +45,7 @@ from async_grpo.replay.inspection import (
     many,
     reward,
     select,
+    step_range,
     why_none,
     why_unknown,
 )
@@ -65,12 +67,12 @@ LEAST_IMPORTANT = ("actor", "seconds", "ticket", "truncated", "verdict")
 """Columns that a narrow terminal does without, the first one first."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> Namespace:
     """Read the command line; exit with 2 for one that makes no sense."""
     parser = _Parser(
         prog="python -m async_grpo.replay",
@@ -97,12 +99,12 @@ def _selecting(add: Callable[..., Any]) -> None:
         "--state",
         dest="states",
         action="append",
-        choices=list(State),
+        choices=[state.value for state in State],
         metavar="STATE",
         help="in this state; may be repeated: " + ", ".join(State),
     )
     taken = "taken by these learner steps"
-    add("--step", "--steps", dest="steps", type=_span, metavar="N|A-B", help=taken)
+    add("--step", "--steps", dest="steps", type=step_range, metavar="N|A-B", help=taken)
     add("--version", type=_natural, metavar="V", help="with a token that policy version V sampled")
     add("--actor", metavar="NAME", help="from this rollout actor; * stands for anything")
     add("--min-reward", type=_real, metavar="X", help="mean reward of at least X")
@@ -123,12 +125,12 @@ def _showing(add: Callable[..., Any]) -> None:
     add("--json", action="store_true", help=objects)
 
 
-def _selection(options: argparse.Namespace) -> Selection:
+def _selection(options: Namespace) -> Selection:
     """Take which groups the options select, and their order."""
     return Selection(**{one.name: getattr(options, one.name) for one in fields(Selection)})
 
 
-def _contradiction(options: argparse.Namespace) -> str | None:
+def _contradiction(options: Namespace) -> str | None:
     """Say what one option has against another."""
     alone = "--ledger" if options.ledger else "--group" if options.group is not None else None
     if options.ledger and (options.group is not None or options.text):
@@ -147,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
         config = yaml12.read_settings(options.run_dir / "config.yaml")
-        for line in _output(options, _history(options.run_dir, config), config):
+        for line in _output(options, _history(options.run_dir), config):
             print(line)
     except RunError as error:
         print(f"error: {on_one_line(str(error))}", file=sys.stderr)
@@ -155,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _output(options: argparse.Namespace, history: History, config: dict[str, Any]) -> Iterator[str]:
+def _output(options: Namespace, history: History, config: dict[str, Any]) -> Iterator[str]:
     weights = _section(config, "task").get("rewards") or {}
     decode = _decoder(options, config) if options.text or options.group is not None else None
     if options.group is not None:
@@ -183,23 +185,9 @@ def _output(options: argparse.Namespace, history: History, config: dict[str, Any
 # ---- where things are ----
 
 
-def _span(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a step nor a range of steps like 3-7"
-        )
-    first, last = int(match[1]), int(match[2] or match[1])
-    if first > last:
-        raise argparse.ArgumentTypeError(f"{text!r} has no steps: {first} comes after {last}")
-    if last == 0:
-        raise argparse.ArgumentTypeError("learner steps are counted from 1")
-    return first, last
-
-
 def _natural(text: str) -> int:
     if re.fullmatch(r"\d+", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
@@ -209,7 +197,7 @@ def _real(text: str) -> float:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+        raise ArgumentTypeError(f"{text!r} is not a number")
     return value
 
 
@@ -218,7 +206,7 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _history(run_dir: Path, config: dict[str, Any]) -> History:
+def _history(run_dir: Path) -> History:
     if not run_dir.is_dir():
         raise SetupError(f"{run_dir} is no directory")
     if not segments(run_dir / "journal"):
@@ -229,7 +217,7 @@ def _history(run_dir: Path, config: dict[str, Any]) -> History:
     return read_history(run_dir / "journal")
 
 
-def _decoder(options: argparse.Namespace, config: dict[str, Any]) -> DecodeTokens | None:
+def _decoder(options: Namespace, config: dict[str, Any]) -> DecodeTokens | None:
     """Decode token ids with special tokens; None without a tokenizer that no option asks for."""
     places = [options.tokenizer]
     if not options.tokenizer:
@@ -334,12 +322,7 @@ def _narrowed(columns: list[Column], width: int) -> list[Column]:
 
 
 def _texts(
-    history: History,
-    facts: Facts,
-    weights: Mapping[str, float],
-    decode: DecodeTokens,
-    *,
-    whole: bool,
+    history: History, facts: Facts, weights: RewardWeights, decode: DecodeTokens, *, whole: bool
 ) -> Facts:
     """Decode prompt and best response, short; or, `whole`, the prompt and all that are trained."""
     group = _group(history, facts["group_id"])
@@ -365,10 +348,7 @@ def _group(history: History, group_id: int) -> Group | None:
 
 
 def _one_group(
-    options: argparse.Namespace,
-    history: History,
-    weights: Mapping[str, float],
-    decode: DecodeTokens | None,
+    options: Namespace, history: History, weights: RewardWeights, decode: DecodeTokens | None
 ) -> Iterator[str]:
     record = history.groups.get(options.group)
     if record is None:

@@ -7,7 +7,9 @@ to train; a baseline counts nowhere.
 
 from __future__ import annotations
 
+import re
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,6 +24,8 @@ from async_grpo.wire import GroupMeta, WireError
 
 Facts = dict[str, Any]
 """Plain values of one group or of the ledger, as JSON can hold them."""
+RewardWeights = Mapping[str, float]
+"""Component -> its weight; without any, the first component is the reward."""
 Sort = Literal["id", "reward", "length", "lag", "seconds"]
 
 SORT_KEYS: dict[Sort, str] = {
@@ -37,10 +41,6 @@ before.
 """
 HAS_RESULT = (State.READY, State.TRAINING, State.TRAINED)
 """A group in one of these had a result, whatever the journal still has of it."""
-NUMBERS_OF_RESULT = (
-    *("lag_min", "lag_max", "reward", "verdict", "length_min", "length_mean", "length_max"),
-    *("truncated", "seconds", "finished_at"),
-)
 GONE = "its result is no longer in the journal"
 LOST = ("attempts_lost", "forfeited", "overdue", "expirations", "unreadable")
 REFUSED = ("late", "duplicate", "abandoned", "invalid")
@@ -117,7 +117,7 @@ def candidates(history: History, selection: Selection) -> list[GroupRecord]:
     return sorted(found, key=lambda record: record.group_id, reverse=not selection.reverse)
 
 
-def select(history: History, selection: Selection, weights: Mapping[str, float]) -> Iterator[Facts]:
+def select(history: History, selection: Selection, weights: RewardWeights) -> Iterator[Facts]:
     """Yield the groups that match, in order; sorted by id, none is read before it is asked for."""
     every = (group_facts(history, record, weights) for record in candidates(history, selection))
     found = filter(selection.matches, every)
@@ -127,7 +127,7 @@ def select(history: History, selection: Selection, weights: Mapping[str, float])
     return iter(sorted(found, key=lambda facts: (facts[key] is None, sign * (facts[key] or 0))))
 
 
-def count(history: History, selection: Selection, weights: Mapping[str, float]) -> int | None:
+def count(history: History, selection: Selection, weights: RewardWeights) -> int | None:
     """Count the groups that match; None where that would take a while."""
     found = candidates(history, selection)
     if not selection.reads_frames:
@@ -135,11 +135,8 @@ def count(history: History, selection: Selection, weights: Mapping[str, float]) 
     return sum(1 for _ in select(history, selection, weights)) if len(found) <= COUNTED else None
 
 
-def group_facts(history: History, record: GroupRecord, weights: Mapping[str, float]) -> Facts:
-    """Describe a group at its latest attempt; what only a result tells is None or empty without.
-
-    weights: see `reward`.
-    """
+def group_facts(history: History, record: GroupRecord, weights: RewardWeights) -> Facts:
+    """Describe a group at its latest attempt; what only a result tells is None or empty without."""
     facts: Facts = {
         "group_id": record.group_id,
         "attempt": record.attempt,
@@ -149,7 +146,8 @@ def group_facts(history: History, record: GroupRecord, weights: Mapping[str, flo
         "versions": [],
         "rewards": {},
         "responses": 0,
-        **dict.fromkeys(NUMBERS_OF_RESULT),
+        **dict.fromkeys(("lag_min", "lag_max", "reward", "verdict", "truncated", "seconds")),
+        **dict.fromkeys(("length_min", "length_mean", "length_max", "finished_at")),
         "actor": record.actor_id,
         "reason": _reason(record),
     }
@@ -171,7 +169,7 @@ def _reason(record: GroupRecord) -> str:
     return record.reason if record.state in REASON_STATES else ""
 
 
-def reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+def reward(rewards: Mapping[str, float], weights: RewardWeights) -> float:
     """Sum a response's components by weight; without weights, take the first component."""
     if weights:
         return sum(weight * rewards.get(name, 0.0) for name, weight in weights.items())
@@ -214,7 +212,7 @@ def listed_steps(history: History) -> tuple[int, int] | None:
     return (min(steps), max(steps)) if steps else None
 
 
-def _measured(meta: GroupMeta, step: int | None, weights: Mapping[str, float]) -> Facts:
+def _measured(meta: GroupMeta, step: int | None, weights: RewardWeights) -> Facts:
     rows, times = meta.rows_to_train, meta.times.values()
     versions = sorted({version for row in rows for version, _ in row.versions})
     lengths = [row.length for row in rows]
@@ -305,8 +303,9 @@ def _start_words(start: Start) -> str:
 
 def _steps_left(history: History) -> str:
     listed = listed_steps(history)
-    older = listed is not None and listed[0] > 1 and history.unlisted
-    return f"the groups of {steps_text(*listed)}" if older else ""
+    if listed is None or listed[0] == 1 or not history.unlisted:
+        return ""
+    return f"the groups of {steps_text(*listed)}"
 
 
 def _last_refusal(history: History) -> str:
@@ -345,6 +344,19 @@ _UNLISTED_BECAUSE: dict[Unlisted, str] = {
     "damaged": "what the journal told of them is damaged",
     "before": "they are from before this journal began",
 }
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """Read an option that is a learner step, `3`, or a range, `3-7`. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None:
+        raise ArgumentTypeError(f"{text!r} is neither a step nor a range of steps like 3-7")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if first > last:
+        raise ArgumentTypeError(f"{text!r} has no steps: {first} comes after {last}")
+    if last == 0:
+        raise ArgumentTypeError("learner steps are counted from 1")
+    return first, last
 
 
 def many(count: int, noun: str) -> str:

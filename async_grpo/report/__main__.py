@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from async_grpo.errors import RunError, SetupError
+from async_grpo.replay.inspection import step_range
 from async_grpo.report.data import RunData, read_run
 from async_grpo.report.gantt import Window, read_window
 from async_grpo.report.sync import sync
-from async_grpo.runtime.text import without_password
 
 DIRECTORY, PAGE = "report", "report.html"
 
@@ -59,35 +59,14 @@ def _write(data: RunData, window: Window | None, out: Path) -> Path:
     config = data.directory / "config.yaml"
     text = page(
         data,
-        title=_title(data),
         pictures=pictures,
-        notes=partial(_notes, window),
-        config_text=without_password(config.read_text(encoding="utf-8"))
-        if config.is_file()
-        else "",
+        notes={"timeline": window.notes} if window is not None else {},
+        config_text=config.read_text(encoding="utf-8") if config.is_file() else "",
     )
     temporary = out / f"{PAGE}.tmp"
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, out / PAGE)
     return out / PAGE
-
-
-def _title(data: RunData) -> str:
-    return str(data.status.get("run") or data.setting("run.name") or data.directory.resolve().name)
-
-
-def _notes(window: Window | None, name: str) -> Iterable[str]:
-    return window.notes if window is not None and name == "timeline" else []
-
-
-def _span(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    try:
-        return int(first), int(last or first)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a step nor a range of steps like 100-110"
-        ) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--steps",
         metavar="A-B",
-        type=_span,
+        type=step_range,
         help="learner steps in the timeline (default: some in the middle of the run)",
     )
     arguments = parser.parse_args(argv)

@@ -53,9 +53,7 @@ class RunData:
     """Learner steps, thinned; the last one is always there."""
     evaluations: list[MetricsRow] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
-    """The newest value of what only grows or is a state, whichever line has it: an orderly end
-    writes one more.
-    """
+    """The newest value of what only grows or is a state, from whichever line has it."""
     tokens: float = 0.0
     """Response tokens that the newest start of the run trained."""
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -98,12 +96,8 @@ class RunData:
         found: dict[int, MetricsRow] = {}
         for line in _lines(self.directory / METRICS):
             match = _STEP.match(line)
-            if (
-                match
-                and first <= int(match[1]) <= last
-                and (row := _row(line)) is not None
-                and "time/step" in row.values
-            ):
+            row = _row(line) if match and first <= int(match[1]) <= last else None
+            if row is not None and "time/step" in row.values:
                 found[row.step] = row
         return [found[step] for step in sorted(found)]
 
@@ -126,16 +120,14 @@ def read_run(run_dir: Path) -> RunData:
             (name, value) for name, value in row.values.items() if name.startswith(_TOTALS)
         )
         if any(name.startswith("eval/") for name in row.values):
-            data.evaluations = [
-                earlier for earlier in data.evaluations if earlier.step < row.step
-            ] + [row]
+            data.evaluations = [*_before(row, data.evaluations), row]
         if "checkpoint/seconds" in row.values:
             data.checkpoints = [*data.checkpoints, row][-ROWS:]
         if "time/step" not in row.values:
             continue
         if newest is not None and row.step <= newest.step:  # the steps from here on were taken back
-            data.rows = [earlier for earlier in data.rows if earlier.step < row.step]
-            data.evaluations = [earlier for earlier in data.evaluations if earlier.step < row.step]
+            data.rows = _before(row, data.rows)
+            data.evaluations = _before(row, data.evaluations)
         if newest is not None and any(
             row.values.get(name, 0.0) < seconds
             for name, seconds in newest.values.items()
@@ -157,18 +149,17 @@ def read_run(run_dir: Path) -> RunData:
     return data
 
 
+def _before(row: MetricsRow, rows: list[MetricsRow]) -> list[MetricsRow]:
+    return [earlier for earlier in rows if earlier.step < row.step]
+
+
 def _row(line: bytes) -> MetricsRow | None:
     try:
         read = json.loads(line)
         step, when = int(read.pop("step")), float(read.pop("time"))
+        known = {name: value for name, value in read.items() if value is not None}
         return MetricsRow(
-            step,
-            when,
-            {
-                name: float(value)
-                for name, value in read.items()
-                if value is not None and _is_kept(name)
-            },
+            step, when, {name: float(known[name]) for name in known if _is_kept(name)}
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         return None  # cut off, or of another program

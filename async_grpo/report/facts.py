@@ -186,18 +186,12 @@ def _of_source(
     for step, label in ((steps[-1], "End"), (middle, "Middle")):
         places.setdefault(step, label)
     for step, label in sorted(places.items()):
-        rows = [{**_rewards(row)} for row in samples if row["step"] == step]
+        rows = [_rewards(row) for row in samples if row["step"] == step]
         chosen = rows[:: max(1, len(rows) // SAMPLES_SHOWN)][:SAMPLES_SHOWN]
-        columns = [
-            name
-            for name in dict.fromkeys(name for row in chosen for name in row)
-            if name not in ("step", "source")
-        ]
-        yield (
-            f"{label}: step {step}, {what}",
-            columns,
-            [[_short(_plain(row.get(column, ""))) for column in columns] for row in chosen],
-        )
+        names = dict.fromkeys(name for row in chosen for name in row)
+        columns = [name for name in names if name not in ("step", "source")]
+        cells = [[_short(_plain(row.get(column, ""))) for column in columns] for row in chosen]
+        yield f"{label}: step {step}, {what}", columns, cells
 
 
 def _short(text: str) -> str:

@@ -8,12 +8,12 @@ with a sentence where the run has nothing to show in it.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from async_grpo.report.data import RunData
 from async_grpo.report.facts import NO_SAMPLES, restarts, sample_sections, settings, tiles
-from async_grpo.runtime.text import visible
+from async_grpo.runtime.text import visible, without_password
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --card: #f6f8fa; --ink: #24292f;
@@ -63,19 +63,20 @@ class Plot:
 def page(
     data: RunData,
     *,
-    title: str,
     pictures: Sequence[tuple[Plot, str | None]],
-    notes: Callable[[str], Iterable[str]],
+    notes: Mapping[str, Sequence[str]],
     config_text: str,
 ) -> str:
-    """Write the whole file. pictures: each with its SVG; notes(name): sentences under a picture."""
+    """Write the whole file. pictures: with their SVG; notes: sentences under those of a name."""
+    title = data.status.get("run") or data.setting("run.name") or data.directory.resolve().name
     sections = [
-        (plot.name, plot.title, _picture(plot, svg, notes(plot.name))) for plot, svg in pictures
+        (plot.name, plot.title, _picture(plot, svg, notes.get(plot.name, ())))
+        for plot, svg in pictures
     ]
     sections += [
         ("samples", "Sample responses", _samples(data)),
         ("restarts", "What restarted", _restarts(data)),
-        ("configuration", "Configuration", _configuration(data, config_text)),
+        ("configuration", "Configuration", _configuration(data, without_password(config_text))),
     ]
     links = "".join(f'<a href="#{name}">{_text(heading)}</a>' for name, heading, _ in sections)
     body = "\n".join(
@@ -93,7 +94,7 @@ def page(
     )
 
 
-def _header(data: RunData, title: str) -> str:
+def _header(data: RunData, title: object) -> str:
     lead, kind, shown = tiles(data)
     boxes = "".join(
         f'<div class="tile"><b>{_text(value)}</b><span>{_text(label)}</span></div>'
@@ -105,7 +106,7 @@ def _header(data: RunData, title: str) -> str:
     )
 
 
-def _picture(plot: Plot, svg: str | None, notes: Iterable[str]) -> str:
+def _picture(plot: Plot, svg: str | None, notes: Sequence[str]) -> str:
     said = "".join(f"<p>{_text(note)}</p>" for note in notes)
     drawn = f"<p>{_text(plot.meaning)}</p>{svg}"
     return (drawn if svg is not None else f"<p>{_text(plot.absent)}</p>") + said

