@@ -2,7 +2,7 @@
 
 Runs in: the driver for its own node; a Ray task pinned to each other node. Everything is read from
 /proc, the run's directory and Ray's log files, so a process that is stuck or gone is described too.
-Nothing here waits for a process longer than `seconds`.
+Nothing here waits for a process longer than `stacks.ANSWER_S`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LOG_TAIL = 16_000
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def gather(run_dir: str, *, role: str = "", seconds: float = stacks.ANSWER_S) -> dict[str, Any]:
+def gather(run_dir: str, *, role: str = "") -> dict[str, Any]:
     """Describe this host: its processes (all, or a role and its parts) and its state."""
     directory = stacks.home(run_dir)
     usage = {
         process.pid: _usage(process.pid) for process in stacks.registered(directory, role=role)
     }  # before they write their stacks
-    looks = stacks.look(directory, role=role, seconds=seconds)
+    looks = stacks.look(directory, role=role)
     processes: list[dict[str, Any]] = [
         {
             "role": one.process.role,

@@ -13,6 +13,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from async_grpo.replay.history import GroupRecord, History, Start, Unlisted
@@ -26,9 +27,7 @@ Facts = dict[str, Any]
 """Plain values of one group or of the ledger, as JSON can hold them."""
 RewardWeights = Mapping[str, float]
 """Component -> its weight; without any, the first component is the reward."""
-Sort = Literal["id", "reward", "length", "lag", "seconds"]
-
-SORT_KEYS: dict[Sort, str] = {
+SORT_KEYS = {
     "id": "group_id",
     "reward": "reward",
     "length": "length_mean",
@@ -36,9 +35,7 @@ SORT_KEYS: dict[Sort, str] = {
     "seconds": "seconds",
 }
 REASON_STATES = (State.WAITING, State.REJECTED, State.FAILED, State.EXPIRED)
-"""A reason is of the group's present state only in these; a trained group may have lost an attempt
-before.
-"""
+"""Only in these, a reason is of the present state: a trained group may have lost an attempt."""
 HAS_RESULT = (State.READY, State.TRAINING, State.TRAINED)
 """A group in one of these had a result, whatever the journal still has of it."""
 GONE = "its result is no longer in the journal"
@@ -46,9 +43,7 @@ LOST = ("attempts_lost", "forfeited", "overdue", "expirations", "unreadable")
 REFUSED = ("late", "duplicate", "abandoned", "invalid")
 """Counters of the ledger that are listed together."""
 COUNTED = 2_000
-"""Results that are read only to say how many groups match: a fraction of a second, unless responses
-are very long.
-"""
+"""Results that are read only to count the groups that match: mostly, a fraction of a second."""
 SILENT_S = 60.0
 """Seconds after which a journal that grows no more and has no end is pointed out."""
 ONE = {"attempts_lost": "attempt lost", "expirations": "expiration"}
@@ -69,7 +64,7 @@ class Selection:
     actor: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
-    sort: Sort = "id"
+    sort: str = "id"
     reverse: bool = False
 
     @property
@@ -221,24 +216,20 @@ def _measured(meta: GroupMeta, step: int | None, weights: RewardWeights) -> Fact
         "versions": versions,
         "lag_min": step - 1 - versions[-1] if step else None,
         "lag_max": step - 1 - versions[0] if step else None,
-        "reward": _mean([reward(row.rewards, weights) for row in rows]),
+        "reward": fmean([reward(row.rewards, weights) for row in rows]),
         "rewards": {
-            name: _mean([row.rewards.get(name, 0.0) for row in rows]) for name in rows[0].rewards
+            name: fmean([row.rewards.get(name, 0.0) for row in rows]) for name in rows[0].rewards
         },
-        "verdict": _mean(verdicts) if verdicts else None,
+        "verdict": fmean(verdicts) if verdicts else None,
         "responses": len(rows),
         "length_min": min(lengths),
-        "length_mean": _mean(lengths),
+        "length_mean": fmean(lengths),
         "length_max": max(lengths),
         "truncated": sum(row.finish_reason == "length" for row in rows),
         "seconds": max(times) - min(times) if times else None,
         "finished_at": max(times, default=None),
         "actor": meta.actor_id,
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 # ---- the ledger in words ----

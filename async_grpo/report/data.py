@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from async_grpo.config import yaml12
 from async_grpo.errors import SetupError
 from async_grpo.observe.console.status_file import STATUS
-from async_grpo.observe.console.timeline import read_timeline
+from async_grpo.observe.console.timeline import json_objects, read_timeline
 from async_grpo.observe.tracking.outbox import METRICS, SAMPLES
 from async_grpo.runtime.time_ledger import LEARNER_PREFIX, LearnerTime
 
@@ -145,7 +146,8 @@ def read_run(run_dir: Path) -> RunData:
         data.rows.append(newest)
     data.samples = list(_samples(run_dir / SAMPLES))
     data.events = list(read_timeline(run_dir))
-    data.status = _json(run_dir / STATUS)
+    with suppress(OSError):  # a run from before there was this file
+        data.status = next(json_objects((run_dir / STATUS).read_bytes()), {})
     return data
 
 
@@ -180,23 +182,9 @@ def _samples(path: Path) -> Iterator[dict[str, Any]]:
         if size > SAMPLE_BYTES:
             file.seek(max(SAMPLE_BYTES, size - SAMPLE_BYTES))
             parts.append(file.read(SAMPLE_BYTES))
-    for line in b"\n".join(parts).split(b"\n"):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield row
+    yield from json_objects(b"\n".join(parts), step=int)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         yield from file
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

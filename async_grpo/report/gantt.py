@@ -39,7 +39,7 @@ class Window:
     generating: dict[str, list[Span]] = field(default_factory=dict)
     scoring: dict[str, list[Span]] = field(default_factory=dict)
     ready: list[Span] = field(default_factory=list)
-    publications: list[tuple[float, float, int]] = field(default_factory=list)
+    publications: list[Span] = field(default_factory=list)
     phases: list[tuple[float, float, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ def read_window(data: RunData, *, steps: tuple[int, int] | None) -> Window | Non
         begin = event.get("begin")
         if isinstance(begin, int | float) and begin < window.end and event["time"] > window.begin:
             if event["kind"] == "publication":
-                window.publications.append((begin, event["time"], int(event.get("version", -1))))
+                window.publications.append((begin, event["time"]))
             elif event["kind"] == "phase":
                 window.phases.append((begin, event["time"], str(event.get("text", ""))))
     lines = [(row, "eval/seconds", "evaluation") for row in data.evaluations]
@@ -204,7 +204,7 @@ def _learner(axis: Axes, window: Window) -> None:
 
 def _marks(axis: Axes, window: Window) -> None:
     if window.publications:
-        spans = [(begin - window.begin, end - begin) for begin, end, _ in window.publications]
+        spans = [(begin - window.begin, end - begin) for begin, end in window.publications]
         axis.broken_barh(spans, (0, 1), color=GREEN, alpha=0.8, label="publication", linewidth=0)
     texts = dict.fromkeys(text for _, _, text in window.phases)
     for colour, text in zip((GREY, ORANGE, PURPLE), texts, strict=False):

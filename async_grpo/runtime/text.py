@@ -51,10 +51,7 @@ def ago(seconds: float) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Shorten an error to one line without passwords, by its system error if it has one.
-
-    Our own errors stay whole: they are sentences for people.
-    """
+    """Shorten an error to a line without passwords, by its system error; a RunError stays whole."""
     if isinstance(error, RunError):
         return str(error)
     inner = error

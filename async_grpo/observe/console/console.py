@@ -88,18 +88,12 @@ class Screen:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def follow(
-        self,
-        facts: Callable[[], Mapping[str, Any]],
-        *,
-        title: str = "",
-        now: Callable[[], float] = time.time,
-    ) -> None:
+    def follow(self, facts: Callable[[], Mapping[str, Any]], *, title: str = "") -> None:
         """Keep a panel of `facts()` at the end of a terminal until `stop`."""
         with self._lock:
             if self._live is None and self.terminal:
                 self._live = Live(
-                    get_renderable=lambda: self._panel(facts(), now(), title),
+                    get_renderable=lambda: self._panel(facts(), time.time(), title),
                     console=self.out,
                     refresh_per_second=1,
                     transient=True,

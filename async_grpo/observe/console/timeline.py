@@ -57,16 +57,16 @@ class Timeline:
 def read_timeline(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield all events that are kept, oldest first, without lines that were cut off."""
     for path in (run_dir / EARLIER, run_dir / TIMELINE):
-        if not path.is_file():
-            continue
-        for line in path.read_bytes().split(b"\n"):
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # cut off by the death of its writer
-            if (
-                isinstance(event, dict)
-                and isinstance(event.get("time"), int | float)
-                and isinstance(event.get("kind"), str)
-            ):
-                yield event
+        if path.is_file():
+            yield from json_objects(path.read_bytes(), time=(int, float), kind=str)
+
+
+def json_objects(data: bytes, **types: type | tuple[type, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects, one a line, that have values of these types under these keys."""
+    for line in data.split(b"\n"):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # cut off by the death of its writer
+        if isinstance(found, dict) and all(isinstance(found.get(key), types[key]) for key in types):
+            yield found
