@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from async_grpo.errors import (
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.runtime.stopping import Signals, grace_period
+from async_grpo.runtime.text import without_colours
 from async_grpo.runtime.time_ledger import LearnerTime
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 
 STOPPED_EARLY = "stopped as asked, before there was anything to save; the same command starts again"
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -227,7 +226,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
     """Find the exit code and the message of an error; a bug comes with its traceback."""
     code, message = _coded(error)
     if code == 1:
-        print(_plain("".join(traceback.format_exception(error))), file=sys.stderr, end="")
+        print(without_colours("".join(traceback.format_exception(error))), file=sys.stderr, end="")
     return code, message
 
 
@@ -254,16 +253,11 @@ def _coded(error: BaseException) -> tuple[int, str]:
     causes = []
     for current in _innermost(error):
         if isinstance(current, RunError):
-            return current.exit_code, _plain(str(current))
+            return current.exit_code, without_colours(str(current))
         if isinstance(current, TimeoutError) and str(current):
-            return Stalled.exit_code, _plain(str(current))
+            return Stalled.exit_code, without_colours(str(current))
         causes.append(current)
-    return 1, _plain(f"{type(causes[0]).__name__}: {causes[0]}").splitlines()[0]
-
-
-def _plain(text: str) -> str:
-    """Remove the colours that Ray puts into its exceptions, wherever they are printed."""
-    return _COLOUR.sub("", text)
+    return 1, without_colours(f"{type(causes[0]).__name__}: {causes[0]}").splitlines()[0]
 
 
 def _keep_group_ids(trainer, console: Console, error: BaseException, message: str) -> None:

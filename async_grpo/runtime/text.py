@@ -23,6 +23,11 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
     )
 
 
+def without_colours(text: str) -> str:
+    """Remove the colours that Ray and others put into their texts."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
 def on_one_line(text: str) -> str:
     """Replace all control characters, newlines and tabs too, by escapes."""
     return visible(text, keep="")

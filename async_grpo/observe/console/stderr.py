@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable
 
+from async_grpo.runtime.text import without_colours
+
 STDERR = 2
 JOIN_S = 1.0
 """A child that outlives the panel keeps its end of the pipe, so the thread may outlive it too."""
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class StderrLines:
@@ -52,9 +52,8 @@ class StderrLines:
     def _read(self, reading: int) -> None:
         with open(reading, encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:
-                if text := _COLOUR.sub(
-                    "", line.rstrip("\r\n").rpartition("\r")[2].expandtabs()
-                ):  # of a bar that is drawn again, the last state
+                last = line.rstrip("\r\n").rpartition("\r")[2]  # state of a bar drawn again
+                if text := without_colours(last.expandtabs()):
                     self._say(text)
 
 

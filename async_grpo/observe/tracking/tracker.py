@@ -470,9 +470,8 @@ def write_code_state(run_dir: Path) -> list[Path]:
         ):
             state[kind] = (git(*command) or "").splitlines()
         if diff:
-            (run_dir / DIFF).write_bytes(
-                diff.encode("utf-8", "surrogateescape")[:DIFF_BYTES] + b"\n"
-            )
+            data = diff.encode("utf-8", "surrogateescape")[:DIFF_BYTES]
+            (run_dir / DIFF).write_bytes(data + b"\n")
             written.append(run_dir / DIFF)
     code.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
     return written
@@ -488,8 +487,7 @@ def _user() -> str:
 def _ray_job() -> str | None:
     """Return the id under which this process was submitted as a Ray job."""
     try:
-        return json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))["metadata"][
-            "job_submission_id"
-        ]
+        job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+        return job["metadata"]["job_submission_id"]
     except (ValueError, LookupError, TypeError):
         return None  # not a job
