@@ -16,9 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 ATTENTION_TOKENS = 8192
-"""Row length at which attention costs about as much as the rest of the model; weighs the sum of L^2
-against the sum of L.
-"""
+"""Row length at which attention, which grows with L^2, costs as much as the rest of the model."""
 REPEATED = 2
 """Attention works on rows with their prompts in front, shared or not: a micro-batch's rows hold at
 most this many times the token budget.
@@ -28,9 +26,7 @@ most this many times the token budget.
 RowKey = tuple[int, int]
 """(group_id, place of the row in its group)."""
 RowShape = tuple[Hashable, int, int]
-"""(prompt, its length, length of the response). Rows of a micro-batch with the same prompt share
-its computation.
-"""
+"""(prompt, its length, length of the response); rows of a micro-batch share equal prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +52,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class RowValue:
-    """What a row is worth: its advantage; for estimators with returns, its reward and the reward of
-    its prompt's greedy response.
-    """
+    """What a row is worth: advantage; or reward, and that of its prompt's greedy response."""
 
     value: float
     baseline: float = 0.0
@@ -82,16 +76,13 @@ class RankPlan:
     @property
     def rows(self) -> dict[RowKey, PlanRow]:
         """Every row that this rank works on, once, in the order of their keys."""
-        rows = {
-            row.key: row for update in self.updates for batch in update for row in batch
-        }  # its weight may differ between epochs
+        # its weight may differ between epochs
+        rows = {row.key: row for update in self.updates for batch in update for row in batch}
         return {key: rows[key] for key in sorted(rows)}
 
     @property
     def owned(self) -> frozenset[RowKey]:
-        """The rows that this rank speaks for: those of its first epoch, so that each row of the
-        step is owned by one rank.
-        """
+        """Rows of the first epoch here: each row of the step is owned by exactly one rank."""
         return frozenset(
             row.key
             for update in self.updates[: self.epoch_updates]
@@ -194,9 +185,7 @@ def deal(rows: Sequence[RowShape], *, ranks: int, token_budget: int) -> list[lis
 def _dealt(
     rows: Sequence[RowShape], pieces: Sequence[list[int]], ranks: int, token_budget: int
 ) -> tuple[float, list[list[list[int]]]]:
-    """What the slowest rank has to do, and the micro-batches of every rank, when each piece goes to
-    one rank.
-    """
+    """Cost of the slowest rank, and every rank's micro-batches, when no piece is divided."""
     loads = [_cost(rows, piece) for piece in pieces]
     waiting = [(0.0, rank) for rank in range(ranks)]
     mine: list[list[int]] = [[] for _ in range(ranks)]
@@ -231,9 +220,7 @@ def make_rank_plans(
     token_budget: int,
     epoch_updates: int,
 ) -> list[RankPlan]:
-    """The plan of every rank for one learner step, from the rows of each optimizer update in
-    order.
-    """
+    """Build every rank's plan for a learner step from the rows of each optimizer update."""
     updates: list[list[tuple[tuple[PlanRow, ...], ...]]] = [[] for _ in range(ranks)]
     for rows in updates_rows:
         dealt = deal(

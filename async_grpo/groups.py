@@ -155,9 +155,7 @@ class Batch:
     groups: tuple[GroupMeta, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As plain tuples: the queue sends the facts of every group to the driver, and pickling
-        objects costs it three times as much.
-        """
+        """Pickle as plain tuples, which costs a third; the queue sends every group's facts."""
         plain = [
             (
                 group.group_id,

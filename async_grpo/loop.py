@@ -103,9 +103,7 @@ class BatchSamples(Protocol):
 
 @dataclass
 class Comparison:
-    """Versions whose weights are the recorded ones bit for bit, versions that differ, and versions
-    without a recorded digest.
-    """
+    """Versions with the recorded weights bit for bit, with others, and without recorded digest."""
 
     same: list[int] = field(default_factory=list)
     different: list[int] = field(default_factory=list)
@@ -141,9 +139,7 @@ class Loop:
         row_state: dict[str, Any] | None = None,
         samples: BatchSamples | None = None,
     ) -> None:
-        """publisher: None for a loop that only repeats recorded steps. samples: shows some
-        responses of every batch that is trained.
-        """
+        """publisher: None to only repeat recorded steps. samples: shows responses of batches."""
         self._config, self._weights = config, weights
         self._queue, self._learner = queue, learner
         self._publisher, self.total_steps = publisher, total_steps

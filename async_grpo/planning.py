@@ -39,9 +39,7 @@ Sums = Mapping[str, float]
 
 
 def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
-    """How the rewards of one response become its shaped reward; the queue's filter uses the
-    same.
-    """
+    """Build the rule from rewards of a response to its shaped reward, which the filter uses too."""
     algorithm, buffer = config.algorithm, config.algorithm.overlong_buffer
     return Shaping(
         dict(weights),
@@ -54,9 +52,7 @@ def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
 
 
 class RowMath:
-    """Plans and row values of one learner step after the other. `weights` are the reward
-    components' weights.
-    """
+    """Plans and row values, step after step. `weights`: of the reward components."""
 
     def __init__(
         self, config: Config, weights: Mapping[str, float], state: dict[str, Any] | None = None
@@ -84,9 +80,7 @@ class RowMath:
         return {"moments": self._moments.to_dict(), "kl_coef": self._adaptive.coef}
 
     def plans(self, batch: Batch) -> list[RankPlan]:
-        """Which rank trains which rows in which update, with the weight of each row's tokens in the
-        loss.
-        """
+        """Assign rows to ranks and updates, with the weight of each row's tokens in the loss."""
         config, rows = self._config, _rows(batch, "train")
         prompts = {group.group_id: group.prompt_length for group in batch.groups}
         updates = []
@@ -123,9 +117,7 @@ class RowMath:
     def values(
         self, batch: Batch, kl_sums: Mapping[RowKey, float]
     ) -> tuple[dict[RowKey, RowValue], dict[str, float]]:
-        """The value of every row to train, and the metrics of the rows. `kl_sums`: token KL per
-        row, if it is part of the reward.
-        """
+        """Compute every row's value, and row metrics. `kl_sums`: token KL per row, if rewarded."""
         algorithm, rows, greedy = (
             self._config.algorithm,
             _rows(batch, "train"),
@@ -279,18 +271,14 @@ def durations(batch: Batch) -> dict[str, float]:
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:
-    """Mean under `name`, with the population's standard deviation and the largest absolute
-    value.
-    """
+    """Mean under `name`, with the population's standard deviation and the largest magnitude."""
     mean = sum(values) / len(values)
     std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
     return {name: mean, f"{name}_std": std, f"{name}_abs_max": max(abs(value) for value in values)}
 
 
 def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, float]:
-    """Share of groups without spread in the shaped reward, and of those that are all wrong or all
-    right.
-    """
+    """Shares of groups without spread in the shaped reward, all wrong, and all right."""
     members = [
         [(group.group_id, index) for index, row in enumerate(group.rows) if row.role == "train"]
         for group in batch.groups

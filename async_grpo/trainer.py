@@ -98,9 +98,7 @@ class Trainer:
     # ---- the calls of a user ----
 
     def check(self) -> None:
-        """Find all that is wrong with configuration, files and task, before any process. Raises
-        SetupError.
-        """
+        """Check configuration, files and task before any process starts. Raises SetupError."""
         try:
             preflight_files(self.config)
             task = load_task(self.config.task, self.config.seed)
@@ -125,9 +123,7 @@ class Trainer:
         )
 
     def start(self) -> None:
-        """Start the run's processes, check the weight transport, and resume from a checkpoint, if
-        any.
-        """
+        """Start the run's processes, check the weight transport, and resume, if there is a past."""
         if self._started:
             return
         if self._connection is not None:
@@ -292,9 +288,7 @@ class Trainer:
         return self._run(self.system.actors.add())
 
     def remove_rollout_actor(self, actor_id: str) -> None:
-        """Let a rollout actor finish its groups, and end it for good. Raises ValueError for an
-        unknown id, RunError below `min`.
-        """
+        """Drain and end a rollout actor. Raises ValueError (unknown id), RunError (below `min`)."""
         self._run(self.system.actors.remove(actor_id))
 
     def save(self, *, keep_groups: bool = False) -> Path:
@@ -306,9 +300,7 @@ class Trainer:
         return self._save(keep_groups=keep_groups, wait=True)
 
     def restore(self, path: str | Path) -> None:
-        """Resume from this checkpoint, not the configured one; before `start`. Raises SetupError if
-        it is not complete.
-        """
+        """Resume from this checkpoint; before `start`. Raises SetupError if it is not complete."""
         if self._connection is not None:
             raise RunError("restore comes before start: a running system cannot be set back")
         self.config = self.config.model_copy(

@@ -42,8 +42,7 @@ class Connection:
         self.remove_leftovers()
 
     def remove_leftovers(self, *, ending: Collection[int] = ()) -> None:
-        """Remove what processes of this start, or killed ones in this run directory, left in
-        memory. ending: processes of this start that were killed just now.
+        """Remove what this start, or killed ones in this directory, left. ending: killed just now.
         """
         from async_grpo.learner.drafts import remove_drafts
         from async_grpo.weights.shared_memory import remove_segments

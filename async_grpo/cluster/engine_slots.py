@@ -102,9 +102,7 @@ class EngineSlots:
         return slot
 
     async def reserve(self, slot: EngineSlot) -> None:
-        """Reserve a new slot, on a node that sees the run's directory. Raises SetupError, or
-        RayError when the node goes away meanwhile.
-        """
+        """Reserve a new slot on a node that sees `run.dir`. Raises SetupError or RayError."""
         node_id, timeout_s = slot.node_id, self._config.cluster.resources_timeout_s
         if node_id not in self._sees_run_dir:
             await self._session.check_shared_storage(

@@ -110,15 +110,12 @@ class Evaluations:
         )
 
     async def begin(self, total: int, done: WhenDone) -> None:
-        """Begin to evaluate the newest version beside training; `done(step, metrics, responses)` is
-        called at the end.
-        """
+        """Begin to evaluate the newest version; `done(step, metrics, responses)` at the end."""
         if self._beside is not None and not self._beside.done():
             self._skipped += 1
             self._listener.note(
-                "an evaluation is left out, because the one before is still under way: "
-                "raise evaluation.every_steps, or lower "
-                "evaluation.max_samples or evaluation.n"
+                "an evaluation is left out, because the one before is still under way: raise "
+                "evaluation.every_steps, or lower evaluation.max_samples or evaluation.n"
             )
             return
         self._beside = asyncio.create_task(self._evaluate_beside(total, done))
@@ -150,9 +147,8 @@ class Evaluations:
                     if not limit.expired():
                         raise
                 if pin.engine is not None:
-                    await self._tell(
-                        pin.engine, pin.engine.handle.go_on
-                    )  # it gets tickets when it serves the live version
+                    # it gets tickets when it serves the live version
+                    await self._tell(pin.engine, pin.engine.handle.go_on)
                 waited += pin.learner_waited_s
             version = parse_label(pin.label)
             if answers is not None and version.run_epoch == self._epochs.run_epoch:
@@ -170,9 +166,8 @@ class Evaluations:
             )
             if limit.expired() or not await self._somebody_serves(deadline):
                 self._listener.note(
-                    f"the evaluation of step {version.step} took longer than "
-                    f"evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s and "
-                    "is given up"
+                    f"the evaluation of step {version.step} took longer than evaluation.timeout_s "
+                    f"= {self._config.evaluation.timeout_s:g} s and is given up"
                 )
                 return
             self._listener.note(
@@ -192,9 +187,8 @@ class Evaluations:
             return None if left else (outcomes, rows)
         if not await self._tell(pin.engine, pin.engine.handle.rest):
             return None
-        left, outcomes, rows = await self._share(
-            [pin.engine], problems, total=total
-        )  # nobody waits for its last groups: they go on
+        # nobody waits for its last groups: they go on
+        left, outcomes, rows = await self._share([pin.engine], problems, total=total)
         return None if left else (outcomes, rows)
 
     async def _tell(self, engine: RemoteEngine, call: Any) -> bool:

@@ -101,9 +101,7 @@ class LearnerGroup:
         await self._serves.wait()
 
     async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
-        """Start a learner step: every rank fetches its rows. Returns the token KL summed over each
-        row, if it is part of the reward.
-        """
+        """Start a step: every rank fetches its rows. Token KL summed per row, if rewarded."""
         sums = await self._each("call", [("begin", plan) for plan in plans])
         return {key: value for rank in sums for key, value in rank.items()}
 
@@ -166,9 +164,7 @@ class LearnerGroup:
             ) from error
 
     async def send(self, announcement: Announcement) -> str:
-        """Push staged weights, for transports that push; why the transfer is torn, or "". A copy
-        goes in the background.
-        """
+        """Push staged weights where the transport does; why the transfer is torn, or ""."""
         if not TRANSPORTS[announcement.backend].pushes:
             return ""
         if announcement.streamed:

@@ -168,9 +168,7 @@ def _free_cpus(node: Node) -> float:
 
 
 def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
-    """Whether learner and engines share GPUs; with `cluster.layout: auto` only if the ranks take
-    all GPUs and the transport allows it.
-    """
+    """Tell whether learner and engines share GPUs; `auto`: if the ranks take all, and may share."""
     cluster, transport = config.cluster, TRANSPORTS.get(config.weight_sync.backend)
     if cluster.layout != "auto":
         return cluster.layout == "colocated"
@@ -262,9 +260,7 @@ def _another_on_cpu(
 
 
 def _deal_cores(cores: tuple[int, ...], *, ranks: int, engines: int) -> list[tuple[int, ...]]:
-    """Cores of each learner rank, then of each engine, the highest first; none for any process
-    where one would have to share.
-    """
+    """Deal the highest cores to the ranks, then to the engines; none if one would have to share."""
     if len(cores) < ranks + engines:
         return [()] * (ranks + engines)
     spare = max(0, len(cores) - ranks - engines - 1)

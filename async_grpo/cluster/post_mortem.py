@@ -93,9 +93,7 @@ def write(
 async def examine(
     run_dir: str, role: str, error: BaseException, *, node_id: str | None = None
 ) -> dict[str, Any]:
-    """Examine processes of this role before they are killed; {} for a dead one. No node: the
-    driver's.
-    """
+    """Examine processes of a role before they are killed; {} for a dead one. No node: here."""
     if isinstance(error, ray.exceptions.RayActorError):
         return {}
     here = node_id is None or node_id == ray.get_runtime_context().get_node_id()

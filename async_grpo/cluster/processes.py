@@ -85,9 +85,8 @@ class LearnerProcess:
     def __init__(self, config: Config, *, rank: int, cores: Sequence[int], queue: Any) -> None:
         die_with_parent()
         if cores:
-            for thread in os.listdir(
-                "/proc/self/task"
-            ):  # Ray has started those that will run the calls
+            # Ray has started those that will run the calls
+            for thread in os.listdir("/proc/self/task"):
                 os.sched_setaffinity(int(thread), cores)
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
         stacks.register(f"learner-{rank}", stacks.home(config.run.dir))

@@ -251,9 +251,7 @@ class DriverQueue:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self.reports = ActorReports()
-        """Of all rollout actors, by the time of the last `metrics`; a queue that is started again
-        does not know those of dead ones.
-        """
+        """Latest reports of all rollout actors; a restarted queue forgets those of dead ones."""
 
     async def get_batch(self, step: int) -> Batch | None:
         """Take the batch of a learner step, or None while the queue has none."""
@@ -347,9 +345,7 @@ class DriverQueue:
 
 
 class ActorQueue:
-    """The queue as a rollout actor sees it; every call has a deadline, and may be repeated, so it
-    is, for `patience_s` at most.
-    """
+    """The queue as a rollout actor sees it; calls are repeated for `patience_s` at most."""
 
     def __init__(self, handle: Any, *, patience_s: float = CALL_TIMEOUT_S) -> None:
         self._handle, self._patience_s = handle, patience_s

@@ -86,9 +86,7 @@ class Relays:
         self._noted: set[str] = set()
 
     async def local(self, announcement: Announcement, node_id: str) -> Announcement:
-        """Return the announcement as engines on this node need it. Raises Ray's error when a relay
-        has died too often.
-        """
+        """Return the announcement for engines on this node. Raises Ray's error for dead relays."""
         if not TRANSPORTS[announcement.backend].relayed or node_id == self._home:
             return announcement
         payload = announcement.payload

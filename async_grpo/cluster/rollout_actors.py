@@ -396,9 +396,7 @@ class ActorManager:
             await self.drop(engine.actor_id, error)
 
     async def _survey(self) -> None:
-        """Follow the cluster: give back slots on nodes that are gone, use new room, and see whether
-        enough actors are left.
-        """
+        """Give back slots of lost nodes, open slots in new room, and fail below the minimum."""
         while True:
             self._look.clear()
             nodes = await self._slots.nodes()
@@ -414,11 +412,10 @@ class ActorManager:
             if len(self._alive) < least and not starting:
                 self._failures.fail(
                     FaultBudgetSpent(
-                        f"{len(self._alive)} rollout actors are alive, "
-                        f"cluster.rollout_actors.min is {least}, and the cluster has no "
-                        f"room for another; {self.deaths[-1]}; the faults so far are {self.faults} "
-                        f"of cluster.restart_budget = {cluster.restart_budget}; "
-                        f"it has {describe(nodes)}"
+                        f"{len(self._alive)} rollout actors are alive, cluster.rollout_actors.min "
+                        f"is {least}, and the cluster has no room for another; {self.deaths[-1]}; "
+                        f"the faults so far are {self.faults} of cluster.restart_budget = "
+                        f"{cluster.restart_budget}; it has {describe(nodes)}"
                     )
                 )
                 return
@@ -459,9 +456,7 @@ class ActorManager:
             await self._replace(slot, fault)
 
     async def _replace(self, slot: EngineSlot, fault: str) -> None:
-        """Start processes in this slot until one serves, the slot is given back or the budget is
-        spent.
-        """
+        """Start processes in this slot until one serves or the slot is given back."""
         while await self._may_restart(slot, fault):
             engine = self._create(slot)
             self._listener.note(

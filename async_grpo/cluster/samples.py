@@ -60,9 +60,7 @@ class TrainingSamples:
         self._task: asyncio.Task[None] | None = None
 
     def take(self, batch: Batch) -> None:
-        """Ask for samples of the step that begins with this batch, before the queue can learn of
-        the next.
-        """
+        """Ask for samples of this batch's step, before the queue can learn of the next step."""
         due = self._every and (batch.step == 1 or batch.step % self._every == 0)
         if due and (self._task is None or self._task.done()):
             size = len(batch.groups)

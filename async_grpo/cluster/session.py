@@ -61,9 +61,7 @@ class Session:
 
     @classmethod
     def open(cls, *, processes: int) -> Session:
-        """Join the cluster of RAY_ADDRESS (set in a Ray job), or start one for `processes` on
-        loopback.
-        """
+        """Join the cluster of RAY_ADDRESS, or start one for `processes` on loopback."""
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         # Ray's agents notice late that all others are gone.
@@ -144,9 +142,8 @@ class Session:
         self._groups.append(group)
         try:
             await asyncio.wait_for(_created(group), timeout_s)
-        except (
-            BaseException
-        ) as error:  # whoever is cancelled meanwhile leaves no reservation behind either
+        # whoever is cancelled meanwhile leaves no reservation behind either
+        except BaseException as error:
             self._remove(group)
             if not isinstance(error, TimeoutError):
                 raise
@@ -214,9 +211,8 @@ class Session:
                 seen = await asyncio.wait_for(answer, timeout_s)
                 if not seen or not own.with_name(f"{own.name}-{node.node_id}").exists():
                     raise SetupError(
-                        f"node {node.address} does not see {directory} as the driver does; "
-                        "with several nodes run.dir must be storage "
-                        "that all of them share"
+                        f"node {node.address} does not see {directory} as the driver does; with "
+                        "several nodes run.dir must be storage that all of them share"
                     )
         except TimeoutError as error:  # an OSError too, without anything to say
             raise SetupError(

@@ -301,9 +301,7 @@ class System:
         await self.evaluations.begin(total, done)
 
     async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
-        """Write learner and exported model, for `finish_save`; the queue's snapshot. Raises
-        StorageFailure.
-        """
+        """Write learner and exported model; the queue's snapshot. Raises StorageFailure."""
         step = self.steps_done
         saved = await self.supervisor.surviving(partial(self._save, directory))
         if self.steps_done != step:
@@ -327,9 +325,7 @@ class System:
         return sums
 
     async def forget(self, *, segment: int, step: int) -> None:
-        """Drop groups that only journal segments before this one, of the checkpoint of `step`,
-        need.
-        """
+        """Drop groups that only segments before this one, of the checkpoint of `step`, need."""
         await self.queue.forget(segment=segment, step=step)
 
     async def stop(self, *, orderly: bool = True) -> None:

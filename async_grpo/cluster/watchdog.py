@@ -68,9 +68,7 @@ def _ranks(calls: Sequence[asyncio.Future[Any]]) -> str:
 async def whole_step(
     work: Awaitable[Any], *, seconds: float, number: int, phase: Callable[[], str]
 ) -> Any:
-    """Await a learner step. Raises Stalled for a wait in it that has no deadline of its own.
-    seconds: `watchdog.step_timeout_s`.
-    """
+    """Await a learner step. Raises Stalled. seconds: `watchdog.step_timeout_s`."""
     try:
         async with asyncio.timeout(STEP_DEADLINES * seconds + STEP_GRACE_S) as deadline:
             return await work

@@ -24,9 +24,7 @@ from async_grpo.wire import GroupMeta
 
 
 class Retirement:
-    """The rule of retirement over a set of `retired` problems; without `settings.retire_at` none
-    ever is.
-    """
+    """Rule of retirement over the `retired` problems; idle without `settings.retire_at`."""
 
     def __init__(self, settings: QueueSettings, retired: set[int]) -> None:
         """Raises ValueError for a retired problem that the task does not have."""
@@ -42,15 +40,11 @@ class Retirement:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no problem is left to pose. While this is false, one of any 2 x `problems` - 1
-        successive ids is not retired.
-        """
+        """Whether no problem is left; else one of 2 x `problems` - 1 successive ids is posed."""
         return self._at is not None and len(self._retired) >= self._problems
 
     def retires(self, meta: GroupMeta) -> int | None:
-        """The problem that this group retires: the mean verdict of its responses is at least
-        `retire_at`. None if it retires none.
-        """
+        """The problem that this group retires (mean verdict of at least `retire_at`), or None."""
         if self._at is None:
             return None
         rate, problem = (
@@ -75,9 +69,7 @@ class Retirement:
 
 
 POLL_MEMORY_S = 2.0
-"""An actor that asked for work counts in the division of free slots for this long; a silent one
-must not reserve them.
-"""
+"""Seconds for which an actor that asked for work counts in the division of free slots."""
 
 
 @dataclass(slots=True)
@@ -103,9 +95,7 @@ class Admission:
         self._polls: dict[str, _Poll] = {}
 
     def grant(self, actor_id: str, want: int, *, now: float) -> int:
-        """Tickets for this actor, which asked for `want`: all free slots go, one by one, to the
-        asking actor with the fewest in flight.
-        """
+        """Tickets for this actor of the `want` it asked for, by `fair_share` of all free slots."""
         free = free_again(self._settings, self._ledger) + self._free_new()
         if want <= 0 or free <= 0:  # the common answer, so it must not look at every actor
             self._polls[actor_id] = _Poll(now, want)

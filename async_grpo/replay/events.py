@@ -56,9 +56,7 @@ class Reject(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """in flight -> waiting, or failed after the last attempt. tokens: what was sampled for it; None
-    if its actor did not say.
-    """
+    """in flight -> waiting, or failed after the last attempt. tokens: sampled for it, if known."""
 
     group_id: int
     attempt: int
@@ -82,9 +80,7 @@ class Drop(NamedTuple):
 
 
 class Forfeit(NamedTuple):
-    """The actor is gone: it gets no ticket any more. A `Fail` for each group that it held
-    follows.
-    """
+    """An actor is gone and gets no ticket any more; a `Fail` for each group it held follows."""
 
     actor_id: str
 
@@ -96,9 +92,7 @@ class Retire(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """A result that changes no group: `late`, `duplicate`, `abandoned` or `invalid`; with its
-    tokens, where they can be told.
-    """
+    """A result that changes no group: `late`, `duplicate`, `abandoned` or `invalid`; its tokens."""
 
     status: str
     group_id: int
@@ -109,9 +103,7 @@ class Refuse(NamedTuple):
 
 
 class Waste(NamedTuple):
-    """An actor gave up an attempt whose ticket had been taken away: no group changes, but its
-    tokens are accounted for.
-    """
+    """An attempt whose ticket had been taken away is given up: its tokens are accounted for."""
 
     group_id: int
     attempt: int
@@ -120,9 +112,7 @@ class Waste(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What engines have sampled by now: rows of actor id and `tokens.Told`, of the actors that told
-    something new.
-    """
+    """What engines have sampled by now: (actor id, *TokenTotals) rows, of actors with news."""
 
     totals: tuple[tuple[Any, ...], ...]
 
@@ -144,9 +134,7 @@ class Done(NamedTuple):
 
 
 class Live(NamedTuple):
-    """Every engine serves `version`: the slots of the steps that it contains are free. `digest`
-    names the weights, if they have one.
-    """
+    """Every engine serves `version`: slots of its steps are free. digest: of the weights, or ""."""
 
     version: int
     digest: str
@@ -196,9 +184,7 @@ _KIND_OF = {event: kind for kind, event in KINDS.items()}
 
 
 def plain_text(reason: str) -> str:
-    """The beginning of a reason as text that can be written down, whatever an exception put into
-    it.
-    """
+    """Cut a reason to its beginning, as text that can be written, whatever an exception said."""
     return reason[:REASON_CHARS].encode("utf-8", "replace").decode()
 
 

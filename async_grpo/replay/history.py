@@ -284,9 +284,7 @@ class Stretch(Past):
         self.steps = {step: ids for step, ids in self.steps.items() if step >= first}
 
     def meta(self, group_id: int) -> GroupMeta | None:
-        """What the group's frame says beside the tokens; None where its segment is gone. Raises
-        WireError for one that is damaged.
-        """
+        """The group's `GroupMeta`; None where its segment is gone. Raises WireError if damaged."""
         try:
             return self._frames.meta(self.groups[group_id].place, group_id)
         except JournalError:
@@ -323,9 +321,7 @@ that nobody needs; what they told is damaged; or the journal began after it.
 
 @dataclass(slots=True)
 class GroupRecord:
-    """One group as the journal tells it. `policy_version` and `actor_id` are of the latest ticket,
-    `reason` of the latest setback.
-    """
+    """One group as the journal tells it: its latest ticket, and `reason` of the latest setback."""
 
     group_id: int
     attempt: int
@@ -391,18 +387,14 @@ class History(Visitor):
             raise LookupError(f"the result of group {group_id} is gone: {error}") from error
 
     def meta(self, group_id: int, attempt: int | None = None) -> GroupMeta | None:
-        """What `frame` says beside the tokens; None where there is no result. Raises WireError for
-        one that is damaged.
-        """
+        """The result's `GroupMeta`; None where there is none. Raises WireError if damaged."""
         try:
             return self._results.meta(self._place(group_id, attempt), group_id, attempt)
         except (LookupError, JournalError):
             return None
 
     def group(self, group_id: int, attempt: int | None = None) -> Group | None:
-        """The whole group; None where there is no result. Raises WireError for one that is
-        damaged.
-        """
+        """The whole group; None where there is no result. Raises WireError if damaged."""
         if self.meta(group_id, attempt) is None:
             return None
         return decode_group(self.frame(group_id, attempt))
@@ -510,9 +502,7 @@ class History(Visitor):
 
 
 def read_history(directory: Path) -> History:
-    """The history that the segments in `directory` tell. Raises JournalError where there is no
-    journal, or nothing of it can be read.
-    """
+    """Read the segments in `directory`. Raises JournalError where nothing can be read."""
     links, notes = lineage(directory)
     history = History(directory, links[0].segment)
     history.notes += notes
@@ -559,9 +549,7 @@ class RecordedQueue:
         self._history: History = read_history(Path(directory))
 
     async def get_batch(self, step: int) -> Batch | None:
-        """The groups that learner step `step` trained. Raises SetupError when the journal does not
-        have them.
-        """
+        """Return the groups that learner step `step` trained. Raises SetupError if it cannot."""
         history = self._history
         if step not in history.steps:
             raise SetupError(f"the journal in {history.directory} has no learner step {step}")

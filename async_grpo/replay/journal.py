@@ -114,9 +114,7 @@ class Writer:
         parent: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """segment: the last number that is taken. The first segment goes on after record `sequence`
-        of segment `parent`.
-        """
+        """segment: last number taken. The first one goes on after record `sequence` of `parent`."""
         self.directory = directory
         self._fsync = fsync
         self._segment_bytes = segment_bytes
@@ -141,9 +139,7 @@ class Writer:
         return segments(self.directory)
 
     def begin(self, snapshot: dict[str, Any]) -> None:
-        """Start the next segment with a snapshot; with fsync `group`, what was written before is on
-        the disk then.
-        """
+        """Start the next segment with a snapshot; with fsync `group`, flush the last one first."""
         self._check()
         path = segment_path(self.directory, self.segment + 1)
         temporary = path.with_suffix(".tmp")
@@ -174,15 +170,11 @@ class Writer:
             raise self._broken(error) from error
 
     def append_event(self, event: Event, payload: Buffer = b"") -> FramePosition | None:
-        """Write an event; where its payload is. Raises JournalError, and then nothing was
-        written.
-        """
+        """Write an event; its payload's position. On JournalError nothing was written."""
         return self.append(to_wire(event), payload)
 
     def append(self, body: Any, payload: Buffer = b"") -> FramePosition | None:
-        """Write one record; where its payload is. Raises JournalError, and then nothing was
-        written.
-        """
+        """Write one record; its payload's position. On JournalError nothing was written."""
         self._check()
         packed = msgpack.packb(body, use_bin_type=True)
         view = memoryview(payload).cast("B")
@@ -193,9 +185,7 @@ class Writer:
         return FramePosition(self.segment, offset, len(view)) if len(view) else None
 
     async def commit(self) -> None:
-        """Return when everything appended so far is as safe as `fsync` says. Many callers share one
-        flush. Raises JournalError.
-        """
+        """Wait until all is as safe as `fsync` says; callers share flushes. Raises JournalError."""
         if self._fsync == "never" or (
             self._fsync == "interval" and self._clock() - self._synced_at < INTERVAL_S
         ):
@@ -254,9 +244,8 @@ class Writer:
         total, start = sum(map(len, parts)), self.nbytes
         try:
             written = os.writev(self._fd, parts)
-            while (
-                written < total
-            ):  # the kernel takes at most 2 GiB at once, and less when the disk is full
+            # the kernel takes at most 2 GiB at once, and less when the disk is full
+            while written < total:
                 written += os.write(self._fd, memoryview(b"".join(parts))[written:])
         except OSError as error:
             try:
@@ -270,11 +259,9 @@ class Writer:
     def _broken(self, error: OSError) -> JournalError:
         if self._error is None:
             self._error = (
-                f"the journal in {self.directory} cannot be written "
-                f"({error.strerror or error}); nothing after this is recorded. Free space "
-                "or "
-                "mend the disk and start the same command again, or go on without a "
-                "journal: replay.journal.enable=false"
+                f"the journal in {self.directory} cannot be written ({error.strerror or error}); "
+                "nothing after this is recorded. Free space or mend the disk and start the same "
+                "command again, or go on without a journal: replay.journal.enable=false"
             )
         return JournalError(self._error)
 
@@ -324,9 +311,7 @@ class Segment:
         """The segment and the record after which it goes on; None for the first one of a run."""
 
     def records(self) -> Iterator[JournalRecord]:
-        """The records after the snapshot, up to the end or a cut-off one. Raises JournalDamage at a
-        damaged one.
-        """
+        """Records after the snapshot, up to the end or a cut-off one. Raises JournalDamage."""
         while (record := self._next(self.sequence + 1)) is not None:
             self.sequence = record.sequence
             yield record

@@ -118,9 +118,7 @@ class Ledger:
         """Rejected since the last batch left, by reason; `failed_now` likewise."""
         self.failed_now: Counter[str] = Counter()
         self.failed_before = 0
-        """Groups that had failed for good when this start of the run began: it is judged by its
-        own.
-        """
+        """Groups that had failed for good when this start of the run began."""
         self.retired: set[int] = set()
         self.forfeited: set[str] = set()
         self.segment_steps: dict[int, int] = {}
@@ -130,9 +128,8 @@ class Ledger:
         """
         self.tokens = Tokens()
         self.changes = 0
-        self._recent: OrderedDict[int, tuple[int, State, int | None]] = (
-            OrderedDict()
-        )  # a dict is slow to find its first entry
+        # a dict is slow to find its first entry
+        self._recent: OrderedDict[int, tuple[int, State, int | None]] = OrderedDict()
         self._apply: dict[type, Callable[..., None]] = {
             events.Issue: self._issue,
             events.Skip: self._skip,
@@ -204,9 +201,7 @@ class Ledger:
         return {state.value: self.closed[state] + len(self.slots.get(state, ())) for state in State}
 
     def history(self, group_ids: Iterable[int]) -> dict[int, dict[str, int | str | None]]:
-        """Attempt, state and step of each id that holds a slot or is among the last few thousand
-        that held one.
-        """
+        """Attempt, state and step of ids with a slot, or of the last `RECENT_GROUPS` with one."""
         found = {}
         for group_id in group_ids:
             if (record := self.record(group_id)) is not None:
@@ -412,12 +407,9 @@ class Ledger:
     # ---- as plain values ----
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain values for `from_snapshot`. Results are named by their place in the journal, not
-        contained.
-        """
-        in_slots = [
-            entry for index in self.slots.values() for entry in index.values()
-        ]  # in each state in the order of arrival
+        """Plain values for `from_snapshot`; results are named by their position in the journal."""
+        # in each state in the order of arrival
+        in_slots = [entry for index in self.slots.values() for entry in index.values()]
         groups = [
             [
                 entry.group_id,

@@ -48,9 +48,7 @@ class QueueWaits:
             self._asked_at = now
 
     def learner_served(self, slow: Iterable[bool | None], *, now: float) -> float:
-        """A batch leaves, with what `completed` said of its groups; seconds that the learner waited
-        for it.
-        """
+        """Record a batch and which groups were slow; seconds that the learner waited for it."""
         waited = 0.0 if self._asked_at is None else now - self._asked_at
         self._asked_at = None
         self._starved_s += waited
@@ -58,9 +56,7 @@ class QueueWaits:
         return waited
 
     def completed(self, duration: float) -> bool | None:
-        """A group became ready this long after its ticket was issued: whether it belongs to the
-        slowest tenth; None while that is unknown.
-        """
+        """Whether a group with these seconds is in the slowest tenth; None while unknown."""
         self._completed += 1
         self._durations.append(duration)
         if len(self._durations) >= WARM and self._completed % EVERY == 0:
@@ -94,9 +90,7 @@ class QueueWaits:
 def batch_metrics(
     chosen: Sequence[GroupEntry], settings: QueueSettings, *, step: int, now: float
 ) -> dict[str, float]:
-    """How old the batch of `step` is: lags in learner steps over what is trained with weight,
-    tokens that are too old, seconds ready.
-    """
+    """Lags of the batch of `step` over what is trained with weight, tokens too old, and waits."""
     rows = [row for entry in chosen for row in entry.result.rows_to_train]
     oldest = [step - 1 - row.min_version for row in rows]
     lags = [step - 1 - version for row in rows for version, _ in row.versions]

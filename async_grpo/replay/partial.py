@@ -74,9 +74,8 @@ def choose(
     fresh.sort(key=lambda one: (one.version, one.group_id))
     if settings.on_stale == "wait":  # those that can be trained in time with what is ready
         in_time = settings.order_rule.in_time(
-            [
-                Due(one.version, one.group_id) for one in reversed(fresh)
-            ],  # the newest have most time
+            # the newest have most time
+            [Due(one.version, one.group_id) for one in reversed(fresh)],
             ready=[
                 Due(one.policy_version, one.group_id) for one in ledger.slots[State.READY].values()
             ],
@@ -103,9 +102,7 @@ def told(chosen: list[PartialStart], useless: int) -> str:
 
 
 def _in_flight(one: PartialStart, end: Ledger) -> bool:
-    """Whether this very attempt had not come to a result when the run ended, or was about to
-    go on.
-    """
+    """Whether this very attempt was without a result at the end, or was about to go on."""
     entry = end.entries.get(one.group_id) or end.unused.get(one.group_id)
     if entry is None or entry.place is not None:
         return False

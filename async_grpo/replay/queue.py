@@ -67,13 +67,9 @@ from async_grpo.wire import (
 )
 
 MAX_SKIPS = 4096
-"""Ids of retired problems that one `acquire` passes over (tens of milliseconds); the next one goes
-on from there.
-"""
+"""Ids of retired problems that one `acquire` skips (tens of milliseconds); the next one goes on."""
 TICKET_GRACE_S = 5.0
-"""An actor watches its own tickets and says why one failed; the queue takes a ticket back only this
-much later.
-"""
+"""Seconds that an actor, which can say why its group failed, has beyond a ticket's deadline."""
 SLICE_BYTES, SLICE_FRAMES = 2**22, 32
 """What one `put` takes before it lets other calls run."""
 
@@ -171,9 +167,7 @@ class ReplayQueue:
         return tickets
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
-        """Take finished groups; one verdict each, in order. Idempotent on (group_id, attempt);
-        every frame is copied.
-        """
+        """Take finished groups; a verdict each, in order. Every frame is copied. Idempotent."""
         verdicts, taken = [], 0
         for index, frame in enumerate(frames):
             verdict, tokens = self._take(actor_id, frame)
@@ -199,9 +193,7 @@ class ReplayQueue:
         reason: str,
         tokens: Sequence[int | None] | None = None,
     ) -> None:
-        """These groups came to nothing at the actor: they are issued again, or failed after
-        `max_attempts`. tokens: sampled for each.
-        """
+        """Reissue groups, or fail them after `max_attempts`. tokens: sampled for each."""
         for ticket, sampled in zip(tickets, tokens or [None] * len(tickets), strict=True):
             entry = self._ledger.held.get(actor_id, {}).get(ticket.group_id)
             if entry is not None and entry.attempt == ticket.attempt:
@@ -210,9 +202,7 @@ class ReplayQueue:
                 self.record(events.Waste(ticket.group_id, ticket.attempt, actor_id, sampled))
 
     async def forfeit(self, actor_id: str) -> None:
-        """The process is gone: all its tickets are issued again. Its id gets no ticket any more,
-        should it still be alive.
-        """
+        """Reissue all tickets of a process that is gone; its id gets no ticket any more."""
         self._admission.forget(actor_id)
         self._pressure.gone(actor_id, now=self._clock())
         self._note_reports()
@@ -272,9 +262,7 @@ class ReplayQueue:
         return self._current_batch()
 
     async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
-        """Frames of groups of the step in training, in the order asked for, as one uint8 array for
-        `wire.unpack_frames`.
-        """
+        """Pack the frames of groups in training, in the order asked for (`wire.unpack_frames`)."""
         training = self._ledger.slots[State.TRAINING]
         if step <= self._ledger.steps and self._journal is not None:
             return await self._again().payload(step, group_ids)
@@ -288,9 +276,7 @@ class ReplayQueue:
         return pack_frames([training[group_id].frame or b"" for group_id in group_ids])
 
     async def live(self, version: int, digest: str = "") -> None:
-        """Every engine serves `version` now: the slots of the steps it contains return. Versions
-        never go back.
-        """
+        """Return the slots of all steps in `version`, which every engine serves. Never back."""
         if not self._ledger.live <= version <= self._ledger.newest_version:
             raise ValueError(
                 f"version {version} cannot be live: {self._ledger.live} is, and the "
@@ -333,17 +319,13 @@ class ReplayQueue:
         return self._ledger.over or self._ledger.steps >= self.settings.total_steps
 
     async def counts(self) -> dict[str, int]:
-        """Groups by state (their sum is the number of ids issued), then totals: rejected by reason,
-        late, duplicate, invalid.
-        """
+        """Count groups by state (the sum is the ids issued), rejections by reason, and totals."""
         ledger = self._ledger
         rejected = {f"rejected/{name}": count for name, count in sorted(ledger.rejected.items())}
         return ledger.counts() | rejected | {name: ledger.totals[name] for name in TOTALS}
 
     async def history(self, group_ids: Sequence[int]) -> dict[int, dict[str, int | str | None]]:
-        """Attempt, state and learner step of each id, as far as it is remembered (all with a slot,
-        and the last few thousand).
-        """
+        """Attempt, state and learner step of each id that is remembered (`Ledger.history`)."""
         return self._ledger.history(group_ids)
 
     async def held(self) -> dict[str, list[tuple[int, int]]]:
@@ -526,9 +508,7 @@ class ReplayQueue:
         return Verdict(*ticket, "accepted")
 
     def _answer_again(self, meta: GroupMeta) -> Verdict:
-        """The ticket is not in flight at this actor: its result is known already, or the ticket was
-        taken away.
-        """
+        """Refuse a result of no ticket in flight here: known already, or taken away."""
         record = self._ledger.record(meta.group_id)
         done = (State.READY, State.TRAINING, State.TRAINED, State.REJECTED)
         if record is not None and record[0] == meta.attempt and record[1] in done:
@@ -545,9 +525,7 @@ class ReplayQueue:
         *,
         status: Literal["invalid", "abandoned"] = "invalid",
     ) -> Verdict:
-        """A frame that must not be trained: a hard error, and its ticket is lost where the frame
-        tells which one it is.
-        """
+        """Refuse a frame that must not be trained, and lose its ticket where it is known."""
         group_id, attempt = ticket or (-1, -1)
         entry = self._ledger.held.get(actor_id, {}).get(group_id)
         if entry is not None and entry.attempt == attempt:
@@ -557,9 +535,7 @@ class ReplayQueue:
     # ---- learner steps ----
 
     def _again(self) -> RecordedQueue:
-        """The steps that are trained, as the journal has them; forgotten when the learner
-        goes on.
-        """
+        """The trained steps, as the journal has them; forgotten when the learner goes on."""
         assert self._journal is not None, "the callers have looked"
         self._recorded = self._recorded or RecordedQueue(str(self._journal.directory))
         return self._recorded

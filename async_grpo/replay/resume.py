@@ -58,9 +58,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ResumeReport:
-    """What a resumed queue took over: groups ready, and groups that wait to be issued again, by
-    reason.
-    """
+    """What a resumed queue took over: groups ready, and groups to be issued again, by reason."""
 
     ready: int = 0
     again: dict[str, int] = field(default_factory=dict)
@@ -104,9 +102,7 @@ def _steps(count: int) -> str:
 
 
 def obstacle(past: Past, settings: QueueSettings, results: Results) -> str:
-    """Why the steps after `settings.trained_steps` cannot be trained again from their recorded
-    batches, or "".
-    """
+    """Say why steps after `settings.trained_steps` cannot be trained from the journal, or ""."""
     for step in range(settings.trained_steps + 1, past.ledger.newest_version + 1):
         if step not in past.steps:
             return f"the journal does not have the batch of step {step}"
@@ -133,9 +129,8 @@ def roll_forward(
         note="; ".join(past.notes),
     )
     kept = []
-    in_slots = [
-        entry for index in end.slots.values() for entry in index.values()
-    ]  # in each state in the order of arrival
+    # in each state in the order of arrival
+    in_slots = [entry for index in end.slots.values() for entry in index.values()]
     for entry in (*in_slots, *end.unused.values()):
         if entry.state == State.TRAINING:
             entry.meta, entry.frame = results.read(entry, max_bytes=settings.max_frame_bytes)
@@ -196,9 +191,8 @@ def roll_back(
     if end.newest_version > step or past.notes or past.last is None:
         then |= {"run_epoch": end.run_epoch + 1, "epoch_step": step}
     lost_steps = [tokens for after, tokens in past.weighed.items() if step < after <= end.steps]
-    if (
-        end.training_step is not None and end.training_step <= step
-    ):  # the learner had finished it, and the queue had not heard
+    # the learner had finished it, and the queue had not heard
+    if end.training_step is not None and end.training_step <= step:
         trained, masked = end.tokens.in_training(end.training)
         lost_steps.append((-trained, -masked))
     ledger = _started_again(end, then, kept, lost=lost_steps)
@@ -458,9 +452,7 @@ def _resume(
     *,
     clock: Callable[[], float],
 ) -> ReplayQueue:
-    """Another start of the run. Without a journal that fits, outstanding groups are generated
-    again.
-    """
+    """Resume for another start; without a fitting journal, generate outstanding groups again."""
     directory = Path(journal.directory)
     numbers = segments(directory)
     past, note = None, ""
@@ -583,7 +575,6 @@ def _check_snapshot(snapshot: dict[str, Any], settings: QueueSettings) -> None:
     steps = (snapshot["ledger"]["steps"], snapshot["ledger"]["training_step"])
     if settings.trained_steps not in steps:
         raise ValueError(
-            f"the checkpoint's queue is of step {steps[0]} (in training: {steps[1]}) and "
-            f"the learner of step {settings.trained_steps}: they "
-            "are not from the same checkpoint"
+            f"the checkpoint's queue is of step {steps[0]} (in training: {steps[1]}) and the "
+            f"learner of step {settings.trained_steps}: they are not from the same checkpoint"
         )

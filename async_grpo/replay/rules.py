@@ -180,9 +180,7 @@ def fair_share(
 def problem_of(
     meta: GroupMeta, ticket: GroupTicket, *, newest_version: int, group_size: int, baseline: bool
 ) -> str | None:
-    """Why a well-formed group must not be trained, or None. `newest_version` is the newest that the
-    learner can have published.
-    """
+    """Say why a group must not be trained, or None. `newest_version`: largest that can exist."""
     roles = [row.role for row in meta.rows]
     rows, greedy = roles.count("train"), roles.count("baseline")
     if rows != group_size:
@@ -203,9 +201,7 @@ def problem_of(
 
 
 def rejection(meta: GroupMeta, rule: FilterRule, shaping: Shaping) -> str | None:
-    """Why the rule rejects the group, or None. Raises ValueError where a rollout lacks what the
-    rule looks at.
-    """
+    """Say why the rule rejects the group, or None. Raises ValueError where a value is missing."""
     rows = meta.rows_to_train
     return filter_reason(
         rule,

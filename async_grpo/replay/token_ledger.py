@@ -86,9 +86,7 @@ def masked_tokens(
 
 
 class Tokens:
-    """Counts of tokens by fate. results: tokens to train of each group that is ready, in training
-    or left over at the end.
-    """
+    """Tokens by fate. results: tokens to train of groups ready, in training or left over."""
 
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()

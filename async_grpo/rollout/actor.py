@@ -157,9 +157,8 @@ class RolloutActor:
         if not isinstance(task.train(0).prompt, str) and tokenizer.chat_template is None:
             raise SetupError(
                 f"task {config.task.name} asks in chat messages, but the tokenizer of "
-                f"{self._model_dir} has no chat template; "
-                "use an instruction-tuned model, or the task's plain style "
-                "(task.options.style=plain)"
+                f"{self._model_dir} has no chat template; use an instruction-tuned model, or the "
+                "task's plain style (task.options.style=plain)"
             )
         everywhere = os.sched_getaffinity(0)
         others = everywhere - self._cores or everywhere
@@ -245,9 +244,7 @@ class RolloutActor:
     async def evaluate(
         self, *, indices: Sequence[int], total: int, label: str, samples: int
     ) -> tuple[list[ProblemOutcome], list[dict[str, Any]]]:
-        """Outcomes of these held-out problems from the weights `label`, and some responses as text
-        (`EngineEvaluator.answer`).
-        """
+        """Outcomes and samples of these held-out problems (`EngineEvaluator.answer`)."""
         with self._time.during("evaluating"):
             return await self.parts.evaluator.answer(
                 indices=indices, total=total, label=label, samples=samples

@@ -195,9 +195,7 @@ def _read(pipe: int, size: int) -> bytes:
 
 
 def preload() -> str:
-    """LD_PRELOAD as vLLM's CPU platform sets it: PyTorch's OpenMP library, and vLLM's allocator
-    where it brings one.
-    """
+    """LD_PRELOAD as vLLM sets it on CPU: PyTorch's OpenMP library, and vLLM's allocator if any."""
     libraries = os.environ.get("LD_PRELOAD", "")
     torch, vllm = (Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "vllm"))
     if not any(name in libraries for name in ("libomp", "libgomp", "libiomp")):

@@ -84,9 +84,7 @@ class CountedRequests:
     async def final(
         self, llm: AsyncLLM, prompt: dict[str, Any], params: Any, name: str, purpose: Purpose
     ) -> RequestOutput | None:
-        """Send a request and count its tokens; its last output. Cancelling aborts the request, and
-        counts too.
-        """
+        """Send a request, count its tokens, also if cancelled, and return the last output."""
 
         async def last() -> RequestOutput | None:
             final = None
@@ -353,9 +351,7 @@ class Engine:
     async def score(
         self, sequences: Sequence[tuple[list[int], list[int]]]
     ) -> list[tuple[list[str], np.ndarray]]:
-        """Log-probs [L] at temperature 1 of each response in (prompt, response) pairs, with the
-        labels of the weights.
-        """
+        """Log-probs [L] of each response at temperature 1, with the labels of the weights."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -206,9 +206,7 @@ PROMPTS, CANDIDATES, TOKENS = 4, 64, 16
 async def probe_sequences(
     engine: Generator, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
 ) -> list[tuple[list[int], list[int], np.ndarray]]:
-    """A few short responses to the first problems as (prompt, response, log-probs [L] at the
-    training temperature).
-    """
+    """A few short responses as (prompt, response, log-probs [L] at the training temperature)."""
     sampling = Sampling(
         n=1,
         max_tokens=min(rollout.response_length, TOKENS),

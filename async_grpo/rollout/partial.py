@@ -83,9 +83,7 @@ class PartialGeneration:
         *,
         prefixes: Sequence[Completion] = (),
     ) -> None:
-        """wanted: how to sample, in the order of the responses. prefixes: partial responses to
-        continue, one each, or none.
-        """
+        """wanted: how to sample, by response. prefixes: responses to continue, each or none."""
         self.ticket, self.prompt_ids = ticket, prompt_ids
         self._engine, self._prefixes = engine, list(prefixes)
         self._answers: dict[int, Completion] = {}

@@ -28,9 +28,7 @@ _GIT_TIMEOUT_S = 10.0
 
 
 def code_version() -> dict[str, Any]:
-    """The package's `version`, git `commit` and `dirty`; outside a checkout the `digest` of its
-    files.
-    """
+    """The package's `version`, git `commit` and `dirty`; without git the `digest` of its files."""
     try:
         version = {"version": importlib.metadata.version("async_grpo")}
     except importlib.metadata.PackageNotFoundError:

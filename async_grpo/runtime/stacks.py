@@ -73,9 +73,7 @@ class Process:
 
 @dataclass(slots=True)
 class Look:
-    """What a process showed. `trouble`: why it shows no stacks, or what is wrong with it although
-    it does; "" if nothing is.
-    """
+    """What a process showed. `trouble`: why it shows no stacks, or what is wrong with it, or ""."""
 
     process: Process
     trouble: str = ""
@@ -191,9 +189,10 @@ def where(text: str) -> list[str]:
     """Per thread that is in this package: its innermost frame there, and the innermost of all."""
     found = []
     for thread in text.split("\n\n"):
+        # innermost first
         frames = [
             (match["file"], match["line"], match["name"]) for match in _FRAME.finditer(thread)
-        ]  # innermost first
+        ]
         own = next(
             (
                 frame
@@ -237,9 +236,7 @@ def _ask(one: Look) -> bool:
 
 
 def _trouble(process: Process, states: str = "TtZXD") -> str:
-    """Which of these states the process is in, in words; "" for another. Everybody waits inside the
-    kernel (D) now and then.
-    """
+    """Say which of these states a process is in, or "". All are in D (kernel) now and then."""
     state = status(process.pid).get("State", "X")[0] if begun(process.pid) == process.begun else "X"
     return STATES[state] if state in states else ""
 
