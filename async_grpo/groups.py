@@ -7,7 +7,8 @@ too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -157,58 +158,21 @@ class Batch:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as plain tuples, which costs a third; the queue sends every group's facts."""
         plain = [
-            (
-                group.group_id,
-                group.attempt,
-                group.policy_version,
-                group.actor_id,
-                group.prompt_length,
-                group.times,
-                group.nbytes,
-                group.run_epoch,
-                [
-                    (
-                        row.role,
-                        row.length,
-                        row.mask_tokens,
-                        row.rewards,
-                        row.verdict,
-                        row.finish_reason,
-                        row.versions,
-                    )
-                    for row in group.rows
-                ],
-            )
-            for group in self.groups
+            (_group_facts(group), [_row_facts(row) for row in group.rows]) for group in self.groups
         ]
         return _batch, (self.step, plain)
 
 
-def _batch(step: int, plain: list[tuple[Any, ...]]) -> Batch:
-    return Batch(
-        step,
-        tuple(
-            GroupMeta(
-                group_id,
-                attempt,
-                version,
-                actor_id,
-                prompt_length,
-                tuple(RowMeta(*row) for row in rows),
-                times,
-                nbytes,
-                run_epoch,
-            )
-            for (
-                group_id,
-                attempt,
-                version,
-                actor_id,
-                prompt_length,
-                times,
-                nbytes,
-                run_epoch,
-                rows,
-            ) in plain
-        ),
-    )
+_GROUP_FACTS = tuple(part.name for part in fields(GroupMeta) if part.name != "rows")
+_group_facts = attrgetter(*_GROUP_FACTS)
+_row_facts = attrgetter(*(part.name for part in fields(RowMeta)))
+
+
+def _batch(step: int, plain: list[tuple[tuple[Any, ...], list[tuple[Any, ...]]]]) -> Batch:
+    groups = [
+        GroupMeta(
+            rows=tuple(RowMeta(*row) for row in rows), **dict(zip(_GROUP_FACTS, facts, strict=True))
+        )
+        for facts, rows in plain
+    ]
+    return Batch(step, tuple(groups))

@@ -1,15 +1,14 @@
-"""Who may have how many tickets.
+"""Divides free slots among rollout actors, and retires problems that are answered right.
 
-Runs in: the replay queue's process. Hides the count of free slots and the memory of who asked. With
+Runs in: the replay queue's process. Hides the count of free slots, the memory of who asked, and how
+a group id becomes a problem; the set of retired problems is the ledger's. With
 R = rollout_batch_size, K = max_staleness, s learner steps done and B = (K + 1) R:
 
     a group that waits for another attempt   goes first, while fewer than B groups are under way
     a new id                                 only while fewer than B groups hold a slot, and only if
                                              the run can still train it
 
-Which problems are posed no more because they are answered right often enough. Hides how a group id
-becomes a problem; the set itself is the ledger's. Invariant: a problem that is retired stays
-retired; only ids that are not issued yet are affected.
+Invariant: a problem that is retired stays retired; only ids that are not issued yet are affected.
 """
 
 from __future__ import annotations
@@ -51,17 +50,14 @@ class Retirement:
             accuracy([row.verdict for row in meta.rows_to_train]),
             self._index(meta.group_id),
         )
-        return (
-            problem
-            if rate is not None and rate >= self._at and problem not in self._retired
-            else None
-        )
+        earned = rate is not None and rate >= self._at
+        return problem if earned and problem not in self._retired else None
 
     def skips(self, group_id: int) -> bool:
         """Whether this id poses a retired problem."""
-        return (
-            bool(self._retired) and self._at is not None and self._index(group_id) in self._retired
-        )
+        if not self._retired or self._at is None:
+            return False
+        return self._index(group_id) in self._retired
 
     def _index(self, group_id: int) -> int:
         assert self._problem is not None  # with `retire_at`, QueueSettings has one
@@ -132,22 +128,14 @@ class Admission:
     def _free_new(self) -> int:
         if self._retirement.exhausted:
             return 0
-        return max(
-            min(
-                self._settings.capacity - len(self._ledger.entries),
-                _trainable(self._settings, self._ledger),
-            ),
-            0,
-        )
+        free = self._settings.capacity - len(self._ledger.entries)
+        return max(min(free, _trainable(self._settings, self._ledger)), 0)
 
 
 def free_again(settings: QueueSettings, ledger: Ledger) -> int:
     """How many waiting groups may be issued again now."""
-    waiting = len(ledger.slots[State.WAITING])
-    return max(
-        min(waiting, settings.capacity - ledger.under_way, _trainable(settings, ledger) + waiting),
-        0,
-    )
+    waiting, free = len(ledger.slots[State.WAITING]), settings.capacity - ledger.under_way
+    return max(min(waiting, free, _trainable(settings, ledger) + waiting), 0)
 
 
 def _trainable(settings: QueueSettings, ledger: Ledger) -> int:

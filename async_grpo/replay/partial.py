@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
-from async_grpo.replay.order import Due
+from async_grpo.replay.order import Due, Others
 from async_grpo.replay.rules import QueueSettings
 
 
@@ -73,13 +73,13 @@ def choose(
     fresh = [one for one in under_way if one.newest <= step <= one.version + settings.max_staleness]
     fresh.sort(key=lambda one: (one.version, one.group_id))
     if settings.on_stale == "wait":  # those that can be trained in time with what is ready
+        ready = [
+            Due(one.policy_version, one.group_id) for one in ledger.slots[State.READY].values()
+        ]
         in_time = settings.order_rule.in_time(
             # the newest have most time
             [Due(one.version, one.group_id) for one in reversed(fresh)],
-            ready=[
-                Due(one.policy_version, one.group_id) for one in ledger.slots[State.READY].values()
-            ],
-            waiting=ledger.slots[State.WAITING],
+            Others(ready, ledger.slots[State.WAITING]),
             steps=step,
         )
         fresh = [one for one in fresh if one.group_id in in_time]

@@ -27,7 +27,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,7 +46,7 @@ from async_grpo.replay.journal import (
     snapshot_facts,
 )
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
-from async_grpo.replay.order import Due
+from async_grpo.replay.order import Due, Others
 from async_grpo.replay.partial import PartialGroups, PartialStart, choose, told
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
@@ -153,11 +153,8 @@ def roll_back(
     why: the reason why steps after that are not rolled forward; if there are any, or the end is
     unknown, the run epoch is raised.
     """
-    step, end, report = (
-        settings.trained_steps,
-        past.ledger,
-        ResumeReport(note="; ".join(past.notes), why=why),
-    )
+    step, end = settings.trained_steps, past.ledger
+    report = ResumeReport(note="; ".join(past.notes), why=why)
     closed = Counter(end.closed)
     closed[State.UNUSED] -= len(end.unused)  # a run that goes on has use for them
     known = end.entries | end.unused
@@ -205,7 +202,7 @@ def _started_again(
     then: Mapping[str, object],
     entries: Sequence[GroupEntry],
     *,
-    lost: Iterable[tuple[int, int]] = (),
+    lost: Sequence[tuple[int, int]] = (),
 ) -> Ledger:
     """Actors, counters of now and faults are of one start of the run; whoever mended the data must
     not be stopped by old failures.
@@ -222,10 +219,7 @@ def _started_again(
         "failed_before": end.closed[State.FAILED],
         "totals": {name: count for name, count in end.totals.items() if name != "restarts"},
     }
-    ledger, lost = (
-        Ledger.from_snapshot({**end.snapshot(), **fresh, **then}, entries=entries),
-        list(lost),
-    )
+    ledger = Ledger.from_snapshot({**end.snapshot(), **fresh, **then}, entries=entries)
     ledger.tokens.gone(end.forfeited, place="lost")
     ledger.tokens.taken_over(
         entries, trained=sum(tokens for tokens, _ in lost), masked=sum(tokens for _, tokens in lost)
@@ -277,7 +271,7 @@ def _keep_what_can_be_trained(
     ready = [entry for entry in entries if entry.state == State.READY]
     in_time = settings.order_rule.in_time(
         sorted(Due(entry.policy_version, entry.group_id) for entry in ready),
-        waiting=[entry.group_id for entry in entries if entry.state == State.WAITING],
+        Others(waiting=[entry.group_id for entry in entries if entry.state == State.WAITING]),
         steps=settings.trained_steps,
     )
     for entry in ready:
