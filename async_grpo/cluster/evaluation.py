@@ -26,8 +26,9 @@ from typing import Any, Protocol
 import ray
 
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
-from async_grpo.cluster.rollout_actors import RemoteEngine, settled
+from async_grpo.cluster.rollout_actors import RemoteEngine
 from async_grpo.cluster.samples import EvaluationSamples
+from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
 from async_grpo.runtime.listener import FailureHandler, RunListener

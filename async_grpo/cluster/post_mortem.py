@@ -199,9 +199,10 @@ def _status(handle: Any) -> dict[str, Any]:
 
 
 def _queue(handle: Any) -> dict[str, Any]:
-    calls = [handle.counts.remote(), handle.metrics.remote(), handle.in_flight.remote()]
-    counts, metrics, in_flight = ray.get(calls, timeout=ANSWER_S)
-    return {"counts": counts, "metrics": metrics, "in_flight": in_flight}
+    calls = [handle.call.remote("counts"), handle.call.remote("metrics"), handle.in_flight.remote()]
+    return dict(
+        zip(("counts", "metrics", "in_flight"), ray.get(calls, timeout=ANSWER_S), strict=True)
+    )
 
 
 def _other_nodes(session: Session, run_dir: str) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ from async_grpo.cluster.placement import PlacementError, Slot, describe
 from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
 from async_grpo.cluster.relays import Relays
+from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 from async_grpo.replay.actor_reports import ActorReport
@@ -558,11 +559,3 @@ class ActorManager:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {last_line(error)}"
-
-
-async def settled(call: Awaitable[Any]) -> Any:
-    """Await a remote call: its result, or the error that Ray raised."""
-    try:
-        return await call
-    except ray.exceptions.RayError as error:
-        return error

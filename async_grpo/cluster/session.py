@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -182,7 +182,7 @@ class Session:
             return True
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
         answer = asyncio.ensure_future(
-            _settled(_here.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote())
+            settled(_here.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote())
         )
         deadline = time.monotonic() + timeout_s
         try:
@@ -190,7 +190,7 @@ class Session:
                 if all(node.node_id != node_id for node in self.nodes()):
                     return False
                 await asyncio.wait({answer}, timeout=RESERVED_POLL_S)
-            return answer.done() and answer.result()
+            return answer.done() and answer.result() is None
         finally:
             answer.cancel()
 
@@ -289,13 +289,12 @@ def _here() -> None:
     """Runs on a node that has to show that it can."""
 
 
-async def _settled(call: Any) -> bool:
-    """Whether the call came to its end."""
+async def settled(call: Awaitable[Any]) -> Any:
+    """Await a remote call: its result, or the error that Ray raised."""
     try:
-        await call
-    except ray.exceptions.RayError:
-        return False
-    return True
+        return await call
+    except ray.exceptions.RayError as error:
+        return error
 
 
 async def _created(group: PlacementGroup) -> None:

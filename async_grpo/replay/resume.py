@@ -331,7 +331,7 @@ def _identity(config: Config, fingerprint: str) -> str:
         "data": fingerprint,
         "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
         "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction"}),
-        "baseline": config.algorithm.adv_estimator == "remax",
+        "baseline": config.algorithm.has_baseline,
         "rollout": config.rollout.model_dump(
             include={"group_size", "prompt_length", "response_length", "temperature"}
         ),

@@ -96,7 +96,7 @@ class QueueSettings:
             on_stale=replay.on_stale,
             ticket_timeout_s=config.rollout.group_timeout_s,
             max_failed_fraction=config.task.max_bad_fraction,
-            baseline=config.algorithm.adv_estimator == "remax",
+            baseline=config.algorithm.has_baseline,
             mask_truncated=config.algorithm.mask_truncated,
             retire_at=filters.retire_at if filters.enable else None,
             problem=problem,

@@ -122,7 +122,7 @@ class RolloutActor:
         self._cores = set(cores)
         self._partials = None if partials is None else PartialFile.at(Path(partials))
         self._parts: Parts | None = None
-        self._baselines = int(config.algorithm.adv_estimator == "remax")  # greedy, per group
+        self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
         self._responses = config.rollout.group_size + self._baselines
         self._slots = config.cluster.engine.max_num_seqs
         self._groups: dict[tuple[int, int], _GroupWork] = {}
