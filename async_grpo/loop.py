@@ -226,11 +226,8 @@ class Loop:
             published = await self._publish(step)
         self.phase = f"collecting the metrics of learner step {step}"
         wall = time.perf_counter() - started
-        metrics |= (
-            sums.means()
-            | await self._guard(self._queue.metrics())
-            | self._publisher.weight_metrics()
-        )
+        metrics |= sums.means() | await self._guard(self._queue.metrics())
+        metrics |= self._publisher.weight_metrics()
         metrics |= self._times(
             wall=wall,
             wait=taken - started,

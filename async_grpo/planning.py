@@ -62,12 +62,10 @@ class RowMath:
         self._shaping = shaping(config, weights)
         self._estimator = ESTIMATORS[config.algorithm.adv_estimator]
         control, state = config.algorithm.kl_ctrl, state or {}
-        self._moments = (
-            RunningMoments.from_dict(state["moments"]) if "moments" in state else RunningMoments()
-        )
-        coef = (
-            state.get("kl_coef", control.kl_coef) if control.type == "adaptive" else control.kl_coef
-        )
+        known = state.get("moments")
+        self._moments = RunningMoments() if known is None else RunningMoments.from_dict(known)
+        known = state.get("kl_coef") if control.type == "adaptive" else None
+        coef = control.kl_coef if known is None else known
         self._adaptive = AdaptiveKL(coef=coef, target=control.target_kl, horizon=control.horizon)
 
     @property
@@ -118,30 +116,22 @@ class RowMath:
         self, batch: Batch, kl_sums: Mapping[RowKey, float]
     ) -> tuple[dict[RowKey, RowValue], dict[str, float]]:
         """Compute every row's value, and row metrics. `kl_sums`: token KL per row, if rewarded."""
-        algorithm, rows, greedy = (
-            self._config.algorithm,
-            _rows(batch, "train"),
-            _rows(batch, "baseline"),
-        )
+        algorithm = self._config.algorithm
+        rows, greedy = _rows(batch, "train"), _rows(batch, "baseline")
         everyone = rows | greedy
         shaped = {
             key: self._shaping.shape(row.rewards, row.length) for key, row in everyone.items()
         }
-        normed = dict(
-            zip(
-                everyone,
-                normalize_rewards(
-                    _tensor(shaped.values()),
-                    _groups(everyone),
-                    reward_norm=algorithm.reward_norm,
-                    reward_shift=algorithm.reward_shift,
-                    reward_scale=algorithm.reward_scale,
-                    counted=torch.tensor([key in rows for key in everyone]),
-                    running=self._moments,
-                ).tolist(),
-                strict=True,
-            )
+        normalized = normalize_rewards(
+            _tensor(shaped.values()),
+            _groups(everyone),
+            reward_norm=algorithm.reward_norm,
+            reward_shift=algorithm.reward_shift,
+            reward_scale=algorithm.reward_scale,
+            counted=torch.tensor([key in rows for key in everyone]),
+            running=self._moments,
         )
+        normed = dict(zip(everyone, normalized.tolist(), strict=True))
         metrics = self._metrics(batch, rows, greedy, shaped)
         if self._estimator.returns:
             baselines = {key[0]: normed[key] for key in greedy}
@@ -193,11 +183,8 @@ class RowMath:
 
     def _loss_tokens(self, row: RowMeta) -> int:
         """Tokens of a row in the loss."""
-        return (
-            0
-            if self._config.algorithm.mask_truncated and row.finish_reason == "length"
-            else row.mask_tokens
-        )
+        masked = self._config.algorithm.mask_truncated and row.finish_reason == "length"
+        return 0 if masked else row.mask_tokens
 
     def _metrics(
         self,
@@ -208,6 +195,7 @@ class RowMath:
     ) -> dict[str, float]:
         metas, n = list(rows.values()), len(rows)
         truncated = [row.finish_reason == "length" for row in metas]
+        spans = [(row.min_version, row.max_version) for row in metas]
         out = {
             "rollout/shaped_reward": sum(shaped[key] for key in rows) / n,
             "rollout/response_length": sum(row.length for row in metas) / n,
@@ -215,10 +203,8 @@ class RowMath:
             "rollout/response_tokens": float(sum(row.length for row in metas)),
             "rollout/truncated": sum(truncated) / n,
             "rollout/masked_rows": sum(self._loss_tokens(row) == 0 for row in metas) / n,
-            "rollout/mixed_version_rows": sum(row.min_version != row.max_version for row in metas)
-            / n,
-            "rollout/versions_per_row": sum(row.max_version - row.min_version + 1 for row in metas)
-            / n,
+            "rollout/mixed_version_rows": sum(newest > oldest for oldest, newest in spans) / n,
+            "rollout/versions_per_row": sum(newest - oldest + 1 for oldest, newest in spans) / n,
             **durations(batch),
         }
         out |= _spread("rollout/score", [score(row.rewards, self._weights) for row in metas])
@@ -287,11 +273,9 @@ def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, 
         {row.verdict for row in group.rows if row.role == "train"} for group in batch.groups
     ]
     count = len(batch.groups)
+    constant = sum(zero_variance([shaped[key] for key in keys]) for keys in members)
     return {
-        "rollout/zero_std_groups": sum(
-            zero_variance([shaped[key] for key in keys]) for keys in members
-        )
-        / count,
+        "rollout/zero_std_groups": constant / count,
         "rollout/all_wrong_groups": sum(seen == {0.0} for seen in verdicts) / count,
         "rollout/all_right_groups": sum(seen == {1.0} for seen in verdicts) / count,
     }

@@ -174,9 +174,8 @@ def decode_group(frame: Buffer) -> Group:
 def pack_frames(frames: list[Buffer]) -> np.ndarray:
     """Join frames, each at a multiple of 8 bytes, to one uint8 array that Ray moves out of band."""
     views = [_byte_view(frame) for frame in frames]
-    head = _BATCH.pack(_BATCH_MAGIC, len(views)) + struct.pack(
-        f"<{len(views)}Q", *[len(view) for view in views]
-    )
+    sizes = struct.pack(f"<{len(views)}Q", *[len(view) for view in views])
+    head = _BATCH.pack(_BATCH_MAGIC, len(views)) + sizes
     out = np.empty(len(head) + sum(_padded(len(view)) for view in views), np.uint8)
     out[: len(head)] = np.frombuffer(head, np.uint8)
     at = len(head)
@@ -359,10 +358,8 @@ def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
         )
     if mask.max() > 1:
         raise WireError(f"rollout {_row_of(mask > 1, bounds)} has a loss mask other than 0 and 1")
-    roles, finish_reasons = (
-        _one_of(header, "roles", n_rows, _ROLES),
-        _one_of(header, "finish_reasons", n_rows, _FINISH_REASONS),
-    )
+    roles = _one_of(header, "roles", n_rows, _ROLES)
+    finish_reasons = _one_of(header, "finish_reasons", n_rows, _FINISH_REASONS)
     mask_tokens = np.add.reduceat(mask, [0, *bounds[:-1]], dtype=np.int64).tolist()
     rewards, verdicts = _rewards(header, n_rows), _finite(header, "verdicts", n_rows)
     rows = map(
@@ -478,10 +475,8 @@ def _rewards(header: dict[str, Any], n_rows: int) -> list[dict[str, float]]:
 
 def _versions(header: dict[str, Any], bounds: list[int]) -> list[tuple[tuple[int, int], ...]]:
     """(version, tokens) of each span of each rollout; they cover all tokens up to its bound."""
-    counts, versions = (
-        _list(header, "span_counts", _INTEGER, len(bounds)),
-        _list(header, "span_versions", _INTEGER),
-    )
+    counts = _list(header, "span_counts", _INTEGER, len(bounds))
+    versions = _list(header, "span_versions", _INTEGER)
     tokens = _list(header, "span_tokens", _INTEGER, len(versions))
     if min(counts) < 1 or sum(counts) != len(versions) or min(versions) < 0 or min(tokens) < 1:
         raise WireError(

@@ -125,9 +125,9 @@ class Evaluations:
 
     async def finish(self, seconds: float | None = None) -> bool:
         """Wait at most `seconds` for the evaluation beside training; whether none runs any more."""
-        return self._beside is None or bool(
-            (await asyncio.wait({self._beside}, timeout=seconds))[0]
-        )
+        if self._beside is not None:
+            await asyncio.wait({self._beside}, timeout=seconds)
+        return self._beside is None or self._beside.done()
 
     def cancel(self) -> None:
         """Give up the evaluation beside training, because the run ends."""
@@ -160,11 +160,8 @@ class Evaluations:
                 self._listener.note(_line(version.step, result, pin))
                 done(version.step, result, self._samples.shown(version.step, rows))
                 return
-            why = (
-                f"the learner went back before step {version.step}"
-                if answers is not None
-                else "its engine died"
-            )
+            back = f"the learner went back before step {version.step}"
+            why = "its engine died" if answers is None else back
             if limit.expired() or not await self._somebody_serves(deadline):
                 self._listener.note(
                     f"the evaluation of step {version.step} took longer than evaluation.timeout_s "
@@ -271,9 +268,7 @@ def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:
     ]
     found = ", ".join(spoken) or f"{result['eval/problems']:.0f} problems, no verdicts"
     who = (
-        "on every engine, while publications waited"
-        if pin.engine is None
-        else f"on {pin.engine.actor_id}"
+        f"on {pin.engine.actor_id}" if pin.engine else "on every engine, while publications waited"
     )
     return (
         f"evaluated step {step} {who}: {found} ({result['eval/seconds']:.1f} s; the learner "

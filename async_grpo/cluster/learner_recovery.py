@@ -212,16 +212,11 @@ class LearnerSupervisor:
         recorded = await self._queue.digests()
         await self._learner.connect([])
         weights = await self._loop.repeat(until, recorded=recorded, digest=self._digest)
-        compared = len(weights.same) + len(weights.different)
+        same, compared = len(weights.same), len(weights.same) + len(weights.different)
+        found = f"the weights are the same bits at {same} of {compared} recorded versions"
         self._listener.note(
-            f"learner steps {origin.step + 1} to {until} are trained again from their "
-            "recorded batches; "
-            + (
-                f"the weights are the same bits at {len(weights.same)} of "
-                f"{compared} recorded versions"
-                if compared
-                else "no digests to compare with"
-            )
+            f"learner steps {origin.step + 1} to {until} are trained again from their recorded "
+            f"batches; {found if compared else 'no digests to compare with'}"
         )
         if weights.different:
             self._listener.note(

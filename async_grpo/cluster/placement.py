@@ -138,18 +138,12 @@ def another(
 
 def describe(nodes: Sequence[Node]) -> str:
     """Say what each node has."""
-    return (
-        "; ".join(
-            f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
-            + (
-                f" ({node.used_cpus:g} and {node.used_gpus:g} reserved)"
-                if node.used_cpus or node.used_gpus
-                else ""
-            )
-            for node in nodes
-        )
-        or "no nodes"
-    )
+    parts = []
+    for node in nodes:
+        reserved = f" ({node.used_cpus:g} and {node.used_gpus:g} reserved)"
+        used = reserved if node.used_cpus or node.used_gpus else ""
+        parts.append(f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs{used}")
+    return "; ".join(parts) or "no nodes"
 
 
 def _with_taken(node: Node, slots: Sequence[Slot]) -> Node:
@@ -247,14 +241,9 @@ def _another_on_cpu(
         share, ranks = placement.learners[0].cpus, len(placement.learners)
         room = max(1, min((len(node.cores) or int(node.cpus)) - ranks - 1, limit))
         if _free_cpus(node) >= share and (crowd or there < room):
-            left = set(node.cores) - {
-                core for slot in [*placement.learners, *engines] for core in slot.cores
-            }
-            freed = (
-                slot.cores
-                for slot in placement.engines
-                if slot.cores and left.issuperset(slot.cores)
-            )
+            taken = {core for slot in [*placement.learners, *engines] for core in slot.cores}
+            left, dealt = set(node.cores) - taken, [slot.cores for slot in placement.engines]
+            freed = (cores for cores in dealt if cores and left.issuperset(cores))
             return Slot(node.node_id, share, 0.0, next(freed, ()))
     return None
 
@@ -334,9 +323,8 @@ def refuse(config: Config, *, device: str, backend: str) -> None:
 
 def _refuse_bfloat16_without_zero(config: Config, device: str) -> None:
     dtype = config.model.dtype
-    if config.learner.zero_stage == 0 and (
-        dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
-    ):
+    bfloat16 = dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
+    if config.learner.zero_stage == 0 and bfloat16:
         raise SetupError(
             "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be added up in "
             "bfloat16; use stage 1, 2 or 3, or model.dtype=float32."

@@ -404,9 +404,9 @@ class ActorManager:
             living = {node.node_id for node in nodes}
             for node_id in {slot.node_id for slot in self._slots.all()} - living:
                 await self._lose(node_id)
-            while (self._slots.limit is None or len(self._slots) < self._slots.limit) and (
-                room := self._slots.room(nodes)
-            ) is not None:
+            while self._slots.limit is None or len(self._slots) < self._slots.limit:
+                if (room := self._slots.room(nodes)) is None:
+                    break
                 self._open(room)
             least, cluster = self._config.cluster.rollout_actors.min, self._config.cluster
             starting = any(not self._lives(slot) and not slot.leaving for slot in self._slots.all())

@@ -89,7 +89,7 @@ class Session:
 
     def nodes(self) -> list[Node]:
         """Living nodes, the driver's first."""
-        own = ray.get_runtime_context().get_node_id()
+        own, cores = ray.get_runtime_context().get_node_id(), sorted(os.sched_getaffinity(0))
         free = ray_state.available_resources_per_node()
         nodes = []
         for node in ray.nodes():
@@ -102,9 +102,7 @@ class Session:
                         address=node["NodeManagerAddress"],
                         cpus=cpus,
                         gpus=gpus,
-                        cores=tuple(sorted(os.sched_getaffinity(0)))
-                        if node["NodeID"] == own
-                        else (),
+                        cores=tuple(cores) if node["NodeID"] == own else (),
                         used_cpus=cpus - left.get("CPU", 0.0),
                         used_gpus=gpus - left.get("GPU", 0.0),
                     )

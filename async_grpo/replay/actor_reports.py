@@ -93,13 +93,10 @@ class ActorReports:
         for report in self.latest.values():
             total.update(dict(report.counters))
         kinds = sorted(name for name in total if name.startswith("verifier_errors_"))
-        return self.engine_times()[0] | {
-            f"rollout/{name}": float(total[counter])
-            for name, counter in (
-                ("attempts_failed", "failed"),
-                *((name, name) for name in ("continued_tokens", "verifier_errors", *kinds)),
-            )
-        }
+        counters = {name: name for name in ("continued_tokens", "verifier_errors", *kinds)}
+        counters["attempts_failed"] = "failed"
+        counted = {f"rollout/{name}": float(total[known]) for name, known in counters.items()}
+        return self.engine_times()[0] | counted
 
 
 def engine_times(

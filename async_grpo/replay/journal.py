@@ -186,9 +186,8 @@ class Writer:
 
     async def commit(self) -> None:
         """Wait until all is as safe as `fsync` says; callers share flushes. Raises JournalError."""
-        if self._fsync == "never" or (
-            self._fsync == "interval" and self._clock() - self._synced_at < INTERVAL_S
-        ):
+        early = self._fsync == "interval" and self._clock() - self._synced_at < INTERVAL_S
+        if early or self._fsync == "never":
             return
         target = self._written if self._fsync == "group" else 0
         if self._fsync == "interval" and self._syncing is None:
@@ -276,26 +275,20 @@ class Segment:
     def __init__(self, directory: Path, number: int) -> None:
         self.number, self.path = number, segment_path(directory, number)
         try:
-            self._data = (
-                self.path.read_bytes()
-                if self.path.stat().st_size < _MAP_BYTES
-                else _mapped(self.path)
-            )
+            small = self.path.stat().st_size < _MAP_BYTES
+            self._data = self.path.read_bytes() if small else _mapped(self.path)
         except OSError as error:
             raise JournalError(
                 f"the journal's {self.path} cannot be read: {error.strerror or error}"
             ) from error
         if len(self._data) < _FILE.size or _FILE.unpack_from(self._data)[0] != _MAGIC:
             raise JournalDamage(f"{self.path} is no segment of a journal")
-        if (found := _FILE.unpack_from(self._data)[1]) != JOURNAL_FORMAT:
-            raise JournalDamage(
-                f"{self.path} is of a journal of format {found}, this program reads "
-                f"{JOURNAL_FORMAT}"
-            )
-        if _FILE.unpack_from(self._data)[3] != number:
-            raise JournalDamage(
-                f"{self.path} says that it is segment {_FILE.unpack_from(self._data)[3]}"
-            )
+        _, found, _, named = _FILE.unpack_from(self._data)
+        if found != JOURNAL_FORMAT:
+            other = f"of a journal of format {found}, this program reads {JOURNAL_FORMAT}"
+            raise JournalDamage(f"{self.path} is {other}")
+        if named != number:
+            raise JournalDamage(f"{self.path} says that it is segment {named}")
         self.size = _FILE.size
         """Bytes up to the end of the last record read."""
         self.cut_off = 0
@@ -354,12 +347,8 @@ class Segment:
 
     def _adds_up(self, at: int, start: int, stop: int) -> bool:
         checksum: int = _CRC.unpack_from(self._data, at + _HEAD.size)[0]
-        return (
-            zlib.crc32(
-                memoryview(self._data)[start:stop], zlib.crc32(self._data[at : at + _HEAD.size])
-            )
-            == checksum
-        )
+        head = zlib.crc32(self._data[at : at + _HEAD.size])
+        return zlib.crc32(memoryview(self._data)[start:stop], head) == checksum
 
     def _unpack(self, start: int, stop: int) -> Any:
         try:
@@ -373,17 +362,12 @@ class Segment:
 
     def _later_record(self, expected: int) -> int | None:
         """Where a whole record with a later sequence number is."""
-        at = self.size
-        while (at := self._data.find(_RECORD_MAGIC, at + 1)) >= 0 and at + _RECORD_BYTES <= len(
-            self._data
-        ):
+        at, end = self.size, len(self._data)
+        while (at := self._data.find(_RECORD_MAGIC, at + 1)) >= 0 and at + _RECORD_BYTES <= end:
             _, length, _, sequence = _HEAD.unpack_from(self._data, at)
             start = at + _RECORD_BYTES
-            if (
-                sequence > expected
-                and start + length <= len(self._data)
-                and self._adds_up(at, start, start + length)
-            ):
+            stop = start + length
+            if sequence > expected and stop <= end and self._adds_up(at, start, stop):
                 return at
         return None
 

@@ -214,12 +214,9 @@ class Ledger:
 
     def record(self, group_id: int) -> tuple[int, State, int | None] | None:
         """(attempt, state, step) of a group, None when it was never issued or is forgotten."""
-        entry = self.entries.get(group_id)
-        return (
-            self._recent.get(group_id)
-            if entry is None
-            else (entry.attempt, entry.state, entry.step)
-        )
+        if (entry := self.entries.get(group_id)) is None:
+            return self._recent.get(group_id)
+        return entry.attempt, entry.state, entry.step
 
     def ticket(self, entry: GroupEntry) -> GroupTicket:
         """The ticket of a group in flight."""

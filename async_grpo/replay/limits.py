@@ -50,9 +50,8 @@ def check_signal(ledger: Ledger, settings: QueueSettings, *, exhausted: bool) ->
 
 def _check_failed(ledger: Ledger, settings: QueueSettings) -> None:
     failed = ledger.closed[State.FAILED] - ledger.failed_before
-    allowed = settings.max_failed_fraction * max(
-        ledger.issued, min(FRACTION_GROUPS, settings.total_groups)
-    )
+    issued = max(ledger.issued, min(FRACTION_GROUPS, settings.total_groups))
+    allowed = settings.max_failed_fraction * issued
     if failed > allowed:
         raise NoSignal(
             f"{failed} of {ledger.issued} groups failed for good, replay.max_attempts "

@@ -108,7 +108,5 @@ def _in_flight(one: PartialStart, end: Ledger) -> bool:
         return False
     if entry.state != State.IN_FLIGHT and entry.attempt == one.attempt - 1:
         return True
-    return entry.state in (State.IN_FLIGHT, State.UNUSED) and (
-        entry.attempt,
-        entry.policy_version,
-    ) == (one.attempt, one.version)
+    same = (entry.attempt, entry.policy_version) == (one.attempt, one.version)
+    return same and entry.state in (State.IN_FLIGHT, State.UNUSED)

@@ -266,9 +266,7 @@ class ReplayQueue:
         training = self._ledger.slots[State.TRAINING]
         if step <= self._ledger.steps and self._journal is not None:
             return await self._again().payload(step, group_ids)
-        if step != self._ledger.training_step or any(
-            group_id not in training for group_id in group_ids
-        ):
+        if step != self._ledger.training_step or not training.keys() >= set(group_ids):
             raise ValueError(
                 f"step {step}, groups {list(group_ids)}: only groups of the step in "
                 "training or of the journal have a payload"
@@ -475,12 +473,8 @@ class ReplayQueue:
         if meta.run_epoch < ledger.run_epoch and meta.max_version > ledger.epoch_step:
             lost = f"it has tokens of learner steps after {ledger.epoch_step}, which were discarded"
             return self._refuse(actor_id, ticket, lost, status="abandoned")
-        entry = ledger.entries.get(meta.group_id)
-        if (
-            entry is None
-            or entry.state != State.IN_FLIGHT
-            or (entry.actor_id, entry.attempt) != (actor_id, meta.attempt)
-        ):
+        entry = ledger.held.get(actor_id, {}).get(meta.group_id)
+        if entry is None or entry.attempt != meta.attempt:
             return self._answer_again(meta)
         settings, rule = self.settings, self.settings.filter
         problem = problem_of(

@@ -171,9 +171,8 @@ def roll_back(
             closed[State.TRAINED] += 1
             continue
         if group_id in lost or entry is None:
-            entry = past.results.get(group_id, entry) or GroupEntry(
-                group_id, 1, step, State.WAITING
-            )
+            entry = past.results.get(group_id, entry)
+            entry = entry or GroupEntry(group_id, 1, step, State.WAITING)
         kept.append(_taken_over(entry, step, settings, results, report))
     completed = {group_id: place for place, group_id in enumerate(past.results)}
     kept.sort(key=lambda entry: completed[entry.group_id] if entry.state == State.READY else -1)
@@ -357,13 +356,10 @@ def open_queue(
     if snapshot is not None:
         _check_snapshot(snapshot, settings)
     if journal is None:
-        ledger, report = (
-            (None, None)
-            if snapshot is None
-            else roll_back(Past(snapshot), settings, why="there is no journal")
-        )
-        if ledger is not None:
-            ledger.tokens.new_actors(over=False)
+        if snapshot is None:
+            return ReplayQueue(settings, clock=clock)
+        ledger, report = roll_back(Past(snapshot), settings, why="there is no journal")
+        ledger.tokens.new_actors(over=False)
         return ReplayQueue(settings, ledger=ledger, clock=clock, report=report)
     directory = Path(journal.directory)
     try:

@@ -436,14 +436,11 @@ class RolloutActor:
             seed=_hash63(config.seed, ticket.group_id) if config.seeded else None,
         )
         wanted = [samples, *[replace(samples, n=1, temperature=0.0, seed=None)] * self._baselines]
-        prefixes = (
-            []
-            if self._partials is None
-            else self._partials.take(ticket, prompt, wanted, self._counts)
-        )
-        work.generation = PartialGeneration(
-            self.parts.engine, ticket, prompt, wanted, prefixes=prefixes
-        )
+        prefixes: list[Completion] = []
+        if self._partials is not None:
+            prefixes = self._partials.take(ticket, prompt, wanted, self._counts)
+        engine = self.parts.engine
+        work.generation = PartialGeneration(engine, ticket, prompt, wanted, prefixes=prefixes)
         return await work.generation.finish()
 
     async def _score(self, problem: Problem, completions: list[Completion]) -> list[Score]:

@@ -433,11 +433,8 @@ class Engine:
         return Receipt(self.serving, **failed)
 
     def _refuse_older(self, label: str) -> None:
-        if (
-            is_version(label)
-            and is_version(self.serving)
-            and parse_label(label) < parse_label(self.serving)
-        ):
+        both = is_version(label) and is_version(self.serving)
+        if both and parse_label(label) < parse_label(self.serving):
             raise ValueError(
                 f"version {label} was announced to an engine that serves {self.serving} already"
             )

@@ -136,10 +136,8 @@ class EngineEvaluator:
                 ]
             )
             responses = [completion for answer in answers for completion in answer]
-            others = {other for completion in responses for other, _, _ in completion.labels} - {
-                label
-            }
-            if others:
+            labels = {other for completion in responses for other, _, _ in completion.labels}
+            if others := labels - {label}:
                 raise EngineError(
                     f"the evaluation of {label} got tokens that "
                     f"{', '.join(sorted(others))} has sampled"
@@ -187,17 +185,10 @@ def _row(problem: Problem, answer: _Answer, results: list[Score | VerifierError]
     if answer.refused is not None:
         return {"prompt": problem.prompt, "response": "", "tokens": 0, "error": str(answer.refused)}
     result = results[0]
-    judgement = (
-        {"rewards": result.rewards, "verdict": result.verdict}
-        if isinstance(result, Score)
-        else {"error": str(result)}
-    )
-    return {
-        "prompt": problem.prompt,
-        "response": answer.texts[0],
-        "tokens": answer.lengths[0],
-        **judgement,
-    }
+    row = {"prompt": problem.prompt, "response": answer.texts[0], "tokens": answer.lengths[0]}
+    if isinstance(result, Score):
+        return row | {"rewards": result.rewards, "verdict": result.verdict}
+    return row | {"error": str(result)}
 
 
 PROMPTS, CANDIDATES, TOKENS = 4, 64, 16

@@ -347,10 +347,8 @@ def _decode(packed: bytes) -> tuple[list[int], list[Completion]]:
 
 
 def _response_of(plain: dict[str, Any]) -> Completion:
-    tokens, logprobs = (
-        np.frombuffer(plain["tokens"], _INT32),
-        np.frombuffer(plain["logprobs"], _FLOAT32),
-    )
+    tokens = np.frombuffer(plain["tokens"], _INT32)
+    logprobs = np.frombuffer(plain["logprobs"], _FLOAT32)
     labels, at = [], 0
     for label, first, end in plain["labels"]:
         parse_label(label)

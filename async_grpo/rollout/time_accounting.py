@@ -85,9 +85,8 @@ class EngineTime:
 
     def _look(self) -> None:
         cause = self._cause()
-        if cause != self._time.cause and (
-            self._time.began or self.is_producing or cause == "evaluating"
-        ):
+        counts = self._time.began or self.is_producing or cause == "evaluating"
+        if counts and cause != self._time.cause:
             self._time.switch(cause)
 
     def _cause(self) -> str:
