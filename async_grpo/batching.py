@@ -18,8 +18,7 @@ from dataclasses import dataclass
 ATTENTION_TOKENS = 8192
 """Row length at which attention, which grows with L^2, costs as much as the rest of the model."""
 REPEATED = 2
-"""Attention works on rows with their prompts in front, shared or not: a micro-batch's rows hold at
-most this many times the token budget.
+"""Attention repeats prompts: rows of a micro-batch hold at most this many times the token budget.
 """
 
 
@@ -31,11 +30,8 @@ RowShape = tuple[Hashable, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One response to train. `row` is its place in the group; lengths in tokens of prompt and
-    response.
-
-    `weight` is the loss weight of each of its tokens, with the global normaliser; 0 keeps the row
-    out of the loss.
+    """One response to train: its place in the group, lengths in tokens, and the loss weight of each
+    of its tokens with the global normaliser (0 keeps the row out of the loss).
     """
 
     group_id: int
@@ -60,12 +56,11 @@ class RowValue:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank does in a learner step: `updates[u][m]` are its rows of micro-batch m of
-    optimizer update u.
+    """Work of one rank in a learner step: `updates[u][m]` are the rows of micro-batch m of
+    optimizer update u; an empty one keeps the rank in step. A row is in one update of each epoch,
+    on any rank.
 
-    `group_ids`: the groups whose payload the rank needs, ascending. A micro-batch without rows
-    keeps the rank in step with the others. `epoch_updates`: optimizer updates in one epoch. A row
-    is in one update of each epoch, on any rank.
+    `group_ids`: groups whose payload the rank needs, ascending. `epoch_updates`: updates per epoch.
     """
 
     step: int
@@ -94,12 +89,11 @@ class RankPlan:
 def minibatches(
     group_ids: Sequence[int], *, seed: int, step: int, epoch: int, groups_per_minibatch: int
 ) -> list[list[int]]:
-    """Groups of each optimizer update of one epoch: a permutation by hash of (seed, step, epoch),
-    cut into minibatches.
+    """Permute the groups by a hash of (seed, step, epoch) and cut them into minibatches, one per
+    update.
 
-    Depends on the set of ids alone, not on their order. The last minibatch is smaller if the
-    division leaves a rest; ids inside a minibatch are ascending. Raises ValueError for a repeated
-    id or a minibatch size below 1.
+    Depends on the set of ids alone. The last minibatch may be smaller; ids inside one are
+    ascending. Raises ValueError for a repeated id or a minibatch size below 1.
     """
     if groups_per_minibatch < 1 or len(set(group_ids)) != len(group_ids):
         raise ValueError(
@@ -120,9 +114,9 @@ def minibatches(
 
 
 def micro_batches(rows: Sequence[RowShape], token_budget: int) -> list[list[int]]:
-    """Positions of the rows in order, cut into micro-batches of at most `token_budget` tokens, each
-    prompt counted once, and REPEATED times that with every row's prompt; a single longer row is a
-    micro-batch of its own.
+    """Cut rows, in order, into micro-batches of at most `token_budget` tokens with each prompt
+    counted once, and REPEATED times that with every row's prompt; a longer row is a micro-batch of
+    its own.
     """
     batches: list[list[int]] = []
     prompts: set[Hashable] = set()
@@ -142,14 +136,14 @@ def micro_batches(rows: Sequence[RowShape], token_budget: int) -> list[list[int]
 
 
 def deal(rows: Sequence[RowShape], *, ranks: int, token_budget: int) -> list[list[list[int]]]:
-    """Positions of the rows by rank and micro-batch: result[rank][micro_batch].
+    """Deal positions of rows to ranks and micro-batches: result[rank][micro_batch].
 
-    Rows of a prompt share it where they are in one micro-batch, but whole groups cannot be dealt as
-    evenly as single rows. So the rows of each prompt are dealt whole, in halves, quarters and so
-    on, largest first to the rank with the least to do, and the deal whose slowest rank is fastest
-    is taken, the coarsest of equals. A row costs its tokens, those of a shared prompt once, and L^2
-    for attention. All ranks have the same number of micro-batches, at least one; missing ones are
-    empty. Raises ValueError for arguments below 1.
+    Rows share their prompt inside a micro-batch, but whole groups cannot be dealt as evenly as
+    rows. So the rows of each prompt are dealt whole, in halves, quarters and so on, largest first
+    to the rank with the least to do, and the deal whose slowest rank is fastest is taken, the
+    coarsest of equals. A row costs its tokens, shared prompt tokens once, and L^2 for attention.
+    All ranks have equally many micro-batches, at least one; missing ones are empty. Raises
+    ValueError for arguments below 1.
     """
     if ranks < 1 or token_budget < 1:
         raise ValueError(

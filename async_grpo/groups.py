@@ -22,11 +22,11 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupTicket:
-    """Permission to produce one group. `policy_version` is the live version at the time of issue
-    (of the first one, for a group that a resumed run continues), in this `run_epoch`.
+    """Permission to produce one group. `policy_version`: the live version at its issue (the first
+    one, for a group that a resumed run continues).
 
     A run that discards learner steps writes their version numbers a second time, with other
-    weights: it raises its epoch by one.
+    weights: it raises its `run_epoch` by one.
     """
 
     group_id: int
@@ -69,11 +69,8 @@ class Rollout:
 @dataclass(slots=True)
 class Group:
     """The rollouts of one prompt: filtered, journaled, trained or dropped whole. prompt_ids [P]
-    int32.
-
-    actor_id: of the actor's process, which has one engine. times: Unix seconds when the ticket came
-    (`queued`), the first token of the group, the last token of all responses (`done`), and the last
-    reward (`scored`).
+    int32. actor_id: of the process. times: Unix seconds when the ticket came (`queued`), the
+    group's first token, the last token of all responses (`done`), and the last reward (`scored`).
     """
 
     group_id: int
@@ -89,9 +86,8 @@ class Group:
 @dataclass(slots=True)
 class RowMeta:
     """What the driver knows of one rollout: lengths in tokens, rewards and versions, never tokens.
-
-    Nobody changes one. It is not frozen because that makes it four times as expensive to make, and
-    the queue makes one per rollout.
+    Not to be changed; frozen it would be four times as expensive to make, once per rollout in the
+    queue.
     """
 
     role: Role

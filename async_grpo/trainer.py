@@ -259,10 +259,8 @@ class Trainer:
         return step < self.total_steps and every > 0 and step // every > before // every
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the newest weights on held-out problems while the learner waits: accuracy and
-        pass@k.
-
-        Empty without held-out problems, or when the run is asked to end meanwhile.
+        """Evaluate the newest weights while the learner waits: accuracy and pass@k; empty without
+        held-out problems, or when the run is asked to end meanwhile.
         """
         self.start()
         total = self._facts.held_out
@@ -279,11 +277,9 @@ class Trainer:
         return result
 
     def add_rollout_actor(self) -> str:
-        """Start one more rollout actor; its id once it serves. Safe in another thread beside
-        `train`.
-
-        Raises PlacementError where the cluster has no room, RunError at
-        `cluster.rollout_actors.max` or when it did not start.
+        """Start one more rollout actor, also from another thread; its id once it serves. Raises
+        PlacementError without room, RunError at `cluster.rollout_actors.max` or when it did not
+        start.
         """
         return self._run(self.system.actors.add())
 
@@ -292,10 +288,9 @@ class Trainer:
         self._run(self.system.actors.remove(actor_id))
 
     def save(self, *, keep_groups: bool = False) -> Path:
-        """Write a checkpoint, with the model in Hugging Face format; its directory, once complete.
-
-        The journal forgets the groups that no kept checkpoint needs, unless `keep_groups`. Raises
-        FaultBudgetSpent if it cannot be written.
+        """Write a checkpoint with the model in Hugging Face format; its directory. The journal
+        forgets groups that no kept checkpoint needs, unless `keep_groups`. Raises FaultBudgetSpent
+        on failure.
         """
         return self._save(keep_groups=keep_groups, wait=True)
 
@@ -310,12 +305,12 @@ class Trainer:
 
     def replay(self, source: str | Path, *, after: int | None = None) -> Comparison:
         """Train the learner alone on the batches that the run in directory `source` recorded, in
-        its order; no engine is started.
+        order.
 
         Begins at the checkpoint of step `after` in `source`, by default as early as it can, and
         ends with `run.total_steps` or the last step recorded. Metrics go to this run's directory.
-        Returns which published weights are the recorded ones, bit for bit. Raises SetupError for
-        what cannot be repeated.
+        Returns which weights are the recorded ones, bit for bit. Raises SetupError for what cannot
+        be repeated.
         """
         if self._connection is not None:
             raise RunError("a replay is a run of its own; build another trainer")
@@ -378,8 +373,7 @@ class Trainer:
 
     def stop(self, status: Status = "FINISHED", *, ending: tuple[int, str] | None = None) -> None:
         """Stop all processes, write the report and close tracking; also twice, and after an error.
-
-        ending: exit code and message for the report; without it the code that `status` stands for.
+        ending: exit code and message for the report; by default the code that `status` stands for.
         """
         running, repeated = self._system or self._rerun, self._rerun is not None
         connection = self._connection

@@ -104,10 +104,8 @@ _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 
 
 def encode_group(group: Group, *, max_bytes: int | None = None) -> bytes:
-    """One group as a frame of at most `max_bytes`.
-
-    Raises WireError for anything that must not be trained (lengths, non-finite values, aborts), and
-    for a frame that is too large.
+    """Encode a group as a frame. Raises WireError for what must not be trained (lengths, non-finite
+    values, aborts), and above `max_bytes`.
     """
     arrays = _arrays_of(group)
     try:

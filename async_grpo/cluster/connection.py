@@ -26,9 +26,7 @@ class Connection:
     def __init__(
         self, config: Config, event_loop: asyncio.AbstractEventLoop, *, learner_only: bool = False
     ) -> None:
-        """Join or start Ray, while `event_loop`, which runs in another thread, imports the system.
-        learner_only: without rollout actors. Raises SetupError.
-        """
+        """Join or start Ray while `event_loop`, in another thread, imports. Raises SetupError."""
         from async_grpo.cluster.session import Session
 
         self._config, self.key = config, uuid.uuid4().hex[:8]

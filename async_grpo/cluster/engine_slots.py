@@ -19,9 +19,7 @@ from async_grpo.config.schema import Config
 
 @dataclass(eq=False)
 class EngineSlot:
-    """Room for one engine. where: node and cores. option: Ray options of the reservation. engine:
-    the process in the slot (a `RemoteEngine`), once there is one.
-    """
+    """Room for one engine: node and cores, Ray options once reserved, `RemoteEngine` once begun."""
 
     index: int
     where: Slot

@@ -80,11 +80,11 @@ class Evaluations:
     async def everywhere(
         self, total: int, *, step: int, alone: Callable[[], Awaitable[None]]
     ) -> tuple[dict[str, float], Rows]:
-        """Metrics of the live weights (of `step`) on `total` problems, and the responses to show;
-        no publication and no other evaluation may run.
-
-        alone: called while no engine serves; raises when none will. Raises Stalled after
+        """Evaluate the live weights (of `step`) on `total` problems: metrics, and responses to
+        show. No publication and no other evaluation may run. Raises Stalled after
         `evaluation.timeout_s`.
+
+        alone: called while no engine serves; raises when none will.
         """
         started, left, outcomes, rows = time.perf_counter(), list(range(total)), [], []
         try:

@@ -152,9 +152,8 @@ class LearnerGroup:
         self, label: str, *, scale: float, sequences: list[TokenSequence]
     ) -> Staged:
         """Stage visibly perturbed weights, with their log-probs and those of the true weights,
-        which are restored at once; may come in the middle of a learner step.
-
-        Raises LearnerFailed for an error here, which is not the fault of the checked engine.
+        which are back at once; may come inside a learner step. Raises LearnerFailed, no fault of
+        the engine.
         """
         try:
             return (await self._all("stage_perturbed", label, scale=scale, sequences=sequences))[0]

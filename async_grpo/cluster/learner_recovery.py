@@ -98,8 +98,7 @@ class LearnerSupervisor:
     async def surviving(
         self, work: Callable[[], Awaitable[Result]], *, blame: bool = False
     ) -> Result:
-        """Do `work`, again after each recovery of a dead learner. Raises FaultBudgetSpent or
-        Stalled.
+        """Do `work`, again after each recovery of the learner. Raises FaultBudgetSpent or Stalled.
 
         blame: it trains a step; two deaths in it at the same step speak against its batch.
         """

@@ -115,10 +115,8 @@ def another(
     *,
     crowd: bool = False,
 ) -> Slot | None:
-    """Find the slot of one more engine beside `engines`, or None where the cluster has no room.
-
-    `placement` is that of the start: its learner ranks stay where they are. Engines that share GPUs
-    with ranks have no room beyond the ranks. crowd: the engine may share cores on CPU.
+    """Find the slot of one more engine beside `engines`; None where the cluster has no room, or
+    engines share GPUs with ranks. placement: of the start. crowd: cores may be shared on CPU.
     """
     if placement.colocated:
         return None

@@ -70,12 +70,12 @@ class RolloutProcess(RolloutActor):
 
 
 class LearnerProcess:
-    """One learner rank: the learner, its half of the weight transport, and its place in the process
+    """One learner rank: the learner, its half of the weight transport, its place in the process
     group.
 
-    All that computes runs in one thread. What the transport does without the model has a thread of
-    its own (TRANSFER), since a publication that is cut off is repeated while a learner step runs;
-    and so has what brings a checkpoint to the disk (SAVING).
+    All that computes runs in one thread. The transport has a thread of its own for what needs no
+    model (TRANSFER), since a publication that is cut off is repeated while a learner step runs; so
+    has what brings a checkpoint to the disk (SAVING).
     """
 
     _learner: Learner  # these three from `setup` on

@@ -89,10 +89,9 @@ class QueueProcess:
         want: int,
         report: ActorReport | None = None,
     ) -> list[GroupTicket] | None:
-        """As the queue's; where there is no ticket it is asked again here for a moment, unless the
-        actor has missed a publication.
-
-        Meanwhile the actor gets no other ticket, so `holding` remains all it may have.
+        """Ask the queue for tickets, again for a moment while it has none, unless the actor has
+        missed a publication. The actor gets no other ticket meanwhile, so `holding` is all it may
+        have.
         """
         tickets = await self._queue.acquire(actor_id, serving_version, holding, want, report)
         deadline = time.monotonic() + TICKET_PATIENCE_S
@@ -139,10 +138,8 @@ class QueueProcess:
     async def discard(
         self, step: int, snapshot: dict[str, Any] | None, why: str
     ) -> tuple[str, int]:
-        """Take back the learner steps after `step`, to which `snapshot` belongs; what became of the
-        groups, and the run epoch, which is raised.
-
-        Tickets that are out are lost with it; their actors live on and are refused.
+        """Take back the steps after `step`, which `snapshot` is of: a summary, and the raised run
+        epoch. Tickets that are out are lost; their actors live on and are refused.
         """
         assert self._journal is not None  # without one, a learner that died is not brought back
         await self._queue.commit()

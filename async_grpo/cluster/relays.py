@@ -74,9 +74,7 @@ class Relays:
         where: Callable[[str], dict[str, Any]],
         listener: RunListener,
     ) -> None:
-        """home: the node of learner rank 0. where(node_id): Ray options of an unreserved process on
-        that node. fallback: a directory in the run's.
-        """
+        """home: node of rank 0. where(node_id): Ray options. fallback: a directory in the run's."""
         self._home, self._where = home, where
         self._key, self._fallback = key, fallback
         self._listener = listener

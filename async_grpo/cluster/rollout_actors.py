@@ -132,9 +132,7 @@ class Publications(Protocol):
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """What every rollout actor process is started with. queue: the Ray actor. partials: file from
-    which groups continue (`PartialCollector.path`).
-    """
+    """What rollout actors start with. queue: Ray actor. partials: `PartialCollector.path`."""
 
     queue: Any
     model_dir: str
@@ -188,11 +186,11 @@ class ActorManager:
         self._spawn(self._survey())
 
     async def add(self) -> str:
-        """Start one more rollout actor; its id, once it is in the set (over NCCL it serves after
-        the next boundary between learner steps).
+        """Start one more rollout actor, on CPU perhaps on shared cores; its id once it is in the
+        set (over NCCL it serves after the next boundary between learner steps).
 
-        On CPU it may share cores with others. Raises PlacementError where the cluster has no room,
-        RunError when it is not to be or did not start.
+        Raises PlacementError where the cluster has no room, RunError when it may not or did not
+        start.
         """
         self._need_run()
         actors, nodes = self._config.cluster.rollout_actors, await self._slots.nodes()
@@ -218,12 +216,10 @@ class ActorManager:
         return slot.engine.actor_id
 
     async def remove(self, actor_id: str, *, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
-        """End one rollout actor for good: it takes no new tickets, and groups that are not finished
-        at the deadline are issued again.
+        """End one rollout actor for good: it takes no tickets, and groups unfinished at the
+        deadline are issued again. Its room in the cluster stays empty until `add`.
 
-        It is not replaced; the cluster's room for it stays empty until `add`. Raises ValueError for
-        an id that is not alive, RunError when fewer than `cluster.rollout_actors.min` would be
-        left.
+        Raises ValueError for an id that is not alive, RunError below `cluster.rollout_actors.min`.
         """
         self._need_run()
         alive = {slot.engine.actor_id: slot for slot in self._slots.all() if self._lives(slot)}

@@ -125,9 +125,7 @@ class Session:
     async def reserve(
         self, slots: list[Slot], *, timeout_s: float, sharers: int = 1
     ) -> list[dict[str, Any]]:
-        """Reserve a bundle per slot for `sharers` processes each; Ray options of one process per
-        slot. Raises SetupError at the deadline.
-        """
+        """Reserve a bundle per slot for `sharers` processes; options per slot. Raises SetupError."""
         bundles = [
             {"CPU": slot.cpus * sharers, **({"GPU": slot.gpus * sharers} if slot.gpus else {})}
             for slot in slots

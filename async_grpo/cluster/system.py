@@ -64,9 +64,9 @@ ACCOUNTS = ("goodput/", "time/learner/", "time/engine/")
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
-    """What a start of the run knows before any process. weights: of the reward components.
-    problems, fingerprint: of the training data. origin: where this start begins. key: names the
-    memory segments of this start.
+    """Facts of a start before any process: weights of the reward components; problems and
+    fingerprint of the training data; `origin`, where it begins; `key`, the name of its memory
+    segments.
     """
 
     total_steps: int
@@ -171,9 +171,7 @@ class Processes:
 
 
 class System:
-    """Queue, rollout actors, learner ranks, coordinator and loop of one start of a run. Made on the
-    event loop that it belongs to.
-    """
+    """All parts of one start of a run. Made on the event loop that it belongs to."""
 
     def __init__(
         self,

@@ -85,9 +85,8 @@ async def whole_step(
 def watched(
     loop: asyncio.AbstractEventLoop, *, seconds: float, stuck: Callable[[], None]
 ) -> Iterator[None]:
-    """Call `stuck` from a plain thread when the event loop has not turned for so long.
-
-    Short waits are counted, so that a driver that was stopped for an hour may go on.
+    """Call `stuck` from a plain thread when the event loop has not turned for so long, counted in
+    short waits, so that a driver that was stopped for an hour may go on.
     """
     over = threading.Event()
 

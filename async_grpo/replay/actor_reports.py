@@ -27,9 +27,8 @@ TimeTotals = tuple[float, dict[str, float]]
 
 
 class TokenTotals(NamedTuple):
-    """Tokens of one actor's process so far. continued: of partial responses that it took from a
-    checkpoint, sampled by an earlier engine. reprefilled: cached tokens that were computed again
-    after publications.
+    """Tokens of one actor's process so far. continued: of partial responses from a checkpoint.
+    reprefilled: cached tokens that were computed again after publications.
     """
 
     sampled: int = 0

@@ -111,10 +111,8 @@ class Admission:
         self._polls.pop(actor_id, None)
 
     def again(self) -> list[tuple[int, int]]:
-        """(group id, version of its ticket) of all waiting groups that may be issued again now:
-        first those that continue.
-
-        They are all that wait, unless a resumed run has more than B.
+        """(group id, ticket version) of waiting groups that may be issued again, continued ones
+        first: all that wait, unless a resumed run has more than B.
         """
         live, waiting = self._ledger.live, self._ledger.slots[State.WAITING]
         known = {group_id: self._continued.version(entry) for group_id, entry in waiting.items()}

@@ -82,11 +82,10 @@ class Link:
 def lineage(
     directory: Path, *, first: int | None = None, whole: bool = False
 ) -> tuple[list[Link], list[str]]:
-    """The links from the oldest ancestor (`first`) to the newest segment (its newest descendant),
-    and a note for every segment that cannot be read.
+    """Links from the oldest ancestor (`first`) to the newest segment (its newest descendant), and a
+    note for every unreadable segment. Raises JournalError without a readable segment, or `first`.
 
-    whole: an ancestor that cannot be read ends the history before it, instead of beginning after
-    it. Raises JournalError if no segment, or not `first`, can be read.
+    whole: an unreadable ancestor ends the history before it, instead of beginning after it.
     """
     opened: dict[int, Segment] = {}
     notes = []
@@ -110,9 +109,7 @@ def lineage(
 
 
 class Visitor:
-    """Follows a journal from a snapshot on: the ledger at the latest record, and the batches that
-    lead to it. Readers add what they look for.
-    """
+    """Follows a journal from a snapshot: the ledger at the latest record, and its batches."""
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self.snapshot = snapshot
@@ -260,11 +257,11 @@ class GroupResult:
 
 
 class Stretch(Past):
-    """Batches of the steps `first` to `last` and the one after them, and the results that were
-    there meanwhile. Raises JournalError where nothing can be read.
+    """Batches of the steps `first` to `last` and of the next one, and the results of that time.
+    Raises JournalError where nothing can be read.
 
-    Read are the segments from the last that begins before the steps to the last that begins in
-    them, and of that one the events up to the end of the steps.
+    Read are the segments from the last one that begins before the steps to the last one that begins
+    in them, and of that one the events up to the end of the steps.
     """
 
     def __init__(self, directory: Path, *, first: int, last: int) -> None:
@@ -363,11 +360,9 @@ class History(Visitor):
 
     @property
     def unlisted(self) -> dict[Unlisted, int]:
-        """Groups that the ledger counts and `groups` does not have, by reason; the reason why the
-        oldest ones are missing comes first.
-
-        A group that was issued before the first segment and ended there is not in its snapshot; any
-        other one was in a damaged part.
+        """Count the groups that are not in `groups`, by reason, that of the oldest ones first. One
+        that was issued before the first segment and ended there is not in its snapshot; others are
+        damaged.
         """
         known = sum(group_id < self._first for group_id in self.groups)
         earlier = self._first - self.ledger.first_group_id - known

@@ -66,11 +66,9 @@ _RECORD_BYTES = _HEAD.size + _CRC.size
 def snapshot_facts(
     identity: str = "", training: str = "", *, start: str = "", from_step: int = 0
 ) -> dict[str, Any]:
-    """What stands beside the ledger in a snapshot of a new run; `resume.JournalSettings` says
-    what identity, training and start are.
-
-    epoch: number of the start. rolled_to: the step to which this start rolled forward, once its
-    learner has begun with it; an orderly end forgets it.
+    """Facts beside the ledger in a new run's snapshot (see `resume.JournalSettings`). epoch: number
+    of the start. rolled_to: where this start rolls forward to, once its learner has begun with it;
+    an orderly end forgets it.
     """
     facts = {
         "format": JOURNAL_FORMAT,

@@ -13,9 +13,7 @@ from async_grpo.replay.ledger import GroupEntry
 from async_grpo.replay.rules import QueueSettings
 
 WINDOW, WARM, EVERY = 1000, 100, 25
-"""Groups over which slow and fast are told apart: the latest ones, as soon as there are so many,
-with a border renewed every so often.
-"""
+"""The last WINDOW groups tell slow from fast, from WARM on; the border is renewed after EVERY."""
 
 
 class QueueWaits:
@@ -67,11 +65,9 @@ class QueueWaits:
         return self._completed_slow[-1]
 
     def metrics(self, now: float) -> dict[str, float]:
-        """`replay/...` paths. `slowest_tenth`: share of slow groups among those trained, in units
-        of ten times their share of those completed.
-
-        0.1 means that slow groups are trained like all others, even while all groups become slower
-        or faster.
+        """Waits as `replay/...`. `slowest_tenth`: share of slow groups among those trained, per ten
+        times their share of those completed; 0.1 means that slow groups are trained like all
+        others, even while all become slower or faster.
         """
         waiting = 0.0 if self._asked_at is None else now - self._asked_at
         out = {

@@ -128,11 +128,9 @@ ORDERS: dict[str, type[Order]] = {"oldest": Oldest, "fifo": Fifo, "ready": Ready
 
 
 def can_leave(staying: Sequence[int], *, step: int, max_staleness: int, batch_size: int) -> bool:
-    """Tell whether all groups that stay behind when a batch leaves for `step` can be trained in
-    time. `staying` are their ticket versions.
-
-    Sorted, the i-th is trained at step `step + 1 + i // R` at the latest, when its tokens have lag
-    `step + i // R - version` or less.
+    """Tell whether groups with the ticket versions `staying` can be trained in time after `step`.
+    Sorted, the i-th is trained at step `step + 1 + i // R` at the latest, with lag `step + i // R -
+    version`.
     """
     return all(
         version + max_staleness >= step + index // batch_size

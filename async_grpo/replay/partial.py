@@ -59,8 +59,8 @@ def choose(
     settings: QueueSettings,
     free: int,
 ) -> tuple[list[PartialStart], int]:
-    """Mark in `ledger`, which a resumed run begins with, the groups that continue; they, and how
-    many had a beginning of no use any more.
+    """Mark the groups that continue in `ledger`, of a resumed run; those, and how many are of no
+    use.
 
     end: the ledger at the end of the journal. free: waiting groups that may be issued at once.
     """

@@ -106,9 +106,7 @@ class ReplayQueue:
         report: object = None,
         continued: PartialGroups | None = None,
     ) -> None:
-        """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what
-        a resumed queue took over, as text.
-        """
+        """ledger: where to go on. facts: beside it in snapshots. report: what was taken over."""
         import_plugins(settings.plugins)
         self.settings, self.report = settings, report
         self.rolls_to: int | None = None
@@ -140,12 +138,12 @@ class ReplayQueue:
         want: int,
         report: ActorReport | None = None,
     ) -> list[GroupTicket] | None:
-        """Tickets for an actor: at most `want`, [] means ask again, None that the run is over or
-        the actor was declared dead.
+        """Issue tickets: at most `want`; [] means ask again, None that the run is over or the actor
+        dead.
 
-        `holding` are the (group_id, attempt) the actor works on; a recorded ticket that is not
-        among them was lost on the way and is issued again as it was. An actor has one `acquire` at
-        a time, otherwise an answer under way looks lost. `report`: see `tell`.
+        holding: (group_id, attempt) the actor works on; a recorded ticket not among them was lost
+        on the way and is issued again as it was. So an actor has one `acquire` at a time. report:
+        see `tell`.
         """
         if report is not None:
             self._reports.tell(actor_id, report)
@@ -213,13 +211,12 @@ class ReplayQueue:
     # ---- loop and learner ----
 
     async def get_batch(self, step: int) -> Batch | None:
-        """The groups of learner step `step` (from 1), or None while they are not complete.
-        Idempotent per step.
+        """Take the groups of learner step `step` (from 1); None while they are not complete.
+        Idempotent.
 
-        Asking for `step` says that `step - 1` is trained; a step that is trained itself is read
-        from the journal. Raises NoSignal when too many groups were rejected or failed or all
-        problems are retired, StalenessError when a token breaks the bound, ValueError for a step
-        out of turn.
+        Asking for `step` says that `step - 1` is trained; a trained step is read from the journal.
+        Raises NoSignal when too many groups were rejected or failed or all problems are retired,
+        StalenessError when a token breaks the bound, ValueError for a step out of turn.
         """
         ledger, now = self._ledger, self._clock()
         if self.rolls_to is not None and step <= self.rolls_to:
@@ -286,9 +283,7 @@ class ReplayQueue:
         await self.commit()
 
     async def close(self, *, orderly: bool = True) -> None:
-        """The run is over: groups that no step took are unused, and actors are told to stop.
-        orderly: it did not end at an error.
-        """
+        """End the run: groups that no step took are unused. orderly: it did not end at an error."""
         if orderly and self._facts["rolled_to"] is not None:
             self._facts["rolled_to"] = None
             self.begin_segment()
@@ -356,9 +351,7 @@ class ReplayQueue:
     # ---- the journal ----
 
     async def snapshot(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the queue: the ledger as plain values and, with a journal, the
-        segment that starts with it.
-        """
+        """State for a checkpoint: ledger and, with a journal, the segment that begins with it."""
         if self._journal is None:
             return {**self._facts, "ledger": self._ledger.snapshot(), "segment": None}
         self.begin_segment()
@@ -369,9 +362,7 @@ class ReplayQueue:
         return {} if self._journal is None else await self._again().digests()
 
     async def forget(self, *, segment: int, step: int) -> None:
-        """The oldest checkpoint that is kept starts at this segment, after this step: delete
-        segments that nobody can ask for any more.
-        """
+        """Delete segments that no checkpoint needs: the oldest kept is of `segment` and `step`."""
         if self._journal is None:
             return
         ledger = self._ledger
@@ -394,9 +385,7 @@ class ReplayQueue:
             self.begin_segment()
 
     def raise_epoch(self, *, above: int, step: int) -> None:
-        """Begin a run epoch `above` that of the discarded steps after `step`, where the checkpoint,
-        of another run, knows nothing of it.
-        """
+        """Raise the run epoch `above` this one, at `step`, unless the checkpoint has done it."""
         if self.ledger.run_epoch <= above:
             self.ledger.run_epoch, self.ledger.epoch_step = above + 1, step
             self.begin_segment()
@@ -414,10 +403,9 @@ class ReplayQueue:
     # ---- tickets ----
 
     def _issue(self, actor_id: str, count: int) -> list[GroupTicket]:
-        """`count` tickets, of the live version unless a group continues: groups that wait first,
-        then new ids.
-
-        Fewer only if `MAX_SKIPS` ids of retired problems lie before the new ones.
+        """Issue `count` tickets: waiting groups first, then new ids, under the live version unless
+        a group continues. Fewer only where `MAX_SKIPS` ids of retired problems lie before the new
+        ones.
         """
         ledger = self._ledger
         again = self._admission.again()[:count]

@@ -147,11 +147,11 @@ def roll_forward(
 def roll_back(
     past: Past, settings: QueueSettings, *, results: Results | None = None, why: str
 ) -> tuple[Ledger, ResumeReport]:
-    """The ledger for a learner at `settings.trained_steps`, and what became of the groups. Without
-    `results`, all are issued again.
+    """Rebuild the ledger for a learner at `settings.trained_steps`; without `results`, all is
+    reissued.
 
-    why: the reason why steps after that are not rolled forward; if there are any, or the end is
-    unknown, the run epoch is raised.
+    why: why later steps are not rolled forward; if there are any, or the end is unknown, the run
+    epoch is raised.
     """
     step, end = settings.trained_steps, past.ledger
     report = ResumeReport(note="; ".join(past.notes), why=why)
@@ -203,11 +203,9 @@ def _started_again(
     *,
     lost: Sequence[tuple[int, int]] = (),
 ) -> Ledger:
-    """Actors, counters of now and faults are of one start of the run; whoever mended the data must
-    not be stopped by old failures.
-
-    lost: tokens, with weight and without, of each learner step that is taken back; below 0 for one
-    that is trained after all.
+    """Forget actors, counters of now and faults, which are of one start: mended data must not meet
+    old failures. lost: tokens, with weight and without, of each step taken back; below 0 if
+    trained.
     """
     fresh = {
         "over": False,
@@ -284,12 +282,12 @@ def _keep_what_can_be_trained(
 class JournalSettings:
     """Where and how the queue keeps its journal; plain values that can be pickled.
 
-    `start` names this start of the run: opened again under it, the queue goes on; under another one
-    it resumes, and under `<start>.<n>` it resumes for a learner that went back, and goes on under
-    `start`. `identity` names everything a result depends on but the weights (model, data,
-    sampling): under another one, results are not taken over. `training` names what makes of a batch
-    other weights: under another one, `lost_steps` are discarded, whatever was asked for; `reason`
-    says why that was asked for. `fresh` deletes what is there.
+    `start` names this start: opened again under it, the queue goes on; under another one it
+    resumes, and under `<start>.<n>` it resumes for a learner that went back. `identity` names all
+    that a result depends on but the weights: under another one, results are not taken over.
+    `training` names what makes other weights of a batch: under another one, `lost_steps` are
+    discarded, whatever was asked for; `reason` says why that was asked for. `fresh` deletes what is
+    there.
     """
 
     directory: str
@@ -345,13 +343,12 @@ def open_queue(
     snapshot: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ReplayQueue:
-    """The queue of a run: a new one, one that goes on after its process died, or one that resumes
-    for `settings.trained_steps`.
+    """Open the queue of a run: new, continued after its process died, or for
+    `settings.trained_steps`.
 
-    snapshot: what the checkpoint kept (`ReplayQueue.snapshot`, and the `beginnings` of responses),
-    None at the start of a run. `queue.report` says what was taken over. Raises JournalError for a
-    journal that cannot be read, ValueError for a snapshot that does not belong to the learner's
-    step.
+    snapshot: what the checkpoint kept (`ReplayQueue.snapshot`, and the `beginnings` of responses).
+    `queue.report` says what was taken over. Raises JournalError for a journal that cannot be read,
+    ValueError for a snapshot of another learner step.
     """
     if snapshot is not None:
         _check_snapshot(snapshot, settings)
@@ -382,10 +379,8 @@ def open_queue(
 
 
 def _own_segment(directory: Path, start: str) -> Segment | None:
-    """The last segment, if this start of the run wrote it.
-
-    Raises JournalDamage if this start wrote the last one and it cannot be read: what it says
-    happened, and the learner has gone on from it.
+    """Find the last segment, if this start of the run wrote it. Raises JournalDamage if this start
+    wrote it and it cannot be read: the learner has gone on from what it says.
     """
     damage = None
     for number in reversed(segments(directory)):

@@ -25,17 +25,16 @@ OnStale = Literal["wait", "mask", "expire"]
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """What the queue needs to know of a run; plain values that can be pickled. `trained_steps` and
-    `next_group_id` are where it starts.
+    """What the queue needs to know of a run, from `trained_steps` and `next_group_id` on; can be
+    pickled.
 
-    `filter` None rejects nothing. `baseline`: every group carries one greedy response beside those
-    to train. `mask_truncated`: responses that were cut off have no weight in the loss.
-    `ticket_timeout_s`: a group in flight for longer is issued again; None waits for ever.
-    `max_failed_fraction`: the run ends when more groups failed for good. With `retire_at`, a
-    problem whose group was answered right at that rate or better is posed no more:
-    `problem(group_id)` is its index below `problems`, and in every run of `problems` ids that
-    starts at a multiple of it each problem occurs once. `plugins`: modules
-    to import, which register the filter. Raises ValueError where they do not fit.
+    `filter` None rejects nothing. `baseline`: every group has a greedy response beside those to
+    train. `mask_truncated`: responses cut off have no weight. `ticket_timeout_s`: a group in flight
+    for longer is issued again; None waits for ever. `max_failed_fraction`: more failures for good
+    end the run. With `retire_at`, a problem answered right at that rate is posed no more:
+    `problem(group_id)` is its index below `problems`, and each occurs once in every run of
+    `problems` ids that starts at a multiple of it. `plugins`: modules that register the filter.
+    Raises ValueError where they do not fit.
     """
 
     rollout_batch_size: int
@@ -157,10 +156,8 @@ class Verdict:
 def fair_share(
     actor_id: str, wants: Mapping[str, int], in_flight: Mapping[str, int], *, free: int
 ) -> int:
-    """Slots for one actor when the free ones go, one by one, to the asking actor with the fewest
-    groups in flight.
-
-    On a tie the caller is served: it is here, the others come later.
+    """Slots for one actor when free ones go, one by one, to the asking actor with the fewest in
+    flight; on a tie to the caller, who is here.
     """
     wanted = wants.get(actor_id, 0)
     if sum(wants.values()) <= free:

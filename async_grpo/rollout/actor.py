@@ -318,9 +318,9 @@ class RolloutActor:
         )
 
     def _room(self) -> int:
-        """Groups to ask for, so that the engine always has one waiting, and groups that are being
-        verified do not pile up. Counts responses that the engine has not finished: the long ones
-        keep a group here, but not the slots of those that have ended.
+        """Groups to ask for, so that the engine always has one waiting and verified groups do not
+        pile up. A long response keeps its group here, but not the slots of responses that have
+        ended.
         """
         queued = sum(work.stage == "queued" for work in self._groups.values())
         unfinished = self.parts.engine.unfinished + queued * self._responses

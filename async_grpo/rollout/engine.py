@@ -56,10 +56,9 @@ class CountedRequests:
         """Tokens of aborted requests for rollouts, by name, until `Engine.cut_off` asks."""
 
     def logger(self) -> type:
-        """A logger class for vLLM that only adds up tokens; with it vLLM notes request times.
-
-        It replaces the Prometheus logger, which would cost a twentieth of this process's time and
-        whose endpoint is not served.
+        """Make a logger class that only adds up tokens, so that vLLM notes request times. It
+        replaces the Prometheus logger, a twentieth of this process's time for an endpoint that is
+        not served.
         """
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -265,8 +264,7 @@ class Engine:
         name: str = "",
         purpose: Purpose = "rollouts",
     ) -> list[Completion]:
-        """`sampling.n` responses to one prompt, prompt tokens not included. Cancelling the call
-        aborts the request.
+        """Generate `sampling.n` responses to one prompt; cancelling aborts the request.
 
         name: for `so_far`, `unfinished` and `cut_off`; no two requests have the same.
         """
@@ -319,10 +317,8 @@ class Engine:
         )
 
     def so_far(self, name: str) -> dict[int, Completion]:
-        """Partial responses of a running `generate`, by index; generation goes on.
-
-        Reads what vLLM has gathered for the final answer, since its streaming costs time for every
-        token.
+        """Partial responses of a running `generate`, by index, read from what vLLM has gathered for
+        the final answer: its streaming would cost time for every token.
         """
         found: dict[int, Completion] = {}
         for state in _states(self._llm, name):
@@ -386,11 +382,12 @@ class Engine:
         return self._receipt(await self._workers("connect_weights", payload))
 
     async def receive(self, announcement: Announcement) -> Receipt:
-        """Serve the announced weights: pause with requests kept, load, label, resume.
+        """Serve the announced weights: pause with requests kept, load, label, resume. With a
+        failure in the receipt, weights may be mixed and the engine stays paused until a publication
+        succeeds.
 
-        When the receipt names a failure, the weights may be a mixture and the engine stays paused
-        until a publication succeeds. Raises TimeoutError for a phase beyond its deadline,
-        ValueError for a version older than the served one; then the engine must be replaced.
+        Raises TimeoutError for a phase beyond its deadline, ValueError for a version older than the
+        served one; then the engine must be replaced.
         """
         self._refuse_older(announcement.label)
         self._steady.clear()

@@ -86,10 +86,10 @@ class EngineEvaluator:
         self, *, indices: Sequence[int], total: int, label: str, samples: int
     ) -> tuple[list[ProblemOutcome], list[dict[str, Any]]]:
         """Outcomes of these held-out problems (of the first `total`) from the weights `label`, and
-        `samples` greedy responses as text.
+        `samples` greedy responses. A long prompt or an unscored response is an error and counts as
+        wrong.
 
-        A prompt that is too long, or a response that cannot be scored, is an error and counts as
-        wrong. Raises EngineError for a response that other weights have sampled.
+        Raises EngineError for a response that other weights have sampled.
         """
         problems = await asyncio.to_thread(self._task.evaluation, total)  # may read data
         n = self._config.evaluation.n
