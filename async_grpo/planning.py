@@ -35,8 +35,6 @@ from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, make_rank_p
 from async_grpo.config.schema import Config
 from async_grpo.wire import Batch, RowMeta
 
-Sums = Mapping[str, float]
-
 
 def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
     """Build the rule from rewards of a response to its shaped reward, which the filter uses too."""

@@ -21,12 +21,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
-from async_grpo.cluster.rollout_actors import RemoteEngine
+from async_grpo.cluster.learner_recovery import LearnerSupervisor
+from async_grpo.cluster.rollout_actors import ActorManager, RemoteEngine
 from async_grpo.cluster.samples import EvaluationSamples
 from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
@@ -42,19 +43,6 @@ Rows = list[dict[str, Any]]
 WhenDone = Callable[[int, dict[str, float], Rows], None]
 
 
-class DyingActors(Protocol):
-    """The rollout actors as evaluations see them."""
-
-    async def died(self, engine: Any, error: BaseException) -> None:
-        """Declare an engine dead."""
-
-
-class RunEpochs(Protocol):
-    """What counts how often learner steps were discarded."""
-
-    run_epoch: int
-
-
 class Evaluations:
     """All evaluations of one run."""
 
@@ -63,8 +51,8 @@ class Evaluations:
         config: Config,
         *,
         coordinator: Coordinator[RemoteEngine],
-        actors: DyingActors,
-        epochs: RunEpochs,
+        actors: ActorManager,
+        epochs: LearnerSupervisor,
         listener: RunListener,
         failures: FailureHandler,
         total_steps: int,

@@ -40,29 +40,12 @@ SAVING = "saving"
 class RolloutProcess(RolloutActor):
     """A rollout actor whose queue is a Ray actor."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        actor_id: str,
-        queue: Any,
-        model_dir: str,
-        device: str,
-        cores: Sequence[int],
-        partials: str | None = None,
-    ) -> None:
+    def __init__(self, config: Config, *, actor_id: str, queue: Any, **place: Any) -> None:
+        """queue: the Ray actor. place: see `RolloutActor`."""
         die_with_parent()
         stacks.register(actor_id, stacks.home(config.run.dir))
         handle = ActorQueue(queue, patience_s=config.watchdog.step_timeout_s)
-        super().__init__(
-            config,
-            actor_id=actor_id,
-            queue=handle,
-            model_dir=model_dir,
-            device=device,
-            cores=cores,
-            partials=partials,
-        )
+        super().__init__(config, actor_id=actor_id, queue=handle, **place)
 
     async def pid(self) -> int:
         """Process id, for tests and post-mortems."""

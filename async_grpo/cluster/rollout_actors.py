@@ -26,9 +26,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import ray
@@ -37,6 +36,7 @@ from async_grpo.cluster.engine_slots import EngineSlot, EngineSlots
 from async_grpo.cluster.placement import PlacementError, Slot, describe
 from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
+from async_grpo.cluster.queue import DriverQueue
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
@@ -45,6 +45,7 @@ from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.runtime.listener import FailureHandler, RunListener
 from async_grpo.runtime.text import last_line
+from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import (
     UNPUBLISHED,
     Announcement,
@@ -110,26 +111,6 @@ class RemoteEngine:
         return await self.handle.probe_sequences.remote()
 
 
-class ForfeitQueue(Protocol):
-    """The queue as the manager sees it."""
-
-    async def forfeit(self, actor_id: str) -> None:
-        """Issue the tickets of a dead actor again."""
-
-    async def is_over(self) -> bool:
-        """Whether the run needs no more groups."""
-
-
-class Publications(Protocol):
-    """The coordinator as the manager sees it."""
-
-    async def join(self, engine: RemoteEngine, admit: Callable[[], None]) -> None:
-        """Bring a new engine to the live weights, and call `admit` when it serves them."""
-
-    def between_publications(self) -> AbstractAsyncContextManager[None]:
-        """Block in which no publication runs."""
-
-
 @dataclass(frozen=True)
 class ActorSpec:
     """What rollout actors start with. queue: Ray actor. partials: `PartialCollector.path`."""
@@ -150,7 +131,7 @@ class ActorManager:
         *,
         slots: EngineSlots,
         spec: ActorSpec,
-        client: ForfeitQueue,
+        client: DriverQueue,
         relays: Relays,
         listener: RunListener,
         failures: FailureHandler,
@@ -164,7 +145,7 @@ class ActorManager:
         self._processes: dict[str, RemoteEngine] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
-        self._publications: Publications | None = None
+        self._publications: Coordinator[RemoteEngine] | None = None
         self._stopping = False
         self.faults = self.restarts = 0
         self.deaths: list[str] = []
@@ -177,7 +158,7 @@ class ActorManager:
         await asyncio.gather(*[self._load(engine) for engine in engines])
         self._alive = engines
 
-    def begin(self, publications: Publications) -> None:
+    def begin(self, publications: Coordinator[RemoteEngine]) -> None:
         """Let every actor produce groups, and watch the actors and the cluster."""
         self._publications = publications
         for engine in self._alive:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
+from async_grpo.cluster.queue import DriverQueue
 from async_grpo.config.schema import Config
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.provenance import load_tokenizer
@@ -31,13 +30,6 @@ FINISH_S = 10.0
 Decode = Callable[[Sequence[int]], str]
 
 
-class PayloadQueue(Protocol):
-    """The queue as far as samples need it."""
-
-    async def payload(self, step: int, group_ids: list[int]) -> np.ndarray:
-        """Packed frames of these groups of the step in training."""
-
-
 class TrainingSamples:
     """Gives samples of the steps that are due to the listener."""
 
@@ -45,7 +37,7 @@ class TrainingSamples:
         self,
         config: Config,
         *,
-        queue: PayloadQueue,
+        queue: DriverQueue,
         model_dir: str,
         total_steps: int,
         weights: Mapping[str, float],

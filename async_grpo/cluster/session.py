@@ -125,7 +125,7 @@ class Session:
     async def reserve(
         self, slots: list[Slot], *, timeout_s: float, sharers: int = 1
     ) -> list[dict[str, Any]]:
-        """Reserve a bundle per slot for `sharers` processes; options per slot. Raises SetupError."""
+        """Reserve a bundle per slot for `sharers` processes; options by slot. Or SetupError."""
         bundles = [
             {"CPU": slot.cpus * sharers, **({"GPU": slot.gpus * sharers} if slot.gpus else {})}
             for slot in slots

@@ -32,10 +32,11 @@ from typing import Any
 import ray
 
 from async_grpo.checkpoint.directory import Origin
+from async_grpo.checkpoint.saver import Saver
 from async_grpo.cluster.engine_slots import EngineSlots
 from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
 from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.learner_recovery import LearnerSupervisor, PendingCheckpoint
+from async_grpo.cluster.learner_recovery import LearnerSupervisor
 from async_grpo.cluster.partial_rollouts import PartialCollector
 from async_grpo.cluster.placement import Placement, refuse
 from async_grpo.cluster.post_mortem import Scene
@@ -180,7 +181,7 @@ class System:
         *,
         places: Places,
         listener: RunListener,
-        saver: PendingCheckpoint,
+        saver: Saver,
     ) -> None:
         self._config, self._listener = config, listener
         self._session = places.session

@@ -95,7 +95,7 @@ class GroupEntry:
 
 
 class Ledger:
-    """Groups by state: `slots` has those with a slot, in order of arrival; `closed` counts others."""
+    """Groups by state: `slots` has those with a slot, by arrival; `closed` counts others."""
 
     def __init__(self, *, first_group_id: int, steps: int, max_attempts: int) -> None:
         self.first_group_id = self.next_group_id = first_group_id

@@ -69,7 +69,7 @@ class EarlyProcess:
             code,
             "--multiprocessing-fork",
         ]
-        with _environment(
+        with environment(
             PYTHONPATH=os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
             LD_PRELOAD=self._preload,
         ):
@@ -213,7 +213,7 @@ def _first(*patterns: Path) -> str:
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def environment(**values: str) -> Iterator[None]:
     """Set these variables for processes that start inside the block; an empty value sets none."""
     before = {name: os.environ.get(name) for name in values}
     try:

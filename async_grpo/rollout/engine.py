@@ -32,7 +32,7 @@ import numpy as np
 from async_grpo.config.schema import Config, Deadlines
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
-from async_grpo.rollout.early_process import EarlyProcess
+from async_grpo.rollout.early_process import EarlyProcess, environment
 from async_grpo.runtime.lifetime import own_directory
 from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
 from async_grpo.wire import VersionSpan
@@ -493,20 +493,14 @@ def _temporary_files() -> Iterator[Path]:
     """Block in which engine processes start: the directory for their sockets and rendezvous files,
     which vLLM leaves when they are killed.
     """
-    directory, before = own_directory("engine"), os.environ.get("TMPDIR")
-    os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = str(directory)
-    os.environ["ASYNC_GRPO_ENGINE_OWNER"] = str(os.getpid())
+    directory, owner = own_directory("engine"), str(os.getpid())
+    os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
     try:
-        yield directory
+        with environment(TMPDIR=str(directory), ASYNC_GRPO_ENGINE_OWNER=owner):
+            yield directory
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    finally:
-        del os.environ["ASYNC_GRPO_ENGINE_OWNER"]
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
 
 
 def _set_environment(device: str) -> None:

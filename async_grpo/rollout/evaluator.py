@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.config.schema import Config, RolloutConfig
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine import Completion, EngineError, Purpose, Sampling
+from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.registry import create_task
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
@@ -27,25 +27,6 @@ from async_grpo.tasks.verifier import VerifierError, VerifierPool
 
 class PromptTooLong(ValueError):
     """A prompt has more tokens than `rollout.prompt_length`."""
-
-
-class Generator(Protocol):
-    """The engine as far as answers and probes need it."""
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, purpose: Purpose
-    ) -> list[Completion]:
-        """Generate the responses to one prompt."""
-
-
-class Scorer(Protocol):
-    """The verifier children."""
-
-    async def score_many(self, items: list[tuple[str, Any]]) -> list[Score | VerifierError]:
-        """Score (response, reference) pairs."""
-
-    async def close(self) -> None:
-        """Stop the children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +45,9 @@ class EngineEvaluator:
         self,
         config: Config,
         *,
-        engine: Generator,
+        engine: Engine,
         task: Task,
-        verifiers: Scorer,
+        verifiers: VerifierPool,
         encode: Callable[[Problem], list[int]],
         text: Callable[[Completion], str],
         cpu: set[int] | None,
@@ -79,7 +60,7 @@ class EngineEvaluator:
         self._encode, self._text = encode, text
         self._own = config.evaluation.task is not None
         self._task = create_task(config.evaluated_task, config.seed) if self._own else task
-        self._verifiers: Scorer | None = None if self._own else verifiers
+        self._verifiers: VerifierPool | None = None if self._own else verifiers
         self._starting = asyncio.Lock()
 
     async def answer(
@@ -150,7 +131,7 @@ class EngineEvaluator:
                 [(text, problem.reference) for text in answer.texts]
             )
 
-    async def _scorer(self) -> Scorer:
+    async def _scorer(self) -> VerifierPool:
         async with self._starting:
             if self._verifiers is None:
                 pool = VerifierPool(
@@ -195,7 +176,7 @@ PROMPTS, CANDIDATES, TOKENS = 4, 64, 16
 
 
 async def probe_sequences(
-    engine: Generator, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
+    engine: Engine, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
 ) -> list[tuple[list[int], list[int], np.ndarray]]:
     """A few short responses as (prompt, response, log-probs [L] at the training temperature)."""
     sampling = Sampling(

@@ -25,13 +25,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import msgpack
 import numpy as np
 
 from async_grpo.replay.partial import PartialStart
-from async_grpo.rollout.engine import Completion, Sampling
+from async_grpo.rollout.engine import Completion, Engine, Sampling
 from async_grpo.weights.transport import parse_label
 from async_grpo.wire import GroupTicket
 
@@ -44,21 +44,6 @@ _MAX_NAME = 64
 
 class PartialError(ValueError):
     """The file does not hold partial rollouts."""
-
-
-class PartialEngine(Protocol):
-    """The engine as a generation sees it; see `Engine` for the methods."""
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = ""
-    ) -> list[Completion]:
-        """Generate the responses to one prompt."""
-
-    def so_far(self, name: str) -> dict[int, Completion]:
-        """Partial responses of a running request, by index."""
-
-    def cut_off(self, name: str) -> int:
-        """Tokens of an aborted request."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +61,7 @@ class PartialGeneration:
 
     def __init__(
         self,
-        engine: PartialEngine,
+        engine: Engine,
         ticket: GroupTicket,
         prompt_ids: list[int],
         wanted: Sequence[Sampling],
