@@ -210,6 +210,11 @@ class Ledger:
                 }
         return found
 
+    def remembered(self) -> list[GroupEntry]:
+        """Groups with a slot, in each state in the order of arrival, and groups left over."""
+        in_slots = [entry for index in self.slots.values() for entry in index.values()]
+        return [*in_slots, *self.unused.values()]
+
     def record(self, group_id: int) -> tuple[int, State, int | None] | None:
         """(attempt, state, step) of a group, None when it was never issued or is forgotten."""
         if (entry := self.entries.get(group_id)) is None:
@@ -403,8 +408,6 @@ class Ledger:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain values for `from_snapshot`; results are named by their position in the journal."""
-        # in each state in the order of arrival
-        in_slots = [entry for index in self.slots.values() for entry in index.values()]
         groups = [
             [
                 entry.group_id,
@@ -416,7 +419,7 @@ class Ledger:
                 entry.place,
                 entry.failures,
             ]
-            for entry in (*in_slots, *self.unused.values())
+            for entry in self.remembered()
         ]
         counters = {
             name: {str(key): count for key, count in getattr(self, name).items()}

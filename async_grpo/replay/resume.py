@@ -61,7 +61,7 @@ class ResumeReport:
     """What a resumed queue took over: groups ready, and groups to be issued again, by reason."""
 
     ready: int = 0
-    again: dict[str, int] = field(default_factory=dict)
+    again: Counter[str] = field(default_factory=Counter)
     lost_steps: int = 0
     from_step: int = 0
     rolled: int = 0
@@ -74,14 +74,10 @@ class ResumeReport:
     continued: str = ""
     """What became of responses that were under way."""
 
-    def waits(self, reason: str) -> None:
-        """Count a group that waits."""
-        self.again[reason] = self.again.get(reason, 0) + 1
-
     def __str__(self) -> str:
         listed = ", ".join(f"{count} {reason}" for reason, count in self.again.items())
         text = (
-            f"{self.ready} completed groups restored, {sum(self.again.values())} to be issued again"
+            f"{self.ready} completed groups restored, {self.again.total()} to be issued again"
             + (f" ({listed})" if listed else "")
         )
         if self.rolled:
@@ -129,9 +125,7 @@ def roll_forward(
         note="; ".join(past.notes),
     )
     kept = []
-    # in each state in the order of arrival
-    in_slots = [entry for index in end.slots.values() for entry in index.values()]
-    for entry in (*in_slots, *end.unused.values()):
+    for entry in end.remembered():
         if entry.state == State.TRAINING:
             entry.meta, entry.frame = results.read(entry, max_bytes=settings.max_frame_bytes)
         elif entry.state != State.TRAINED:
@@ -236,16 +230,16 @@ def _taken_over(
         entry.group_id, entry.attempt, step, State.WAITING, failures=entry.failures
     )
     if entry.place is None:
-        report.waits("in flight")
+        report.again["in flight"] += 1
     elif results is None:
-        report.waits("completed under other settings or in another run's journal")
+        report.again["completed under other settings or in another run's journal"] += 1
     elif entry.policy_version > step:  # known without reading: a long run may have lost many steps
-        report.waits("with tokens of lost learner steps")
+        report.again["with tokens of lost learner steps"] += 1
     else:
         try:
             meta, frame = results.read(entry, max_bytes=settings.max_frame_bytes)
         except WireError:
-            report.waits("unreadable in the journal")
+            report.again["unreadable in the journal"] += 1
             return waiting
         if meta.max_version <= step:
             ready = replace(
@@ -253,7 +247,7 @@ def _taken_over(
             )
             ready.meta, ready.frame = meta, frame
             return ready
-        report.waits("with tokens of lost learner steps")
+        report.again["with tokens of lost learner steps"] += 1
     return waiting
 
 
@@ -273,7 +267,7 @@ def _keep_what_can_be_trained(
     )
     for entry in ready:
         if entry.group_id not in in_time:
-            report.waits("too old for these settings")
+            report.again["too old for these settings"] += 1
             entry.state, entry.policy_version = State.WAITING, settings.trained_steps
             entry.meta = entry.frame = entry.place = None
 
@@ -365,190 +359,166 @@ def open_queue(
         raise JournalError(
             f"the journal's directory {directory} cannot be made: {error.strerror or error}"
         ) from error
-    own = _own_segment(directory, journal.start)
+    opening = _Opening(settings, journal, directory, clock)
     beginnings = [PartialStart(*one) for one in (snapshot or {}).get("beginnings", ())]
-    if own is None:
-        return _resume(settings, journal, snapshot, beginnings, clock=clock)
-    return _go_on(
-        settings,
-        journal,
-        own,
-        beginnings if own.snapshot["start"] == journal.start else [],
-        clock=clock,
-    )
+    if (own := opening.own_segment()) is None:
+        return opening.resume(snapshot, beginnings)
+    return opening.go_on(own, beginnings if own.snapshot["start"] == journal.start else [])
 
 
-def _own_segment(directory: Path, start: str) -> Segment | None:
-    """Find the last segment, if this start of the run wrote it. Raises JournalDamage if this start
-    wrote it and it cannot be read: the learner has gone on from what it says.
-    """
-    damage = None
-    for number in reversed(segments(directory)):
-        try:
-            segment = Segment(directory, number)
-        except JournalDamage as error:
-            damage = damage or error
-            continue
-        if segment.snapshot["start"].partition(".")[0] != start:
-            return None
-        if damage is not None:
-            raise damage
-        return segment
-    return None
+@dataclass(frozen=True)
+class _Opening:
+    """How a journal becomes a queue again."""
 
+    settings: QueueSettings
+    journal: JournalSettings
+    directory: Path
+    clock: Callable[[], float]
 
-def _go_on(
-    settings: QueueSettings,
-    journal: JournalSettings,
-    last: Segment,
-    beginnings: list[PartialStart],
-    *,
-    clock: Callable[[], float],
-) -> ReplayQueue:
-    """The queue's process died: everything is as it was."""
-    visitor = Visitor(last.snapshot)
-    read([Link(last, None)], visitor)
-    ledger = visitor.ledger
-    results, unreadable = Results(Path(journal.directory)), []
-    for entry in (*ledger.slots[State.READY].values(), *ledger.slots[State.TRAINING].values()):
-        try:
-            entry.meta, entry.frame = results.read(entry, max_bytes=settings.max_frame_bytes)
-        except WireError as error:
-            if entry.state == State.TRAINING:
-                raise JournalError(
-                    f"group {entry.group_id} of the learner step in training cannot be "
-                    f"read from the journal: {error}"
-                ) from error
-            unreadable.append(entry)
-    ledger.totals["restarts"] += 1
-    writer = _writer(journal, number=last.number, last=last, clock=clock)
-    facts = {name: value for name, value in last.snapshot.items() if name != "ledger"}
-    queue = _opened(settings, ledger, writer, facts, beginnings, clock=clock)
-    for entry in unreadable:
-        queue.record(Drop(entry.group_id, entry.attempt))
-    return queue
+    def own_segment(self) -> Segment | None:
+        """Find the last segment, if this start of the run wrote it. Raises JournalDamage if this
+        start wrote it and it cannot be read: the learner has gone on from what it says.
+        """
+        damage = None
+        for number in reversed(segments(self.directory)):
+            try:
+                segment = Segment(self.directory, number)
+            except JournalDamage as error:
+                damage = damage or error
+                continue
+            if _process(segment.snapshot) != self.journal.start:
+                return None
+            if damage is not None:
+                raise damage
+            return segment
+        return None
 
+    def go_on(self, last: Segment, beginnings: list[PartialStart]) -> ReplayQueue:
+        """Open the queue of a process that died: everything is as it was."""
+        visitor, max_bytes = Visitor(last.snapshot), self.settings.max_frame_bytes
+        read([Link(last, None)], visitor)
+        ledger = visitor.ledger
+        results, unreadable = Results(self.directory), []
+        for entry in (*ledger.slots[State.READY].values(), *ledger.training.values()):
+            try:
+                entry.meta, entry.frame = results.read(entry, max_bytes=max_bytes)
+            except WireError as error:
+                if entry.state == State.TRAINING:
+                    raise JournalError(
+                        f"group {entry.group_id} of the learner step in training cannot be "
+                        f"read from the journal: {error}"
+                    ) from error
+                unreadable.append(entry)
+        ledger.totals["restarts"] += 1
+        facts = {name: value for name, value in last.snapshot.items() if name != "ledger"}
+        queue = self._queue(ledger, self._writer(last.number, last), facts, beginnings)
+        for entry in unreadable:
+            queue.record(Drop(entry.group_id, entry.attempt))
+        return queue
 
-def _resume(
-    settings: QueueSettings,
-    journal: JournalSettings,
-    snapshot: dict[str, Any] | None,
-    beginnings: list[PartialStart],
-    *,
-    clock: Callable[[], float],
-) -> ReplayQueue:
-    """Resume for another start; without a fitting journal, generate outstanding groups again."""
-    directory = Path(journal.directory)
-    numbers = segments(directory)
-    past, note = None, ""
-    if numbers and not journal.fresh:
-        past, note = find_past(directory, snapshot, settings, journal.identity)
-    facts = snapshot_facts(
-        journal.identity, journal.training, start=journal.start, from_step=settings.trained_steps
-    )
-    ledger = report = None
-    continued: list[PartialStart] = []
-    if past is not None:
-        facts |= {"journal": past.snapshot["journal"], "epoch": past.snapshot["epoch"] + 1}
-        ledger, report, continued = _taken_up(past, settings, journal, beginnings)
-    elif snapshot is not None:
-        facts["epoch"] = snapshot["epoch"] + 1
-        ledger, report = roll_back(Past(snapshot), settings, why=note)
-    if ledger is not None and (past is None or _process(past.snapshot) != _process(facts)):
-        ledger.tokens.new_actors(over=past is not None and past.ledger.over)
-    if note:
-        report = report or ResumeReport()
-        report.note = note
-    last = None if past is None else past.last
-    writer = _writer(journal, number=max(numbers, default=0), last=last, clock=clock)
-    if journal.fresh:
-        writer.remove(set(numbers))
-    queue = _opened(settings, ledger, writer, facts, continued, clock=clock)
-    queue.report, queue.rolls_to = report, None if report is None else report.rolls_to
-    return queue
+    def resume(
+        self, snapshot: dict[str, Any] | None, beginnings: list[PartialStart]
+    ) -> ReplayQueue:
+        """Open the queue of another start; without a fitting journal, all is generated again."""
+        settings, journal, numbers = self.settings, self.journal, segments(self.directory)
+        past, note = None, ""
+        if numbers and not journal.fresh:
+            past, note = find_past(self.directory, snapshot, settings, journal.identity)
+        step = settings.trained_steps
+        facts = snapshot_facts(
+            journal.identity, journal.training, start=journal.start, from_step=step
+        )
+        ledger = report = None
+        continued: list[PartialStart] = []
+        if past is not None:
+            facts |= {"journal": past.snapshot["journal"], "epoch": past.snapshot["epoch"] + 1}
+            ledger, report, continued = self._taken_up(past, beginnings)
+        elif snapshot is not None:
+            facts["epoch"] = snapshot["epoch"] + 1
+            ledger, report = roll_back(Past(snapshot), settings, why=note)
+        if ledger is not None and (past is None or _process(past.snapshot) != _process(facts)):
+            ledger.tokens.new_actors(over=past is not None and past.ledger.over)
+        if note:
+            report = report or ResumeReport()
+            report.note = note
+        writer = self._writer(max(numbers, default=0), None if past is None else past.last)
+        if journal.fresh:
+            writer.remove(set(numbers))
+        queue = self._queue(ledger, writer, facts, continued)
+        queue.report, queue.rolls_to = report, None if report is None else report.rolls_to
+        return queue
+
+    def _taken_up(
+        self, past: Past, beginnings: list[PartialStart]
+    ) -> tuple[Ledger, ResumeReport, list[PartialStart]]:
+        """The ledger to go on with, what was taken over, and the partial rollouts that continue."""
+        same = past.snapshot["identity"] == self.journal.identity
+        settings, results = self.settings, Results(self.directory) if same else None
+        why = self._why_not_forward(past, results)
+        if results is not None and not why:
+            ledger, report = roll_forward(past, settings, results)
+        else:
+            ledger, report = roll_back(past, settings, results=results, why=why)
+        if not beginnings or results is None:
+            return ledger, report, []
+        free, end = free_again(settings, ledger), past.ledger
+        continued, useless = choose(beginnings, ledger, end=end, settings=settings, free=free)
+        report.continued = told(continued, useless)
+        return ledger, report, continued
+
+    def _why_not_forward(self, past: Past, results: Results | None) -> str:
+        newest = past.ledger.newest_version
+        if newest <= self.settings.trained_steps:
+            return "nothing is lost"
+        if self.journal.lost_steps == "discard":
+            return self.journal.reason
+        if results is None:
+            return "they were trained under another model, data or sampling"
+        if past.snapshot["training"] != self.journal.training:
+            return "settings of training have changed since"
+        if past.snapshot["rolled_to"] == newest:
+            return f"the run ended twice at learner step {newest}"
+        return obstacle(past, self.settings, results)
+
+    def _writer(self, number: int, last: Segment | None) -> Writer:
+        """Writes the segments after `number`, which go on after what was read of `last`."""
+        return Writer(
+            self.directory,
+            fsync=self.journal.fsync,
+            segment_bytes=self.journal.segment_bytes,
+            clock=self.clock,
+            segment=number,
+            sequence=0 if last is None else last.sequence,
+            parent=None if last is None else last.number,
+        )
+
+    def _queue(
+        self,
+        ledger: Ledger | None,
+        writer: Writer,
+        facts: dict[str, Any],
+        continued: list[PartialStart],
+    ) -> ReplayQueue:
+        if ledger is not None:
+            for entry in ledger.slots[State.READY].values():
+                entry.ready_at = self.clock()
+            for entry in ledger.slots[State.IN_FLIGHT].values():
+                entry.issued_at = self.clock()
+        queue = ReplayQueue(
+            self.settings,
+            ledger=ledger,
+            journal=writer,
+            facts=facts,
+            clock=self.clock,
+            continued=PartialGroups(continued),
+        )
+        queue.begin_segment()
+        return queue
 
 
 def _process(facts: dict[str, Any]) -> str:
     """The start of the whole run, for a learner that went back keeps the actors."""
     return str(facts["start"]).partition(".")[0]
-
-
-def _taken_up(
-    past: Past, settings: QueueSettings, journal: JournalSettings, beginnings: list[PartialStart]
-) -> tuple[Ledger, ResumeReport, list[PartialStart]]:
-    """The ledger to go on with, what was taken over, and the partial rollouts that continue."""
-    results = None
-    if past.snapshot["identity"] == journal.identity:
-        results = Results(Path(journal.directory))
-    why = _why_not_forward(past, settings, journal, results)
-    if results is not None and not why:
-        ledger, report = roll_forward(past, settings, results)
-    else:
-        ledger, report = roll_back(past, settings, results=results, why=why)
-    if not beginnings or results is None:
-        return ledger, report, []
-    free = free_again(settings, ledger)
-    continued, useless = choose(beginnings, ledger, end=past.ledger, settings=settings, free=free)
-    report.continued = told(continued, useless)
-    return ledger, report, continued
-
-
-def _why_not_forward(
-    past: Past, settings: QueueSettings, journal: JournalSettings, results: Results | None
-) -> str:
-    newest = past.ledger.newest_version
-    if newest <= settings.trained_steps:
-        return "nothing is lost"
-    if journal.lost_steps == "discard":
-        return journal.reason
-    if results is None:
-        return "they were trained under another model, data or sampling"
-    if past.snapshot["training"] != journal.training:
-        return "settings of training have changed since"
-    if past.snapshot["rolled_to"] == newest:
-        return f"the run ended twice at learner step {newest}"
-    return obstacle(past, settings, results)
-
-
-def _writer(
-    journal: JournalSettings, *, number: int, last: Segment | None, clock: Callable[[], float]
-) -> Writer:
-    """Writes the segments after `number`, which go on after what was read of `last`."""
-    return Writer(
-        Path(journal.directory),
-        fsync=journal.fsync,
-        segment_bytes=journal.segment_bytes,
-        clock=clock,
-        segment=number,
-        sequence=0 if last is None else last.sequence,
-        parent=None if last is None else last.number,
-    )
-
-
-def _opened(
-    settings: QueueSettings,
-    ledger: Ledger | None,
-    writer: Writer,
-    facts: dict[str, Any],
-    continued: list[PartialStart],
-    *,
-    clock: Callable[[], float],
-) -> ReplayQueue:
-    if ledger is not None:
-        for entry in ledger.slots[State.READY].values():
-            entry.ready_at = clock()
-        for entry in ledger.slots[State.IN_FLIGHT].values():
-            entry.issued_at = clock()
-    queue = ReplayQueue(
-        settings,
-        ledger=ledger,
-        journal=writer,
-        facts=facts,
-        clock=clock,
-        continued=PartialGroups(continued),
-    )
-    queue.begin_segment()
-    return queue
 
 
 def _check_snapshot(snapshot: dict[str, Any], settings: QueueSettings) -> None:
