@@ -153,9 +153,7 @@ class Batch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as plain tuples, which costs a third; the queue sends every group's facts."""
-        plain = [
-            (_group_facts(group), [_row_facts(row) for row in group.rows]) for group in self.groups
-        ]
+        plain = [(_group_facts(one), [*map(_row_facts, one.rows)]) for one in self.groups]
         return _batch, (self.step, plain)
 
 

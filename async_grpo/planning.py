@@ -248,9 +248,8 @@ def durations(batch: Batch) -> dict[str, float]:
     }
     decoding = sum(group.times["done"] - group.times["first_token"] for group in groups)
     if decoding > 0:
-        out["rollout/tokens_per_s_per_response"] = (
-            sum(max(row.length for row in group.rows) - 1 for group in groups) / decoding
-        )
+        tokens = sum(max(row.length for row in group.rows) - 1 for group in groups)
+        out["rollout/tokens_per_s_per_response"] = tokens / decoding
     return out
 
 

@@ -130,9 +130,8 @@ class Trainer:
             raise RunError("the start failed; call stop, and build a new trainer")
         self.check()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        self.console.attach(
-            StatusFile(self.run_dir, self.console.begin_run(), run=self.config.run.name)
-        )
+        begun = self.console.begin_run()
+        self.console.attach(StatusFile(self.run_dir, begun, run=self.config.run.name))
         manifest = verified(self._facts.checkpoint)
         self.console.info(
             f"staleness bound: {self.config.replay.max_staleness} learner steps, "
@@ -298,9 +297,8 @@ class Trainer:
         """Resume from this checkpoint; before `start`. Raises SetupError if it is not complete."""
         if self._connection is not None:
             raise RunError("restore comes before start: a running system cannot be set back")
-        self.config = self.config.model_copy(
-            update={"checkpoint": self.config.checkpoint.model_copy(update={"resume": str(path)})}
-        )
+        section = self.config.checkpoint.model_copy(update={"resume": str(path)})
+        self.config = self.config.model_copy(update={"checkpoint": section})
         self.check()
 
     def replay(self, source: str | Path, *, after: int | None = None) -> Comparison:
@@ -459,9 +457,8 @@ class Trainer:
     # ---- inside ----
 
     def _run(self, work: Coroutine[Any, Any, Any], *, stoppable: bool = False) -> Any:
-        return self._stop_requested.result(
-            asyncio.run_coroutine_threadsafe(work, self._loop), stoppable=stoppable
-        )
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._stop_requested.result(future, stoppable=stoppable)
 
     @property
     def _facts(self) -> Checked:
@@ -495,9 +492,8 @@ class Trainer:
             "run_epoch": system.run_epoch,
             "mlflow_run_id": self.tracker.run_id if self.tracker else None,
         }
-        return self._run(
-            self._log.saver.save(system, step=step, facts=facts, forget=forget, wait=wait)
-        )
+        saver = self._log.saver
+        return self._run(saver.save(system, step=step, facts=facts, forget=forget, wait=wait))
 
     def _model_dir(self) -> str:
         if self.config.model.warm_start is None:

@@ -78,12 +78,10 @@ class Evaluations:
         try:
             async with asyncio.timeout(self._config.evaluation.timeout_s) as deadline:
                 while left:
-                    while not self._coordinator.serving():
+                    while not (engines := self._coordinator.serving()):
                         await alone()
                         await asyncio.sleep(POLL_S)
-                    left, answered, shown = await self._share(
-                        self._coordinator.serving(), left, total=total
-                    )
+                    left, answered, shown = await self._share(engines, left, total=total)
                     outcomes += answered
                     rows += shown
         except TimeoutError as error:
@@ -94,9 +92,8 @@ class Evaluations:
                 f"{self._config.evaluation.timeout_s:g} s"
             ) from error
         seconds = time.perf_counter() - started
-        return self._metrics(outcomes, seconds=seconds, waited=seconds), self._samples.shown(
-            step, rows
-        )
+        result = self._metrics(outcomes, seconds=seconds, waited=seconds)
+        return result, self._samples.shown(step, rows)
 
     async def begin(self, total: int, done: WhenDone) -> None:
         """Begin to evaluate the newest version; `done(step, metrics, responses)` at the end."""
@@ -142,9 +139,8 @@ class Evaluations:
             version = parse_label(pin.label)
             if answers is not None and version.run_epoch == self._epochs.run_epoch:
                 outcomes, rows = answers
-                result = self._metrics(
-                    outcomes, seconds=time.perf_counter() - started, waited=waited
-                )
+                seconds = time.perf_counter() - started
+                result = self._metrics(outcomes, seconds=seconds, waited=waited)
                 self._listener.note(_line(version.step, result, pin))
                 done(version.step, result, self._samples.shown(version.step, rows))
                 return
@@ -164,17 +160,13 @@ class Evaluations:
         self, pin: Pin[RemoteEngine], total: int
     ) -> tuple[list[ProblemOutcome], Rows] | None:
         """Answers of the engines that keep the version; None when one of them died."""
-        problems = list(range(total))
         if pin.engine is None:
             engines = self._coordinator.serving()
-            left, outcomes, rows = (
-                await self._share(engines, problems, total=total) if engines else (problems, [], [])
-            )
-            return None if left else (outcomes, rows)
-        if not await self._tell(pin.engine, pin.engine.handle.rest):
+        else:  # nobody waits for its last groups: they go on
+            engines = [pin.engine] if await self._tell(pin.engine, pin.engine.handle.rest) else []
+        if not engines:
             return None
-        # nobody waits for its last groups: they go on
-        left, outcomes, rows = await self._share([pin.engine], problems, total=total)
+        left, outcomes, rows = await self._share(engines, list(range(total)), total=total)
         return None if left else (outcomes, rows)
 
     async def _tell(self, engine: RemoteEngine, call: Any) -> bool:

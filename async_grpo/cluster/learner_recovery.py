@@ -183,9 +183,8 @@ class LearnerSupervisor:
         return origin.step
 
     async def _repeat(self, origin: Origin, until: int) -> None:
-        self._loop.go_back(
-            origin.step, None if self._learner.state is None else self._learner.state["rows"]
-        )
+        state = self._learner.state
+        self._loop.go_back(origin.step, None if state is None else state["rows"])
         if until <= origin.step:
             return
         recorded = await self._queue.digests()

@@ -80,9 +80,8 @@ class LearnerProcess:
     def address(self) -> tuple[str, int]:
         """This rank's address, and a port for the rendezvous that nobody else can take."""
         host = ray.util.get_node_ip_address()
-        self._listener = socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         return host, self._listener.getsockname()[1]
 
     def setup(
@@ -175,9 +174,8 @@ class LearnerProcess:
     def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
         """Stage the weights, with their log-probs of the sequences."""
         announcement = self._sender.stage(label, verify=verify)
-        return Staged(
-            announcement, self._learner.logprobs(sequences, temperature=1.0) if sequences else []
-        )
+        logprobs = self._learner.logprobs(sequences, temperature=1.0) if sequences else []
+        return Staged(announcement, logprobs)
 
     def stage_perturbed(
         self, label: str, *, scale: float, sequences: list[TokenSequence]

@@ -160,10 +160,9 @@ class Session:
 
     async def reserved_again(self, option: dict[str, Any], *, timeout_s: float) -> bool:
         """Whether a reserved place has its resources, or has them again within the deadline."""
+        group = option["scheduling_strategy"].placement_group
         try:
-            await asyncio.wait_for(
-                _created(option["scheduling_strategy"].placement_group), timeout_s
-            )
+            await asyncio.wait_for(_created(group), timeout_s)
         except TimeoutError:
             return False
         return True

@@ -356,9 +356,8 @@ class System:
         for actor_id, report in (await self.actors.final_reports()).items():
             await self.queue.tell(actor_id, report)
         metrics = self._with_faults(await self.queue.metrics() | self.loop.time_metrics())
-        self.loop.latest |= (
-            last := {name: value for name, value in metrics.items() if name.startswith(ACCOUNTS)}
-        )
+        last = {name: value for name, value in metrics.items() if name.startswith(ACCOUNTS)}
+        self.loop.latest |= last
         self._listener.logged(self.steps_done, last)
 
     def request_stop(self) -> None:

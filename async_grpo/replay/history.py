@@ -215,19 +215,18 @@ def find_past(
     if snapshot is not None and snapshot["segment"] not in segments(directory):
         return None, foreign
     try:
-        links, notes = lineage(
-            directory, first=None if snapshot is None else snapshot["segment"], whole=True
-        )
+        first = None if snapshot is None else snapshot["segment"]
+        links, notes = lineage(directory, first=first, whole=True)
     except JournalError as error:
         return None, f"the journal is not read, because {error}"
-    first = links[0].segment.snapshot
+    oldest = links[0].segment.snapshot
     if snapshot is None:
-        begun = first["ledger"]["steps"] or first["ledger"]["next_group_id"]
-        if begun or settings.trained_steps or first["identity"] != identity:
+        begun = oldest["ledger"]["steps"] or oldest["ledger"]["next_group_id"]
+        if begun or settings.trained_steps or oldest["identity"] != identity:
             return None, foreign
-    elif first["journal"] != snapshot["journal"]:
+    elif oldest["journal"] != snapshot["journal"]:
         return None, foreign
-    past = Past(first)
+    past = Past(oldest)
     read(_one_branch(links, settings.trained_steps), past, damage="end")
     past.notes += notes
     return past, ""

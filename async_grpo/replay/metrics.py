@@ -70,16 +70,12 @@ class QueueWaits:
         others, even while all become slower or faster.
         """
         waiting = 0.0 if self._asked_at is None else now - self._asked_at
-        out = {
-            "replay/blocked_s": self._blocked_s
-            + sum(now - since for since in self._blocked.values()),
-            "replay/starved_s": self._starved_s + waiting,
-        }
+        blocked = self._blocked_s + sum(now - since for since in self._blocked.values())
+        out = {"replay/blocked_s": blocked, "replay/starved_s": self._starved_s + waiting}
         if len(self._trained_slow) >= WARM and any(self._completed_slow):
             completed = sum(self._completed_slow) / len(self._completed_slow)
-            out["replay/slowest_tenth"] = (
-                0.1 * (sum(self._trained_slow) / len(self._trained_slow)) / completed
-            )
+            trained = sum(self._trained_slow) / len(self._trained_slow)
+            out["replay/slowest_tenth"] = 0.1 * trained / completed
         return out
 
 

@@ -260,7 +260,7 @@ class ReplayQueue:
 
     async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         """Pack the frames of groups in training, in the order asked for (`wire.unpack_frames`)."""
-        training = self._ledger.slots[State.TRAINING]
+        training = self._ledger.training
         if step <= self._ledger.steps and self._journal is not None:
             return await self._again().payload(step, group_ids)
         if step != self._ledger.training_step or not training.keys() >= set(group_ids):
@@ -530,9 +530,7 @@ class ReplayQueue:
     def _current_batch(self) -> Batch:
         step = self._ledger.training_step
         if step is not None and (self._batch is None or self._batch.step != step):
-            training = sorted(
-                self._ledger.slots[State.TRAINING].values(), key=lambda entry: entry.group_id
-            )
+            training = sorted(self._ledger.training.values(), key=lambda entry: entry.group_id)
             self._batch = Batch(step, tuple(entry.result for entry in training))
         assert self._batch is not None, "a step was taken"
         return self._batch

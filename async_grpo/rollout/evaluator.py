@@ -147,15 +147,13 @@ def _outcome(answer: _Answer, results: list[Score | VerifierError], *, n: int) -
         return ProblemOutcome(
             greedy=False, right=0, judged=0, errors=1 + n, greedy_tokens=0, sampled_tokens=0
         )
-    scores = [result if isinstance(result, Score) else None for result in results]
-    right = [
-        score is not None and score.verdict is not None and score.verdict >= 1.0 for score in scores
-    ]
+    verdicts = [result.verdict if isinstance(result, Score) else None for result in results]
+    right = [verdict is not None and verdict >= 1.0 for verdict in verdicts]
     return ProblemOutcome(
         greedy=right[0],
         right=sum(right[1:]),
-        judged=sum(score is not None and score.verdict is not None for score in scores),
-        errors=scores.count(None),
+        judged=sum(verdict is not None for verdict in verdicts),
+        errors=sum(isinstance(result, VerifierError) for result in results),
         greedy_tokens=answer.lengths[0],
         sampled_tokens=sum(answer.lengths[1:]),
     )

@@ -65,9 +65,8 @@ def descendants() -> list[int]:
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit():
-                parents[int(entry.name)] = int(
-                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                )
+                stat = (entry / "stat").read_text()
+                parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
         except OSError:
             continue  # it has just ended
     found, unseen = [], [os.getpid()]
