@@ -18,14 +18,13 @@ from dataclasses import dataclass
 ATTENTION_TOKENS = 8192
 """Row length at which attention, which grows with L^2, costs as much as the rest of the model."""
 REPEATED = 2
-"""Attention repeats prompts: rows of a micro-batch hold at most this many times the token budget.
-"""
+"""Multiple of the token budget that a micro-batch's rows may hold, as attention repeats prompts."""
 
 
 RowKey = tuple[int, int]
-"""(group_id, place of the row in its group)."""
+"""Group id, and place of the row in its group."""
 RowShape = tuple[Hashable, int, int]
-"""(prompt, its length, length of the response); rows of a micro-batch share equal prompts."""
+"""Prompt, its length, length of the response; rows of a micro-batch share equal prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +41,13 @@ class PlanRow:
 
     @property
     def key(self) -> RowKey:
-        """(group_id, row)."""
+        """Return (group_id, row)."""
         return self.group_id, self.row
 
 
 @dataclass(frozen=True, slots=True)
 class RowValue:
-    """What a row is worth: advantage; or reward, and that of its prompt's greedy response."""
+    """Value of a row: its advantage; or its reward, and that of its prompt's greedy response."""
 
     value: float
     baseline: float = 0.0
@@ -70,14 +69,14 @@ class RankPlan:
 
     @property
     def rows(self) -> dict[RowKey, PlanRow]:
-        """Every row that this rank works on, once, in the order of their keys."""
+        """Collect every row that this rank works on, once, in the order of the keys."""
         # its weight may differ between epochs
         rows = {row.key: row for update in self.updates for batch in update for row in batch}
         return {key: rows[key] for key in sorted(rows)}
 
     @property
     def owned(self) -> frozenset[RowKey]:
-        """Rows of the first epoch here: each row of the step is owned by exactly one rank."""
+        """Collect the rows of the first epoch here: each row of a step is owned by one rank."""
         return frozenset(
             row.key
             for update in self.updates[: self.epoch_updates]
@@ -179,7 +178,7 @@ def deal(rows: Sequence[RowShape], *, ranks: int, token_budget: int) -> list[lis
 def _dealt(
     rows: Sequence[RowShape], pieces: Sequence[list[int]], ranks: int, token_budget: int
 ) -> tuple[float, list[list[list[int]]]]:
-    """Cost of the slowest rank, and every rank's micro-batches, when no piece is divided."""
+    """Deal undivided pieces to ranks: cost of the slowest rank, and micro-batches of each."""
     loads = [_cost(rows, piece) for piece in pieces]
     waiting = [(0.0, rank) for rank in range(ranks)]
     mine: list[list[int]] = [[] for _ in range(ranks)]
@@ -198,7 +197,7 @@ def _dealt(
 
 
 def _cost(rows: Sequence[RowShape], positions: Sequence[int]) -> float:
-    """Of rows in one micro-batch, in tokens."""
+    """Estimate the cost of the rows in one micro-batch, in tokens."""
     prompts = {rows[position][0]: rows[position][1] for position in positions}
     shapes = [rows[position][1:] for position in positions]
     return sum(prompts.values()) + sum(

@@ -175,8 +175,8 @@ class Loop:
     async def repeat(
         self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]
     ) -> Comparison:
-        """Train the recorded steps up to `until` again, and compare the weights after each with the
-        digest that `recorded` has of its version. digest: takes the digest of the weights of now.
+        """Train the recorded steps up to `until` again, and compare the digest of the weights after
+        each with that in `recorded`. digest: takes the digest of the current weights.
         """
         comparison = Comparison()
         while self.steps_done < until:

@@ -50,7 +50,7 @@ def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
 
 
 class RowMath:
-    """Plans and row values, step after step. `weights`: of the reward components."""
+    """Computes plans and row values, step after step. `weights`: of the reward components."""
 
     def __init__(
         self, config: Config, weights: Mapping[str, float], state: dict[str, Any] | None = None
@@ -68,11 +68,11 @@ class RowMath:
 
     @property
     def kl_coef(self) -> float:
-        """Coefficient of the token KL in the reward."""
+        """Return the coefficient of the token KL in the reward."""
         return self._adaptive.coef
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers from which another RowMath continues."""
+        """Return plain numbers from which another RowMath continues."""
         return {"moments": self._moments.to_dict(), "kl_coef": self._adaptive.coef}
 
     def plans(self, batch: Batch) -> list[RankPlan]:
@@ -170,7 +170,7 @@ class RowMath:
     def _steer_kl(
         self, rows: Mapping[RowKey, RowMeta], kl_sums: Mapping[RowKey, float]
     ) -> dict[str, float]:
-        """Metrics of the token KL in the reward; the adaptive coefficient changes after its use."""
+        """Measure the token KL in the reward; its adaptive coefficient changes after its use."""
         means = [kl_sums[key] / row.mask_tokens for key, row in rows.items() if row.mask_tokens]
         if not means:
             return {}
@@ -180,7 +180,7 @@ class RowMath:
         return {"rollout/reward_kl": kl, "rollout/kl_coef": coef}
 
     def _loss_tokens(self, row: RowMeta) -> int:
-        """Tokens of a row in the loss."""
+        """Count a row's tokens in the loss."""
         masked = self._config.algorithm.mask_truncated and row.finish_reason == "length"
         return 0 if masked else row.mask_tokens
 
@@ -234,7 +234,7 @@ def _groups(rows: Mapping[RowKey, RowMeta]) -> torch.Tensor:
 
 
 def durations(batch: Batch) -> dict[str, float]:
-    """Means over groups, in seconds, and tokens per second of the response that took longest."""
+    """Average a group's seconds by stage, and tokens per second of its longest response."""
     groups = batch.groups
     spent = {
         "first_token": ("queued", "first_token"),
@@ -254,14 +254,14 @@ def durations(batch: Batch) -> dict[str, float]:
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:
-    """Mean under `name`, with the population's standard deviation and the largest magnitude."""
+    """Measure mean (under `name`), the population's standard deviation and largest magnitude."""
     mean = sum(values) / len(values)
     std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
     return {name: mean, f"{name}_std": std, f"{name}_abs_max": max(abs(value) for value in values)}
 
 
 def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, float]:
-    """Shares of groups without spread in the shaped reward, all wrong, and all right."""
+    """Measure shares of groups without spread in the shaped reward, all wrong, and all right."""
     members = [
         [(group.group_id, index) for index, row in enumerate(group.rows) if row.role == "train"]
         for group in batch.groups
@@ -279,7 +279,7 @@ def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, 
 
 
 def _by_correctness(metas: list[RowMeta]) -> dict[str, float]:
-    """Accuracy, and mean length of right and of wrong responses; empty without verdicts."""
+    """Measure accuracy, and lengths of right and wrong responses; empty without verdicts."""
     judged = [(row.verdict, row.length) for row in metas if row.verdict is not None]
     if not judged:
         return {}

@@ -258,9 +258,7 @@ class Trainer:
         return step < self.total_steps and every > 0 and step // every > before // every
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the newest weights while the learner waits: accuracy and pass@k; empty without
-        held-out problems, or when the run is asked to end meanwhile.
-        """
+        """Evaluate the newest weights while the learner waits; {} without problems, if stopped."""
         self.start()
         total = self._facts.held_out
         if not total:

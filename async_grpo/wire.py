@@ -104,9 +104,7 @@ _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 
 
 def encode_group(group: Group, *, max_bytes: int | None = None) -> bytes:
-    """Encode a group as a frame. Raises WireError for what must not be trained (lengths, non-finite
-    values, aborts), and above `max_bytes`.
-    """
+    """Encode a group. Raises WireError for what must not be trained, and above `max_bytes`."""
     arrays = _arrays_of(group)
     try:
         packed = msgpack.packb(_header_of(group), use_bin_type=True)
@@ -258,9 +256,7 @@ def _arrays_of(group: Group) -> list[np.ndarray]:
 
 
 def _cast(group: Group, name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A part of the frame, the array itself where it can be. Integers must survive: a wrapped id or
-    mask would be trained as another.
-    """
+    """Cast an array if need be; integers survive: a wrapped id or mask would be trained as another."""
     raw = np.ascontiguousarray(values)
     if raw.dtype == dtype:
         return raw
@@ -329,9 +325,7 @@ def _open(
 
 
 def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
-    """Every rule of the format behind the envelope. A value is used only after its type is checked,
-    so nothing but WireError is raised.
-    """
+    """Check every rule behind the envelope, types first, so that only WireError is raised."""
     if header.keys() != _KEYS:
         raise WireError(
             "the header has other keys than those of a group; missing: "

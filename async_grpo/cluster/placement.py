@@ -69,9 +69,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slots of a run: `learners[i]` is rank i, `engines[j]` is rollout actor j, and
-    `rank_offsets[j]` its first rank in an NCCL group.
-    """
+    """Slots of a run by rank and by engine; `rank_offsets[j]`: first rank of engine j with NCCL."""
 
     device: str
     colocated: bool
@@ -81,8 +79,8 @@ class Placement:
 
 
 def place(config: Config, nodes: list[Node]) -> Placement:
-    """Place all learner ranks, and from `cluster.rollout_actors.min` to `max` engines, as there is
-    room. Raises PlacementError naming the request and what each node has.
+    """Place all ranks and, as there is room, `cluster.rollout_actors.min` to `max` engines. Raises
+    PlacementError naming the request and what each node has.
     """
     device = config.cluster.device
     if device == "auto":
@@ -281,9 +279,7 @@ def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Sl
 
 
 def _node_for(ranks: int, free: dict[str, int], *, size: int) -> str:
-    """The node of the next ranks: of the nodes that hold them all the one that loses the fewest
-    engines by it, otherwise the node with most room.
-    """
+    """Choose the node that holds all next ranks and loses fewest engines, else the roomiest one."""
     fitting = [node_id for node_id, gpus in free.items() if gpus >= ranks]
     if not fitting:
         return max(free, key=lambda node_id: free[node_id])

@@ -30,9 +30,7 @@ from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_fram
 
 BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
 TICKET_PATIENCE_S, TICKET_POLL_S = 0.25, 0.01
-"""The second is the time between two looks of anybody: the more actors wait, the longer it is for
-each.
-"""
+"""Seconds between two looks for tickets by any actor: the more wait, the more rarely each looks."""
 CALL_TIMEOUT_S = 60.0
 REOPEN_TIMEOUT_S = 600.0
 """Longest time the queue may take to read its journal again."""

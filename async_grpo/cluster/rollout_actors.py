@@ -70,9 +70,7 @@ def back_off_s(deaths: int) -> float:
 
 @dataclass
 class RemoteEngine:
-    """One rollout actor process, as the driver and the coordinator see it. localize(announcement):
-    the announcement in the form that this engine's node needs.
-    """
+    """One rollout actor process for driver and coordinator. localize: to what its node needs."""
 
     actor_id: str
     slot: int

@@ -101,9 +101,7 @@ class ActorReports:
 def engine_times(
     spent: Mapping[str, TimeTotals],
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """`time/engine/...`: means over all slots that there were; and the seconds by cause of each
-    slot, under the name of its actors (`actor-<slot>.<process>`).
-    """
+    """Average `time/engine/...` over all slots; seconds by cause of each slot (`actor-<slot>`)."""
     slots: dict[str, list[TimeTotals]] = {}
     for actor_id, one in spent.items():
         slots.setdefault(actor_id.partition(".")[0], []).append(one)

@@ -91,7 +91,7 @@ class Admission:
         self._polls: dict[str, _Poll] = {}
 
     def grant(self, actor_id: str, want: int, *, now: float) -> int:
-        """Tickets for this actor of the `want` it asked for, by `fair_share` of all free slots."""
+        """Grant an actor tickets, up to `want`, by `fair_share` of all free slots."""
         free = free_again(self._settings, self._ledger) + self._free_new()
         if want <= 0 or free <= 0:  # the common answer, so it must not look at every actor
             self._polls[actor_id] = _Poll(now, want)
@@ -107,7 +107,7 @@ class Admission:
         return share
 
     def forget(self, actor_id: str) -> None:
-        """This actor reserves nothing any more."""
+        """Reserve nothing for this actor any more."""
         self._polls.pop(actor_id, None)
 
     def again(self) -> list[tuple[int, int]]:
@@ -131,11 +131,11 @@ class Admission:
 
 
 def free_again(settings: QueueSettings, ledger: Ledger) -> int:
-    """How many waiting groups may be issued again now."""
+    """Count the waiting groups that may be issued again now."""
     waiting, free = len(ledger.slots[State.WAITING]), settings.capacity - ledger.under_way
     return max(min(waiting, free, _trainable(settings, ledger) + waiting), 0)
 
 
 def _trainable(settings: QueueSettings, ledger: Ledger) -> int:
-    """Groups that the run can train beyond those that hold a slot."""
+    """Count the groups that the run can train beyond those that hold a slot."""
     return settings.total_groups - ledger.steps * settings.rollout_batch_size - ledger.untrained

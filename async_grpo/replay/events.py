@@ -17,9 +17,7 @@ OVERDUE = "no result in time and no word from its actor"
 
 
 class Issue(NamedTuple):
-    """A new id (attempt 1), or one that waited (the next attempt), goes to an actor. `version` is
-    the live one, or the one it began with (`partial`).
-    """
+    """A new id, or the next attempt of a waiting one; version: live, or its own one (`partial`)."""
 
     group_id: int
     attempt: int
@@ -35,9 +33,7 @@ class Skip(NamedTuple):
 
 
 class Put(NamedTuple):
-    """in flight -> ready. The group's frame comes with it. tokens: of its responses to train;
-    baseline: of the others.
-    """
+    """in flight -> ready, with its frame. tokens: of responses to train; baseline: of others."""
 
     group_id: int
     attempt: int
@@ -118,9 +114,7 @@ class Sampled(NamedTuple):
 
 
 class TakeBatch(NamedTuple):
-    """ready -> training: these groups are learner step `step`. masked: their tokens that have no
-    weight in the loss.
-    """
+    """ready -> training: groups of learner step `step`. masked: their tokens without weight."""
 
     step: int
     group_ids: tuple[int, ...]

@@ -207,9 +207,7 @@ class Past(Visitor):
 def find_past(
     directory: Path, snapshot: dict[str, Any] | None, settings: QueueSettings, identity: str
 ) -> tuple[Past | None, str]:
-    """The history from the checkpoint, or from the beginning of the run, on; None if this journal
-    does not have it, and why not.
-    """
+    """Find the history from the checkpoint, or the beginning, on; None, and why, without one."""
     other = "the journal in the run's directory is of another run, or of other settings"
     foreign = f"{other}, and is not read"
     if snapshot is not None and snapshot["segment"] not in segments(directory):
@@ -371,9 +369,7 @@ class History(Visitor):
         return {reason: count for reason, count in counts.items() if count > 0}
 
     def frame(self, group_id: int, attempt: int | None = None) -> bytes:
-        """The result of an attempt as it was put, by default of the latest one that has a result.
-        Raises LookupError where there is none.
-        """
+        """The result of an attempt, by default the latest one. Raises LookupError without one."""
         place = self._place(group_id, attempt)
         try:
             return bytes(self._results.view(place))
@@ -517,9 +513,7 @@ def _why_not_earlier(oldest: Segment) -> Unlisted:
 
 
 def _ended(record: GroupRecord, ledger: Ledger) -> State | None:
-    """How a group ended that has no slot any more: at once where its last attempt was lost, else in
-    a part that cannot be read.
-    """
+    """Tell how a group without slot ended: when its last attempt was lost, or unknown (None)."""
     if record.state == State.TRAINING and record.step is not None and record.step <= ledger.steps:
         return State.TRAINED
     if record.state == State.WAITING and record.reason:

@@ -381,8 +381,7 @@ def _mapped(path: Path) -> Any:
 
 
 OPEN_SEGMENTS = 8
-"""Segments that stay mapped while frames are read; a batch of one learner step lies in one or two.
-"""
+"""Segments that stay mapped while frames are read; a batch lies in one or two of them."""
 
 
 class Results:

@@ -33,8 +33,7 @@ from async_grpo.wire import GroupMeta, GroupTicket
 
 RECENT_GROUPS = 8192
 REASONS = 64
-"""Different reasons of failures that are counted one by one; beyond that they are counted together.
-"""
+"""Reasons of failures that are counted one by one; further ones are counted together."""
 
 
 class State(StrEnum):
@@ -122,8 +121,7 @@ class Ledger:
         self.segment_steps: dict[int, int] = {}
         """Segment of the journal -> the latest learner step that took a group from it."""
         self.unused: dict[int, GroupEntry] = {}
-        """Groups that the end of the run left over: a run that goes on later takes them up again.
-        """
+        """Groups that the end of the run left over: a run that goes on later takes them up."""
         self.tokens = Tokens()
         self.changes = 0
         # a dict is slow to find its first entry
@@ -156,9 +154,7 @@ class Ledger:
         frame: bytes | None = None,
         place: FramePosition | None = None,
     ) -> None:
-        """Take one step. meta, frame, place: of the group that a Put brings. Raises RuntimeError
-        for what cannot happen in this state.
-        """
+        """Apply an event; the rest is of a Put's group. Raises RuntimeError for the impossible."""
         self.tokens.follow(event, self)
         if type(event) is events.Put:
             self._put(event, now=now, meta=meta, frame=frame, place=place)
@@ -448,9 +444,7 @@ class Ledger:
     def from_snapshot(
         cls, snapshot: dict[str, Any], *, entries: Iterable[GroupEntry] | None = None
     ) -> Ledger:
-        """The ledger that `snapshot` described; results are not there until somebody reads them.
-        `entries` take the place of its groups.
-        """
+        """Rebuild a ledger, without results. `entries`: in place of the groups of `snapshot`."""
         ledger = cls(
             first_group_id=snapshot["first_group_id"],
             steps=snapshot["steps"],

@@ -27,9 +27,7 @@ from async_grpo.replay.rules import QueueSettings
 
 
 class PartialStart(NamedTuple):
-    """What the queue knows of the responses of one group in a checkpoint. `version`: of its ticket;
-    `newest`: of its newest token.
-    """
+    """Facts of a group's responses in a checkpoint: ticket version, `newest` token's version."""
 
     group_id: int
     attempt: int

@@ -293,7 +293,7 @@ class ReplayQueue:
             await self.commit()
 
     async def tell(self, actor_id: str, report: ActorReport) -> None:
-        """What an actor's engine did so far, and its process: tokens, and seconds by cause."""
+        """Keep an actor's report: tokens, and seconds by cause, of its process so far."""
         self._reports.tell(actor_id, report)
 
     # ---- what others may know ----
@@ -351,7 +351,7 @@ class ReplayQueue:
     # ---- the journal ----
 
     async def snapshot(self) -> dict[str, Any]:
-        """State for a checkpoint: ledger and, with a journal, the segment that begins with it."""
+        """Capture ledger and, with a journal, the segment that begins with it."""
         if self._journal is None:
             return {**self._facts, "ledger": self._ledger.snapshot(), "segment": None}
         self.begin_segment()
@@ -446,7 +446,7 @@ class ReplayQueue:
     # ---- intake ----
 
     def _take(self, actor_id: str, frame: Buffer) -> tuple[Verdict, int]:
-        """What becomes of the frame, and its tokens."""
+        """Judge a frame; its tokens."""
         try:
             meta = decode_meta(frame, max_bytes=self.settings.max_frame_bytes)
         except WireError as error:
@@ -517,7 +517,7 @@ class ReplayQueue:
     # ---- learner steps ----
 
     def _again(self) -> RecordedQueue:
-        """The trained steps, as the journal has them; forgotten when the learner goes on."""
+        """Read the trained steps from the journal; forgotten when the learner goes on."""
         assert self._journal is not None, "the callers have looked"
         self._recorded = self._recorded or RecordedQueue(str(self._journal.directory))
         return self._recorded

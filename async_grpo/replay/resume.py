@@ -114,9 +114,7 @@ def obstacle(past: Past, settings: QueueSettings, results: Results) -> str:
 def roll_forward(
     past: Past, settings: QueueSettings, results: Results
 ) -> tuple[Ledger, ResumeReport]:
-    """The ledger as it was at the end, for a learner that will come to the same step; see
-    `obstacle`. What was in flight waits.
-    """
+    """Take the ledger as it was at the end (see `obstacle`); what was in flight waits."""
     end = past.ledger
     report = ResumeReport(
         from_step=settings.trained_steps,
@@ -225,7 +223,7 @@ def _taken_over(
     results: Results | None,
     report: ResumeReport,
 ) -> GroupEntry:
-    """Ready if its result can be trained when the learner is at `step`, otherwise waiting."""
+    """Make a group ready if its result can be trained at `step`, otherwise waiting."""
     waiting = GroupEntry(
         entry.group_id, entry.attempt, step, State.WAITING, failures=entry.failures
     )
@@ -254,9 +252,7 @@ def _taken_over(
 def _keep_what_can_be_trained(
     entries: list[GroupEntry], settings: QueueSettings, report: ResumeReport
 ) -> None:
-    """With `wait`, let ready groups that a smaller bound or batch than before cannot train in time
-    wait for another attempt.
-    """
+    """With `wait`, reissue ready groups that a smaller bound or batch cannot train in time."""
     if settings.on_stale != "wait":
         return
     ready = [entry for entry in entries if entry.state == State.READY]
@@ -296,7 +292,7 @@ class JournalSettings:
 
     @classmethod
     def of(cls, config: Config, *, start: str, fingerprint: str) -> JournalSettings:
-        """The settings of a run with this configuration and data."""
+        """Read the settings from the run's configuration and data."""
         from async_grpo.config.resume import training_digest  # in the driver only
 
         checkpoint = config.checkpoint
@@ -316,7 +312,7 @@ class JournalSettings:
 
 
 def _identity(config: Config, fingerprint: str) -> str:
-    """Digest of everything that a completed group depends on, except trained weights."""
+    """Digest all that a completed group depends on, except trained weights."""
     parts = {
         "seed": config.seed,
         "data": fingerprint,
@@ -368,7 +364,7 @@ def open_queue(
 
 @dataclass(frozen=True)
 class _Opening:
-    """How a journal becomes a queue again."""
+    """Turns a journal into a queue again."""
 
     settings: QueueSettings
     journal: JournalSettings
@@ -451,7 +447,7 @@ class _Opening:
     def _taken_up(
         self, past: Past, beginnings: list[PartialStart]
     ) -> tuple[Ledger, ResumeReport, list[PartialStart]]:
-        """The ledger to go on with, what was taken over, and the partial rollouts that continue."""
+        """Rebuild the ledger; the summary, and the partial rollouts that continue."""
         same = past.snapshot["identity"] == self.journal.identity
         settings, results = self.settings, Results(self.directory) if same else None
         why = self._why_not_forward(past, results)
@@ -517,7 +513,7 @@ class _Opening:
 
 
 def _process(facts: dict[str, Any]) -> str:
-    """The start of the whole run, for a learner that went back keeps the actors."""
+    """Name the start of the whole run: a learner that went back keeps the actors."""
     return str(facts["start"]).partition(".")[0]
 
 

@@ -70,7 +70,7 @@ class QueueSettings:
         problem: Callable[[int], int],
         problems: int,
     ) -> QueueSettings:
-        """The settings of a run with this configuration."""
+        """Read the settings from the run's configuration."""
         filters, replay = config.replay.filter_groups, config.replay
         rule = FilterRule(
             metric=filters.metric,
@@ -136,13 +136,13 @@ class QueueSettings:
 
     @property
     def total_groups(self) -> int:
-        """Groups that the whole run trains."""
+        """Count the groups that the whole run trains."""
         return self.total_steps * self.rollout_batch_size
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one frame of a `put`. The ids are -1 where the frame does not tell them."""
+    """Answer to one frame of a `put`; ids are -1 where the frame does not tell them."""
 
     group_id: int
     attempt: int
@@ -156,9 +156,7 @@ class Verdict:
 def fair_share(
     actor_id: str, wants: Mapping[str, int], in_flight: Mapping[str, int], *, free: int
 ) -> int:
-    """Slots for one actor when free ones go, one by one, to the asking actor with the fewest in
-    flight; on a tie to the caller, who is here.
-    """
+    """Slots for one actor when free ones go to the fewest in flight, on a tie to the caller."""
     wanted = wants.get(actor_id, 0)
     if sum(wants.values()) <= free:
         return wanted
@@ -227,9 +225,7 @@ def _value(row: RowMeta, metric: str, shaping: Shaping) -> float:
 
 
 def check_bound(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> None:
-    """Raise StalenessError for a group that must not leave for `step`: a token from the future, or
-    one too old that nobody masks.
-    """
+    """Raise StalenessError for a token from the future, or one too old that nobody masks."""
     oldest, newest = step - 1 - meta.min_version, step - 1 - meta.max_version
     if newest < 0 or (oldest > max_staleness and (on_stale != "mask" or newest > max_staleness)):
         raise StalenessError(

@@ -162,9 +162,7 @@ class Tokens:
     def taken_over(
         self, entries: Iterable[GroupEntry], *, trained: int = 0, masked: int = 0
     ) -> None:
-        """Go on with these groups in another start of the run, which took back so many trained and
-        masked tokens. Groups that are gone are generated again.
-        """
+        """Go on in another start, which took back these tokens; groups that are gone regenerate."""
         before = sum(self.results.values()) + trained + masked
         self.results = {
             entry.group_id: token_counts(entry.meta)[0]

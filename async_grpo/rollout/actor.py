@@ -85,9 +85,7 @@ class Parts:
 
 @dataclass(eq=False)
 class _GroupWork:
-    """One group between its ticket and the queue's answer: stage, since when it is at this stage
-    and since when it is here (monotonic seconds).
-    """
+    """One group between ticket and answer: its stage, since when, when it came (monotonic s)."""
 
     ticket: GroupTicket
     stage: str
@@ -298,9 +296,7 @@ class RolloutActor:
         }
 
     async def partials(self) -> list[tuple[PartialStart, bytes]]:
-        """Partial responses of all groups that are being generated, which go on meanwhile; perhaps
-        also of a group that the queue has received by now.
-        """
+        """Partial responses of all groups in generation, or that the queue has by now."""
         growing = [work.generation for work in self._groups.values() if work.generation is not None]
         return await encode_all(growing, max_bytes=self._config.wire.max_frame_bytes)
 
@@ -423,9 +419,7 @@ class RolloutActor:
         )
 
     async def _generate(self, work: _GroupWork, prompt: list[int]) -> list[Completion]:
-        """`group_size` samples, then the greedy responses, all generated at the same time; from
-        their partial responses where the ticket continues them.
-        """
+        """Generate samples, then greedy responses, from partial ones where the ticket has some."""
         config, rollout, ticket = self._config, self._config.rollout, work.ticket
         samples = Sampling(
             n=rollout.group_size,

@@ -201,9 +201,7 @@ class Engine:
         seed: int,
         early: EarlyProcess | None = None,
     ) -> Engine:
-        """Load `model_dir` on `device` (`cpu` or `cuda`) for publications over `backend`, serving
-        as `label`. early: from `begin`.
-        """
+        """Load `model_dir` on `cpu` or `cuda`, serving as `label`. early: from `begin`."""
         early = early or cls.begin(device)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -490,9 +488,7 @@ def stop_tokens(model_dir: str, eos_token_id: int | None) -> list[int]:
 
 @contextmanager
 def _temporary_files() -> Iterator[Path]:
-    """Block in which engine processes start: the directory for their sockets and rendezvous files,
-    which vLLM leaves when they are killed.
-    """
+    """Give engine processes a directory for their files, which vLLM leaves when they are killed."""
     directory, owner = own_directory("engine"), str(os.getpid())
     os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
     try:

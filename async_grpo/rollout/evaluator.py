@@ -52,9 +52,7 @@ class EngineEvaluator:
         text: Callable[[Completion], str],
         cpu: set[int] | None,
     ) -> None:
-        """task, verifiers: of training. encode: tokens of a prompt, or PromptTooLong. text: of a
-        response. cpu: cores for further verifiers.
-        """
+        """task, verifiers: of training. encode: or PromptTooLong. cpu: for more verifiers."""
         self._config, self._engine = config, engine
         self._cpu = cpu
         self._encode, self._text = encode, text
@@ -91,9 +89,7 @@ class EngineEvaluator:
     async def _one(
         self, problem: Problem, label: str, slots: asyncio.Semaphore
     ) -> tuple[_Answer, list[Score | VerifierError]]:
-        """Responses and scores; both inside the slot, so that training groups need not wait for the
-        verifiers behind a whole evaluation.
-        """
+        """Answer and score a problem, inside one slot: training groups need the verifiers too."""
         evaluation, rollout = self._config.evaluation, self._config.rollout
         greedy = Sampling(
             n=1,

@@ -242,9 +242,7 @@ class PartialFile:
         wanted: Sequence[Sampling],
         counts: Counter[str],
     ) -> list[Completion]:
-        """Partial responses of this ticket's group, at most once; empty where they do not fit the
-        ticket, or cannot be read. Counts the tokens.
-        """
+        """Take a ticket's partial responses, once, and count tokens; empty where none fits."""
         try:
             prefixes = self._take(ticket, prompt_ids, wanted)
         except (PartialError, OSError):  # as good as none; the file was whole when the run began

@@ -61,9 +61,7 @@ class EngineTime:
     def report(
         self, sampled: Mapping[str, int], counts: Mapping[str, float], *, every_s: float = 0.0
     ) -> ActorReport | None:
-        """The report for the queue: tokens that the engine `sampled`, seconds, and `counts` of the
-        actor; None if the last one was made less than `every_s` ago.
-        """
+        """Report tokens, seconds and `counts`; None within `every_s` of the last report."""
         now = self._clock()
         if every_s and now - self._reported_at < every_s:
             return None
