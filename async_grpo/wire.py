@@ -256,7 +256,7 @@ def _arrays_of(group: Group) -> list[np.ndarray]:
 
 
 def _cast(group: Group, name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Cast an array if need be; integers survive: a wrapped id or mask would be trained as another."""
+    """Cast an array; integers must survive: a wrapped id or mask would be trained as another."""
     raw = np.ascontiguousarray(values)
     if raw.dtype == dtype:
         return raw
