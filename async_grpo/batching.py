@@ -155,18 +155,12 @@ def deal(rows: Sequence[RowShape], *, ranks: int, token_budget: int) -> list[lis
         answered.setdefault(rows[position][0], []).append(position)
     largest, pieces, deals = max(map(len, answered.values()), default=1), 1, []
     while True:
-        deals.append(
-            _dealt(
-                rows,
-                [
-                    places[start::pieces]
-                    for places in answered.values()
-                    for start in range(min(pieces, len(places)))
-                ],
-                ranks,
-                token_budget,
-            )
-        )
+        split = [
+            places[start::pieces]
+            for places in answered.values()
+            for start in range(min(pieces, len(places)))
+        ]
+        deals.append(_dealt(rows, split, ranks, token_budget))
         if pieces >= largest or ranks == 1:
             break
         pieces *= 2

@@ -171,12 +171,9 @@ class Evaluations:
 
     async def _tell(self, engine: RemoteEngine, call: Any) -> bool:
         """Whether the engine took the call; otherwise it is dropped."""
-        try:
-            await asyncio.wait_for(call.remote(), HEALTH_TIMEOUT_S)
-        except (TimeoutError, ray.exceptions.RayError) as error:
+        if (error := await _fault(call)) is not None:
             await self._actors.died(engine, error)
-            return False
-        return True
+        return error is None
 
     async def _somebody_serves(self, deadline: float) -> bool:
         """Whether an engine serves before the deadline, perhaps in the place of a dead one."""
@@ -206,9 +203,10 @@ class Evaluations:
                 ray.cancel(call)  # else the engine would go on answering
             raise
         for engine, part, answer in zip(engines, parts, answers, strict=True):
-            if isinstance(answer, ray.exceptions.RayActorError) or (
-                isinstance(answer, ray.exceptions.RayTaskError) and not await _healthy(engine)
-            ):
+            dead = isinstance(answer, ray.exceptions.RayActorError)
+            if isinstance(answer, ray.exceptions.RayTaskError) and not dead:
+                dead = await _fault(engine.handle.health) is not None
+            if dead:  # others answer its problems
                 await self._actors.died(engine, answer)
                 left += part
             elif isinstance(answer, BaseException):
@@ -256,10 +254,10 @@ def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:
     )
 
 
-async def _healthy(engine: RemoteEngine) -> bool:
-    """Whether an engine whose call failed is alive; otherwise others answer its problems."""
+async def _fault(call: Any) -> BaseException | None:
+    """Call an engine: the error if it does not answer in time, else None."""
     try:
-        await asyncio.wait_for(engine.handle.health.remote(), HEALTH_TIMEOUT_S)
-    except (TimeoutError, ray.exceptions.RayError):
-        return False
-    return True
+        await asyncio.wait_for(call.remote(), HEALTH_TIMEOUT_S)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        return error
+    return None

@@ -310,23 +310,20 @@ def _place_colocated(config: Config, nodes: list[Node]) -> tuple[list[Slot], lis
 
 def refuse(config: Config, *, device: str, backend: str) -> None:
     """Raise SetupError for settings that this device or this transport cannot run with."""
-    _refuse_bfloat16_without_zero(config, device)
-    _refuse_seeds_that_cannot_pause(config, device)
-    _refuse_short_acknowledgement(config, backend)
-
-
-def _refuse_bfloat16_without_zero(config: Config, device: str) -> None:
-    dtype = config.model.dtype
+    dtype, deadlines = config.model.dtype, config.weight_sync.deadlines
     bfloat16 = dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
     if config.learner.zero_stage == 0 and bfloat16:
         raise SetupError(
             "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be added up in "
             "bfloat16; use stage 1, 2 or 3, or model.dtype=float32."
         )
-
-
-def _refuse_short_acknowledgement(config: Config, backend: str) -> None:
-    deadlines = config.weight_sync.deadlines
+    recomputes = config.replay.max_staleness > 0 and config.weight_sync.kv_cache == "recompute"
+    if device == "cpu" and config.seeded and recomputes:
+        raise SetupError(
+            "`rollout.seeded` is on: on CPU, vLLM dies when a seeded response is preempted by a "
+            "publication; use rollout.seeded=off, weight_sync.kv_cache=keep, or "
+            "replay.max_staleness=0."
+        )
     least = torn_after(deadlines) + deadlines.resume_s
     if TRANSPORTS[backend].pushes and deadlines.acknowledge_s <= least:
         raise SetupError(
@@ -334,18 +331,4 @@ def _refuse_short_acknowledgement(config: Config, backend: str) -> None:
             "engines that are cut off notice it only after up to "
             f"{least:g} s (pause_s + {BUCKETS_IN_FLIGHT} x bucket_s + resume_s): they would be "
             "taken for the culprit; raise it, or lower those."
-        )
-
-
-def _refuse_seeds_that_cannot_pause(config: Config, device: str) -> None:
-    if (
-        device == "cpu"
-        and config.seeded
-        and config.replay.max_staleness > 0
-        and config.weight_sync.kv_cache == "recompute"
-    ):
-        raise SetupError(
-            "`rollout.seeded` is on: on CPU, vLLM dies when a seeded response is "
-            "preempted by a publication; use rollout.seeded=off, "
-            "weight_sync.kv_cache=keep, or replay.max_staleness=0."
         )
