@@ -119,7 +119,7 @@ def ran(config: Config, *, disk: bool = True) -> list[Any]:
 
     with ExitStack() as stack:
         for target, name, fake in (
-            (trainer_module, "Connection", lambda *_: _connection()),
+            (trainer_module, "Connection", lambda *_, **__: _connection()),
             (system_module, "System", _system(seen, disk=disk)),
             (system_module, "reserve", _reserve),
             (trainer_module, "SAVING_AFTER_FAILURE_S", 1.0),
