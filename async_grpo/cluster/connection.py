@@ -40,8 +40,7 @@ class Connection:
         self.remove_leftovers()
 
     def remove_leftovers(self, *, ending: Collection[int] = ()) -> None:
-        """Remove what this start, or killed ones in this directory, left. ending: killed just now.
-        """
+        """Remove what this start, or killed ones here, left. ending: processes killed just now."""
         from async_grpo.learner.drafts import remove_drafts
         from async_grpo.weights.shared_memory import remove_segments
         from async_grpo.weights.transport import fallback_directory
