@@ -105,7 +105,7 @@ class RemoteEngine:
         return await self.handle.partials.remote()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """A few greedy responses as (prompt, response, log-probs)."""
+        """A few short responses as (prompt, response, log-probs)."""
         return await self.handle.probe_sequences.remote()
 
 

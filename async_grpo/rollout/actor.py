@@ -258,7 +258,7 @@ class RolloutActor:
         self._changed.set()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """A few greedy responses as (prompt, response, log-probs), to compare with the learner."""
+        """A few short responses as (prompt, response, log-probs), to compare with the learner."""
         parts = self.parts
         return await probe_sequences(parts.engine, parts.task, self._encode, self._config.rollout)
 
