@@ -16,30 +16,21 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 ATTENTION_TOKENS = 8192
-"""Row length at which attention costs about as much as the rest of the model; weighs the sum of L^2
-against the sum of L.
-"""
+"""Row length at which attention, which grows with L^2, costs as much as the rest of the model."""
 REPEATED = 2
-"""Attention works on rows with their prompts in front, shared or not: a micro-batch's rows hold at
-most this many times the token budget.
-"""
+"""Multiple of the token budget that a micro-batch's rows may hold, as attention repeats prompts."""
 
 
 RowKey = tuple[int, int]
-"""(group_id, place of the row in its group)."""
+"""Group id, and place of the row in its group."""
 RowShape = tuple[Hashable, int, int]
-"""(prompt, its length, length of the response). Rows of a micro-batch with the same prompt share
-its computation.
-"""
+"""Prompt, its length, length of the response; rows of a micro-batch share equal prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One response to train. `row` is its place in the group; lengths in tokens of prompt and
-    response.
-
-    `weight` is the loss weight of each of its tokens, with the global normaliser; 0 keeps the row
-    out of the loss.
+    """One response to train: its place in the group, lengths in tokens, and the loss weight of each
+    of its tokens with the global normaliser (0 keeps the row out of the loss).
     """
 
     group_id: int
@@ -50,15 +41,13 @@ class PlanRow:
 
     @property
     def key(self) -> RowKey:
-        """(group_id, row)."""
+        """Return (group_id, row)."""
         return self.group_id, self.row
 
 
 @dataclass(frozen=True, slots=True)
 class RowValue:
-    """What a row is worth: its advantage; for estimators with returns, its reward and the reward of
-    its prompt's greedy response.
-    """
+    """Value of a row: its advantage; or its reward, and that of its prompt's greedy response."""
 
     value: float
     baseline: float = 0.0
@@ -66,12 +55,11 @@ class RowValue:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank does in a learner step: `updates[u][m]` are its rows of micro-batch m of
-    optimizer update u.
+    """Work of one rank in a learner step: `updates[u][m]` are the rows of micro-batch m of
+    optimizer update u; an empty one keeps the rank in step. A row is in one update of each epoch,
+    on any rank.
 
-    `group_ids`: the groups whose payload the rank needs, ascending. A micro-batch without rows
-    keeps the rank in step with the others. `epoch_updates`: optimizer updates in one epoch. A row
-    is in one update of each epoch, on any rank.
+    `group_ids`: groups whose payload the rank needs, ascending. `epoch_updates`: updates per epoch.
     """
 
     step: int
@@ -81,17 +69,14 @@ class RankPlan:
 
     @property
     def rows(self) -> dict[RowKey, PlanRow]:
-        """Every row that this rank works on, once, in the order of their keys."""
-        rows = {
-            row.key: row for update in self.updates for batch in update for row in batch
-        }  # its weight may differ between epochs
+        """Collect every row that this rank works on, once, in the order of the keys."""
+        # its weight may differ between epochs
+        rows = {row.key: row for update in self.updates for batch in update for row in batch}
         return {key: rows[key] for key in sorted(rows)}
 
     @property
     def owned(self) -> frozenset[RowKey]:
-        """The rows that this rank speaks for: those of its first epoch, so that each row of the
-        step is owned by one rank.
-        """
+        """Collect the rows of the first epoch here: each row of a step is owned by one rank."""
         return frozenset(
             row.key
             for update in self.updates[: self.epoch_updates]
@@ -103,12 +88,11 @@ class RankPlan:
 def minibatches(
     group_ids: Sequence[int], *, seed: int, step: int, epoch: int, groups_per_minibatch: int
 ) -> list[list[int]]:
-    """Groups of each optimizer update of one epoch: a permutation by hash of (seed, step, epoch),
-    cut into minibatches.
+    """Permute the groups by a hash of (seed, step, epoch) and cut them into minibatches, one per
+    update.
 
-    Depends on the set of ids alone, not on their order. The last minibatch is smaller if the
-    division leaves a rest; ids inside a minibatch are ascending. Raises ValueError for a repeated
-    id or a minibatch size below 1.
+    Depends on the set of ids alone. The last minibatch may be smaller; ids inside one are
+    ascending. Raises ValueError for a repeated id or a minibatch size below 1.
     """
     if groups_per_minibatch < 1 or len(set(group_ids)) != len(group_ids):
         raise ValueError(
@@ -129,9 +113,9 @@ def minibatches(
 
 
 def micro_batches(rows: Sequence[RowShape], token_budget: int) -> list[list[int]]:
-    """Positions of the rows in order, cut into micro-batches of at most `token_budget` tokens, each
-    prompt counted once, and REPEATED times that with every row's prompt; a single longer row is a
-    micro-batch of its own.
+    """Cut rows, in order, into micro-batches of at most `token_budget` tokens with each prompt
+    counted once, and REPEATED times that with every row's prompt; a longer row is a micro-batch of
+    its own.
     """
     batches: list[list[int]] = []
     prompts: set[Hashable] = set()
@@ -151,14 +135,14 @@ def micro_batches(rows: Sequence[RowShape], token_budget: int) -> list[list[int]
 
 
 def deal(rows: Sequence[RowShape], *, ranks: int, token_budget: int) -> list[list[list[int]]]:
-    """Positions of the rows by rank and micro-batch: result[rank][micro_batch].
+    """Deal positions of rows to ranks and micro-batches: result[rank][micro_batch].
 
-    Rows of a prompt share it where they are in one micro-batch, but whole groups cannot be dealt as
-    evenly as single rows. So the rows of each prompt are dealt whole, in halves, quarters and so
-    on, largest first to the rank with the least to do, and the deal whose slowest rank is fastest
-    is taken, the coarsest of equals. A row costs its tokens, those of a shared prompt once, and L^2
-    for attention. All ranks have the same number of micro-batches, at least one; missing ones are
-    empty. Raises ValueError for arguments below 1.
+    Rows share their prompt inside a micro-batch, but whole groups cannot be dealt as evenly as
+    rows. So the rows of each prompt are dealt whole, in halves, quarters and so on, largest first
+    to the rank with the least to do, and the deal whose slowest rank is fastest is taken, the
+    coarsest of equals. A row costs its tokens, shared prompt tokens once, and L^2 for attention.
+    All ranks have equally many micro-batches, at least one; missing ones are empty. Raises
+    ValueError for arguments below 1.
     """
     if ranks < 1 or token_budget < 1:
         raise ValueError(
@@ -171,18 +155,12 @@ def deal(rows: Sequence[RowShape], *, ranks: int, token_budget: int) -> list[lis
         answered.setdefault(rows[position][0], []).append(position)
     largest, pieces, deals = max(map(len, answered.values()), default=1), 1, []
     while True:
-        deals.append(
-            _dealt(
-                rows,
-                [
-                    places[start::pieces]
-                    for places in answered.values()
-                    for start in range(min(pieces, len(places)))
-                ],
-                ranks,
-                token_budget,
-            )
-        )
+        split = [
+            places[start::pieces]
+            for places in answered.values()
+            for start in range(min(pieces, len(places)))
+        ]
+        deals.append(_dealt(rows, split, ranks, token_budget))
         if pieces >= largest or ranks == 1:
             break
         pieces *= 2
@@ -194,9 +172,7 @@ def deal(rows: Sequence[RowShape], *, ranks: int, token_budget: int) -> list[lis
 def _dealt(
     rows: Sequence[RowShape], pieces: Sequence[list[int]], ranks: int, token_budget: int
 ) -> tuple[float, list[list[list[int]]]]:
-    """What the slowest rank has to do, and the micro-batches of every rank, when each piece goes to
-    one rank.
-    """
+    """Deal undivided pieces to ranks: cost of the slowest rank, and micro-batches of each."""
     loads = [_cost(rows, piece) for piece in pieces]
     waiting = [(0.0, rank) for rank in range(ranks)]
     mine: list[list[int]] = [[] for _ in range(ranks)]
@@ -215,7 +191,7 @@ def _dealt(
 
 
 def _cost(rows: Sequence[RowShape], positions: Sequence[int]) -> float:
-    """Of rows in one micro-batch, in tokens."""
+    """Estimate the cost of the rows in one micro-batch, in tokens."""
     prompts = {rows[position][0]: rows[position][1] for position in positions}
     shapes = [rows[position][1:] for position in positions]
     return sum(prompts.values()) + sum(
@@ -231,9 +207,7 @@ def make_rank_plans(
     token_budget: int,
     epoch_updates: int,
 ) -> list[RankPlan]:
-    """The plan of every rank for one learner step, from the rows of each optimizer update in
-    order.
-    """
+    """Build every rank's plan for a learner step from the rows of each optimizer update."""
     updates: list[list[tuple[tuple[PlanRow, ...], ...]]] = [[] for _ in range(ranks)]
     for rows in updates_rows:
         dealt = deal(

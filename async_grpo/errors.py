@@ -54,9 +54,7 @@ class FaultBudgetSpent(RunError):
 
 
 class LearnerLost(FaultBudgetSpent):
-    """A learner rank died, or is `silent`: all ranks start again from a checkpoint, or the run
-    ends.
-    """
+    """A learner rank died, or is `silent`: all ranks restart from a checkpoint, or the run ends."""
 
     def __init__(self, message: str, *, silent: bool = False) -> None:
         super().__init__(message)

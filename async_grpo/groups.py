@@ -7,7 +7,8 @@ too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -21,11 +22,11 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupTicket:
-    """Permission to produce one group. `policy_version` is the live version at the time of issue
-    (of the first one, for a group that a resumed run continues), in this `run_epoch`.
+    """Permission to produce one group. `policy_version`: the live version at its issue (the first
+    one, for a group that a resumed run continues).
 
     A run that discards learner steps writes their version numbers a second time, with other
-    weights: it raises its epoch by one.
+    weights: it raises its `run_epoch` by one.
     """
 
     group_id: int
@@ -68,11 +69,8 @@ class Rollout:
 @dataclass(slots=True)
 class Group:
     """The rollouts of one prompt: filtered, journaled, trained or dropped whole. prompt_ids [P]
-    int32.
-
-    actor_id: of the actor's process, which has one engine. times: Unix seconds when the ticket came
-    (`queued`), the first token of the group, the last token of all responses (`done`), and the last
-    reward (`scored`).
+    int32. actor_id: of the process. times: Unix seconds when the ticket came (`queued`), the
+    group's first token, the last token of all responses (`done`), and the last reward (`scored`).
     """
 
     group_id: int
@@ -88,9 +86,8 @@ class Group:
 @dataclass(slots=True)
 class RowMeta:
     """What the driver knows of one rollout: lengths in tokens, rewards and versions, never tokens.
-
-    Nobody changes one. It is not frozen because that makes it four times as expensive to make, and
-    the queue makes one per rollout.
+    Not to be changed; frozen it would be four times as expensive to make, once per rollout in the
+    queue.
     """
 
     role: Role
@@ -155,62 +152,21 @@ class Batch:
     groups: tuple[GroupMeta, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As plain tuples: the queue sends the facts of every group to the driver, and pickling
-        objects costs it three times as much.
-        """
-        plain = [
-            (
-                group.group_id,
-                group.attempt,
-                group.policy_version,
-                group.actor_id,
-                group.prompt_length,
-                group.times,
-                group.nbytes,
-                group.run_epoch,
-                [
-                    (
-                        row.role,
-                        row.length,
-                        row.mask_tokens,
-                        row.rewards,
-                        row.verdict,
-                        row.finish_reason,
-                        row.versions,
-                    )
-                    for row in group.rows
-                ],
-            )
-            for group in self.groups
-        ]
+        """Pickle as plain tuples, which costs a third; the queue sends every group's facts."""
+        plain = [(_group_facts(one), [*map(_row_facts, one.rows)]) for one in self.groups]
         return _batch, (self.step, plain)
 
 
-def _batch(step: int, plain: list[tuple[Any, ...]]) -> Batch:
-    return Batch(
-        step,
-        tuple(
-            GroupMeta(
-                group_id,
-                attempt,
-                version,
-                actor_id,
-                prompt_length,
-                tuple(RowMeta(*row) for row in rows),
-                times,
-                nbytes,
-                run_epoch,
-            )
-            for (
-                group_id,
-                attempt,
-                version,
-                actor_id,
-                prompt_length,
-                times,
-                nbytes,
-                run_epoch,
-                rows,
-            ) in plain
-        ),
-    )
+_GROUP_FACTS = tuple(part.name for part in fields(GroupMeta) if part.name != "rows")
+_group_facts = attrgetter(*_GROUP_FACTS)
+_row_facts = attrgetter(*(part.name for part in fields(RowMeta)))
+
+
+def _batch(step: int, plain: list[tuple[tuple[Any, ...], list[tuple[Any, ...]]]]) -> Batch:
+    groups = [
+        GroupMeta(
+            rows=tuple(RowMeta(*row) for row in rows), **dict(zip(_GROUP_FACTS, facts, strict=True))
+        )
+        for facts, rows in plain
+    ]
+    return Batch(step, tuple(groups))

@@ -103,9 +103,7 @@ class BatchSamples(Protocol):
 
 @dataclass
 class Comparison:
-    """Versions whose weights are the recorded ones bit for bit, versions that differ, and versions
-    without a recorded digest.
-    """
+    """Versions with the recorded weights bit for bit, with others, and without recorded digest."""
 
     same: list[int] = field(default_factory=list)
     different: list[int] = field(default_factory=list)
@@ -141,9 +139,7 @@ class Loop:
         row_state: dict[str, Any] | None = None,
         samples: BatchSamples | None = None,
     ) -> None:
-        """publisher: None for a loop that only repeats recorded steps. samples: shows some
-        responses of every batch that is trained.
-        """
+        """publisher: None to only repeat recorded steps. samples: shows responses of batches."""
         self._config, self._weights = config, weights
         self._queue, self._learner = queue, learner
         self._publisher, self.total_steps = publisher, total_steps
@@ -179,8 +175,8 @@ class Loop:
     async def repeat(
         self, until: int, *, recorded: dict[int, str], digest: Callable[[int], Awaitable[str]]
     ) -> Comparison:
-        """Train the recorded steps up to `until` again, and compare the weights after each with the
-        digest that `recorded` has of its version. digest: takes the digest of the weights of now.
+        """Train the recorded steps up to `until` again, and compare the digest of the weights after
+        each with that in `recorded`. digest: takes the digest of the current weights.
         """
         comparison = Comparison()
         while self.steps_done < until:
@@ -230,11 +226,8 @@ class Loop:
             published = await self._publish(step)
         self.phase = f"collecting the metrics of learner step {step}"
         wall = time.perf_counter() - started
-        metrics |= (
-            sums.means()
-            | await self._guard(self._queue.metrics())
-            | self._publisher.weight_metrics()
-        )
+        metrics |= sums.means() | await self._guard(self._queue.metrics())
+        metrics |= self._publisher.weight_metrics()
         metrics |= self._times(
             wall=wall,
             wait=taken - started,

@@ -35,13 +35,9 @@ from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, make_rank_p
 from async_grpo.config.schema import Config
 from async_grpo.wire import Batch, RowMeta
 
-Sums = Mapping[str, float]
-
 
 def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
-    """How the rewards of one response become its shaped reward; the queue's filter uses the
-    same.
-    """
+    """Build the rule from rewards of a response to its shaped reward, which the filter uses too."""
     algorithm, buffer = config.algorithm, config.algorithm.overlong_buffer
     return Shaping(
         dict(weights),
@@ -54,9 +50,7 @@ def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
 
 
 class RowMath:
-    """Plans and row values of one learner step after the other. `weights` are the reward
-    components' weights.
-    """
+    """Computes plans and row values, step after step. `weights`: of the reward components."""
 
     def __init__(
         self, config: Config, weights: Mapping[str, float], state: dict[str, Any] | None = None
@@ -66,27 +60,23 @@ class RowMath:
         self._shaping = shaping(config, weights)
         self._estimator = ESTIMATORS[config.algorithm.adv_estimator]
         control, state = config.algorithm.kl_ctrl, state or {}
-        self._moments = (
-            RunningMoments.from_dict(state["moments"]) if "moments" in state else RunningMoments()
-        )
-        coef = (
-            state.get("kl_coef", control.kl_coef) if control.type == "adaptive" else control.kl_coef
-        )
+        known = state.get("moments")
+        self._moments = RunningMoments() if known is None else RunningMoments.from_dict(known)
+        known = state.get("kl_coef") if control.type == "adaptive" else None
+        coef = control.kl_coef if known is None else known
         self._adaptive = AdaptiveKL(coef=coef, target=control.target_kl, horizon=control.horizon)
 
     @property
     def kl_coef(self) -> float:
-        """Coefficient of the token KL in the reward."""
+        """Return the coefficient of the token KL in the reward."""
         return self._adaptive.coef
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers from which another RowMath continues."""
+        """Return plain numbers from which another RowMath continues."""
         return {"moments": self._moments.to_dict(), "kl_coef": self._adaptive.coef}
 
     def plans(self, batch: Batch) -> list[RankPlan]:
-        """Which rank trains which rows in which update, with the weight of each row's tokens in the
-        loss.
-        """
+        """Assign rows to ranks and updates, with the weight of each row's tokens in the loss."""
         config, rows = self._config, _rows(batch, "train")
         prompts = {group.group_id: group.prompt_length for group in batch.groups}
         updates = []
@@ -123,33 +113,23 @@ class RowMath:
     def values(
         self, batch: Batch, kl_sums: Mapping[RowKey, float]
     ) -> tuple[dict[RowKey, RowValue], dict[str, float]]:
-        """The value of every row to train, and the metrics of the rows. `kl_sums`: token KL per
-        row, if it is part of the reward.
-        """
-        algorithm, rows, greedy = (
-            self._config.algorithm,
-            _rows(batch, "train"),
-            _rows(batch, "baseline"),
-        )
+        """Compute every row's value, and row metrics. `kl_sums`: token KL per row, if rewarded."""
+        algorithm = self._config.algorithm
+        rows, greedy = _rows(batch, "train"), _rows(batch, "baseline")
         everyone = rows | greedy
         shaped = {
             key: self._shaping.shape(row.rewards, row.length) for key, row in everyone.items()
         }
-        normed = dict(
-            zip(
-                everyone,
-                normalize_rewards(
-                    _tensor(shaped.values()),
-                    _groups(everyone),
-                    reward_norm=algorithm.reward_norm,
-                    reward_shift=algorithm.reward_shift,
-                    reward_scale=algorithm.reward_scale,
-                    counted=torch.tensor([key in rows for key in everyone]),
-                    running=self._moments,
-                ).tolist(),
-                strict=True,
-            )
+        normalized = normalize_rewards(
+            _tensor(shaped.values()),
+            _groups(everyone),
+            reward_norm=algorithm.reward_norm,
+            reward_shift=algorithm.reward_shift,
+            reward_scale=algorithm.reward_scale,
+            counted=torch.tensor([key in rows for key in everyone]),
+            running=self._moments,
         )
+        normed = dict(zip(everyone, normalized.tolist(), strict=True))
         metrics = self._metrics(batch, rows, greedy, shaped)
         if self._estimator.returns:
             baselines = {key[0]: normed[key] for key in greedy}
@@ -190,7 +170,7 @@ class RowMath:
     def _steer_kl(
         self, rows: Mapping[RowKey, RowMeta], kl_sums: Mapping[RowKey, float]
     ) -> dict[str, float]:
-        """Metrics of the token KL in the reward; the adaptive coefficient changes after its use."""
+        """Measure the token KL in the reward; its adaptive coefficient changes after its use."""
         means = [kl_sums[key] / row.mask_tokens for key, row in rows.items() if row.mask_tokens]
         if not means:
             return {}
@@ -200,12 +180,9 @@ class RowMath:
         return {"rollout/reward_kl": kl, "rollout/kl_coef": coef}
 
     def _loss_tokens(self, row: RowMeta) -> int:
-        """Tokens of a row in the loss."""
-        return (
-            0
-            if self._config.algorithm.mask_truncated and row.finish_reason == "length"
-            else row.mask_tokens
-        )
+        """Count a row's tokens in the loss."""
+        masked = self._config.algorithm.mask_truncated and row.finish_reason == "length"
+        return 0 if masked else row.mask_tokens
 
     def _metrics(
         self,
@@ -216,6 +193,7 @@ class RowMath:
     ) -> dict[str, float]:
         metas, n = list(rows.values()), len(rows)
         truncated = [row.finish_reason == "length" for row in metas]
+        spans = [(row.min_version, row.max_version) for row in metas]
         out = {
             "rollout/shaped_reward": sum(shaped[key] for key in rows) / n,
             "rollout/response_length": sum(row.length for row in metas) / n,
@@ -223,10 +201,8 @@ class RowMath:
             "rollout/response_tokens": float(sum(row.length for row in metas)),
             "rollout/truncated": sum(truncated) / n,
             "rollout/masked_rows": sum(self._loss_tokens(row) == 0 for row in metas) / n,
-            "rollout/mixed_version_rows": sum(row.min_version != row.max_version for row in metas)
-            / n,
-            "rollout/versions_per_row": sum(row.max_version - row.min_version + 1 for row in metas)
-            / n,
+            "rollout/mixed_version_rows": sum(newest > oldest for oldest, newest in spans) / n,
+            "rollout/versions_per_row": sum(newest - oldest + 1 for oldest, newest in spans) / n,
             **durations(batch),
         }
         out |= _spread("rollout/score", [score(row.rewards, self._weights) for row in metas])
@@ -258,7 +234,7 @@ def _groups(rows: Mapping[RowKey, RowMeta]) -> torch.Tensor:
 
 
 def durations(batch: Batch) -> dict[str, float]:
-    """Means over groups, in seconds, and tokens per second of the response that took longest."""
+    """Average a group's seconds by stage, and tokens per second of its longest response."""
     groups = batch.groups
     spent = {
         "first_token": ("queued", "first_token"),
@@ -272,25 +248,20 @@ def durations(batch: Batch) -> dict[str, float]:
     }
     decoding = sum(group.times["done"] - group.times["first_token"] for group in groups)
     if decoding > 0:
-        out["rollout/tokens_per_s_per_response"] = (
-            sum(max(row.length for row in group.rows) - 1 for group in groups) / decoding
-        )
+        tokens = sum(max(row.length for row in group.rows) - 1 for group in groups)
+        out["rollout/tokens_per_s_per_response"] = tokens / decoding
     return out
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:
-    """Mean under `name`, with the population's standard deviation and the largest absolute
-    value.
-    """
+    """Measure mean (under `name`), the population's standard deviation and largest magnitude."""
     mean = sum(values) / len(values)
     std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
     return {name: mean, f"{name}_std": std, f"{name}_abs_max": max(abs(value) for value in values)}
 
 
 def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, float]:
-    """Share of groups without spread in the shaped reward, and of those that are all wrong or all
-    right.
-    """
+    """Measure shares of groups without spread in the shaped reward, all wrong, and all right."""
     members = [
         [(group.group_id, index) for index, row in enumerate(group.rows) if row.role == "train"]
         for group in batch.groups
@@ -299,18 +270,16 @@ def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, 
         {row.verdict for row in group.rows if row.role == "train"} for group in batch.groups
     ]
     count = len(batch.groups)
+    constant = sum(zero_variance([shaped[key] for key in keys]) for keys in members)
     return {
-        "rollout/zero_std_groups": sum(
-            zero_variance([shaped[key] for key in keys]) for keys in members
-        )
-        / count,
+        "rollout/zero_std_groups": constant / count,
         "rollout/all_wrong_groups": sum(seen == {0.0} for seen in verdicts) / count,
         "rollout/all_right_groups": sum(seen == {1.0} for seen in verdicts) / count,
     }
 
 
 def _by_correctness(metas: list[RowMeta]) -> dict[str, float]:
-    """Accuracy, and mean length of right and of wrong responses; empty without verdicts."""
+    """Measure accuracy, and lengths of right and wrong responses; empty without verdicts."""
     judged = [(row.verdict, row.length) for row in metas if row.verdict is not None]
     if not judged:
         return {}

@@ -98,9 +98,7 @@ class Trainer:
     # ---- the calls of a user ----
 
     def check(self) -> None:
-        """Find all that is wrong with configuration, files and task, before any process. Raises
-        SetupError.
-        """
+        """Check configuration, files and task before any process starts. Raises SetupError."""
         try:
             preflight_files(self.config)
             task = load_task(self.config.task, self.config.seed)
@@ -125,18 +123,15 @@ class Trainer:
         )
 
     def start(self) -> None:
-        """Start the run's processes, check the weight transport, and resume from a checkpoint, if
-        any.
-        """
+        """Start the run's processes, check the weight transport, and resume, if there is a past."""
         if self._started:
             return
         if self._connection is not None:
             raise RunError("the start failed; call stop, and build a new trainer")
         self.check()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        self.console.attach(
-            StatusFile(self.run_dir, self.console.begin_run(), run=self.config.run.name)
-        )
+        begun = self.console.begin_run()
+        self.console.attach(StatusFile(self.run_dir, begun, run=self.config.run.name))
         manifest = verified(self._facts.checkpoint)
         self.console.info(
             f"staleness bound: {self.config.replay.max_staleness} learner steps, "
@@ -263,11 +258,7 @@ class Trainer:
         return step < self.total_steps and every > 0 and step // every > before // every
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the newest weights on held-out problems while the learner waits: accuracy and
-        pass@k.
-
-        Empty without held-out problems, or when the run is asked to end meanwhile.
-        """
+        """Evaluate the newest weights while the learner waits; {} without problems, if stopped."""
         self.start()
         total = self._facts.held_out
         if not total:
@@ -283,47 +274,39 @@ class Trainer:
         return result
 
     def add_rollout_actor(self) -> str:
-        """Start one more rollout actor; its id once it serves. Safe in another thread beside
-        `train`.
-
-        Raises PlacementError where the cluster has no room, RunError at
-        `cluster.rollout_actors.max` or when it did not start.
+        """Start one more rollout actor, also from another thread; its id once it serves. Raises
+        PlacementError without room, RunError at `cluster.rollout_actors.max` or when it did not
+        start.
         """
         return self._run(self.system.actors.add())
 
     def remove_rollout_actor(self, actor_id: str) -> None:
-        """Let a rollout actor finish its groups, and end it for good. Raises ValueError for an
-        unknown id, RunError below `min`.
-        """
+        """Drain and end a rollout actor. Raises ValueError (unknown id), RunError (below `min`)."""
         self._run(self.system.actors.remove(actor_id))
 
     def save(self, *, keep_groups: bool = False) -> Path:
-        """Write a checkpoint, with the model in Hugging Face format; its directory, once complete.
-
-        The journal forgets the groups that no kept checkpoint needs, unless `keep_groups`. Raises
-        FaultBudgetSpent if it cannot be written.
+        """Write a checkpoint with the model in Hugging Face format; its directory. The journal
+        forgets groups that no kept checkpoint needs, unless `keep_groups`. Raises FaultBudgetSpent
+        on failure.
         """
         return self._save(keep_groups=keep_groups, wait=True)
 
     def restore(self, path: str | Path) -> None:
-        """Resume from this checkpoint, not the configured one; before `start`. Raises SetupError if
-        it is not complete.
-        """
+        """Resume from this checkpoint; before `start`. Raises SetupError if it is not complete."""
         if self._connection is not None:
             raise RunError("restore comes before start: a running system cannot be set back")
-        self.config = self.config.model_copy(
-            update={"checkpoint": self.config.checkpoint.model_copy(update={"resume": str(path)})}
-        )
+        section = self.config.checkpoint.model_copy(update={"resume": str(path)})
+        self.config = self.config.model_copy(update={"checkpoint": section})
         self.check()
 
     def replay(self, source: str | Path, *, after: int | None = None) -> Comparison:
         """Train the learner alone on the batches that the run in directory `source` recorded, in
-        its order; no engine is started.
+        order.
 
         Begins at the checkpoint of step `after` in `source`, by default as early as it can, and
         ends with `run.total_steps` or the last step recorded. Metrics go to this run's directory.
-        Returns which published weights are the recorded ones, bit for bit. Raises SetupError for
-        what cannot be repeated.
+        Returns which weights are the recorded ones, bit for bit. Raises SetupError for what cannot
+        be repeated.
         """
         if self._connection is not None:
             raise RunError("a replay is a run of its own; build another trainer")
@@ -386,8 +369,7 @@ class Trainer:
 
     def stop(self, status: Status = "FINISHED", *, ending: tuple[int, str] | None = None) -> None:
         """Stop all processes, write the report and close tracking; also twice, and after an error.
-
-        ending: exit code and message for the report; without it the code that `status` stands for.
+        ending: exit code and message for the report; by default the code that `status` stands for.
         """
         running, repeated = self._system or self._rerun, self._rerun is not None
         connection = self._connection
@@ -473,9 +455,8 @@ class Trainer:
     # ---- inside ----
 
     def _run(self, work: Coroutine[Any, Any, Any], *, stoppable: bool = False) -> Any:
-        return self._stop_requested.result(
-            asyncio.run_coroutine_threadsafe(work, self._loop), stoppable=stoppable
-        )
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._stop_requested.result(future, stoppable=stoppable)
 
     @property
     def _facts(self) -> Checked:
@@ -509,9 +490,8 @@ class Trainer:
             "run_epoch": system.run_epoch,
             "mlflow_run_id": self.tracker.run_id if self.tracker else None,
         }
-        return self._run(
-            self._log.saver.save(system, step=step, facts=facts, forget=forget, wait=wait)
-        )
+        saver = self._log.saver
+        return self._run(saver.save(system, step=step, facts=facts, forget=forget, wait=wait))
 
     def _model_dir(self) -> str:
         if self.config.model.warm_start is None:

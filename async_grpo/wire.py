@@ -104,11 +104,7 @@ _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 
 
 def encode_group(group: Group, *, max_bytes: int | None = None) -> bytes:
-    """One group as a frame of at most `max_bytes`.
-
-    Raises WireError for anything that must not be trained (lengths, non-finite values, aborts), and
-    for a frame that is too large.
-    """
+    """Encode a group. Raises WireError for what must not be trained, and above `max_bytes`."""
     arrays = _arrays_of(group)
     try:
         packed = msgpack.packb(_header_of(group), use_bin_type=True)
@@ -126,16 +122,12 @@ def encode_group(group: Group, *, max_bytes: int | None = None) -> bytes:
 
 
 def decode_meta(frame: Buffer, *, max_bytes: int | None = None) -> GroupMeta:
-    """Metadata of a frame, every rule of the format checked; `max_bytes` first. Raises
-    WireError.
-    """
+    """Metadata of a frame, checked by every rule of the format, size first. Raises WireError."""
     return _meta(*_open(frame, max_bytes=max_bytes))
 
 
 def peek_ticket(frame: Buffer) -> tuple[int, int] | None:
-    """(group_id, attempt) of a frame that `decode_meta` refuses, or None where its header cannot be
-    trusted either.
-    """
+    """(group_id, attempt) of a refused frame; None where its header cannot be trusted either."""
     try:
         header, _, _ = _open(frame)
         return _natural(header, "group_id"), _natural(header, "attempt")
@@ -176,13 +168,10 @@ def decode_group(frame: Buffer) -> Group:
 
 
 def pack_frames(frames: list[Buffer]) -> np.ndarray:
-    """Several frames as one uint8 array, which Ray moves out of band. Every frame starts at a
-    multiple of 8 bytes.
-    """
+    """Join frames, each at a multiple of 8 bytes, to one uint8 array that Ray moves out of band."""
     views = [_byte_view(frame) for frame in frames]
-    head = _BATCH.pack(_BATCH_MAGIC, len(views)) + struct.pack(
-        f"<{len(views)}Q", *[len(view) for view in views]
-    )
+    sizes = struct.pack(f"<{len(views)}Q", *[len(view) for view in views])
+    head = _BATCH.pack(_BATCH_MAGIC, len(views)) + sizes
     out = np.empty(len(head) + sum(_padded(len(view)) for view in views), np.uint8)
     out[: len(head)] = np.frombuffer(head, np.uint8)
     at = len(head)
@@ -218,9 +207,8 @@ def _header_of(group: Group) -> dict[str, Any]:
     rows = group.rollouts
     names = list(dict.fromkeys(chain.from_iterable(row.rewards for row in rows)))
     rewards = [row.rewards.get(name) for name in names for row in rows]
-    if None in rewards and any(
-        None in row.rewards.values() for row in rows
-    ):  # on the wire it means that the component is missing
+    # on the wire it means that the component is missing
+    if None in rewards and any(None in row.rewards.values() for row in rows):
         raise WireError(f"group {group.group_id} has a reward component without a value")
     spans = [span for row in rows for span in row.versions]
     return {
@@ -244,9 +232,7 @@ def _header_of(group: Group) -> dict[str, Any]:
 
 
 def _arrays_of(group: Group) -> list[np.ndarray]:
-    """The arrays of the frame, part by part. Also refuses what a header cannot say: lengths that
-    differ, spans that do not join.
-    """
+    """Arrays of the frame. Refuses what a header cannot say: unequal lengths, gaps in spans."""
     ids, logprobs, masks = [_cast(group, "prompt_ids", group.prompt_ids, _INT32)], [], []
     for index, row in enumerate(group.rollouts):
         lengths = (len(row.response_ids), len(row.behavior_logprobs), len(row.loss_mask))
@@ -270,9 +256,7 @@ def _arrays_of(group: Group) -> list[np.ndarray]:
 
 
 def _cast(group: Group, name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A part of the frame, the array itself where it can be. Integers must survive: a wrapped id or
-    mask would be trained as another.
-    """
+    """Cast an array; integers must survive: a wrapped id or mask would be trained as another."""
     raw = np.ascontiguousarray(values)
     if raw.dtype == dtype:
         return raw
@@ -341,9 +325,7 @@ def _open(
 
 
 def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
-    """Every rule of the format behind the envelope. A value is used only after its type is checked,
-    so nothing but WireError is raised.
-    """
+    """Check every rule behind the envelope, types first, so that only WireError is raised."""
     if header.keys() != _KEYS:
         raise WireError(
             "the header has other keys than those of a group; missing: "
@@ -360,19 +342,16 @@ def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
     ids, logprobs, mask = _arrays(view, offset, prompt_length, bounds[-1])
     if ids.min() < 0:
         raise WireError("a token id is negative")
-    if not (
-        logprobs.min() > -np.inf and logprobs.max() <= 1e-3
-    ):  # both comparisons are false for NaN; no copy of the array is made
+    # both comparisons are false for NaN; no copy of the array is made
+    if not (logprobs.min() > -np.inf and logprobs.max() <= 1e-3):
         raise WireError(
             f"rollout {_row_of(~((logprobs > -np.inf) & (logprobs <= 1e-3)), bounds)} has "
             "a log-prob that is not finite or positive"
         )
     if mask.max() > 1:
         raise WireError(f"rollout {_row_of(mask > 1, bounds)} has a loss mask other than 0 and 1")
-    roles, finish_reasons = (
-        _one_of(header, "roles", n_rows, _ROLES),
-        _one_of(header, "finish_reasons", n_rows, _FINISH_REASONS),
-    )
+    roles = _one_of(header, "roles", n_rows, _ROLES)
+    finish_reasons = _one_of(header, "finish_reasons", n_rows, _FINISH_REASONS)
     mask_tokens = np.add.reduceat(mask, [0, *bounds[:-1]], dtype=np.int64).tolist()
     rewards, verdicts = _rewards(header, n_rows), _finite(header, "verdicts", n_rows)
     rows = map(
@@ -416,9 +395,7 @@ def _times(times: Any) -> dict[str, float]:
 def _arrays(
     view: memoryview, offset: int, prompt_length: int, n_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Views of the prompt and response tokens, log-probs and mask, after the announced lengths
-    agree with the frame's.
-    """
+    """Views of token ids, log-probs and mask, once the announced lengths agree with the frame's."""
     expected = offset + 4 * prompt_length + 9 * n_tokens
     if expected != len(view):
         raise WireError(
@@ -465,9 +442,8 @@ def _one_of(header: dict[str, Any], name: str, count: int, allowed: frozenset[st
 def _finite(header: dict[str, Any], name: str, count: int) -> list[float | None]:
     """A column of finite numbers, or None where a rollout has none."""
     column = _list(header, name, _NUMBER_OR_NONE, count)
-    if not all(
-        map(math.isfinite, filter(None, column))
-    ):  # the filter takes None away, and zeros, which are finite
+    # the filter takes None away, and zeros, which are finite
+    if not all(map(math.isfinite, filter(None, column))):
         raise WireError(f"{name} must be finite")
     return [None if value is None else float(value) for value in column]
 
@@ -490,13 +466,9 @@ def _rewards(header: dict[str, Any], n_rows: int) -> list[dict[str, float]]:
 
 
 def _versions(header: dict[str, Any], bounds: list[int]) -> list[tuple[tuple[int, int], ...]]:
-    """(version, tokens) of each span of each rollout; they cover each response exactly. `bounds`:
-    where the responses end.
-    """
-    counts, versions = (
-        _list(header, "span_counts", _INTEGER, len(bounds)),
-        _list(header, "span_versions", _INTEGER),
-    )
+    """(version, tokens) of each span of each rollout; they cover all tokens up to its bound."""
+    counts = _list(header, "span_counts", _INTEGER, len(bounds))
+    versions = _list(header, "span_versions", _INTEGER)
     tokens = _list(header, "span_tokens", _INTEGER, len(versions))
     if min(counts) < 1 or sum(counts) != len(versions) or min(versions) < 0 or min(tokens) < 1:
         raise WireError(

@@ -163,8 +163,8 @@ class Contest:
             # a checkpoint lets go of what is trained; the disk comes to rest before the next one is
             # measured
         ):
-            segment = (await queue.snapshot.remote())["segment"]
-            await queue.forget.remote(segment=segment, step=self._steps[name] - 1)
+            segment = (await queue.call.remote("snapshot"))["segment"]
+            await queue.call.remote("forget", segment=segment, step=self._steps[name] - 1)
             os.sync()
         put = sum(count for count, _ in calls)
         return Measured(

@@ -206,8 +206,8 @@ class Consumer:
             nbytes += payload.nbytes
             for producer in producers:
                 producer.serve.remote(step)
-            _result(queue.live.remote(step))
-            gets.append(elapsed - _result(queue.metrics.remote())["replay/learner_wait_s"])
+            _result(queue.call.remote("live", step))
+            gets.append(elapsed - _result(queue.call.remote("metrics"))["replay/learner_wait_s"])
         return {"seconds": time.perf_counter() - began, "bytes": nbytes, "gets": gets}
 
 

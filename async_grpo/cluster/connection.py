@@ -26,9 +26,7 @@ class Connection:
     def __init__(
         self, config: Config, event_loop: asyncio.AbstractEventLoop, *, learner_only: bool = False
     ) -> None:
-        """Join or start Ray, while `event_loop`, which runs in another thread, imports the system.
-        learner_only: without rollout actors. Raises SetupError.
-        """
+        """Join or start Ray while `event_loop`, in another thread, imports. Raises SetupError."""
         from async_grpo.cluster.session import Session
 
         self._config, self.key = config, uuid.uuid4().hex[:8]
@@ -42,9 +40,7 @@ class Connection:
         self.remove_leftovers()
 
     def remove_leftovers(self, *, ending: Collection[int] = ()) -> None:
-        """Remove what processes of this start, or killed ones in this run directory, left in
-        memory. ending: processes of this start that were killed just now.
-        """
+        """Remove what this start, or killed ones here, left. ending: processes killed just now."""
         from async_grpo.learner.drafts import remove_drafts
         from async_grpo.weights.shared_memory import remove_segments
         from async_grpo.weights.transport import fallback_directory

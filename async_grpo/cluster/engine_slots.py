@@ -19,9 +19,7 @@ from async_grpo.config.schema import Config
 
 @dataclass(eq=False)
 class EngineSlot:
-    """Room for one engine. where: node and cores. option: Ray options of the reservation. engine:
-    the process in the slot (a `RemoteEngine`), once there is one.
-    """
+    """Room for one engine: node and cores, Ray options once reserved, `RemoteEngine` once begun."""
 
     index: int
     where: Slot
@@ -66,6 +64,7 @@ class EngineSlots:
         self._sees_run_dir = {
             where.node_id: True for where in (*placement.learners, *placement.engines)
         }
+        self._timeout_s = config.cluster.resources_timeout_s
         self.limit = config.cluster.rollout_actors.max
 
     def __len__(self) -> int:
@@ -102,28 +101,20 @@ class EngineSlots:
         return slot
 
     async def reserve(self, slot: EngineSlot) -> None:
-        """Reserve a new slot, on a node that sees the run's directory. Raises SetupError, or
-        RayError when the node goes away meanwhile.
-        """
-        node_id, timeout_s = slot.node_id, self._config.cluster.resources_timeout_s
+        """Reserve a new slot on a node that sees `run.dir`. Raises SetupError or RayError."""
+        session, seconds, node_id = self._session, self._timeout_s, slot.node_id
         if node_id not in self._sees_run_dir:
-            await self._session.check_shared_storage(
-                self._config.run.dir, {node_id}, timeout_s=timeout_s
-            )
+            await session.check_shared_storage(self._config.run.dir, {node_id}, timeout_s=seconds)
             self._sees_run_dir[node_id] = True
-        [slot.option] = await self._session.reserve([slot.where], timeout_s=timeout_s)
+        [slot.option] = await session.reserve([slot.where], timeout_s=seconds)
 
     async def reserved_again(self, slot: EngineSlot) -> bool:
         """Whether the slot has its resources, at the latest in `cluster.resources_timeout_s`."""
-        return await self._session.reserved_again(
-            slot.option, timeout_s=self._config.cluster.resources_timeout_s
-        )
+        return await self._session.reserved_again(slot.option, timeout_s=self._timeout_s)
 
     async def node_serves(self, slot: EngineSlot) -> bool:
         """Whether the slot's node still runs processes."""
-        return await self._session.node_serves(
-            slot.node_id, timeout_s=self._config.cluster.resources_timeout_s
-        )
+        return await self._session.node_serves(slot.node_id, timeout_s=self._timeout_s)
 
     def drop(self, slot: EngineSlot) -> None:
         """Forget the slot. Its reservation stays until `release`."""

@@ -21,13 +21,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
-from async_grpo.cluster.rollout_actors import RemoteEngine, settled
+from async_grpo.cluster.learner_recovery import LearnerSupervisor
+from async_grpo.cluster.rollout_actors import ActorManager, RemoteEngine
 from async_grpo.cluster.samples import EvaluationSamples
+from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
 from async_grpo.runtime.listener import FailureHandler, RunListener
@@ -41,19 +43,6 @@ Rows = list[dict[str, Any]]
 WhenDone = Callable[[int, dict[str, float], Rows], None]
 
 
-class DyingActors(Protocol):
-    """The rollout actors as evaluations see them."""
-
-    async def died(self, engine: Any, error: BaseException) -> None:
-        """Declare an engine dead."""
-
-
-class RunEpochs(Protocol):
-    """What counts how often learner steps were discarded."""
-
-    run_epoch: int
-
-
 class Evaluations:
     """All evaluations of one run."""
 
@@ -62,8 +51,8 @@ class Evaluations:
         config: Config,
         *,
         coordinator: Coordinator[RemoteEngine],
-        actors: DyingActors,
-        epochs: RunEpochs,
+        actors: ActorManager,
+        epochs: LearnerSupervisor,
         listener: RunListener,
         failures: FailureHandler,
         total_steps: int,
@@ -79,22 +68,20 @@ class Evaluations:
     async def everywhere(
         self, total: int, *, step: int, alone: Callable[[], Awaitable[None]]
     ) -> tuple[dict[str, float], Rows]:
-        """Metrics of the live weights (of `step`) on `total` problems, and the responses to show;
-        no publication and no other evaluation may run.
-
-        alone: called while no engine serves; raises when none will. Raises Stalled after
+        """Evaluate the live weights (of `step`) on `total` problems: metrics, and responses to
+        show. No publication and no other evaluation may run. Raises Stalled after
         `evaluation.timeout_s`.
+
+        alone: called while no engine serves; raises when none will.
         """
         started, left, outcomes, rows = time.perf_counter(), list(range(total)), [], []
         try:
             async with asyncio.timeout(self._config.evaluation.timeout_s) as deadline:
                 while left:
-                    while not self._coordinator.serving():
+                    while not (engines := self._coordinator.serving()):
                         await alone()
                         await asyncio.sleep(POLL_S)
-                    left, answered, shown = await self._share(
-                        self._coordinator.serving(), left, total=total
-                    )
+                    left, answered, shown = await self._share(engines, left, total=total)
                     outcomes += answered
                     rows += shown
         except TimeoutError as error:
@@ -105,20 +92,16 @@ class Evaluations:
                 f"{self._config.evaluation.timeout_s:g} s"
             ) from error
         seconds = time.perf_counter() - started
-        return self._metrics(outcomes, seconds=seconds, waited=seconds), self._samples.shown(
-            step, rows
-        )
+        result = self._metrics(outcomes, seconds=seconds, waited=seconds)
+        return result, self._samples.shown(step, rows)
 
     async def begin(self, total: int, done: WhenDone) -> None:
-        """Begin to evaluate the newest version beside training; `done(step, metrics, responses)` is
-        called at the end.
-        """
+        """Begin to evaluate the newest version; `done(step, metrics, responses)` at the end."""
         if self._beside is not None and not self._beside.done():
             self._skipped += 1
             self._listener.note(
-                "an evaluation is left out, because the one before is still under way: "
-                "raise evaluation.every_steps, or lower "
-                "evaluation.max_samples or evaluation.n"
+                "an evaluation is left out, because the one before is still under way: raise "
+                "evaluation.every_steps, or lower evaluation.max_samples or evaluation.n"
             )
             return
         self._beside = asyncio.create_task(self._evaluate_beside(total, done))
@@ -127,9 +110,9 @@ class Evaluations:
 
     async def finish(self, seconds: float | None = None) -> bool:
         """Wait at most `seconds` for the evaluation beside training; whether none runs any more."""
-        return self._beside is None or bool(
-            (await asyncio.wait({self._beside}, timeout=seconds))[0]
-        )
+        if self._beside is not None:
+            await asyncio.wait({self._beside}, timeout=seconds)
+        return self._beside is None or self._beside.done()
 
     def cancel(self) -> None:
         """Give up the evaluation beside training, because the run ends."""
@@ -150,29 +133,23 @@ class Evaluations:
                     if not limit.expired():
                         raise
                 if pin.engine is not None:
-                    await self._tell(
-                        pin.engine, pin.engine.handle.go_on
-                    )  # it gets tickets when it serves the live version
+                    # it gets tickets when it serves the live version
+                    await self._tell(pin.engine, pin.engine.handle.go_on)
                 waited += pin.learner_waited_s
             version = parse_label(pin.label)
             if answers is not None and version.run_epoch == self._epochs.run_epoch:
                 outcomes, rows = answers
-                result = self._metrics(
-                    outcomes, seconds=time.perf_counter() - started, waited=waited
-                )
+                seconds = time.perf_counter() - started
+                result = self._metrics(outcomes, seconds=seconds, waited=waited)
                 self._listener.note(_line(version.step, result, pin))
                 done(version.step, result, self._samples.shown(version.step, rows))
                 return
-            why = (
-                f"the learner went back before step {version.step}"
-                if answers is not None
-                else "its engine died"
-            )
+            back = f"the learner went back before step {version.step}"
+            why = "its engine died" if answers is None else back
             if limit.expired() or not await self._somebody_serves(deadline):
                 self._listener.note(
-                    f"the evaluation of step {version.step} took longer than "
-                    f"evaluation.timeout_s = {self._config.evaluation.timeout_s:g} s and "
-                    "is given up"
+                    f"the evaluation of step {version.step} took longer than evaluation.timeout_s "
+                    f"= {self._config.evaluation.timeout_s:g} s and is given up"
                 )
                 return
             self._listener.note(
@@ -183,28 +160,20 @@ class Evaluations:
         self, pin: Pin[RemoteEngine], total: int
     ) -> tuple[list[ProblemOutcome], Rows] | None:
         """Answers of the engines that keep the version; None when one of them died."""
-        problems = list(range(total))
         if pin.engine is None:
             engines = self._coordinator.serving()
-            left, outcomes, rows = (
-                await self._share(engines, problems, total=total) if engines else (problems, [], [])
-            )
-            return None if left else (outcomes, rows)
-        if not await self._tell(pin.engine, pin.engine.handle.rest):
+        else:  # nobody waits for its last groups: they go on
+            engines = [pin.engine] if await self._tell(pin.engine, pin.engine.handle.rest) else []
+        if not engines:
             return None
-        left, outcomes, rows = await self._share(
-            [pin.engine], problems, total=total
-        )  # nobody waits for its last groups: they go on
+        left, outcomes, rows = await self._share(engines, list(range(total)), total=total)
         return None if left else (outcomes, rows)
 
     async def _tell(self, engine: RemoteEngine, call: Any) -> bool:
         """Whether the engine took the call; otherwise it is dropped."""
-        try:
-            await asyncio.wait_for(call.remote(), HEALTH_TIMEOUT_S)
-        except (TimeoutError, ray.exceptions.RayError) as error:
+        if (error := await _fault(call)) is not None:
             await self._actors.died(engine, error)
-            return False
-        return True
+        return error is None
 
     async def _somebody_serves(self, deadline: float) -> bool:
         """Whether an engine serves before the deadline, perhaps in the place of a dead one."""
@@ -234,9 +203,10 @@ class Evaluations:
                 ray.cancel(call)  # else the engine would go on answering
             raise
         for engine, part, answer in zip(engines, parts, answers, strict=True):
-            if isinstance(answer, ray.exceptions.RayActorError) or (
-                isinstance(answer, ray.exceptions.RayTaskError) and not await _healthy(engine)
-            ):
+            dead = isinstance(answer, ray.exceptions.RayActorError)
+            if isinstance(answer, ray.exceptions.RayTaskError) and not dead:
+                dead = await _fault(engine.handle.health) is not None
+            if dead:  # others answer its problems
                 await self._actors.died(engine, answer)
                 left += part
             elif isinstance(answer, BaseException):
@@ -276,9 +246,7 @@ def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:
     ]
     found = ", ".join(spoken) or f"{result['eval/problems']:.0f} problems, no verdicts"
     who = (
-        "on every engine, while publications waited"
-        if pin.engine is None
-        else f"on {pin.engine.actor_id}"
+        f"on {pin.engine.actor_id}" if pin.engine else "on every engine, while publications waited"
     )
     return (
         f"evaluated step {step} {who}: {found} ({result['eval/seconds']:.1f} s; the learner "
@@ -286,10 +254,10 @@ def _line(step: int, result: dict[str, float], pin: Pin[RemoteEngine]) -> str:
     )
 
 
-async def _healthy(engine: RemoteEngine) -> bool:
-    """Whether an engine whose call failed is alive; otherwise others answer its problems."""
+async def _fault(call: Any) -> BaseException | None:
+    """Call an engine: the error if it does not answer in time, else None."""
     try:
-        await asyncio.wait_for(engine.handle.health.remote(), HEALTH_TIMEOUT_S)
-    except (TimeoutError, ray.exceptions.RayError):
-        return False
-    return True
+        await asyncio.wait_for(call.remote(), HEALTH_TIMEOUT_S)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        return error
+    return None

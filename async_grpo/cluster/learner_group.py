@@ -102,9 +102,7 @@ class LearnerGroup:
         await self._serves.wait()
 
     async def begin(self, plans: Sequence[RankPlan]) -> dict[RowKey, float]:
-        """Start a learner step: every rank fetches its rows. Returns the token KL summed over each
-        row, if it is part of the reward.
-        """
+        """Start a step: every rank fetches its rows. Token KL summed per row, if rewarded."""
         sums = await self._each("call", [("begin", plan) for plan in plans])
         return {key: value for rank in sums for key, value in rank.items()}
 
@@ -155,9 +153,8 @@ class LearnerGroup:
         self, label: str, *, scale: float, sequences: list[TokenSequence]
     ) -> Staged:
         """Stage visibly perturbed weights, with their log-probs and those of the true weights,
-        which are restored at once; may come in the middle of a learner step.
-
-        Raises LearnerFailed for an error here, which is not the fault of the checked engine.
+        which are back at once; may come inside a learner step. Raises LearnerFailed, no fault of
+        the engine.
         """
         try:
             return (await self._all("stage_perturbed", label, scale=scale, sequences=sequences))[0]
@@ -167,9 +164,7 @@ class LearnerGroup:
             ) from error
 
     async def send(self, announcement: Announcement) -> str:
-        """Push staged weights, for transports that push; why the transfer is torn, or "". A copy
-        goes in the background.
-        """
+        """Push staged weights where the transport does; why the transfer is torn, or ""."""
         if not TRANSPORTS[announcement.backend].pushes:
             return ""
         if announcement.streamed:

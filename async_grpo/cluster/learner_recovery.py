@@ -20,13 +20,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.checkpoint.directory import Origin
+from async_grpo.checkpoint.saver import Saver
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.post_mortem import examine, findings_of
+from async_grpo.cluster.queue import DriverQueue
 from async_grpo.cluster.rollout_actors import RemoteEngine, back_off_s
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
@@ -39,28 +41,6 @@ from async_grpo.weights.transport import TransferStuck, Version
 Result = TypeVar("Result")
 
 
-class RecoverableQueue(Protocol):
-    """The queue as the supervisor sees it."""
-
-    async def digests(self) -> dict[int, str]:
-        """Digests of the recorded versions."""
-
-    async def obstacle(self, *, after: int, until: int) -> str:
-        """Why these recorded steps cannot be repeated, or ""."""
-
-    async def discard(
-        self, *, step: int, snapshot: dict[str, Any] | None, why: str
-    ) -> tuple[str, int]:
-        """Take the steps after this one back; a report, and the new run epoch."""
-
-
-class PendingCheckpoint(Protocol):
-    """The saver as the supervisor sees it."""
-
-    async def wait(self) -> None:
-        """Return when no checkpoint is being written."""
-
-
 class LearnerSupervisor:
     """Keeps the learner of one run alive. `restarts`: how often its ranks were started again."""
 
@@ -71,11 +51,11 @@ class LearnerSupervisor:
         learner: LearnerGroup,
         loop: Loop,
         coordinator: Coordinator[RemoteEngine],
-        queue: RecoverableQueue,
+        queue: DriverQueue,
         session: Session,
         placement: Placement,
         origin: Origin,
-        saver: PendingCheckpoint,
+        saver: Saver,
         listener: RunListener,
     ) -> None:
         """origin: where this start of the run began."""
@@ -98,8 +78,7 @@ class LearnerSupervisor:
     async def surviving(
         self, work: Callable[[], Awaitable[Result]], *, blame: bool = False
     ) -> Result:
-        """Do `work`, again after each recovery of a dead learner. Raises FaultBudgetSpent or
-        Stalled.
+        """Do `work`, again after each recovery of the learner. Raises FaultBudgetSpent or Stalled.
 
         blame: it trains a step; two deaths in it at the same step speak against its batch.
         """
@@ -204,24 +183,18 @@ class LearnerSupervisor:
         return origin.step
 
     async def _repeat(self, origin: Origin, until: int) -> None:
-        self._loop.go_back(
-            origin.step, None if self._learner.state is None else self._learner.state["rows"]
-        )
+        state = self._learner.state
+        self._loop.go_back(origin.step, None if state is None else state["rows"])
         if until <= origin.step:
             return
         recorded = await self._queue.digests()
         await self._learner.connect([])
         weights = await self._loop.repeat(until, recorded=recorded, digest=self._digest)
-        compared = len(weights.same) + len(weights.different)
+        same, compared = len(weights.same), len(weights.same) + len(weights.different)
+        found = f"the weights are the same bits at {same} of {compared} recorded versions"
         self._listener.note(
-            f"learner steps {origin.step + 1} to {until} are trained again from their "
-            "recorded batches; "
-            + (
-                f"the weights are the same bits at {len(weights.same)} of "
-                f"{compared} recorded versions"
-                if compared
-                else "no digests to compare with"
-            )
+            f"learner steps {origin.step + 1} to {until} are trained again from their recorded "
+            f"batches; {found if compared else 'no digests to compare with'}"
         )
         if weights.different:
             self._listener.note(

@@ -52,9 +52,7 @@ class Rerun:
         last: int,
         listener: StepListener,
     ) -> Comparison:
-        """Train the steps `first` to `last` of the journal in directory `source`. checkpoint: the
-        learner's, of the step before; None starts from the model.
-        """
+        """Train steps of the journal in `source`. checkpoint: the learner's; None: the model."""
         config = self._config
         placement = await session.wait_for_room(config)
         options = await session.reserve(

@@ -111,11 +111,8 @@ class PartialCollector:
             return await asyncio.wait_for(engine.partials(), PATIENCE_S)
         except (TimeoutError, ray.exceptions.RayError) as error:
             self.silent += 1
-            why = (
-                f"nothing within {PATIENCE_S:g} s"
-                if isinstance(error, TimeoutError)
-                else last_line(error)
-            )
+            late = f"nothing within {PATIENCE_S:g} s"
+            why = late if isinstance(error, TimeoutError) else last_line(error)
             self._listener.note(
                 f"{engine.actor_id} did not tell of its responses under way ({why}): they "
                 "are not in the checkpoint"

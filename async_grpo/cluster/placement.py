@@ -69,9 +69,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slots of a run: `learners[i]` is rank i, `engines[j]` is rollout actor j, and
-    `rank_offsets[j]` its first rank in an NCCL group.
-    """
+    """Slots of a run by rank and by engine; `rank_offsets[j]`: first rank of engine j with NCCL."""
 
     device: str
     colocated: bool
@@ -81,8 +79,8 @@ class Placement:
 
 
 def place(config: Config, nodes: list[Node]) -> Placement:
-    """Place all learner ranks, and from `cluster.rollout_actors.min` to `max` engines, as there is
-    room. Raises PlacementError naming the request and what each node has.
+    """Place all ranks and, as there is room, `cluster.rollout_actors.min` to `max` engines. Raises
+    PlacementError naming the request and what each node has.
     """
     device = config.cluster.device
     if device == "auto":
@@ -115,10 +113,8 @@ def another(
     *,
     crowd: bool = False,
 ) -> Slot | None:
-    """Find the slot of one more engine beside `engines`, or None where the cluster has no room.
-
-    `placement` is that of the start: its learner ranks stay where they are. Engines that share GPUs
-    with ranks have no room beyond the ranks. crowd: the engine may share cores on CPU.
+    """Find the slot of one more engine beside `engines`; None where the cluster has no room, or
+    engines share GPUs with ranks. placement: of the start. crowd: cores may be shared on CPU.
     """
     if placement.colocated:
         return None
@@ -138,18 +134,12 @@ def another(
 
 def describe(nodes: Sequence[Node]) -> str:
     """Say what each node has."""
-    return (
-        "; ".join(
-            f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
-            + (
-                f" ({node.used_cpus:g} and {node.used_gpus:g} reserved)"
-                if node.used_cpus or node.used_gpus
-                else ""
-            )
-            for node in nodes
-        )
-        or "no nodes"
-    )
+    parts = []
+    for node in nodes:
+        reserved = f" ({node.used_cpus:g} and {node.used_gpus:g} reserved)"
+        used = reserved if node.used_cpus or node.used_gpus else ""
+        parts.append(f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs{used}")
+    return "; ".join(parts) or "no nodes"
 
 
 def _with_taken(node: Node, slots: Sequence[Slot]) -> Node:
@@ -168,9 +158,7 @@ def _free_cpus(node: Node) -> float:
 
 
 def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
-    """Whether learner and engines share GPUs; with `cluster.layout: auto` only if the ranks take
-    all GPUs and the transport allows it.
-    """
+    """Tell whether learner and engines share GPUs; `auto`: if the ranks take all, and may share."""
     cluster, transport = config.cluster, TRANSPORTS.get(config.weight_sync.backend)
     if cluster.layout != "auto":
         return cluster.layout == "colocated"
@@ -249,22 +237,15 @@ def _another_on_cpu(
         share, ranks = placement.learners[0].cpus, len(placement.learners)
         room = max(1, min((len(node.cores) or int(node.cpus)) - ranks - 1, limit))
         if _free_cpus(node) >= share and (crowd or there < room):
-            left = set(node.cores) - {
-                core for slot in [*placement.learners, *engines] for core in slot.cores
-            }
-            freed = (
-                slot.cores
-                for slot in placement.engines
-                if slot.cores and left.issuperset(slot.cores)
-            )
+            taken = {core for slot in [*placement.learners, *engines] for core in slot.cores}
+            left, dealt = set(node.cores) - taken, [slot.cores for slot in placement.engines]
+            freed = (cores for cores in dealt if cores and left.issuperset(cores))
             return Slot(node.node_id, share, 0.0, next(freed, ()))
     return None
 
 
 def _deal_cores(cores: tuple[int, ...], *, ranks: int, engines: int) -> list[tuple[int, ...]]:
-    """Cores of each learner rank, then of each engine, the highest first; none for any process
-    where one would have to share.
-    """
+    """Deal the highest cores to the ranks, then to the engines; none if one would have to share."""
     if len(cores) < ranks + engines:
         return [()] * (ranks + engines)
     spare = max(0, len(cores) - ranks - engines - 1)
@@ -298,9 +279,7 @@ def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Sl
 
 
 def _node_for(ranks: int, free: dict[str, int], *, size: int) -> str:
-    """The node of the next ranks: of the nodes that hold them all the one that loses the fewest
-    engines by it, otherwise the node with most room.
-    """
+    """Choose the node that holds all next ranks and loses fewest engines, else the roomiest one."""
     fitting = [node_id for node_id, gpus in free.items() if gpus >= ranks]
     if not fitting:
         return max(free, key=lambda node_id: free[node_id])
@@ -331,24 +310,20 @@ def _place_colocated(config: Config, nodes: list[Node]) -> tuple[list[Slot], lis
 
 def refuse(config: Config, *, device: str, backend: str) -> None:
     """Raise SetupError for settings that this device or this transport cannot run with."""
-    _refuse_bfloat16_without_zero(config, device)
-    _refuse_seeds_that_cannot_pause(config, device)
-    _refuse_short_acknowledgement(config, backend)
-
-
-def _refuse_bfloat16_without_zero(config: Config, device: str) -> None:
-    dtype = config.model.dtype
-    if config.learner.zero_stage == 0 and (
-        dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
-    ):
+    dtype, deadlines = config.model.dtype, config.weight_sync.deadlines
+    bfloat16 = dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
+    if config.learner.zero_stage == 0 and bfloat16:
         raise SetupError(
             "`learner.zero_stage` is 0 and the model is bfloat16: gradients would be added up in "
             "bfloat16; use stage 1, 2 or 3, or model.dtype=float32."
         )
-
-
-def _refuse_short_acknowledgement(config: Config, backend: str) -> None:
-    deadlines = config.weight_sync.deadlines
+    recomputes = config.replay.max_staleness > 0 and config.weight_sync.kv_cache == "recompute"
+    if device == "cpu" and config.seeded and recomputes:
+        raise SetupError(
+            "`rollout.seeded` is on: on CPU, vLLM dies when a seeded response is preempted by a "
+            "publication; use rollout.seeded=off, weight_sync.kv_cache=keep, or "
+            "replay.max_staleness=0."
+        )
     least = torn_after(deadlines) + deadlines.resume_s
     if TRANSPORTS[backend].pushes and deadlines.acknowledge_s <= least:
         raise SetupError(
@@ -356,18 +331,4 @@ def _refuse_short_acknowledgement(config: Config, backend: str) -> None:
             "engines that are cut off notice it only after up to "
             f"{least:g} s (pause_s + {BUCKETS_IN_FLIGHT} x bucket_s + resume_s): they would be "
             "taken for the culprit; raise it, or lower those."
-        )
-
-
-def _refuse_seeds_that_cannot_pause(config: Config, device: str) -> None:
-    if (
-        device == "cpu"
-        and config.seeded
-        and config.replay.max_staleness > 0
-        and config.weight_sync.kv_cache == "recompute"
-    ):
-        raise SetupError(
-            "`rollout.seeded` is on: on CPU, vLLM dies when a seeded response is "
-            "preempted by a publication; use rollout.seeded=off, "
-            "weight_sync.kv_cache=keep, or replay.max_staleness=0."
         )

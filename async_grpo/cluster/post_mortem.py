@@ -19,7 +19,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -57,9 +57,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class PostMortemReport:
-    """`where`: one line that says what the run was doing and who is to blame, if that is known.
-    `path`: the bundle; None if it could not be written.
-    """
+    """A line on what the run was doing and who is to blame, if known; the bundle, if written."""
 
     where: str
     path: Path | None
@@ -91,17 +89,14 @@ def write(
 async def examine(
     run_dir: str, role: str, error: BaseException, *, node_id: str | None = None
 ) -> dict[str, Any]:
-    """Examine processes of this role before they are killed; {} for a dead one. No node: the
-    driver's.
-    """
+    """Examine processes of a role before they are killed; {} for a dead one. No node: here."""
     if isinstance(error, ray.exceptions.RayActorError):
         return {}
-    here = node_id is None or node_id == ray.get_runtime_context().get_node_id()
-    work = (
-        asyncio.to_thread(collect.gather, run_dir, role=role)
-        if here
-        else asyncio.wrap_future(_there(node_id, run_dir, role).future())
-    )
+    work: Awaitable[dict[str, Any]]
+    if node_id is None or node_id == ray.get_runtime_context().get_node_id():
+        work = asyncio.to_thread(collect.gather, run_dir, role=role)
+    else:
+        work = asyncio.wrap_future(_there(node_id, run_dir, role).future())
     try:
         return await asyncio.wait_for(work, EXAMINE_S)
     except (TimeoutError, OSError, ray.exceptions.RayError) as failure:
@@ -109,7 +104,7 @@ async def examine(
 
 
 def findings_of(seen: dict[str, Any]) -> str:
-    """What was found at them, to be appended to a sentence about it; "" for nothing."""
+    """Name the troubled processes, to be appended to a sentence; "" for none."""
     troubled = [
         f"{process['name']} {process['trouble']}"
         for process in seen.get("processes", [])
@@ -124,7 +119,8 @@ def _look(run_dir: str, scene: Scene) -> dict[str, Any]:
         "nodes": lambda: [collect.gather(run_dir)],
         "versions": _versions,
     }
-    engines = list(scene.actors.processes()) if scene.actors is not None else []
+    actors, loop = scene.actors, scene.loop
+    engines = [] if actors is None else list(actors.processes())
     if scene.session is not None:
         parts["other_nodes"] = lambda: _other_nodes(scene.session, run_dir)
         if scene.queue is not None:
@@ -137,12 +133,10 @@ def _look(run_dir: str, scene: Scene) -> dict[str, Any]:
     nodes = told.pop("nodes", [])
     hosts = {node["host"] for node in nodes}
     nodes += [node for node in told.pop("other_nodes", []) if node["host"] not in hosts]
-    alive = (
-        {engine.actor_id for engine in scene.actors.alive()} if scene.actors is not None else set()
-    )
+    alive = set() if actors is None else {engine.actor_id for engine in actors.alive()}
     return {
-        "phase": scene.loop.phase if scene.loop is not None else "starting",
-        "steps_done": scene.loop.steps_done if scene.loop is not None else None,
+        "phase": "starting" if loop is None else loop.phase,
+        "steps_done": None if loop is None else loop.steps_done,
         "silent": silent,
         "versions": told.get("versions", {}),
         "queue": told.get("queue"),
@@ -156,8 +150,8 @@ def _look(run_dir: str, scene: Scene) -> dict[str, Any]:
             }
             for engine in engines
         },
-        "deaths": scene.actors.deaths[-20:] if scene.actors is not None else [],
-        "dropped": scene.actors.examined if scene.actors is not None else {},
+        "deaths": [] if actors is None else actors.deaths[-20:],
+        "dropped": {} if actors is None else actors.examined,
     }
 
 
@@ -181,11 +175,8 @@ def _all(parts: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str,
         thread.start()
     for thread in threads.values():
         thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(told), {
-        name: failed.get(name, f"no answer within {LIMIT_S:g} s")
-        for name in threads
-        if name not in told
-    }
+    late, found = f"no answer within {LIMIT_S:g} s", dict(told)
+    return found, {name: failed.get(name, late) for name in threads if name not in found}
 
 
 def _why(error: Exception) -> str:
@@ -199,21 +190,20 @@ def _status(handle: Any) -> dict[str, Any]:
 
 
 def _queue(handle: Any) -> dict[str, Any]:
-    calls = [handle.counts.remote(), handle.metrics.remote(), handle.in_flight.remote()]
-    counts, metrics, in_flight = ray.get(calls, timeout=ANSWER_S)
-    return {"counts": counts, "metrics": metrics, "in_flight": in_flight}
+    calls = [handle.call.remote("counts"), handle.call.remote("metrics"), handle.in_flight.remote()]
+    return dict(
+        zip(("counts", "metrics", "in_flight"), ray.get(calls, timeout=ANSWER_S), strict=True)
+    )
 
 
 def _other_nodes(session: Session, run_dir: str) -> list[dict[str, Any]]:
     others = session.nodes()[1:]  # the first is the driver's
     calls = {_there(node.node_id, run_dir): node.address for node in others}
-    done, late = (
-        ray.wait(list(calls), num_returns=len(calls), timeout=LIMIT_S - 2) if calls else ([], [])
-    )
-    gone = [
-        {"host": calls[call], "processes": [], "note": f"no answer within {LIMIT_S - 2:g} s"}
-        for call in late
-    ]
+    if not calls:
+        return []
+    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=LIMIT_S - 2)
+    note = f"no answer within {LIMIT_S - 2:g} s"
+    gone = [{"host": calls[call], "processes": [], "note": note} for call in late]
     return [ray.get(call) for call in done] + gone
 
 

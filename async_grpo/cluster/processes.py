@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,67 +41,54 @@ SAVING = "saving"
 class RolloutProcess(RolloutActor):
     """A rollout actor whose queue is a Ray actor."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        actor_id: str,
-        queue: Any,
-        model_dir: str,
-        device: str,
-        cores: Sequence[int],
-        partials: str | None = None,
-    ) -> None:
+    def __init__(self, config: Config, *, actor_id: str, queue: Any, **place: Any) -> None:
+        """queue: the Ray actor. place: see `RolloutActor`."""
         die_with_parent()
         stacks.register(actor_id, stacks.home(config.run.dir))
         handle = ActorQueue(queue, patience_s=config.watchdog.step_timeout_s)
-        super().__init__(
-            config,
-            actor_id=actor_id,
-            queue=handle,
-            model_dir=model_dir,
-            device=device,
-            cores=cores,
-            partials=partials,
-        )
+        super().__init__(config, actor_id=actor_id, queue=handle, **place)
 
     async def pid(self) -> int:
         """Process id, for tests and post-mortems."""
         return os.getpid()
 
 
+@dataclass(frozen=True)
+class RankParts:
+    """What a learner rank has once it is set up."""
+
+    learner: Learner
+    sender: WeightSender
+    saving: Saving
+
+
 class LearnerProcess:
-    """One learner rank: the learner, its half of the weight transport, and its place in the process
+    """One learner rank: the learner, its half of the weight transport, its place in the process
     group.
 
-    All that computes runs in one thread. What the transport does without the model has a thread of
-    its own (TRANSFER), since a publication that is cut off is repeated while a learner step runs;
-    and so has what brings a checkpoint to the disk (SAVING).
+    All that computes runs in one thread. The transport has a thread of its own for what needs no
+    model (TRANSFER), since a publication that is cut off is repeated while a learner step runs; so
+    has what brings a checkpoint to the disk (SAVING).
     """
-
-    _learner: Learner  # these three from `setup` on
-    _sender: WeightSender
-    _saving: Saving
 
     def __init__(self, config: Config, *, rank: int, cores: Sequence[int], queue: Any) -> None:
         die_with_parent()
         if cores:
-            for thread in os.listdir(
-                "/proc/self/task"
-            ):  # Ray has started those that will run the calls
+            # Ray has started those that will run the calls
+            for thread in os.listdir("/proc/self/task"):
                 os.sched_setaffinity(int(thread), cores)
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
         stacks.register(f"learner-{rank}", stacks.home(config.run.dir))
         self._config, self._rank = config, rank
         self._queue = queue
         self._listener: socket.socket | None = None
+        self._parts: RankParts | None = None
 
     def address(self) -> tuple[str, int]:
         """This rank's address, and a port for the rendezvous that nobody else can take."""
         host = ray.util.get_node_ip_address()
-        self._listener = socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         return host, self._listener.getsockname()[1]
 
     def setup(
@@ -130,28 +118,28 @@ class LearnerProcess:
         from async_grpo.weights.transport import make_sender
 
         try:
-            self._learner = Learner(
+            learner = Learner(
                 self._config,
                 model_dir=model_dir,
                 fetch=self._fetch,
                 device="cpu" if device == "cpu" else "cuda:0",
                 total_updates=total_updates,
             )
-            state = self._learner.load(checkpoint) if checkpoint is not None else None
+            state = learner.load(checkpoint) if checkpoint is not None else None
         except ValueError as error:
             raise SetupError(str(error)) from error
-        self._sender = make_sender(backend, self._learner, config=self._config, key=key)
-        self._saving = Saving(self._learner, key=key)
+        sender = make_sender(backend, learner, config=self._config, key=key)
+        self._parts = RankParts(learner, sender, Saving(learner, key=key))
         return state
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the learner."""
-        return getattr(self._learner, name)(*args, **kwargs)
+        return getattr(self._parts.learner, name)(*args, **kwargs)
 
     def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Written | str:
         """Write this rank's part of a checkpoint, with all ranks; or why one of them could not."""
         try:
-            return self._saving.write(directory, state)
+            return self._parts.saving.write(directory, state)
         except StorageFailure as error:
             return str(error)
 
@@ -159,53 +147,53 @@ class LearnerProcess:
     def finish_checkpoint(self, directory: str) -> dict[str, FileSum] | str:
         """Bring it to the disk; the files, or why not."""
         try:
-            return self._saving.finish(directory)
+            return self._parts.saving.finish(directory)
         except OSError as error:
             return f"learner rank {self._rank}: {reason(error)}"
 
     @ray.method(concurrency_group=TRANSFER)
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         """Prepare the transport for these engines; one init payload per engine."""
-        return self._sender.connect(address, tensor_parallel_sizes)
+        return self._parts.sender.connect(address, tensor_parallel_sizes)
 
     @ray.method(concurrency_group=TRANSFER)
     def rendezvous(self) -> str:
         """Complete the transport's group; why it failed, or ""."""
-        return self._sender.rendezvous()
+        return self._parts.sender.rendezvous()
 
     @ray.method(concurrency_group=TRANSFER)
     def send(self) -> str:
         """Push the staged copy; why it is torn, or ""."""
-        return self._sender.send()
+        return self._parts.sender.send()
 
     def stream(self) -> str:
         """Push the weights of the model itself, with all ranks; why it is torn, or ""."""
-        return self._sender.send()
+        return self._parts.sender.send()
 
     def release(self) -> None:
         """Free the copy that was staged apart."""
-        self._sender.release()
+        self._parts.sender.release()
 
     def note(self) -> str:
         """What the user should know about the transport."""
-        return self._sender.note
+        return self._parts.sender.note
 
     def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
         """Stage the weights, with their log-probs of the sequences."""
-        announcement = self._sender.stage(label, verify=verify)
-        return Staged(
-            announcement, self._learner.logprobs(sequences, temperature=1.0) if sequences else []
-        )
+        announcement = self._parts.sender.stage(label, verify=verify)
+        logprobs = self._parts.learner.logprobs(sequences, temperature=1.0) if sequences else []
+        return Staged(announcement, logprobs)
 
     def stage_perturbed(
         self, label: str, *, scale: float, sequences: list[TokenSequence]
     ) -> Staged:
         """Stage perturbed weights; the true ones are back, bit for bit, on return."""
-        self._sender.reserve()
-        with self._learner.perturbed(scale=scale, seed=self._config.seed):
-            announcement = self._sender.stage(label, verify=True, apart=True)
-            logprobs = self._learner.logprobs(sequences, temperature=1.0)
-        return Staged(announcement, logprobs, self._learner.logprobs(sequences, temperature=1.0))
+        learner, sender = self._parts.learner, self._parts.sender
+        sender.reserve()
+        with learner.perturbed(scale=scale, seed=self._config.seed):
+            announcement = sender.stage(label, verify=True, apart=True)
+            logprobs = learner.logprobs(sequences, temperature=1.0)
+        return Staged(announcement, logprobs, learner.logprobs(sequences, temperature=1.0))
 
     def pid(self) -> int:
         """Process id, for tests and post-mortems."""
@@ -213,9 +201,9 @@ class LearnerProcess:
 
     def close(self) -> None:
         """Free the transport and leave the process group."""
-        self._sender.close()
-        self._saving.discard()
-        self._learner.close()
+        self._parts.sender.close()
+        self._parts.saving.discard()
+        self._parts.learner.close()
 
     def _fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         try:

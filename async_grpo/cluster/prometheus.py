@@ -40,9 +40,8 @@ class Exported:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Set the gauges to what was logged of learner step `step`, metrics by lag left out."""
-        if (
-            "time/step" in metrics
-        ):  # evaluations and checkpoints are logged late, under the step that they belong to
+        # evaluations and checkpoints are logged late, under the step that they belong to
+        if "time/step" in metrics:
             self._set("step", step)
         for name, value in metrics.items():
             if name.startswith(GROUPS) and not _BY_LAG.search(name) and math.isfinite(value):

@@ -31,9 +31,7 @@ from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_fram
 
 BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
 TICKET_PATIENCE_S, TICKET_POLL_S = 0.25, 0.01
-"""The second is the time between two looks of anybody: the more actors wait, the longer it is for
-each.
-"""
+"""Seconds between two looks for tickets by any actor: the more wait, the more rarely each looks."""
 CALL_TIMEOUT_S = 60.0
 REOPEN_TIMEOUT_S = 600.0
 """Longest time the queue may take to read its journal again."""
@@ -76,6 +74,10 @@ class QueueProcess:
         """What a resumed queue took over, in words. Raises what went wrong when it was opened."""
         return None if self._queue.report is None else str(self._queue.report)
 
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the queue itself."""
+        return await getattr(self._queue, method)(*args, **kwargs)
+
     # ---- rollout actors ----
 
     async def acquire(
@@ -86,10 +88,9 @@ class QueueProcess:
         want: int,
         report: ActorReport | None = None,
     ) -> list[GroupTicket] | None:
-        """As the queue's; where there is no ticket it is asked again here for a moment, unless the
-        actor has missed a publication.
-
-        Meanwhile the actor gets no other ticket, so `holding` remains all it may have.
+        """Ask the queue for tickets, again for a moment while it has none, unless the actor has
+        missed a publication. The actor gets no other ticket meanwhile, so `holding` is all it may
+        have.
         """
         tickets = await self._queue.acquire(actor_id, serving_version, holding, want, report)
         deadline = time.monotonic() + TICKET_PATIENCE_S
@@ -111,29 +112,7 @@ class QueueProcess:
         """`put` of the frames in one packed array."""
         return await self._queue.put(actor_id, list(unpack_frames(packed)))
 
-    async def fail(
-        self,
-        actor_id: str,
-        tickets: Sequence[GroupTicket],
-        reason: str,
-        tokens: Sequence[int | None] | None = None,
-    ) -> None:
-        """See `ReplayQueue.fail`."""
-        await self._queue.fail(actor_id, tickets, reason, tokens)
-
-    async def forfeit(self, actor_id: str) -> None:
-        """See `ReplayQueue.forfeit`."""
-        await self._queue.forfeit(actor_id)
-
-    async def tell(self, actor_id: str, report: ActorReport) -> None:
-        """See `ReplayQueue.tell`."""
-        await self._queue.tell(actor_id, report)
-
     # ---- loop and learner ----
-
-    async def get_batch(self, step: int) -> Batch | None:
-        """See `ReplayQueue.get_batch`."""
-        return await self._queue.get_batch(step)
 
     async def next_batch(self, step: int) -> Batch | None:
         """`get_batch`, asked again here for a moment."""
@@ -145,14 +124,6 @@ class QueueProcess:
     async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         """See `ReplayQueue.payload`."""
         return await self._queue.payload(step, group_ids)
-
-    async def live(self, version: int, digest: str = "") -> None:
-        """See `ReplayQueue.live`."""
-        await self._queue.live(version, digest)
-
-    async def close(self, *, orderly: bool = True) -> None:
-        """See `ReplayQueue.close`."""
-        await self._queue.close(orderly=orderly)
 
     async def obstacle(self, after: int, until: int) -> str:
         """Why the trained steps after `after`, up to `until`, cannot be trained again, or ""."""
@@ -166,10 +137,8 @@ class QueueProcess:
     async def discard(
         self, step: int, snapshot: dict[str, Any] | None, why: str
     ) -> tuple[str, int]:
-        """Take back the learner steps after `step`, to which `snapshot` belongs; what became of the
-        groups, and the run epoch, which is raised.
-
-        Tickets that are out are lost with it; their actors live on and are refused.
+        """Take back the steps after `step`, which `snapshot` is of: a summary, and the raised run
+        epoch. Tickets that are out are lost; their actors live on and are refused.
         """
         assert self._journal is not None  # without one, a learner that died is not brought back
         await self._queue.commit()
@@ -195,26 +164,6 @@ class QueueProcess:
         training = ledger.training_step or 0
         return {"steps": ledger.steps, "training": training, "run_epoch": ledger.run_epoch}
 
-    async def is_over(self) -> bool:
-        """See `ReplayQueue.is_over`."""
-        return await self._queue.is_over()
-
-    async def counts(self) -> dict[str, int]:
-        """See `ReplayQueue.counts`."""
-        return await self._queue.counts()
-
-    async def history(self, group_ids: Sequence[int]) -> dict[int, dict[str, int | str | None]]:
-        """See `ReplayQueue.history`."""
-        return await self._queue.history(group_ids)
-
-    async def held(self) -> dict[str, list[tuple[int, int]]]:
-        """See `ReplayQueue.held`."""
-        return await self._queue.held()
-
-    async def metrics(self) -> dict[str, float]:
-        """See `ReplayQueue.metrics`."""
-        return await self._queue.metrics()
-
     async def full_metrics(self) -> QueueMetrics:
         """`metrics`, and the latest report of every rollout actor."""
         return QueueMetrics(await self._queue.metrics(), self._queue.reports())
@@ -231,20 +180,6 @@ class QueueProcess:
         """Process id, for tests and post-mortems."""
         return os.getpid()
 
-    # ---- the journal ----
-
-    async def snapshot(self) -> dict[str, Any]:
-        """See `ReplayQueue.snapshot`."""
-        return await self._queue.snapshot()
-
-    async def digests(self) -> dict[int, str]:
-        """See `ReplayQueue.digests`."""
-        return await self._queue.digests()
-
-    async def forget(self, *, segment: int, step: int) -> None:
-        """See `ReplayQueue.forget`."""
-        await self._queue.forget(segment=segment, step=step)
-
 
 class DriverQueue:
     """The queue as the loop sees it."""
@@ -252,9 +187,7 @@ class DriverQueue:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self.reports = ActorReports()
-        """Of all rollout actors, by the time of the last `metrics`; a queue that is started again
-        does not know those of dead ones.
-        """
+        """Latest reports of all rollout actors; a restarted queue forgets those of dead ones."""
 
     async def get_batch(self, step: int) -> Batch | None:
         """Take the batch of a learner step, or None while the queue has none."""
@@ -273,19 +206,19 @@ class DriverQueue:
 
     async def tell(self, actor_id: str, report: ActorReport) -> None:
         """Pass on the last report of an actor that is gone."""
-        await self._call(self._handle.tell.remote(actor_id, report))
+        await self._call(self._handle.call.remote("tell", actor_id, report))
 
     async def live(self, version: int, digest: str) -> None:
         """Declare that every engine serves a version."""
-        await self._call(self._handle.live.remote(version, digest))
+        await self._call(self._handle.call.remote("live", version, digest))
 
     async def counts(self) -> dict[str, int]:
         """Count the group ids by state."""
-        return await self._call(self._handle.counts.remote())
+        return await self._call(self._handle.call.remote("counts"))
 
     async def digests(self) -> dict[int, str]:
         """Return the recorded digests of the weights, by version."""
-        return await self._call(self._handle.digests.remote(), timeout_s=REOPEN_TIMEOUT_S)
+        return await self._call(self._handle.call.remote("digests"), timeout_s=REOPEN_TIMEOUT_S)
 
     async def obstacle(self, *, after: int, until: int) -> str:
         """Say why recorded steps cannot be trained again, or ""."""
@@ -307,11 +240,11 @@ class DriverQueue:
 
     async def history(self, group_ids: list[int]) -> dict[int, dict[str, Any]]:
         """Return what became of these groups."""
-        return await self._call(self._handle.history.remote(group_ids))
+        return await self._call(self._handle.call.remote("history", group_ids))
 
     async def held(self) -> dict[str, list[tuple[int, int]]]:
         """Return the tickets that each actor holds, as (group_id, attempt)."""
-        return await self._call(self._handle.held.remote())
+        return await self._call(self._handle.call.remote("held"))
 
     async def opened(self, *, timeout_s: float) -> str | None:
         """Wait until the queue has read its journal; what it took over, in words."""
@@ -319,23 +252,23 @@ class DriverQueue:
 
     async def forfeit(self, actor_id: str) -> None:
         """Take back all tickets of an actor that is gone."""
-        await self._call(self._handle.forfeit.remote(actor_id))
+        await self._call(self._handle.call.remote("forfeit", actor_id))
 
     async def is_over(self) -> bool:
         """Whether no group can be trained any more."""
-        return await self._call(self._handle.is_over.remote())
+        return await self._call(self._handle.call.remote("is_over"))
 
     async def snapshot(self) -> dict[str, Any]:
         """Return the state of the queue for a checkpoint."""
-        return await self._call(self._handle.snapshot.remote())
+        return await self._call(self._handle.call.remote("snapshot"))
 
     async def forget(self, *, segment: int, step: int) -> None:
         """Delete journal segments before `segment` that no step after `step` needs."""
-        await self._call(self._handle.forget.remote(segment=segment, step=step))
+        await self._call(self._handle.call.remote("forget", segment=segment, step=step))
 
     async def close(self, *, orderly: bool) -> None:
         """Close the journal; in order, groups under way become unused."""
-        await self._call(self._handle.close.remote(orderly=orderly))
+        await self._call(self._handle.call.remote("close", orderly=orderly))
 
     @staticmethod
     async def _call(reference: Awaitable[Any], *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
@@ -348,9 +281,7 @@ class DriverQueue:
 
 
 class ActorQueue:
-    """The queue as a rollout actor sees it; every call has a deadline, and may be repeated, so it
-    is, for `patience_s` at most.
-    """
+    """The queue as a rollout actor sees it; calls are repeated for `patience_s` at most."""
 
     def __init__(self, handle: Any, *, patience_s: float = CALL_TIMEOUT_S) -> None:
         self._handle, self._patience_s = handle, patience_s
@@ -381,7 +312,9 @@ class ActorQueue:
         tokens: list[int] | None = None,
     ) -> None:
         """Report tickets whose groups cannot be completed."""
-        await self._call(lambda: self._handle.fail.remote(actor_id, tickets, reason, tokens))
+        await self._call(
+            lambda: self._handle.call.remote("fail", actor_id, tickets, reason, tokens)
+        )
 
     async def _call(self, ask: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + self._patience_s

@@ -74,9 +74,7 @@ class Relays:
         where: Callable[[str], dict[str, Any]],
         listener: RunListener,
     ) -> None:
-        """home: the node of learner rank 0. where(node_id): Ray options of an unreserved process on
-        that node. fallback: a directory in the run's.
-        """
+        """home: node of rank 0. where(node_id): Ray options. fallback: a directory in the run's."""
         self._home, self._where = home, where
         self._key, self._fallback = key, fallback
         self._listener = listener
@@ -86,9 +84,7 @@ class Relays:
         self._noted: set[str] = set()
 
     async def local(self, announcement: Announcement, node_id: str) -> Announcement:
-        """Return the announcement as engines on this node need it. Raises Ray's error when a relay
-        has died too often.
-        """
+        """Return the announcement for engines on this node. Raises Ray's error for dead relays."""
         if not TRANSPORTS[announcement.backend].relayed or node_id == self._home:
             return announcement
         payload = announcement.payload

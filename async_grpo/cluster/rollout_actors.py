@@ -26,9 +26,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import ray
@@ -37,13 +36,16 @@ from async_grpo.cluster.engine_slots import EngineSlot, EngineSlots
 from async_grpo.cluster.placement import PlacementError, Slot, describe
 from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.processes import MAX_CALLS, RolloutProcess
+from async_grpo.cluster.queue import DriverQueue
 from async_grpo.cluster.relays import Relays
+from async_grpo.cluster.session import settled
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, SetupError
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.runtime.listener import FailureHandler, RunListener
 from async_grpo.runtime.text import last_line
+from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import (
     UNPUBLISHED,
     Announcement,
@@ -68,9 +70,7 @@ def back_off_s(deaths: int) -> float:
 
 @dataclass
 class RemoteEngine:
-    """One rollout actor process, as the driver and the coordinator see it. localize(announcement):
-    the announcement in the form that this engine's node needs.
-    """
+    """One rollout actor process for driver and coordinator. localize: to what its node needs."""
 
     actor_id: str
     slot: int
@@ -105,35 +105,13 @@ class RemoteEngine:
         return await self.handle.partials.remote()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """A few greedy responses as (prompt, response, log-probs)."""
+        """A few short responses as (prompt, response, log-probs)."""
         return await self.handle.probe_sequences.remote()
-
-
-class ForfeitQueue(Protocol):
-    """The queue as the manager sees it."""
-
-    async def forfeit(self, actor_id: str) -> None:
-        """Issue the tickets of a dead actor again."""
-
-    async def is_over(self) -> bool:
-        """Whether the run needs no more groups."""
-
-
-class Publications(Protocol):
-    """The coordinator as the manager sees it."""
-
-    async def join(self, engine: RemoteEngine, admit: Callable[[], None]) -> None:
-        """Bring a new engine to the live weights, and call `admit` when it serves them."""
-
-    def between_publications(self) -> AbstractAsyncContextManager[None]:
-        """Block in which no publication runs."""
 
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """What every rollout actor process is started with. queue: the Ray actor. partials: file from
-    which groups continue (`PartialCollector.path`).
-    """
+    """What rollout actors start with. queue: Ray actor. partials: `PartialCollector.path`."""
 
     queue: Any
     model_dir: str
@@ -151,7 +129,7 @@ class ActorManager:
         *,
         slots: EngineSlots,
         spec: ActorSpec,
-        client: ForfeitQueue,
+        client: DriverQueue,
         relays: Relays,
         listener: RunListener,
         failures: FailureHandler,
@@ -165,7 +143,7 @@ class ActorManager:
         self._processes: dict[str, RemoteEngine] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
-        self._publications: Publications | None = None
+        self._publications: Coordinator[RemoteEngine] | None = None
         self._stopping = False
         self.faults = self.restarts = 0
         self.deaths: list[str] = []
@@ -178,7 +156,7 @@ class ActorManager:
         await asyncio.gather(*[self._load(engine) for engine in engines])
         self._alive = engines
 
-    def begin(self, publications: Publications) -> None:
+    def begin(self, publications: Coordinator[RemoteEngine]) -> None:
         """Let every actor produce groups, and watch the actors and the cluster."""
         self._publications = publications
         for engine in self._alive:
@@ -187,11 +165,11 @@ class ActorManager:
         self._spawn(self._survey())
 
     async def add(self) -> str:
-        """Start one more rollout actor; its id, once it is in the set (over NCCL it serves after
-        the next boundary between learner steps).
+        """Start one more rollout actor, on CPU perhaps on shared cores; its id once it is in the
+        set (over NCCL it serves after the next boundary between learner steps).
 
-        On CPU it may share cores with others. Raises PlacementError where the cluster has no room,
-        RunError when it is not to be or did not start.
+        Raises PlacementError where the cluster has no room, RunError when it may not or did not
+        start.
         """
         self._need_run()
         actors, nodes = self._config.cluster.rollout_actors, await self._slots.nodes()
@@ -217,12 +195,10 @@ class ActorManager:
         return slot.engine.actor_id
 
     async def remove(self, actor_id: str, *, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
-        """End one rollout actor for good: it takes no new tickets, and groups that are not finished
-        at the deadline are issued again.
+        """End one rollout actor for good: it takes no tickets, and groups unfinished at the
+        deadline are issued again. Its room in the cluster stays empty until `add`.
 
-        It is not replaced; the cluster's room for it stays empty until `add`. Raises ValueError for
-        an id that is not alive, RunError when fewer than `cluster.rollout_actors.min` would be
-        left.
+        Raises ValueError for an id that is not alive, RunError below `cluster.rollout_actors.min`.
         """
         self._need_run()
         alive = {slot.engine.actor_id: slot for slot in self._slots.all() if self._lives(slot)}
@@ -396,29 +372,26 @@ class ActorManager:
             await self.drop(engine.actor_id, error)
 
     async def _survey(self) -> None:
-        """Follow the cluster: give back slots on nodes that are gone, use new room, and see whether
-        enough actors are left.
-        """
+        """Give back slots of lost nodes, open slots in new room, and fail below the minimum."""
         while True:
             self._look.clear()
             nodes = await self._slots.nodes()
             living = {node.node_id for node in nodes}
             for node_id in {slot.node_id for slot in self._slots.all()} - living:
                 await self._lose(node_id)
-            while (self._slots.limit is None or len(self._slots) < self._slots.limit) and (
-                room := self._slots.room(nodes)
-            ) is not None:
+            while self._slots.limit is None or len(self._slots) < self._slots.limit:
+                if (room := self._slots.room(nodes)) is None:
+                    break
                 self._open(room)
             least, cluster = self._config.cluster.rollout_actors.min, self._config.cluster
             starting = any(not self._lives(slot) and not slot.leaving for slot in self._slots.all())
             if len(self._alive) < least and not starting:
                 self._failures.fail(
                     FaultBudgetSpent(
-                        f"{len(self._alive)} rollout actors are alive, "
-                        f"cluster.rollout_actors.min is {least}, and the cluster has no "
-                        f"room for another; {self.deaths[-1]}; the faults so far are {self.faults} "
-                        f"of cluster.restart_budget = {cluster.restart_budget}; "
-                        f"it has {describe(nodes)}"
+                        f"{len(self._alive)} rollout actors are alive, cluster.rollout_actors.min "
+                        f"is {least}, and the cluster has no room for another; {self.deaths[-1]}; "
+                        f"the faults so far are {self.faults} of cluster.restart_budget = "
+                        f"{cluster.restart_budget}; it has {describe(nodes)}"
                     )
                 )
                 return
@@ -459,9 +432,7 @@ class ActorManager:
             await self._replace(slot, fault)
 
     async def _replace(self, slot: EngineSlot, fault: str) -> None:
-        """Start processes in this slot until one serves, the slot is given back or the budget is
-        spent.
-        """
+        """Start processes in this slot until one serves or the slot is given back."""
         while await self._may_restart(slot, fault):
             engine = self._create(slot)
             self._listener.note(
@@ -563,11 +534,3 @@ class ActorManager:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {last_line(error)}"
-
-
-async def settled(call: Awaitable[Any]) -> Any:
-    """Await a remote call: its result, or the error that Ray raised."""
-    try:
-        return await call
-    except ray.exceptions.RayError as error:
-        return error

@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
+from async_grpo.cluster.queue import DriverQueue
 from async_grpo.config.schema import Config
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.provenance import load_tokenizer
@@ -31,13 +30,6 @@ FINISH_S = 10.0
 Decode = Callable[[Sequence[int]], str]
 
 
-class PayloadQueue(Protocol):
-    """The queue as far as samples need it."""
-
-    async def payload(self, step: int, group_ids: list[int]) -> np.ndarray:
-        """Packed frames of these groups of the step in training."""
-
-
 class TrainingSamples:
     """Gives samples of the steps that are due to the listener."""
 
@@ -45,7 +37,7 @@ class TrainingSamples:
         self,
         config: Config,
         *,
-        queue: PayloadQueue,
+        queue: DriverQueue,
         model_dir: str,
         total_steps: int,
         weights: Mapping[str, float],
@@ -60,9 +52,7 @@ class TrainingSamples:
         self._task: asyncio.Task[None] | None = None
 
     def take(self, batch: Batch) -> None:
-        """Ask for samples of the step that begins with this batch, before the queue can learn of
-        the next.
-        """
+        """Ask for samples of this batch's step, before the queue can learn of the next step."""
         due = self._every and (batch.step == 1 or batch.step % self._every == 0)
         if due and (self._task is None or self._task.done()):
             size = len(batch.groups)

@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,9 +61,7 @@ class Session:
 
     @classmethod
     def open(cls, *, processes: int) -> Session:
-        """Join the cluster of RAY_ADDRESS (set in a Ray job), or start one for `processes` on
-        loopback.
-        """
+        """Join the cluster of RAY_ADDRESS, or start one for `processes` on loopback."""
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         # Ray's agents notice late that all others are gone.
@@ -91,7 +89,7 @@ class Session:
 
     def nodes(self) -> list[Node]:
         """Living nodes, the driver's first."""
-        own = ray.get_runtime_context().get_node_id()
+        own, cores = ray.get_runtime_context().get_node_id(), sorted(os.sched_getaffinity(0))
         free = ray_state.available_resources_per_node()
         nodes = []
         for node in ray.nodes():
@@ -104,9 +102,7 @@ class Session:
                         address=node["NodeManagerAddress"],
                         cpus=cpus,
                         gpus=gpus,
-                        cores=tuple(sorted(os.sched_getaffinity(0)))
-                        if node["NodeID"] == own
-                        else (),
+                        cores=tuple(cores) if node["NodeID"] == own else (),
                         used_cpus=cpus - left.get("CPU", 0.0),
                         used_gpus=gpus - left.get("GPU", 0.0),
                     )
@@ -129,9 +125,7 @@ class Session:
     async def reserve(
         self, slots: list[Slot], *, timeout_s: float, sharers: int = 1
     ) -> list[dict[str, Any]]:
-        """Reserve a bundle per slot for `sharers` processes each; Ray options of one process per
-        slot. Raises SetupError at the deadline.
-        """
+        """Reserve a bundle per slot for `sharers` processes; options by slot. Or SetupError."""
         bundles = [
             {"CPU": slot.cpus * sharers, **({"GPU": slot.gpus * sharers} if slot.gpus else {})}
             for slot in slots
@@ -144,9 +138,8 @@ class Session:
         self._groups.append(group)
         try:
             await asyncio.wait_for(_created(group), timeout_s)
-        except (
-            BaseException
-        ) as error:  # whoever is cancelled meanwhile leaves no reservation behind either
+        # whoever is cancelled meanwhile leaves no reservation behind either
+        except BaseException as error:
             self._remove(group)
             if not isinstance(error, TimeoutError):
                 raise
@@ -167,10 +160,9 @@ class Session:
 
     async def reserved_again(self, option: dict[str, Any], *, timeout_s: float) -> bool:
         """Whether a reserved place has its resources, or has them again within the deadline."""
+        group = option["scheduling_strategy"].placement_group
         try:
-            await asyncio.wait_for(
-                _created(option["scheduling_strategy"].placement_group), timeout_s
-            )
+            await asyncio.wait_for(_created(group), timeout_s)
         except TimeoutError:
             return False
         return True
@@ -185,7 +177,7 @@ class Session:
             return True
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
         answer = asyncio.ensure_future(
-            _settled(_here.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote())
+            settled(_here.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote())
         )
         deadline = time.monotonic() + timeout_s
         try:
@@ -193,7 +185,7 @@ class Session:
                 if all(node.node_id != node_id for node in self.nodes()):
                     return False
                 await asyncio.wait({answer}, timeout=RESERVED_POLL_S)
-            return answer.done() and answer.result()
+            return answer.done() and answer.result() is None
         finally:
             answer.cancel()
 
@@ -214,9 +206,8 @@ class Session:
                 seen = await asyncio.wait_for(answer, timeout_s)
                 if not seen or not own.with_name(f"{own.name}-{node.node_id}").exists():
                     raise SetupError(
-                        f"node {node.address} does not see {directory} as the driver does; "
-                        "with several nodes run.dir must be storage "
-                        "that all of them share"
+                        f"node {node.address} does not see {directory} as the driver does; with "
+                        "several nodes run.dir must be storage that all of them share"
                     )
         except TimeoutError as error:  # an OSError too, without anything to say
             raise SetupError(
@@ -293,13 +284,12 @@ def _here() -> None:
     """Runs on a node that has to show that it can."""
 
 
-async def _settled(call: Any) -> bool:
-    """Whether the call came to its end."""
+async def settled(call: Awaitable[Any]) -> Any:
+    """Await a remote call: its result, or the error that Ray raised."""
     try:
-        await call
-    except ray.exceptions.RayError:
-        return False
-    return True
+        return await call
+    except ray.exceptions.RayError as error:
+        return error
 
 
 async def _created(group: PlacementGroup) -> None:

@@ -32,10 +32,11 @@ from typing import Any
 import ray
 
 from async_grpo.checkpoint.directory import Origin
+from async_grpo.checkpoint.saver import Saver
 from async_grpo.cluster.engine_slots import EngineSlots
 from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
 from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.learner_recovery import LearnerSupervisor, PendingCheckpoint
+from async_grpo.cluster.learner_recovery import LearnerSupervisor
 from async_grpo.cluster.partial_rollouts import PartialCollector
 from async_grpo.cluster.placement import Placement, refuse
 from async_grpo.cluster.post_mortem import Scene
@@ -64,9 +65,9 @@ ACCOUNTS = ("goodput/", "time/learner/", "time/engine/")
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
-    """What a start of the run knows before any process. weights: of the reward components.
-    problems, fingerprint: of the training data. origin: where this start begins. key: names the
-    memory segments of this start.
+    """Facts of a start before any process: weights of the reward components; problems and
+    fingerprint of the training data; `origin`, where it begins; `key`, the name of its memory
+    segments.
     """
 
     total_steps: int
@@ -171,9 +172,7 @@ class Processes:
 
 
 class System:
-    """Queue, rollout actors, learner ranks, coordinator and loop of one start of a run. Made on the
-    event loop that it belongs to.
-    """
+    """All parts of one start of a run. Made on the event loop that it belongs to."""
 
     def __init__(
         self,
@@ -182,7 +181,7 @@ class System:
         *,
         places: Places,
         listener: RunListener,
-        saver: PendingCheckpoint,
+        saver: Saver,
     ) -> None:
         self._config, self._listener = config, listener
         self._session = places.session
@@ -301,9 +300,7 @@ class System:
         await self.evaluations.begin(total, done)
 
     async def save(self, directory: Path) -> tuple[dict[str, Any], Written]:
-        """Write learner and exported model, for `finish_save`; the queue's snapshot. Raises
-        StorageFailure.
-        """
+        """Write learner and exported model; the queue's snapshot. Raises StorageFailure."""
         step = self.steps_done
         saved = await self.supervisor.surviving(partial(self._save, directory))
         if self.steps_done != step:
@@ -327,9 +324,7 @@ class System:
         return sums
 
     async def forget(self, *, segment: int, step: int) -> None:
-        """Drop groups that only journal segments before this one, of the checkpoint of `step`,
-        need.
-        """
+        """Drop groups that only segments before this one, of the checkpoint of `step`, need."""
         await self.queue.forget(segment=segment, step=step)
 
     async def stop(self, *, orderly: bool = True) -> None:
@@ -361,9 +356,8 @@ class System:
         for actor_id, report in (await self.actors.final_reports()).items():
             await self.queue.tell(actor_id, report)
         metrics = self._with_faults(await self.queue.metrics() | self.loop.time_metrics())
-        self.loop.latest |= (
-            last := {name: value for name, value in metrics.items() if name.startswith(ACCOUNTS)}
-        )
+        last = {name: value for name, value in metrics.items() if name.startswith(ACCOUNTS)}
+        self.loop.latest |= last
         self._listener.logged(self.steps_done, last)
 
     def request_stop(self) -> None:

@@ -68,9 +68,7 @@ def _ranks(calls: Sequence[asyncio.Future[Any]]) -> str:
 async def whole_step(
     work: Awaitable[Any], *, seconds: float, number: int, phase: Callable[[], str]
 ) -> Any:
-    """Await a learner step. Raises Stalled for a wait in it that has no deadline of its own.
-    seconds: `watchdog.step_timeout_s`.
-    """
+    """Await a learner step. Raises Stalled. seconds: `watchdog.step_timeout_s`."""
     try:
         async with asyncio.timeout(STEP_DEADLINES * seconds + STEP_GRACE_S) as deadline:
             return await work
@@ -87,9 +85,8 @@ async def whole_step(
 def watched(
     loop: asyncio.AbstractEventLoop, *, seconds: float, stuck: Callable[[], None]
 ) -> Iterator[None]:
-    """Call `stuck` from a plain thread when the event loop has not turned for so long.
-
-    Short waits are counted, so that a driver that was stopped for an hour may go on.
+    """Call `stuck` from a plain thread when the event loop has not turned for so long, counted in
+    short waits, so that a driver that was stopped for an hour may go on.
     """
     over = threading.Event()
 

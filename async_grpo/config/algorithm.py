@@ -245,6 +245,11 @@ class Algorithm(Section):
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
     @property
+    def has_baseline(self) -> bool:
+        """Whether the estimator needs a greedy response in every group, beside those to train."""
+        return self.adv_estimator in ESTIMATORS.where(lambda traits: traits.baseline)
+
+    @property
     def uses_reference(self) -> bool:
         """Whether a reference policy is needed."""
         return self.use_kl_loss or self.add_token_level_kl

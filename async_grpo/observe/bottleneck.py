@@ -77,7 +77,7 @@ class ThroughputModel:
     @classmethod
     def of(cls, config: Config) -> ThroughputModel:
         """Read the settings from a configuration."""
-        responses = config.rollout.group_size + (config.algorithm.adv_estimator == "remax")
+        responses = config.rollout.group_size + config.algorithm.has_baseline
         return cls(
             batch=config.rollout.rollout_batch_size,
             max_staleness=config.replay.max_staleness,

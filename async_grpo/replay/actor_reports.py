@@ -27,9 +27,8 @@ TimeTotals = tuple[float, dict[str, float]]
 
 
 class TokenTotals(NamedTuple):
-    """Tokens of one actor's process so far. continued: of partial responses that it took from a
-    checkpoint, sampled by an earlier engine. reprefilled: cached tokens that were computed again
-    after publications.
+    """Tokens of one actor's process so far. continued: of partial responses from a checkpoint.
+    reprefilled: cached tokens that were computed again after publications.
     """
 
     sampled: int = 0
@@ -93,21 +92,16 @@ class ActorReports:
         for report in self.latest.values():
             total.update(dict(report.counters))
         kinds = sorted(name for name in total if name.startswith("verifier_errors_"))
-        return self.engine_times()[0] | {
-            f"rollout/{name}": float(total[counter])
-            for name, counter in (
-                ("attempts_failed", "failed"),
-                *((name, name) for name in ("continued_tokens", "verifier_errors", *kinds)),
-            )
-        }
+        counters = {name: name for name in ("continued_tokens", "verifier_errors", *kinds)}
+        counters["attempts_failed"] = "failed"
+        counted = {f"rollout/{name}": float(total[known]) for name, known in counters.items()}
+        return self.engine_times()[0] | counted
 
 
 def engine_times(
     spent: Mapping[str, TimeTotals],
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """`time/engine/...`: means over all slots that there were; and the seconds by cause of each
-    slot, under the name of its actors (`actor-<slot>.<process>`).
-    """
+    """Average `time/engine/...` over all slots; seconds by cause of each slot (`actor-<slot>`)."""
     slots: dict[str, list[TimeTotals]] = {}
     for actor_id, one in spent.items():
         slots.setdefault(actor_id.partition(".")[0], []).append(one)

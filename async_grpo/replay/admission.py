@@ -1,15 +1,14 @@
-"""Who may have how many tickets.
+"""Divides free slots among rollout actors, and retires problems that are answered right.
 
-Runs in: the replay queue's process. Hides the count of free slots and the memory of who asked. With
+Runs in: the replay queue's process. Hides the count of free slots, the memory of who asked, and how
+a group id becomes a problem; the set of retired problems is the ledger's. With
 R = rollout_batch_size, K = max_staleness, s learner steps done and B = (K + 1) R:
 
     a group that waits for another attempt   goes first, while fewer than B groups are under way
     a new id                                 only while fewer than B groups hold a slot, and only if
                                              the run can still train it
 
-Which problems are posed no more because they are answered right often enough. Hides how a group id
-becomes a problem; the set itself is the ledger's. Invariant: a problem that is retired stays
-retired; only ids that are not issued yet are affected.
+Invariant: a problem that is retired stays retired; only ids that are not issued yet are affected.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from async_grpo.wire import GroupMeta
 
 
 class Retirement:
-    """The rule of retirement over a set of `retired` problems; without `settings.retire_at` none
-    ever is.
-    """
+    """Rule of retirement over the `retired` problems; idle without `settings.retire_at`."""
 
     def __init__(self, settings: QueueSettings, retired: set[int]) -> None:
         """Raises ValueError for a retired problem that the task does not have."""
@@ -42,32 +39,25 @@ class Retirement:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no problem is left to pose. While this is false, one of any 2 x `problems` - 1
-        successive ids is not retired.
-        """
+        """Whether no problem is left; else one of 2 x `problems` - 1 successive ids is posed."""
         return self._at is not None and len(self._retired) >= self._problems
 
     def retires(self, meta: GroupMeta) -> int | None:
-        """The problem that this group retires: the mean verdict of its responses is at least
-        `retire_at`. None if it retires none.
-        """
+        """The problem that this group retires (mean verdict of at least `retire_at`), or None."""
         if self._at is None:
             return None
         rate, problem = (
             accuracy([row.verdict for row in meta.rows_to_train]),
             self._index(meta.group_id),
         )
-        return (
-            problem
-            if rate is not None and rate >= self._at and problem not in self._retired
-            else None
-        )
+        earned = rate is not None and rate >= self._at
+        return problem if earned and problem not in self._retired else None
 
     def skips(self, group_id: int) -> bool:
         """Whether this id poses a retired problem."""
-        return (
-            bool(self._retired) and self._at is not None and self._index(group_id) in self._retired
-        )
+        if not self._retired or self._at is None:
+            return False
+        return self._index(group_id) in self._retired
 
     def _index(self, group_id: int) -> int:
         assert self._problem is not None  # with `retire_at`, QueueSettings has one
@@ -75,9 +65,7 @@ class Retirement:
 
 
 POLL_MEMORY_S = 2.0
-"""An actor that asked for work counts in the division of free slots for this long; a silent one
-must not reserve them.
-"""
+"""Seconds for which an actor that asked for work counts in the division of free slots."""
 
 
 @dataclass(slots=True)
@@ -103,9 +91,7 @@ class Admission:
         self._polls: dict[str, _Poll] = {}
 
     def grant(self, actor_id: str, want: int, *, now: float) -> int:
-        """Tickets for this actor, which asked for `want`: all free slots go, one by one, to the
-        asking actor with the fewest in flight.
-        """
+        """Grant an actor tickets, up to `want`, by `fair_share` of all free slots."""
         free = free_again(self._settings, self._ledger) + self._free_new()
         if want <= 0 or free <= 0:  # the common answer, so it must not look at every actor
             self._polls[actor_id] = _Poll(now, want)
@@ -121,14 +107,12 @@ class Admission:
         return share
 
     def forget(self, actor_id: str) -> None:
-        """This actor reserves nothing any more."""
+        """Reserve nothing for this actor any more."""
         self._polls.pop(actor_id, None)
 
     def again(self) -> list[tuple[int, int]]:
-        """(group id, version of its ticket) of all waiting groups that may be issued again now:
-        first those that continue.
-
-        They are all that wait, unless a resumed run has more than B.
+        """(group id, ticket version) of waiting groups that may be issued again, continued ones
+        first: all that wait, unless a resumed run has more than B.
         """
         live, waiting = self._ledger.live, self._ledger.slots[State.WAITING]
         known = {group_id: self._continued.version(entry) for group_id, entry in waiting.items()}
@@ -142,24 +126,16 @@ class Admission:
     def _free_new(self) -> int:
         if self._retirement.exhausted:
             return 0
-        return max(
-            min(
-                self._settings.capacity - len(self._ledger.entries),
-                _trainable(self._settings, self._ledger),
-            ),
-            0,
-        )
+        free = self._settings.capacity - len(self._ledger.entries)
+        return max(min(free, _trainable(self._settings, self._ledger)), 0)
 
 
 def free_again(settings: QueueSettings, ledger: Ledger) -> int:
-    """How many waiting groups may be issued again now."""
-    waiting = len(ledger.slots[State.WAITING])
-    return max(
-        min(waiting, settings.capacity - ledger.under_way, _trainable(settings, ledger) + waiting),
-        0,
-    )
+    """Count the waiting groups that may be issued again now."""
+    waiting, free = len(ledger.slots[State.WAITING]), settings.capacity - ledger.under_way
+    return max(min(waiting, free, _trainable(settings, ledger) + waiting), 0)
 
 
 def _trainable(settings: QueueSettings, ledger: Ledger) -> int:
-    """Groups that the run can train beyond those that hold a slot."""
+    """Count the groups that the run can train beyond those that hold a slot."""
     return settings.total_groups - ledger.steps * settings.rollout_batch_size - ledger.untrained

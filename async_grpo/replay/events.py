@@ -17,9 +17,7 @@ OVERDUE = "no result in time and no word from its actor"
 
 
 class Issue(NamedTuple):
-    """A new id (attempt 1), or one that waited (the next attempt), goes to an actor. `version` is
-    the live one, or the one it began with (`partial`).
-    """
+    """A new id, or the next attempt of a waiting one; version: live, or its own one (`partial`)."""
 
     group_id: int
     attempt: int
@@ -35,9 +33,7 @@ class Skip(NamedTuple):
 
 
 class Put(NamedTuple):
-    """in flight -> ready. The group's frame comes with it. tokens: of its responses to train;
-    baseline: of the others.
-    """
+    """in flight -> ready, with its frame. tokens: of responses to train; baseline: of others."""
 
     group_id: int
     attempt: int
@@ -56,9 +52,7 @@ class Reject(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """in flight -> waiting, or failed after the last attempt. tokens: what was sampled for it; None
-    if its actor did not say.
-    """
+    """in flight -> waiting, or failed after the last attempt. tokens: sampled for it, if known."""
 
     group_id: int
     attempt: int
@@ -82,9 +76,7 @@ class Drop(NamedTuple):
 
 
 class Forfeit(NamedTuple):
-    """The actor is gone: it gets no ticket any more. A `Fail` for each group that it held
-    follows.
-    """
+    """An actor is gone and gets no ticket any more; a `Fail` for each group it held follows."""
 
     actor_id: str
 
@@ -96,9 +88,7 @@ class Retire(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """A result that changes no group: `late`, `duplicate`, `abandoned` or `invalid`; with its
-    tokens, where they can be told.
-    """
+    """A result that changes no group: `late`, `duplicate`, `abandoned` or `invalid`; its tokens."""
 
     status: str
     group_id: int
@@ -109,9 +99,7 @@ class Refuse(NamedTuple):
 
 
 class Waste(NamedTuple):
-    """An actor gave up an attempt whose ticket had been taken away: no group changes, but its
-    tokens are accounted for.
-    """
+    """An attempt whose ticket had been taken away is given up: its tokens are accounted for."""
 
     group_id: int
     attempt: int
@@ -120,17 +108,13 @@ class Waste(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What engines have sampled by now: rows of actor id and `tokens.Told`, of the actors that told
-    something new.
-    """
+    """What engines have sampled by now: (actor id, *TokenTotals) rows, of actors with news."""
 
     totals: tuple[tuple[Any, ...], ...]
 
 
 class TakeBatch(NamedTuple):
-    """ready -> training: these groups are learner step `step`. masked: their tokens that have no
-    weight in the loss.
-    """
+    """ready -> training: groups of learner step `step`. masked: their tokens without weight."""
 
     step: int
     group_ids: tuple[int, ...]
@@ -144,9 +128,7 @@ class Done(NamedTuple):
 
 
 class Live(NamedTuple):
-    """Every engine serves `version`: the slots of the steps that it contains are free. `digest`
-    names the weights, if they have one.
-    """
+    """Every engine serves `version`: slots of its steps are free. digest: of the weights, or ""."""
 
     version: int
     digest: str
@@ -196,9 +178,7 @@ _KIND_OF = {event: kind for kind, event in KINDS.items()}
 
 
 def plain_text(reason: str) -> str:
-    """The beginning of a reason as text that can be written down, whatever an exception put into
-    it.
-    """
+    """Cut a reason to its beginning, as text that can be written, whatever an exception said."""
     return reason[:REASON_CHARS].encode("utf-8", "replace").decode()
 
 

@@ -82,11 +82,10 @@ class Link:
 def lineage(
     directory: Path, *, first: int | None = None, whole: bool = False
 ) -> tuple[list[Link], list[str]]:
-    """The links from the oldest ancestor (`first`) to the newest segment (its newest descendant),
-    and a note for every segment that cannot be read.
+    """Links from the oldest ancestor (`first`) to the newest segment (its newest descendant), and a
+    note for every unreadable segment. Raises JournalError without a readable segment, or `first`.
 
-    whole: an ancestor that cannot be read ends the history before it, instead of beginning after
-    it. Raises JournalError if no segment, or not `first`, can be read.
+    whole: an unreadable ancestor ends the history before it, instead of beginning after it.
     """
     opened: dict[int, Segment] = {}
     notes = []
@@ -110,9 +109,7 @@ def lineage(
 
 
 class Visitor:
-    """Follows a journal from a snapshot on: the ledger at the latest record, and the batches that
-    lead to it. Readers add what they look for.
-    """
+    """Follows a journal from a snapshot: the ledger at the latest record, and its batches."""
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self.snapshot = snapshot
@@ -210,27 +207,24 @@ class Past(Visitor):
 def find_past(
     directory: Path, snapshot: dict[str, Any] | None, settings: QueueSettings, identity: str
 ) -> tuple[Past | None, str]:
-    """The history from the checkpoint, or from the beginning of the run, on; None if this journal
-    does not have it, and why not.
-    """
+    """Find the history from the checkpoint, or the beginning, on; None, and why, without one."""
     other = "the journal in the run's directory is of another run, or of other settings"
     foreign = f"{other}, and is not read"
     if snapshot is not None and snapshot["segment"] not in segments(directory):
         return None, foreign
     try:
-        links, notes = lineage(
-            directory, first=None if snapshot is None else snapshot["segment"], whole=True
-        )
+        first = None if snapshot is None else snapshot["segment"]
+        links, notes = lineage(directory, first=first, whole=True)
     except JournalError as error:
         return None, f"the journal is not read, because {error}"
-    first = links[0].segment.snapshot
+    oldest = links[0].segment.snapshot
     if snapshot is None:
-        begun = first["ledger"]["steps"] or first["ledger"]["next_group_id"]
-        if begun or settings.trained_steps or first["identity"] != identity:
+        begun = oldest["ledger"]["steps"] or oldest["ledger"]["next_group_id"]
+        if begun or settings.trained_steps or oldest["identity"] != identity:
             return None, foreign
-    elif first["journal"] != snapshot["journal"]:
+    elif oldest["journal"] != snapshot["journal"]:
         return None, foreign
-    past = Past(first)
+    past = Past(oldest)
     read(_one_branch(links, settings.trained_steps), past, damage="end")
     past.notes += notes
     return past, ""
@@ -260,11 +254,11 @@ class GroupResult:
 
 
 class Stretch(Past):
-    """Batches of the steps `first` to `last` and the one after them, and the results that were
-    there meanwhile. Raises JournalError where nothing can be read.
+    """Batches of the steps `first` to `last` and of the next one, and the results of that time.
+    Raises JournalError where nothing can be read.
 
-    Read are the segments from the last that begins before the steps to the last that begins in
-    them, and of that one the events up to the end of the steps.
+    Read are the segments from the last one that begins before the steps to the last one that begins
+    in them, and of that one the events up to the end of the steps.
     """
 
     def __init__(self, directory: Path, *, first: int, last: int) -> None:
@@ -284,9 +278,7 @@ class Stretch(Past):
         self.steps = {step: ids for step, ids in self.steps.items() if step >= first}
 
     def meta(self, group_id: int) -> GroupMeta | None:
-        """What the group's frame says beside the tokens; None where its segment is gone. Raises
-        WireError for one that is damaged.
-        """
+        """The group's `GroupMeta`; None where its segment is gone. Raises WireError if damaged."""
         try:
             return self._frames.meta(self.groups[group_id].place, group_id)
         except JournalError:
@@ -323,9 +315,7 @@ that nobody needs; what they told is damaged; or the journal began after it.
 
 @dataclass(slots=True)
 class GroupRecord:
-    """One group as the journal tells it. `policy_version` and `actor_id` are of the latest ticket,
-    `reason` of the latest setback.
-    """
+    """One group as the journal tells it: its latest ticket, and `reason` of the latest setback."""
 
     group_id: int
     attempt: int
@@ -367,11 +357,9 @@ class History(Visitor):
 
     @property
     def unlisted(self) -> dict[Unlisted, int]:
-        """Groups that the ledger counts and `groups` does not have, by reason; the reason why the
-        oldest ones are missing comes first.
-
-        A group that was issued before the first segment and ended there is not in its snapshot; any
-        other one was in a damaged part.
+        """Count the groups that are not in `groups`, by reason, that of the oldest ones first. One
+        that was issued before the first segment and ended there is not in its snapshot; others are
+        damaged.
         """
         known = sum(group_id < self._first for group_id in self.groups)
         earlier = self._first - self.ledger.first_group_id - known
@@ -381,9 +369,7 @@ class History(Visitor):
         return {reason: count for reason, count in counts.items() if count > 0}
 
     def frame(self, group_id: int, attempt: int | None = None) -> bytes:
-        """The result of an attempt as it was put, by default of the latest one that has a result.
-        Raises LookupError where there is none.
-        """
+        """The result of an attempt, by default the latest one. Raises LookupError without one."""
         place = self._place(group_id, attempt)
         try:
             return bytes(self._results.view(place))
@@ -391,18 +377,14 @@ class History(Visitor):
             raise LookupError(f"the result of group {group_id} is gone: {error}") from error
 
     def meta(self, group_id: int, attempt: int | None = None) -> GroupMeta | None:
-        """What `frame` says beside the tokens; None where there is no result. Raises WireError for
-        one that is damaged.
-        """
+        """The result's `GroupMeta`; None where there is none. Raises WireError if damaged."""
         try:
             return self._results.meta(self._place(group_id, attempt), group_id, attempt)
         except (LookupError, JournalError):
             return None
 
     def group(self, group_id: int, attempt: int | None = None) -> Group | None:
-        """The whole group; None where there is no result. Raises WireError for one that is
-        damaged.
-        """
+        """The whole group; None where there is no result. Raises WireError if damaged."""
         if self.meta(group_id, attempt) is None:
             return None
         return decode_group(self.frame(group_id, attempt))
@@ -510,9 +492,7 @@ class History(Visitor):
 
 
 def read_history(directory: Path) -> History:
-    """The history that the segments in `directory` tell. Raises JournalError where there is no
-    journal, or nothing of it can be read.
-    """
+    """Read the segments in `directory`. Raises JournalError where nothing can be read."""
     links, notes = lineage(directory)
     history = History(directory, links[0].segment)
     history.notes += notes
@@ -533,9 +513,7 @@ def _why_not_earlier(oldest: Segment) -> Unlisted:
 
 
 def _ended(record: GroupRecord, ledger: Ledger) -> State | None:
-    """How a group ended that has no slot any more: at once where its last attempt was lost, else in
-    a part that cannot be read.
-    """
+    """Tell how a group without slot ended: when its last attempt was lost, or unknown (None)."""
     if record.state == State.TRAINING and record.step is not None and record.step <= ledger.steps:
         return State.TRAINED
     if record.state == State.WAITING and record.reason:
@@ -559,9 +537,7 @@ class RecordedQueue:
         self._history: History = read_history(Path(directory))
 
     async def get_batch(self, step: int) -> Batch | None:
-        """The groups that learner step `step` trained. Raises SetupError when the journal does not
-        have them.
-        """
+        """Return the groups that learner step `step` trained. Raises SetupError if it cannot."""
         history = self._history
         if step not in history.steps:
             raise SetupError(f"the journal in {history.directory} has no learner step {step}")

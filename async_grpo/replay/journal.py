@@ -66,11 +66,9 @@ _RECORD_BYTES = _HEAD.size + _CRC.size
 def snapshot_facts(
     identity: str = "", training: str = "", *, start: str = "", from_step: int = 0
 ) -> dict[str, Any]:
-    """What stands beside the ledger in a snapshot of a new run; `resume.JournalSettings` says
-    what identity, training and start are.
-
-    epoch: number of the start. rolled_to: the step to which this start rolled forward, once its
-    learner has begun with it; an orderly end forgets it.
+    """Facts beside the ledger in a new run's snapshot (see `resume.JournalSettings`). epoch: number
+    of the start. rolled_to: where this start rolls forward to, once its learner has begun with it;
+    an orderly end forgets it.
     """
     facts = {
         "format": JOURNAL_FORMAT,
@@ -114,9 +112,7 @@ class Writer:
         parent: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """segment: the last number that is taken. The first segment goes on after record `sequence`
-        of segment `parent`.
-        """
+        """segment: last number taken. The first one goes on after record `sequence` of `parent`."""
         self.directory = directory
         self._fsync = fsync
         self._segment_bytes = segment_bytes
@@ -141,9 +137,7 @@ class Writer:
         return segments(self.directory)
 
     def begin(self, snapshot: dict[str, Any]) -> None:
-        """Start the next segment with a snapshot; with fsync `group`, what was written before is on
-        the disk then.
-        """
+        """Start the next segment with a snapshot; with fsync `group`, flush the last one first."""
         self._check()
         path = segment_path(self.directory, self.segment + 1)
         temporary = path.with_suffix(".tmp")
@@ -174,15 +168,11 @@ class Writer:
             raise self._broken(error) from error
 
     def append_event(self, event: Event, payload: Buffer = b"") -> FramePosition | None:
-        """Write an event; where its payload is. Raises JournalError, and then nothing was
-        written.
-        """
+        """Write an event; its payload's position. On JournalError nothing was written."""
         return self.append(to_wire(event), payload)
 
     def append(self, body: Any, payload: Buffer = b"") -> FramePosition | None:
-        """Write one record; where its payload is. Raises JournalError, and then nothing was
-        written.
-        """
+        """Write one record; its payload's position. On JournalError nothing was written."""
         self._check()
         packed = msgpack.packb(body, use_bin_type=True)
         view = memoryview(payload).cast("B")
@@ -193,12 +183,9 @@ class Writer:
         return FramePosition(self.segment, offset, len(view)) if len(view) else None
 
     async def commit(self) -> None:
-        """Return when everything appended so far is as safe as `fsync` says. Many callers share one
-        flush. Raises JournalError.
-        """
-        if self._fsync == "never" or (
-            self._fsync == "interval" and self._clock() - self._synced_at < INTERVAL_S
-        ):
+        """Wait until all is as safe as `fsync` says; callers share flushes. Raises JournalError."""
+        early = self._fsync == "interval" and self._clock() - self._synced_at < INTERVAL_S
+        if early or self._fsync == "never":
             return
         target = self._written if self._fsync == "group" else 0
         if self._fsync == "interval" and self._syncing is None:
@@ -254,9 +241,8 @@ class Writer:
         total, start = sum(map(len, parts)), self.nbytes
         try:
             written = os.writev(self._fd, parts)
-            while (
-                written < total
-            ):  # the kernel takes at most 2 GiB at once, and less when the disk is full
+            # the kernel takes at most 2 GiB at once, and less when the disk is full
+            while written < total:
                 written += os.write(self._fd, memoryview(b"".join(parts))[written:])
         except OSError as error:
             try:
@@ -270,11 +256,9 @@ class Writer:
     def _broken(self, error: OSError) -> JournalError:
         if self._error is None:
             self._error = (
-                f"the journal in {self.directory} cannot be written "
-                f"({error.strerror or error}); nothing after this is recorded. Free space "
-                "or "
-                "mend the disk and start the same command again, or go on without a "
-                "journal: replay.journal.enable=false"
+                f"the journal in {self.directory} cannot be written ({error.strerror or error}); "
+                "nothing after this is recorded. Free space or mend the disk and start the same "
+                "command again, or go on without a journal: replay.journal.enable=false"
             )
         return JournalError(self._error)
 
@@ -289,26 +273,20 @@ class Segment:
     def __init__(self, directory: Path, number: int) -> None:
         self.number, self.path = number, segment_path(directory, number)
         try:
-            self._data = (
-                self.path.read_bytes()
-                if self.path.stat().st_size < _MAP_BYTES
-                else _mapped(self.path)
-            )
+            small = self.path.stat().st_size < _MAP_BYTES
+            self._data = self.path.read_bytes() if small else _mapped(self.path)
         except OSError as error:
             raise JournalError(
                 f"the journal's {self.path} cannot be read: {error.strerror or error}"
             ) from error
         if len(self._data) < _FILE.size or _FILE.unpack_from(self._data)[0] != _MAGIC:
             raise JournalDamage(f"{self.path} is no segment of a journal")
-        if (found := _FILE.unpack_from(self._data)[1]) != JOURNAL_FORMAT:
-            raise JournalDamage(
-                f"{self.path} is of a journal of format {found}, this program reads "
-                f"{JOURNAL_FORMAT}"
-            )
-        if _FILE.unpack_from(self._data)[3] != number:
-            raise JournalDamage(
-                f"{self.path} says that it is segment {_FILE.unpack_from(self._data)[3]}"
-            )
+        _, found, _, named = _FILE.unpack_from(self._data)
+        if found != JOURNAL_FORMAT:
+            other = f"of a journal of format {found}, this program reads {JOURNAL_FORMAT}"
+            raise JournalDamage(f"{self.path} is {other}")
+        if named != number:
+            raise JournalDamage(f"{self.path} says that it is segment {named}")
         self.size = _FILE.size
         """Bytes up to the end of the last record read."""
         self.cut_off = 0
@@ -324,9 +302,7 @@ class Segment:
         """The segment and the record after which it goes on; None for the first one of a run."""
 
     def records(self) -> Iterator[JournalRecord]:
-        """The records after the snapshot, up to the end or a cut-off one. Raises JournalDamage at a
-        damaged one.
-        """
+        """Records after the snapshot, up to the end or a cut-off one. Raises JournalDamage."""
         while (record := self._next(self.sequence + 1)) is not None:
             self.sequence = record.sequence
             yield record
@@ -369,12 +345,8 @@ class Segment:
 
     def _adds_up(self, at: int, start: int, stop: int) -> bool:
         checksum: int = _CRC.unpack_from(self._data, at + _HEAD.size)[0]
-        return (
-            zlib.crc32(
-                memoryview(self._data)[start:stop], zlib.crc32(self._data[at : at + _HEAD.size])
-            )
-            == checksum
-        )
+        head = zlib.crc32(self._data[at : at + _HEAD.size])
+        return zlib.crc32(memoryview(self._data)[start:stop], head) == checksum
 
     def _unpack(self, start: int, stop: int) -> Any:
         try:
@@ -388,17 +360,12 @@ class Segment:
 
     def _later_record(self, expected: int) -> int | None:
         """Where a whole record with a later sequence number is."""
-        at = self.size
-        while (at := self._data.find(_RECORD_MAGIC, at + 1)) >= 0 and at + _RECORD_BYTES <= len(
-            self._data
-        ):
+        at, end = self.size, len(self._data)
+        while (at := self._data.find(_RECORD_MAGIC, at + 1)) >= 0 and at + _RECORD_BYTES <= end:
             _, length, _, sequence = _HEAD.unpack_from(self._data, at)
             start = at + _RECORD_BYTES
-            if (
-                sequence > expected
-                and start + length <= len(self._data)
-                and self._adds_up(at, start, start + length)
-            ):
+            stop = start + length
+            if sequence > expected and stop <= end and self._adds_up(at, start, stop):
                 return at
         return None
 
@@ -414,8 +381,7 @@ def _mapped(path: Path) -> Any:
 
 
 OPEN_SEGMENTS = 8
-"""Segments that stay mapped while frames are read; a batch of one learner step lies in one or two.
-"""
+"""Segments that stay mapped while frames are read; a batch lies in one or two of them."""
 
 
 class Results:

@@ -33,8 +33,7 @@ from async_grpo.wire import GroupMeta, GroupTicket
 
 RECENT_GROUPS = 8192
 REASONS = 64
-"""Different reasons of failures that are counted one by one; beyond that they are counted together.
-"""
+"""Reasons of failures that are counted one by one; further ones are counted together."""
 
 
 class State(StrEnum):
@@ -95,9 +94,7 @@ class GroupEntry:
 
 
 class Ledger:
-    """Groups by state. `slots` holds those that occupy a slot, in each state in the order of
-    arrival, `closed` counts the others.
-    """
+    """Groups by state: `slots` has those with a slot, by arrival; `closed` counts others."""
 
     def __init__(self, *, first_group_id: int, steps: int, max_attempts: int) -> None:
         self.first_group_id = self.next_group_id = first_group_id
@@ -118,21 +115,17 @@ class Ledger:
         """Rejected since the last batch left, by reason; `failed_now` likewise."""
         self.failed_now: Counter[str] = Counter()
         self.failed_before = 0
-        """Groups that had failed for good when this start of the run began: it is judged by its
-        own.
-        """
+        """Groups that had failed for good when this start of the run began."""
         self.retired: set[int] = set()
         self.forfeited: set[str] = set()
         self.segment_steps: dict[int, int] = {}
         """Segment of the journal -> the latest learner step that took a group from it."""
         self.unused: dict[int, GroupEntry] = {}
-        """Groups that the end of the run left over: a run that goes on later takes them up again.
-        """
+        """Groups that the end of the run left over: a run that goes on later takes them up."""
         self.tokens = Tokens()
         self.changes = 0
-        self._recent: OrderedDict[int, tuple[int, State, int | None]] = (
-            OrderedDict()
-        )  # a dict is slow to find its first entry
+        # a dict is slow to find its first entry
+        self._recent: OrderedDict[int, tuple[int, State, int | None]] = OrderedDict()
         self._apply: dict[type, Callable[..., None]] = {
             events.Issue: self._issue,
             events.Skip: self._skip,
@@ -161,9 +154,7 @@ class Ledger:
         frame: bytes | None = None,
         place: FramePosition | None = None,
     ) -> None:
-        """Take one step. meta, frame, place: of the group that a Put brings. Raises RuntimeError
-        for what cannot happen in this state.
-        """
+        """Apply an event; the rest is of a Put's group. Raises RuntimeError for the impossible."""
         self.tokens.follow(event, self)
         if type(event) is events.Put:
             self._put(event, now=now, meta=meta, frame=frame, place=place)
@@ -204,9 +195,7 @@ class Ledger:
         return {state.value: self.closed[state] + len(self.slots.get(state, ())) for state in State}
 
     def history(self, group_ids: Iterable[int]) -> dict[int, dict[str, int | str | None]]:
-        """Attempt, state and step of each id that holds a slot or is among the last few thousand
-        that held one.
-        """
+        """Attempt, state and step of ids with a slot, or of the last `RECENT_GROUPS` with one."""
         found = {}
         for group_id in group_ids:
             if (record := self.record(group_id)) is not None:
@@ -217,14 +206,16 @@ class Ledger:
                 }
         return found
 
+    def remembered(self) -> list[GroupEntry]:
+        """Groups with a slot, in each state in the order of arrival, and groups left over."""
+        in_slots = [entry for index in self.slots.values() for entry in index.values()]
+        return [*in_slots, *self.unused.values()]
+
     def record(self, group_id: int) -> tuple[int, State, int | None] | None:
         """(attempt, state, step) of a group, None when it was never issued or is forgotten."""
-        entry = self.entries.get(group_id)
-        return (
-            self._recent.get(group_id)
-            if entry is None
-            else (entry.attempt, entry.state, entry.step)
-        )
+        if (entry := self.entries.get(group_id)) is None:
+            return self._recent.get(group_id)
+        return entry.attempt, entry.state, entry.step
 
     def ticket(self, entry: GroupEntry) -> GroupTicket:
         """The ticket of a group in flight."""
@@ -412,12 +403,7 @@ class Ledger:
     # ---- as plain values ----
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain values for `from_snapshot`. Results are named by their place in the journal, not
-        contained.
-        """
-        in_slots = [
-            entry for index in self.slots.values() for entry in index.values()
-        ]  # in each state in the order of arrival
+        """Plain values for `from_snapshot`; results are named by their position in the journal."""
         groups = [
             [
                 entry.group_id,
@@ -429,7 +415,7 @@ class Ledger:
                 entry.place,
                 entry.failures,
             ]
-            for entry in (*in_slots, *self.unused.values())
+            for entry in self.remembered()
         ]
         counters = {
             name: {str(key): count for key, count in getattr(self, name).items()}
@@ -458,9 +444,7 @@ class Ledger:
     def from_snapshot(
         cls, snapshot: dict[str, Any], *, entries: Iterable[GroupEntry] | None = None
     ) -> Ledger:
-        """The ledger that `snapshot` described; results are not there until somebody reads them.
-        `entries` take the place of its groups.
-        """
+        """Rebuild a ledger, without results. `entries`: in place of the groups of `snapshot`."""
         ledger = cls(
             first_group_id=snapshot["first_group_id"],
             steps=snapshot["steps"],

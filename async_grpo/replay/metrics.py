@@ -13,9 +13,7 @@ from async_grpo.replay.ledger import GroupEntry
 from async_grpo.replay.rules import QueueSettings
 
 WINDOW, WARM, EVERY = 1000, 100, 25
-"""Groups over which slow and fast are told apart: the latest ones, as soon as there are so many,
-with a border renewed every so often.
-"""
+"""The last WINDOW groups tell slow from fast, from WARM on; the border is renewed after EVERY."""
 
 
 class QueueWaits:
@@ -48,9 +46,7 @@ class QueueWaits:
             self._asked_at = now
 
     def learner_served(self, slow: Iterable[bool | None], *, now: float) -> float:
-        """A batch leaves, with what `completed` said of its groups; seconds that the learner waited
-        for it.
-        """
+        """Record a batch and which groups were slow; seconds that the learner waited for it."""
         waited = 0.0 if self._asked_at is None else now - self._asked_at
         self._asked_at = None
         self._starved_s += waited
@@ -58,9 +54,7 @@ class QueueWaits:
         return waited
 
     def completed(self, duration: float) -> bool | None:
-        """A group became ready this long after its ticket was issued: whether it belongs to the
-        slowest tenth; None while that is unknown.
-        """
+        """Whether a group with these seconds is in the slowest tenth; None while unknown."""
         self._completed += 1
         self._durations.append(duration)
         if len(self._durations) >= WARM and self._completed % EVERY == 0:
@@ -71,32 +65,24 @@ class QueueWaits:
         return self._completed_slow[-1]
 
     def metrics(self, now: float) -> dict[str, float]:
-        """`replay/...` paths. `slowest_tenth`: share of slow groups among those trained, in units
-        of ten times their share of those completed.
-
-        0.1 means that slow groups are trained like all others, even while all groups become slower
-        or faster.
+        """Waits as `replay/...`. `slowest_tenth`: share of slow groups among those trained, per ten
+        times their share of those completed; 0.1 means that slow groups are trained like all
+        others, even while all become slower or faster.
         """
         waiting = 0.0 if self._asked_at is None else now - self._asked_at
-        out = {
-            "replay/blocked_s": self._blocked_s
-            + sum(now - since for since in self._blocked.values()),
-            "replay/starved_s": self._starved_s + waiting,
-        }
+        blocked = self._blocked_s + sum(now - since for since in self._blocked.values())
+        out = {"replay/blocked_s": blocked, "replay/starved_s": self._starved_s + waiting}
         if len(self._trained_slow) >= WARM and any(self._completed_slow):
             completed = sum(self._completed_slow) / len(self._completed_slow)
-            out["replay/slowest_tenth"] = (
-                0.1 * (sum(self._trained_slow) / len(self._trained_slow)) / completed
-            )
+            trained = sum(self._trained_slow) / len(self._trained_slow)
+            out["replay/slowest_tenth"] = 0.1 * trained / completed
         return out
 
 
 def batch_metrics(
     chosen: Sequence[GroupEntry], settings: QueueSettings, *, step: int, now: float
 ) -> dict[str, float]:
-    """How old the batch of `step` is: lags in learner steps over what is trained with weight,
-    tokens that are too old, seconds ready.
-    """
+    """Lags of the batch of `step` over what is trained with weight, tokens too old, and waits."""
     rows = [row for entry in chosen for row in entry.result.rows_to_train]
     oldest = [step - 1 - row.min_version for row in rows]
     lags = [step - 1 - version for row in rows for version, _ in row.versions]

@@ -34,6 +34,13 @@ class Due(NamedTuple):
     group_id: int
 
 
+class Others(NamedTuple):
+    """What is to be trained beside some groups: groups that are due, and ids without a ticket."""
+
+    due: Collection[Due] = ()
+    waiting: Collection[int] = ()
+
+
 class Order:
     """A rule for batches of R groups under the bound K; this one takes groups as they come."""
 
@@ -47,31 +54,12 @@ class Order:
         """Put ready groups, given as they were completed, in the order in which they leave."""
         return list(ready)
 
-    def may_leave(
-        self,
-        chosen: Sequence[GroupEntry],
-        *,
-        behind: Collection[Due],
-        waiting: Collection[int],
-        step: int,
-    ) -> bool:
-        """Tell whether all that stays behind is trained in time when `chosen` leaves for `step`.
-
-        behind: what is ready, in flight or may be issued again now. waiting: all waiting ids.
-        """
+    def may_leave(self, chosen: Sequence[GroupEntry], others: Others, *, step: int) -> bool:
+        """Tell whether the others, which stay behind, can be trained in time after `step`."""
         return True
 
-    def in_time(
-        self,
-        candidates: Sequence[Due],
-        *,
-        ready: Collection[Due] = (),
-        waiting: Collection[int] = (),
-        steps: int,
-    ) -> set[int]:
-        """Ids of the candidates that can be trained in time after `steps` learner steps, beside
-        groups that are `ready` and ids that are `waiting`. The first candidates are preferred.
-        """
+    def in_time(self, candidates: Sequence[Due], others: Others, *, steps: int) -> set[int]:
+        """Ids of the candidates, first ones preferred, that come in time after `steps` steps."""
         return {one.group_id for one in candidates}
 
 
@@ -88,27 +76,13 @@ class Oldest(Order):
         """See Order."""
         return sorted(ready, key=lambda group: (group.policy_version, group.group_id))
 
-    def may_leave(
-        self,
-        chosen: Sequence[GroupEntry],
-        *,
-        behind: Collection[Due],
-        waiting: Collection[int],
-        step: int,
-    ) -> bool:
+    def may_leave(self, chosen: Sequence[GroupEntry], others: Others, *, step: int) -> bool:
         """See Order."""
-        return self._fits([one.version for one in behind], step)
+        return self._fits([one.version for one in others.due], step)
 
-    def in_time(
-        self,
-        candidates: Sequence[Due],
-        *,
-        ready: Collection[Due] = (),
-        waiting: Collection[int] = (),
-        steps: int,
-    ) -> set[int]:
+    def in_time(self, candidates: Sequence[Due], others: Others, *, steps: int) -> set[int]:
         """See Order. Waiting groups get new tickets, so they do not count."""
-        versions, kept = [one.version for one in ready], set()
+        versions, kept = [one.version for one in others.due], set()
         if self._fits([*versions, *(one.version for one in candidates)], steps):
             return {one.group_id for one in candidates}
         for one in candidates:
@@ -130,28 +104,14 @@ class Fifo(Order):
         """See Order."""
         return sorted(ready, key=lambda group: group.group_id)
 
-    def may_leave(
-        self,
-        chosen: Sequence[GroupEntry],
-        *,
-        behind: Collection[Due],
-        waiting: Collection[int],
-        step: int,
-    ) -> bool:
+    def may_leave(self, chosen: Sequence[GroupEntry], others: Others, *, step: int) -> bool:
         """See Order."""
         last = chosen[-1].group_id
-        return all(group_id > last for group_id in (*waiting, *(one.group_id for one in behind)))
+        return all(group_id > last for group_id in _ids(others))
 
-    def in_time(
-        self,
-        candidates: Sequence[Due],
-        *,
-        ready: Collection[Due] = (),
-        waiting: Collection[int] = (),
-        steps: int,
-    ) -> set[int]:
+    def in_time(self, candidates: Sequence[Due], others: Others, *, steps: int) -> set[int]:
         """See Order. Waiting groups with a smaller id are trained first, so they count."""
-        ids = sorted({*waiting, *(one.group_id for one in (*candidates, *ready))})
+        ids = sorted({*_ids(others), *(one.group_id for one in candidates)})
         last_step = {group_id: steps + place // self._size for place, group_id in enumerate(ids)}
         return {
             one.group_id
@@ -160,15 +120,17 @@ class Fifo(Order):
         }
 
 
+def _ids(others: Others) -> list[int]:
+    return [*others.waiting, *(one.group_id for one in others.due)]
+
+
 ORDERS: dict[str, type[Order]] = {"oldest": Oldest, "fifo": Fifo, "ready": Ready}
 
 
 def can_leave(staying: Sequence[int], *, step: int, max_staleness: int, batch_size: int) -> bool:
-    """Tell whether all groups that stay behind when a batch leaves for `step` can be trained in
-    time. `staying` are their ticket versions.
-
-    Sorted, the i-th is trained at step `step + 1 + i // R` at the latest, when its tokens have lag
-    `step + i // R - version` or less.
+    """Tell whether groups with the ticket versions `staying` can be trained in time after `step`.
+    Sorted, the i-th is trained at step `step + 1 + i // R` at the latest, with lag `step + i // R -
+    version`.
     """
     return all(
         version + max_staleness >= step + index // batch_size
@@ -177,9 +139,7 @@ def can_leave(staying: Sequence[int], *, step: int, max_staleness: int, batch_si
 
 
 def is_too_old(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> bool:
-    """Tell whether a ready group cannot be trained in `step` any more: with `mask` when all its
-    tokens are too old, else when one is.
-    """
+    """Tell whether a ready group is too old for `step`: one token, or with `mask` every token."""
     masked = on_stale == "mask"
     version = max(row.max_version for row in meta.rows_to_train) if masked else meta.min_version
     return step - 1 - version > max_staleness
@@ -221,8 +181,8 @@ class BatchPicker:
             staying = (*ready[size:], *slots[State.IN_FLIGHT].values())
             behind = [Due(entry.policy_version, entry.group_id) for entry in staying]
             behind += [Due(version, group_id) for group_id, version in self._admission.again()]
-            waiting = slots[State.WAITING]
-            if not self._order.may_leave(chosen, behind=behind, waiting=waiting, step=step):
+            others = Others(behind, slots[State.WAITING])
+            if not self._order.may_leave(chosen, others, step=step):
                 return None
         return sorted(chosen, key=lambda entry: entry.group_id)
 

@@ -22,14 +22,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
-from async_grpo.replay.order import Due
+from async_grpo.replay.order import Due, Others
 from async_grpo.replay.rules import QueueSettings
 
 
 class PartialStart(NamedTuple):
-    """What the queue knows of the responses of one group in a checkpoint. `version`: of its ticket;
-    `newest`: of its newest token.
-    """
+    """Facts of a group's responses in a checkpoint: ticket version, `newest` token's version."""
 
     group_id: int
     attempt: int
@@ -59,8 +57,8 @@ def choose(
     settings: QueueSettings,
     free: int,
 ) -> tuple[list[PartialStart], int]:
-    """Mark in `ledger`, which a resumed run begins with, the groups that continue; they, and how
-    many had a beginning of no use any more.
+    """Mark the groups that continue in `ledger`, of a resumed run; those, and how many are of no
+    use.
 
     end: the ledger at the end of the journal. free: waiting groups that may be issued at once.
     """
@@ -73,14 +71,13 @@ def choose(
     fresh = [one for one in under_way if one.newest <= step <= one.version + settings.max_staleness]
     fresh.sort(key=lambda one: (one.version, one.group_id))
     if settings.on_stale == "wait":  # those that can be trained in time with what is ready
+        ready = [
+            Due(one.policy_version, one.group_id) for one in ledger.slots[State.READY].values()
+        ]
         in_time = settings.order_rule.in_time(
-            [
-                Due(one.version, one.group_id) for one in reversed(fresh)
-            ],  # the newest have most time
-            ready=[
-                Due(one.policy_version, one.group_id) for one in ledger.slots[State.READY].values()
-            ],
-            waiting=ledger.slots[State.WAITING],
+            # the newest have most time
+            [Due(one.version, one.group_id) for one in reversed(fresh)],
+            Others(ready, ledger.slots[State.WAITING]),
             steps=step,
         )
         fresh = [one for one in fresh if one.group_id in in_time]
@@ -103,15 +100,11 @@ def told(chosen: list[PartialStart], useless: int) -> str:
 
 
 def _in_flight(one: PartialStart, end: Ledger) -> bool:
-    """Whether this very attempt had not come to a result when the run ended, or was about to
-    go on.
-    """
+    """Whether this very attempt was without a result at the end, or was about to go on."""
     entry = end.entries.get(one.group_id) or end.unused.get(one.group_id)
     if entry is None or entry.place is not None:
         return False
     if entry.state != State.IN_FLIGHT and entry.attempt == one.attempt - 1:
         return True
-    return entry.state in (State.IN_FLIGHT, State.UNUSED) and (
-        entry.attempt,
-        entry.policy_version,
-    ) == (one.attempt, one.version)
+    same = (entry.attempt, entry.policy_version) == (one.attempt, one.version)
+    return same and entry.state in (State.IN_FLIGHT, State.UNUSED)

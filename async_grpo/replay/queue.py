@@ -67,13 +67,9 @@ from async_grpo.wire import (
 )
 
 MAX_SKIPS = 4096
-"""Ids of retired problems that one `acquire` passes over (tens of milliseconds); the next one goes
-on from there.
-"""
+"""Ids of retired problems that one `acquire` skips (tens of milliseconds); the next one goes on."""
 TICKET_GRACE_S = 5.0
-"""An actor watches its own tickets and says why one failed; the queue takes a ticket back only this
-much later.
-"""
+"""Seconds that an actor, which can say why its group failed, has beyond a ticket's deadline."""
 SLICE_BYTES, SLICE_FRAMES = 2**22, 32
 """What one `put` takes before it lets other calls run."""
 
@@ -110,9 +106,7 @@ class ReplayQueue:
         report: object = None,
         continued: PartialGroups | None = None,
     ) -> None:
-        """ledger: where to go on from. `facts` stand beside the ledger in a snapshot. report: what
-        a resumed queue took over, as text.
-        """
+        """ledger: where to go on. facts: beside it in snapshots. report: what was taken over."""
         import_plugins(settings.plugins)
         self.settings, self.report = settings, report
         self.rolls_to: int | None = None
@@ -144,12 +138,12 @@ class ReplayQueue:
         want: int,
         report: ActorReport | None = None,
     ) -> list[GroupTicket] | None:
-        """Tickets for an actor: at most `want`, [] means ask again, None that the run is over or
-        the actor was declared dead.
+        """Issue tickets: at most `want`; [] means ask again, None that the run is over or the actor
+        dead.
 
-        `holding` are the (group_id, attempt) the actor works on; a recorded ticket that is not
-        among them was lost on the way and is issued again as it was. An actor has one `acquire` at
-        a time, otherwise an answer under way looks lost. `report`: see `tell`.
+        holding: (group_id, attempt) the actor works on; a recorded ticket not among them was lost
+        on the way and is issued again as it was. So an actor has one `acquire` at a time. report:
+        see `tell`.
         """
         if report is not None:
             self._reports.tell(actor_id, report)
@@ -171,9 +165,7 @@ class ReplayQueue:
         return tickets
 
     async def put(self, actor_id: str, frames: list[Buffer]) -> list[Verdict]:
-        """Take finished groups; one verdict each, in order. Idempotent on (group_id, attempt);
-        every frame is copied.
-        """
+        """Take finished groups; a verdict each, in order. Every frame is copied. Idempotent."""
         verdicts, taken = [], 0
         for index, frame in enumerate(frames):
             verdict, tokens = self._take(actor_id, frame)
@@ -199,9 +191,7 @@ class ReplayQueue:
         reason: str,
         tokens: Sequence[int | None] | None = None,
     ) -> None:
-        """These groups came to nothing at the actor: they are issued again, or failed after
-        `max_attempts`. tokens: sampled for each.
-        """
+        """Reissue groups, or fail them after `max_attempts`. tokens: sampled for each."""
         for ticket, sampled in zip(tickets, tokens or [None] * len(tickets), strict=True):
             entry = self._ledger.held.get(actor_id, {}).get(ticket.group_id)
             if entry is not None and entry.attempt == ticket.attempt:
@@ -210,9 +200,7 @@ class ReplayQueue:
                 self.record(events.Waste(ticket.group_id, ticket.attempt, actor_id, sampled))
 
     async def forfeit(self, actor_id: str) -> None:
-        """The process is gone: all its tickets are issued again. Its id gets no ticket any more,
-        should it still be alive.
-        """
+        """Reissue all tickets of a process that is gone; its id gets no ticket any more."""
         self._admission.forget(actor_id)
         self._pressure.gone(actor_id, now=self._clock())
         self._note_reports()
@@ -223,13 +211,12 @@ class ReplayQueue:
     # ---- loop and learner ----
 
     async def get_batch(self, step: int) -> Batch | None:
-        """The groups of learner step `step` (from 1), or None while they are not complete.
-        Idempotent per step.
+        """Take the groups of learner step `step` (from 1); None while they are not complete.
+        Idempotent.
 
-        Asking for `step` says that `step - 1` is trained; a step that is trained itself is read
-        from the journal. Raises NoSignal when too many groups were rejected or failed or all
-        problems are retired, StalenessError when a token breaks the bound, ValueError for a step
-        out of turn.
+        Asking for `step` says that `step - 1` is trained; a trained step is read from the journal.
+        Raises NoSignal when too many groups were rejected or failed or all problems are retired,
+        StalenessError when a token breaks the bound, ValueError for a step out of turn.
         """
         ledger, now = self._ledger, self._clock()
         if self.rolls_to is not None and step <= self.rolls_to:
@@ -272,15 +259,11 @@ class ReplayQueue:
         return self._current_batch()
 
     async def payload(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
-        """Frames of groups of the step in training, in the order asked for, as one uint8 array for
-        `wire.unpack_frames`.
-        """
-        training = self._ledger.slots[State.TRAINING]
+        """Pack the frames of groups in training, in the order asked for (`wire.unpack_frames`)."""
+        training = self._ledger.training
         if step <= self._ledger.steps and self._journal is not None:
             return await self._again().payload(step, group_ids)
-        if step != self._ledger.training_step or any(
-            group_id not in training for group_id in group_ids
-        ):
+        if step != self._ledger.training_step or not training.keys() >= set(group_ids):
             raise ValueError(
                 f"step {step}, groups {list(group_ids)}: only groups of the step in "
                 "training or of the journal have a payload"
@@ -288,9 +271,7 @@ class ReplayQueue:
         return pack_frames([training[group_id].frame or b"" for group_id in group_ids])
 
     async def live(self, version: int, digest: str = "") -> None:
-        """Every engine serves `version` now: the slots of the steps it contains return. Versions
-        never go back.
-        """
+        """Return the slots of all steps in `version`, which every engine serves. Never back."""
         if not self._ledger.live <= version <= self._ledger.newest_version:
             raise ValueError(
                 f"version {version} cannot be live: {self._ledger.live} is, and the "
@@ -302,9 +283,7 @@ class ReplayQueue:
         await self.commit()
 
     async def close(self, *, orderly: bool = True) -> None:
-        """The run is over: groups that no step took are unused, and actors are told to stop.
-        orderly: it did not end at an error.
-        """
+        """End the run: groups that no step took are unused. orderly: it did not end at an error."""
         if orderly and self._facts["rolled_to"] is not None:
             self._facts["rolled_to"] = None
             self.begin_segment()
@@ -314,7 +293,7 @@ class ReplayQueue:
             await self.commit()
 
     async def tell(self, actor_id: str, report: ActorReport) -> None:
-        """What an actor's engine did so far, and its process: tokens, and seconds by cause."""
+        """Keep an actor's report: tokens, and seconds by cause, of its process so far."""
         self._reports.tell(actor_id, report)
 
     # ---- what others may know ----
@@ -333,17 +312,13 @@ class ReplayQueue:
         return self._ledger.over or self._ledger.steps >= self.settings.total_steps
 
     async def counts(self) -> dict[str, int]:
-        """Groups by state (their sum is the number of ids issued), then totals: rejected by reason,
-        late, duplicate, invalid.
-        """
+        """Count groups by state (the sum is the ids issued), rejections by reason, and totals."""
         ledger = self._ledger
         rejected = {f"rejected/{name}": count for name, count in sorted(ledger.rejected.items())}
         return ledger.counts() | rejected | {name: ledger.totals[name] for name in TOTALS}
 
     async def history(self, group_ids: Sequence[int]) -> dict[int, dict[str, int | str | None]]:
-        """Attempt, state and learner step of each id, as far as it is remembered (all with a slot,
-        and the last few thousand).
-        """
+        """Attempt, state and learner step of each id that is remembered (`Ledger.history`)."""
         return self._ledger.history(group_ids)
 
     async def held(self) -> dict[str, list[tuple[int, int]]]:
@@ -376,9 +351,7 @@ class ReplayQueue:
     # ---- the journal ----
 
     async def snapshot(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the queue: the ledger as plain values and, with a journal, the
-        segment that starts with it.
-        """
+        """Capture ledger and, with a journal, the segment that begins with it."""
         if self._journal is None:
             return {**self._facts, "ledger": self._ledger.snapshot(), "segment": None}
         self.begin_segment()
@@ -389,9 +362,7 @@ class ReplayQueue:
         return {} if self._journal is None else await self._again().digests()
 
     async def forget(self, *, segment: int, step: int) -> None:
-        """The oldest checkpoint that is kept starts at this segment, after this step: delete
-        segments that nobody can ask for any more.
-        """
+        """Delete segments that no checkpoint needs: the oldest kept is of `segment` and `step`."""
         if self._journal is None:
             return
         ledger = self._ledger
@@ -414,9 +385,7 @@ class ReplayQueue:
             self.begin_segment()
 
     def raise_epoch(self, *, above: int, step: int) -> None:
-        """Begin a run epoch `above` that of the discarded steps after `step`, where the checkpoint,
-        of another run, knows nothing of it.
-        """
+        """Raise the run epoch `above` this one, at `step`, unless the checkpoint has done it."""
         if self.ledger.run_epoch <= above:
             self.ledger.run_epoch, self.ledger.epoch_step = above + 1, step
             self.begin_segment()
@@ -434,10 +403,9 @@ class ReplayQueue:
     # ---- tickets ----
 
     def _issue(self, actor_id: str, count: int) -> list[GroupTicket]:
-        """`count` tickets, of the live version unless a group continues: groups that wait first,
-        then new ids.
-
-        Fewer only if `MAX_SKIPS` ids of retired problems lie before the new ones.
+        """Issue `count` tickets: waiting groups first, then new ids, under the live version unless
+        a group continues. Fewer only where `MAX_SKIPS` ids of retired problems lie before the new
+        ones.
         """
         ledger = self._ledger
         again = self._admission.again()[:count]
@@ -478,7 +446,7 @@ class ReplayQueue:
     # ---- intake ----
 
     def _take(self, actor_id: str, frame: Buffer) -> tuple[Verdict, int]:
-        """What becomes of the frame, and its tokens."""
+        """Judge a frame; its tokens."""
         try:
             meta = decode_meta(frame, max_bytes=self.settings.max_frame_bytes)
         except WireError as error:
@@ -493,12 +461,8 @@ class ReplayQueue:
         if meta.run_epoch < ledger.run_epoch and meta.max_version > ledger.epoch_step:
             lost = f"it has tokens of learner steps after {ledger.epoch_step}, which were discarded"
             return self._refuse(actor_id, ticket, lost, status="abandoned")
-        entry = ledger.entries.get(meta.group_id)
-        if (
-            entry is None
-            or entry.state != State.IN_FLIGHT
-            or (entry.actor_id, entry.attempt) != (actor_id, meta.attempt)
-        ):
+        entry = ledger.held.get(actor_id, {}).get(meta.group_id)
+        if entry is None or entry.attempt != meta.attempt:
             return self._answer_again(meta)
         settings, rule = self.settings, self.settings.filter
         problem = problem_of(
@@ -526,9 +490,7 @@ class ReplayQueue:
         return Verdict(*ticket, "accepted")
 
     def _answer_again(self, meta: GroupMeta) -> Verdict:
-        """The ticket is not in flight at this actor: its result is known already, or the ticket was
-        taken away.
-        """
+        """Refuse a result of no ticket in flight here: known already, or taken away."""
         record = self._ledger.record(meta.group_id)
         done = (State.READY, State.TRAINING, State.TRAINED, State.REJECTED)
         if record is not None and record[0] == meta.attempt and record[1] in done:
@@ -545,9 +507,7 @@ class ReplayQueue:
         *,
         status: Literal["invalid", "abandoned"] = "invalid",
     ) -> Verdict:
-        """A frame that must not be trained: a hard error, and its ticket is lost where the frame
-        tells which one it is.
-        """
+        """Refuse a frame that must not be trained, and lose its ticket where it is known."""
         group_id, attempt = ticket or (-1, -1)
         entry = self._ledger.held.get(actor_id, {}).get(group_id)
         if entry is not None and entry.attempt == attempt:
@@ -557,9 +517,7 @@ class ReplayQueue:
     # ---- learner steps ----
 
     def _again(self) -> RecordedQueue:
-        """The steps that are trained, as the journal has them; forgotten when the learner
-        goes on.
-        """
+        """Read the trained steps from the journal; forgotten when the learner goes on."""
         assert self._journal is not None, "the callers have looked"
         self._recorded = self._recorded or RecordedQueue(str(self._journal.directory))
         return self._recorded
@@ -572,9 +530,7 @@ class ReplayQueue:
     def _current_batch(self) -> Batch:
         step = self._ledger.training_step
         if step is not None and (self._batch is None or self._batch.step != step):
-            training = sorted(
-                self._ledger.slots[State.TRAINING].values(), key=lambda entry: entry.group_id
-            )
+            training = sorted(self._ledger.training.values(), key=lambda entry: entry.group_id)
             self._batch = Batch(step, tuple(entry.result for entry in training))
         assert self._batch is not None, "a step was taken"
         return self._batch

@@ -27,7 +27,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,7 +46,7 @@ from async_grpo.replay.journal import (
     snapshot_facts,
 )
 from async_grpo.replay.ledger import GroupEntry, Ledger, State
-from async_grpo.replay.order import Due
+from async_grpo.replay.order import Due, Others
 from async_grpo.replay.partial import PartialGroups, PartialStart, choose, told
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
@@ -58,12 +58,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ResumeReport:
-    """What a resumed queue took over: groups ready, and groups that wait to be issued again, by
-    reason.
-    """
+    """What a resumed queue took over: groups ready, and groups to be issued again, by reason."""
 
     ready: int = 0
-    again: dict[str, int] = field(default_factory=dict)
+    again: Counter[str] = field(default_factory=Counter)
     lost_steps: int = 0
     from_step: int = 0
     rolled: int = 0
@@ -76,14 +74,10 @@ class ResumeReport:
     continued: str = ""
     """What became of responses that were under way."""
 
-    def waits(self, reason: str) -> None:
-        """Count a group that waits."""
-        self.again[reason] = self.again.get(reason, 0) + 1
-
     def __str__(self) -> str:
         listed = ", ".join(f"{count} {reason}" for reason, count in self.again.items())
         text = (
-            f"{self.ready} completed groups restored, {sum(self.again.values())} to be issued again"
+            f"{self.ready} completed groups restored, {self.again.total()} to be issued again"
             + (f" ({listed})" if listed else "")
         )
         if self.rolled:
@@ -104,9 +98,7 @@ def _steps(count: int) -> str:
 
 
 def obstacle(past: Past, settings: QueueSettings, results: Results) -> str:
-    """Why the steps after `settings.trained_steps` cannot be trained again from their recorded
-    batches, or "".
-    """
+    """Say why steps after `settings.trained_steps` cannot be trained from the journal, or ""."""
     for step in range(settings.trained_steps + 1, past.ledger.newest_version + 1):
         if step not in past.steps:
             return f"the journal does not have the batch of step {step}"
@@ -122,9 +114,7 @@ def obstacle(past: Past, settings: QueueSettings, results: Results) -> str:
 def roll_forward(
     past: Past, settings: QueueSettings, results: Results
 ) -> tuple[Ledger, ResumeReport]:
-    """The ledger as it was at the end, for a learner that will come to the same step; see
-    `obstacle`. What was in flight waits.
-    """
+    """Take the ledger as it was at the end (see `obstacle`); what was in flight waits."""
     end = past.ledger
     report = ResumeReport(
         from_step=settings.trained_steps,
@@ -133,10 +123,7 @@ def roll_forward(
         note="; ".join(past.notes),
     )
     kept = []
-    in_slots = [
-        entry for index in end.slots.values() for entry in index.values()
-    ]  # in each state in the order of arrival
-    for entry in (*in_slots, *end.unused.values()):
+    for entry in end.remembered():
         if entry.state == State.TRAINING:
             entry.meta, entry.frame = results.read(entry, max_bytes=settings.max_frame_bytes)
         elif entry.state != State.TRAINED:
@@ -152,17 +139,14 @@ def roll_forward(
 def roll_back(
     past: Past, settings: QueueSettings, *, results: Results | None = None, why: str
 ) -> tuple[Ledger, ResumeReport]:
-    """The ledger for a learner at `settings.trained_steps`, and what became of the groups. Without
-    `results`, all are issued again.
+    """Rebuild the ledger for a learner at `settings.trained_steps`; without `results`, all is
+    reissued.
 
-    why: the reason why steps after that are not rolled forward; if there are any, or the end is
-    unknown, the run epoch is raised.
+    why: why later steps are not rolled forward; if there are any, or the end is unknown, the run
+    epoch is raised.
     """
-    step, end, report = (
-        settings.trained_steps,
-        past.ledger,
-        ResumeReport(note="; ".join(past.notes), why=why),
-    )
+    step, end = settings.trained_steps, past.ledger
+    report = ResumeReport(note="; ".join(past.notes), why=why)
     closed = Counter(end.closed)
     closed[State.UNUSED] -= len(end.unused)  # a run that goes on has use for them
     known = end.entries | end.unused
@@ -179,9 +163,8 @@ def roll_back(
             closed[State.TRAINED] += 1
             continue
         if group_id in lost or entry is None:
-            entry = past.results.get(group_id, entry) or GroupEntry(
-                group_id, 1, step, State.WAITING
-            )
+            entry = past.results.get(group_id, entry)
+            entry = entry or GroupEntry(group_id, 1, step, State.WAITING)
         kept.append(_taken_over(entry, step, settings, results, report))
     completed = {group_id: place for place, group_id in enumerate(past.results)}
     kept.sort(key=lambda entry: completed[entry.group_id] if entry.state == State.READY else -1)
@@ -196,9 +179,8 @@ def roll_back(
     if end.newest_version > step or past.notes or past.last is None:
         then |= {"run_epoch": end.run_epoch + 1, "epoch_step": step}
     lost_steps = [tokens for after, tokens in past.weighed.items() if step < after <= end.steps]
-    if (
-        end.training_step is not None and end.training_step <= step
-    ):  # the learner had finished it, and the queue had not heard
+    # the learner had finished it, and the queue had not heard
+    if end.training_step is not None and end.training_step <= step:
         trained, masked = end.tokens.in_training(end.training)
         lost_steps.append((-trained, -masked))
     ledger = _started_again(end, then, kept, lost=lost_steps)
@@ -211,13 +193,11 @@ def _started_again(
     then: Mapping[str, object],
     entries: Sequence[GroupEntry],
     *,
-    lost: Iterable[tuple[int, int]] = (),
+    lost: Sequence[tuple[int, int]] = (),
 ) -> Ledger:
-    """Actors, counters of now and faults are of one start of the run; whoever mended the data must
-    not be stopped by old failures.
-
-    lost: tokens, with weight and without, of each learner step that is taken back; below 0 for one
-    that is trained after all.
+    """Forget actors, counters of now and faults, which are of one start: mended data must not meet
+    old failures. lost: tokens, with weight and without, of each step taken back; below 0 if
+    trained.
     """
     fresh = {
         "over": False,
@@ -228,10 +208,7 @@ def _started_again(
         "failed_before": end.closed[State.FAILED],
         "totals": {name: count for name, count in end.totals.items() if name != "restarts"},
     }
-    ledger, lost = (
-        Ledger.from_snapshot({**end.snapshot(), **fresh, **then}, entries=entries),
-        list(lost),
-    )
+    ledger = Ledger.from_snapshot({**end.snapshot(), **fresh, **then}, entries=entries)
     ledger.tokens.gone(end.forfeited, place="lost")
     ledger.tokens.taken_over(
         entries, trained=sum(tokens for tokens, _ in lost), masked=sum(tokens for _, tokens in lost)
@@ -246,21 +223,21 @@ def _taken_over(
     results: Results | None,
     report: ResumeReport,
 ) -> GroupEntry:
-    """Ready if its result can be trained when the learner is at `step`, otherwise waiting."""
+    """Make a group ready if its result can be trained at `step`, otherwise waiting."""
     waiting = GroupEntry(
         entry.group_id, entry.attempt, step, State.WAITING, failures=entry.failures
     )
     if entry.place is None:
-        report.waits("in flight")
+        report.again["in flight"] += 1
     elif results is None:
-        report.waits("completed under other settings or in another run's journal")
+        report.again["completed under other settings or in another run's journal"] += 1
     elif entry.policy_version > step:  # known without reading: a long run may have lost many steps
-        report.waits("with tokens of lost learner steps")
+        report.again["with tokens of lost learner steps"] += 1
     else:
         try:
             meta, frame = results.read(entry, max_bytes=settings.max_frame_bytes)
         except WireError:
-            report.waits("unreadable in the journal")
+            report.again["unreadable in the journal"] += 1
             return waiting
         if meta.max_version <= step:
             ready = replace(
@@ -268,27 +245,25 @@ def _taken_over(
             )
             ready.meta, ready.frame = meta, frame
             return ready
-        report.waits("with tokens of lost learner steps")
+        report.again["with tokens of lost learner steps"] += 1
     return waiting
 
 
 def _keep_what_can_be_trained(
     entries: list[GroupEntry], settings: QueueSettings, report: ResumeReport
 ) -> None:
-    """With `wait`, let ready groups that a smaller bound or batch than before cannot train in time
-    wait for another attempt.
-    """
+    """With `wait`, reissue ready groups that a smaller bound or batch cannot train in time."""
     if settings.on_stale != "wait":
         return
     ready = [entry for entry in entries if entry.state == State.READY]
     in_time = settings.order_rule.in_time(
         sorted(Due(entry.policy_version, entry.group_id) for entry in ready),
-        waiting=[entry.group_id for entry in entries if entry.state == State.WAITING],
+        Others(waiting=[entry.group_id for entry in entries if entry.state == State.WAITING]),
         steps=settings.trained_steps,
     )
     for entry in ready:
         if entry.group_id not in in_time:
-            report.waits("too old for these settings")
+            report.again["too old for these settings"] += 1
             entry.state, entry.policy_version = State.WAITING, settings.trained_steps
             entry.meta = entry.frame = entry.place = None
 
@@ -297,12 +272,12 @@ def _keep_what_can_be_trained(
 class JournalSettings:
     """Where and how the queue keeps its journal; plain values that can be pickled.
 
-    `start` names this start of the run: opened again under it, the queue goes on; under another one
-    it resumes, and under `<start>.<n>` it resumes for a learner that went back, and goes on under
-    `start`. `identity` names everything a result depends on but the weights (model, data,
-    sampling): under another one, results are not taken over. `training` names what makes of a batch
-    other weights: under another one, `lost_steps` are discarded, whatever was asked for; `reason`
-    says why that was asked for. `fresh` deletes what is there.
+    `start` names this start: opened again under it, the queue goes on; under another one it
+    resumes, and under `<start>.<n>` it resumes for a learner that went back. `identity` names all
+    that a result depends on but the weights: under another one, results are not taken over.
+    `training` names what makes other weights of a batch: under another one, `lost_steps` are
+    discarded, whatever was asked for; `reason` says why that was asked for. `fresh` deletes what is
+    there.
     """
 
     directory: str
@@ -317,7 +292,7 @@ class JournalSettings:
 
     @classmethod
     def of(cls, config: Config, *, start: str, fingerprint: str) -> JournalSettings:
-        """The settings of a run with this configuration and data."""
+        """Read the settings from the run's configuration and data."""
         from async_grpo.config.resume import training_digest  # in the driver only
 
         checkpoint = config.checkpoint
@@ -337,13 +312,13 @@ class JournalSettings:
 
 
 def _identity(config: Config, fingerprint: str) -> str:
-    """Digest of everything that a completed group depends on, except trained weights."""
+    """Digest all that a completed group depends on, except trained weights."""
     parts = {
         "seed": config.seed,
         "data": fingerprint,
         "model": config.model.model_dump(include={"path", "warm_start", "dtype"}),
         "task": config.task.model_dump(exclude={"verifier", "max_bad_fraction"}),
-        "baseline": config.algorithm.adv_estimator == "remax",
+        "baseline": config.algorithm.has_baseline,
         "rollout": config.rollout.model_dump(
             include={"group_size", "prompt_length", "response_length", "temperature"}
         ),
@@ -358,24 +333,20 @@ def open_queue(
     snapshot: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ReplayQueue:
-    """The queue of a run: a new one, one that goes on after its process died, or one that resumes
-    for `settings.trained_steps`.
+    """Open the queue of a run: new, continued after its process died, or for
+    `settings.trained_steps`.
 
-    snapshot: what the checkpoint kept (`ReplayQueue.snapshot`, and the `beginnings` of responses),
-    None at the start of a run. `queue.report` says what was taken over. Raises JournalError for a
-    journal that cannot be read, ValueError for a snapshot that does not belong to the learner's
-    step.
+    snapshot: what the checkpoint kept (`ReplayQueue.snapshot`, and the `beginnings` of responses).
+    `queue.report` says what was taken over. Raises JournalError for a journal that cannot be read,
+    ValueError for a snapshot of another learner step.
     """
     if snapshot is not None:
         _check_snapshot(snapshot, settings)
     if journal is None:
-        ledger, report = (
-            (None, None)
-            if snapshot is None
-            else roll_back(Past(snapshot), settings, why="there is no journal")
-        )
-        if ledger is not None:
-            ledger.tokens.new_actors(over=False)
+        if snapshot is None:
+            return ReplayQueue(settings, clock=clock)
+        ledger, report = roll_back(Past(snapshot), settings, why="there is no journal")
+        ledger.tokens.new_actors(over=False)
         return ReplayQueue(settings, ledger=ledger, clock=clock, report=report)
     directory = Path(journal.directory)
     try:
@@ -384,194 +355,166 @@ def open_queue(
         raise JournalError(
             f"the journal's directory {directory} cannot be made: {error.strerror or error}"
         ) from error
-    own = _own_segment(directory, journal.start)
+    opening = _Opening(settings, journal, directory, clock)
     beginnings = [PartialStart(*one) for one in (snapshot or {}).get("beginnings", ())]
-    if own is None:
-        return _resume(settings, journal, snapshot, beginnings, clock=clock)
-    return _go_on(
-        settings,
-        journal,
-        own,
-        beginnings if own.snapshot["start"] == journal.start else [],
-        clock=clock,
-    )
+    if (own := opening.own_segment()) is None:
+        return opening.resume(snapshot, beginnings)
+    return opening.go_on(own, beginnings if own.snapshot["start"] == journal.start else [])
 
 
-def _own_segment(directory: Path, start: str) -> Segment | None:
-    """The last segment, if this start of the run wrote it.
+@dataclass(frozen=True)
+class _Opening:
+    """Turns a journal into a queue again."""
 
-    Raises JournalDamage if this start wrote the last one and it cannot be read: what it says
-    happened, and the learner has gone on from it.
-    """
-    damage = None
-    for number in reversed(segments(directory)):
-        try:
-            segment = Segment(directory, number)
-        except JournalDamage as error:
-            damage = damage or error
-            continue
-        if segment.snapshot["start"].partition(".")[0] != start:
-            return None
-        if damage is not None:
-            raise damage
-        return segment
-    return None
+    settings: QueueSettings
+    journal: JournalSettings
+    directory: Path
+    clock: Callable[[], float]
 
+    def own_segment(self) -> Segment | None:
+        """Find the last segment, if this start of the run wrote it. Raises JournalDamage if this
+        start wrote it and it cannot be read: the learner has gone on from what it says.
+        """
+        damage = None
+        for number in reversed(segments(self.directory)):
+            try:
+                segment = Segment(self.directory, number)
+            except JournalDamage as error:
+                damage = damage or error
+                continue
+            if _process(segment.snapshot) != self.journal.start:
+                return None
+            if damage is not None:
+                raise damage
+            return segment
+        return None
 
-def _go_on(
-    settings: QueueSettings,
-    journal: JournalSettings,
-    last: Segment,
-    beginnings: list[PartialStart],
-    *,
-    clock: Callable[[], float],
-) -> ReplayQueue:
-    """The queue's process died: everything is as it was."""
-    visitor = Visitor(last.snapshot)
-    read([Link(last, None)], visitor)
-    ledger = visitor.ledger
-    results, unreadable = Results(Path(journal.directory)), []
-    for entry in (*ledger.slots[State.READY].values(), *ledger.slots[State.TRAINING].values()):
-        try:
-            entry.meta, entry.frame = results.read(entry, max_bytes=settings.max_frame_bytes)
-        except WireError as error:
-            if entry.state == State.TRAINING:
-                raise JournalError(
-                    f"group {entry.group_id} of the learner step in training cannot be "
-                    f"read from the journal: {error}"
-                ) from error
-            unreadable.append(entry)
-    ledger.totals["restarts"] += 1
-    writer = _writer(journal, number=last.number, last=last, clock=clock)
-    facts = {name: value for name, value in last.snapshot.items() if name != "ledger"}
-    queue = _opened(settings, ledger, writer, facts, beginnings, clock=clock)
-    for entry in unreadable:
-        queue.record(Drop(entry.group_id, entry.attempt))
-    return queue
+    def go_on(self, last: Segment, beginnings: list[PartialStart]) -> ReplayQueue:
+        """Open the queue of a process that died: everything is as it was."""
+        visitor, max_bytes = Visitor(last.snapshot), self.settings.max_frame_bytes
+        read([Link(last, None)], visitor)
+        ledger = visitor.ledger
+        results, unreadable = Results(self.directory), []
+        for entry in (*ledger.slots[State.READY].values(), *ledger.training.values()):
+            try:
+                entry.meta, entry.frame = results.read(entry, max_bytes=max_bytes)
+            except WireError as error:
+                if entry.state == State.TRAINING:
+                    raise JournalError(
+                        f"group {entry.group_id} of the learner step in training cannot be "
+                        f"read from the journal: {error}"
+                    ) from error
+                unreadable.append(entry)
+        ledger.totals["restarts"] += 1
+        facts = {name: value for name, value in last.snapshot.items() if name != "ledger"}
+        queue = self._queue(ledger, self._writer(last.number, last), facts, beginnings)
+        for entry in unreadable:
+            queue.record(Drop(entry.group_id, entry.attempt))
+        return queue
 
+    def resume(
+        self, snapshot: dict[str, Any] | None, beginnings: list[PartialStart]
+    ) -> ReplayQueue:
+        """Open the queue of another start; without a fitting journal, all is generated again."""
+        settings, journal, numbers = self.settings, self.journal, segments(self.directory)
+        past, note = None, ""
+        if numbers and not journal.fresh:
+            past, note = find_past(self.directory, snapshot, settings, journal.identity)
+        step = settings.trained_steps
+        facts = snapshot_facts(
+            journal.identity, journal.training, start=journal.start, from_step=step
+        )
+        ledger = report = None
+        continued: list[PartialStart] = []
+        if past is not None:
+            facts |= {"journal": past.snapshot["journal"], "epoch": past.snapshot["epoch"] + 1}
+            ledger, report, continued = self._taken_up(past, beginnings)
+        elif snapshot is not None:
+            facts["epoch"] = snapshot["epoch"] + 1
+            ledger, report = roll_back(Past(snapshot), settings, why=note)
+        if ledger is not None and (past is None or _process(past.snapshot) != _process(facts)):
+            ledger.tokens.new_actors(over=past is not None and past.ledger.over)
+        if note:
+            report = report or ResumeReport()
+            report.note = note
+        writer = self._writer(max(numbers, default=0), None if past is None else past.last)
+        if journal.fresh:
+            writer.remove(set(numbers))
+        queue = self._queue(ledger, writer, facts, continued)
+        queue.report, queue.rolls_to = report, None if report is None else report.rolls_to
+        return queue
 
-def _resume(
-    settings: QueueSettings,
-    journal: JournalSettings,
-    snapshot: dict[str, Any] | None,
-    beginnings: list[PartialStart],
-    *,
-    clock: Callable[[], float],
-) -> ReplayQueue:
-    """Another start of the run. Without a journal that fits, outstanding groups are generated
-    again.
-    """
-    directory = Path(journal.directory)
-    numbers = segments(directory)
-    past, note = None, ""
-    if numbers and not journal.fresh:
-        past, note = find_past(directory, snapshot, settings, journal.identity)
-    facts = snapshot_facts(
-        journal.identity, journal.training, start=journal.start, from_step=settings.trained_steps
-    )
-    ledger = report = None
-    continued: list[PartialStart] = []
-    if past is not None:
-        facts |= {"journal": past.snapshot["journal"], "epoch": past.snapshot["epoch"] + 1}
-        ledger, report, continued = _taken_up(past, settings, journal, beginnings)
-    elif snapshot is not None:
-        facts["epoch"] = snapshot["epoch"] + 1
-        ledger, report = roll_back(Past(snapshot), settings, why=note)
-    if ledger is not None and (past is None or _process(past.snapshot) != _process(facts)):
-        ledger.tokens.new_actors(over=past is not None and past.ledger.over)
-    if note:
-        report = report or ResumeReport()
-        report.note = note
-    last = None if past is None else past.last
-    writer = _writer(journal, number=max(numbers, default=0), last=last, clock=clock)
-    if journal.fresh:
-        writer.remove(set(numbers))
-    queue = _opened(settings, ledger, writer, facts, continued, clock=clock)
-    queue.report, queue.rolls_to = report, None if report is None else report.rolls_to
-    return queue
+    def _taken_up(
+        self, past: Past, beginnings: list[PartialStart]
+    ) -> tuple[Ledger, ResumeReport, list[PartialStart]]:
+        """Rebuild the ledger; the summary, and the partial rollouts that continue."""
+        same = past.snapshot["identity"] == self.journal.identity
+        settings, results = self.settings, Results(self.directory) if same else None
+        why = self._why_not_forward(past, results)
+        if results is not None and not why:
+            ledger, report = roll_forward(past, settings, results)
+        else:
+            ledger, report = roll_back(past, settings, results=results, why=why)
+        if not beginnings or results is None:
+            return ledger, report, []
+        free, end = free_again(settings, ledger), past.ledger
+        continued, useless = choose(beginnings, ledger, end=end, settings=settings, free=free)
+        report.continued = told(continued, useless)
+        return ledger, report, continued
+
+    def _why_not_forward(self, past: Past, results: Results | None) -> str:
+        newest = past.ledger.newest_version
+        if newest <= self.settings.trained_steps:
+            return "nothing is lost"
+        if self.journal.lost_steps == "discard":
+            return self.journal.reason
+        if results is None:
+            return "they were trained under another model, data or sampling"
+        if past.snapshot["training"] != self.journal.training:
+            return "settings of training have changed since"
+        if past.snapshot["rolled_to"] == newest:
+            return f"the run ended twice at learner step {newest}"
+        return obstacle(past, self.settings, results)
+
+    def _writer(self, number: int, last: Segment | None) -> Writer:
+        """Writes the segments after `number`, which go on after what was read of `last`."""
+        return Writer(
+            self.directory,
+            fsync=self.journal.fsync,
+            segment_bytes=self.journal.segment_bytes,
+            clock=self.clock,
+            segment=number,
+            sequence=0 if last is None else last.sequence,
+            parent=None if last is None else last.number,
+        )
+
+    def _queue(
+        self,
+        ledger: Ledger | None,
+        writer: Writer,
+        facts: dict[str, Any],
+        continued: list[PartialStart],
+    ) -> ReplayQueue:
+        if ledger is not None:
+            for entry in ledger.slots[State.READY].values():
+                entry.ready_at = self.clock()
+            for entry in ledger.slots[State.IN_FLIGHT].values():
+                entry.issued_at = self.clock()
+        queue = ReplayQueue(
+            self.settings,
+            ledger=ledger,
+            journal=writer,
+            facts=facts,
+            clock=self.clock,
+            continued=PartialGroups(continued),
+        )
+        queue.begin_segment()
+        return queue
 
 
 def _process(facts: dict[str, Any]) -> str:
-    """The start of the whole run, for a learner that went back keeps the actors."""
+    """Name the start of the whole run: a learner that went back keeps the actors."""
     return str(facts["start"]).partition(".")[0]
-
-
-def _taken_up(
-    past: Past, settings: QueueSettings, journal: JournalSettings, beginnings: list[PartialStart]
-) -> tuple[Ledger, ResumeReport, list[PartialStart]]:
-    """The ledger to go on with, what was taken over, and the partial rollouts that continue."""
-    results = None
-    if past.snapshot["identity"] == journal.identity:
-        results = Results(Path(journal.directory))
-    why = _why_not_forward(past, settings, journal, results)
-    if results is not None and not why:
-        ledger, report = roll_forward(past, settings, results)
-    else:
-        ledger, report = roll_back(past, settings, results=results, why=why)
-    if not beginnings or results is None:
-        return ledger, report, []
-    free = free_again(settings, ledger)
-    continued, useless = choose(beginnings, ledger, end=past.ledger, settings=settings, free=free)
-    report.continued = told(continued, useless)
-    return ledger, report, continued
-
-
-def _why_not_forward(
-    past: Past, settings: QueueSettings, journal: JournalSettings, results: Results | None
-) -> str:
-    newest = past.ledger.newest_version
-    if newest <= settings.trained_steps:
-        return "nothing is lost"
-    if journal.lost_steps == "discard":
-        return journal.reason
-    if results is None:
-        return "they were trained under another model, data or sampling"
-    if past.snapshot["training"] != journal.training:
-        return "settings of training have changed since"
-    if past.snapshot["rolled_to"] == newest:
-        return f"the run ended twice at learner step {newest}"
-    return obstacle(past, settings, results)
-
-
-def _writer(
-    journal: JournalSettings, *, number: int, last: Segment | None, clock: Callable[[], float]
-) -> Writer:
-    """Writes the segments after `number`, which go on after what was read of `last`."""
-    return Writer(
-        Path(journal.directory),
-        fsync=journal.fsync,
-        segment_bytes=journal.segment_bytes,
-        clock=clock,
-        segment=number,
-        sequence=0 if last is None else last.sequence,
-        parent=None if last is None else last.number,
-    )
-
-
-def _opened(
-    settings: QueueSettings,
-    ledger: Ledger | None,
-    writer: Writer,
-    facts: dict[str, Any],
-    continued: list[PartialStart],
-    *,
-    clock: Callable[[], float],
-) -> ReplayQueue:
-    if ledger is not None:
-        for entry in ledger.slots[State.READY].values():
-            entry.ready_at = clock()
-        for entry in ledger.slots[State.IN_FLIGHT].values():
-            entry.issued_at = clock()
-    queue = ReplayQueue(
-        settings,
-        ledger=ledger,
-        journal=writer,
-        facts=facts,
-        clock=clock,
-        continued=PartialGroups(continued),
-    )
-    queue.begin_segment()
-    return queue
 
 
 def _check_snapshot(snapshot: dict[str, Any], settings: QueueSettings) -> None:
@@ -583,7 +526,6 @@ def _check_snapshot(snapshot: dict[str, Any], settings: QueueSettings) -> None:
     steps = (snapshot["ledger"]["steps"], snapshot["ledger"]["training_step"])
     if settings.trained_steps not in steps:
         raise ValueError(
-            f"the checkpoint's queue is of step {steps[0]} (in training: {steps[1]}) and "
-            f"the learner of step {settings.trained_steps}: they "
-            "are not from the same checkpoint"
+            f"the checkpoint's queue is of step {steps[0]} (in training: {steps[1]}) and the "
+            f"learner of step {settings.trained_steps}: they are not from the same checkpoint"
         )

@@ -25,17 +25,16 @@ OnStale = Literal["wait", "mask", "expire"]
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """What the queue needs to know of a run; plain values that can be pickled. `trained_steps` and
-    `next_group_id` are where it starts.
+    """What the queue needs to know of a run, from `trained_steps` and `next_group_id` on; can be
+    pickled.
 
-    `filter` None rejects nothing. `baseline`: every group carries one greedy response beside those
-    to train. `mask_truncated`: responses that were cut off have no weight in the loss.
-    `ticket_timeout_s`: a group in flight for longer is issued again; None waits for ever.
-    `max_failed_fraction`: the run ends when more groups failed for good. With `retire_at`, a
-    problem whose group was answered right at that rate or better is posed no more:
-    `problem(group_id)` is its index below `problems`, and in every run of `problems` ids that
-    starts at a multiple of it each problem occurs once. `plugins`: modules
-    to import, which register the filter. Raises ValueError where they do not fit.
+    `filter` None rejects nothing. `baseline`: every group has a greedy response beside those to
+    train. `mask_truncated`: responses cut off have no weight. `ticket_timeout_s`: a group in flight
+    for longer is issued again; None waits for ever. `max_failed_fraction`: more failures for good
+    end the run. With `retire_at`, a problem answered right at that rate is posed no more:
+    `problem(group_id)` is its index below `problems`, and each occurs once in every run of
+    `problems` ids that starts at a multiple of it. `plugins`: modules that register the filter.
+    Raises ValueError where they do not fit.
     """
 
     rollout_batch_size: int
@@ -71,7 +70,7 @@ class QueueSettings:
         problem: Callable[[int], int],
         problems: int,
     ) -> QueueSettings:
-        """The settings of a run with this configuration."""
+        """Read the settings from the run's configuration."""
         filters, replay = config.replay.filter_groups, config.replay
         rule = FilterRule(
             metric=filters.metric,
@@ -96,7 +95,7 @@ class QueueSettings:
             on_stale=replay.on_stale,
             ticket_timeout_s=config.rollout.group_timeout_s,
             max_failed_fraction=config.task.max_bad_fraction,
-            baseline=config.algorithm.adv_estimator == "remax",
+            baseline=config.algorithm.has_baseline,
             mask_truncated=config.algorithm.mask_truncated,
             retire_at=filters.retire_at if filters.enable else None,
             problem=problem,
@@ -137,13 +136,13 @@ class QueueSettings:
 
     @property
     def total_groups(self) -> int:
-        """Groups that the whole run trains."""
+        """Count the groups that the whole run trains."""
         return self.total_steps * self.rollout_batch_size
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one frame of a `put`. The ids are -1 where the frame does not tell them."""
+    """Answer to one frame of a `put`; ids are -1 where the frame does not tell them."""
 
     group_id: int
     attempt: int
@@ -157,11 +156,7 @@ class Verdict:
 def fair_share(
     actor_id: str, wants: Mapping[str, int], in_flight: Mapping[str, int], *, free: int
 ) -> int:
-    """Slots for one actor when the free ones go, one by one, to the asking actor with the fewest
-    groups in flight.
-
-    On a tie the caller is served: it is here, the others come later.
-    """
+    """Slots for one actor when free ones go to the fewest in flight, on a tie to the caller."""
     wanted = wants.get(actor_id, 0)
     if sum(wants.values()) <= free:
         return wanted
@@ -180,9 +175,7 @@ def fair_share(
 def problem_of(
     meta: GroupMeta, ticket: GroupTicket, *, newest_version: int, group_size: int, baseline: bool
 ) -> str | None:
-    """Why a well-formed group must not be trained, or None. `newest_version` is the newest that the
-    learner can have published.
-    """
+    """Say why a group must not be trained, or None. `newest_version`: largest that can exist."""
     roles = [row.role for row in meta.rows]
     rows, greedy = roles.count("train"), roles.count("baseline")
     if rows != group_size:
@@ -203,9 +196,7 @@ def problem_of(
 
 
 def rejection(meta: GroupMeta, rule: FilterRule, shaping: Shaping) -> str | None:
-    """Why the rule rejects the group, or None. Raises ValueError where a rollout lacks what the
-    rule looks at.
-    """
+    """Say why the rule rejects the group, or None. Raises ValueError where a value is missing."""
     rows = meta.rows_to_train
     return filter_reason(
         rule,
@@ -234,9 +225,7 @@ def _value(row: RowMeta, metric: str, shaping: Shaping) -> float:
 
 
 def check_bound(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> None:
-    """Raise StalenessError for a group that must not leave for `step`: a token from the future, or
-    one too old that nobody masks.
-    """
+    """Raise StalenessError for a token from the future, or one too old that nobody masks."""
     oldest, newest = step - 1 - meta.min_version, step - 1 - meta.max_version
     if newest < 0 or (oldest > max_staleness and (on_stale != "mask" or newest > max_staleness)):
         raise StalenessError(

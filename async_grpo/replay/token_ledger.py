@@ -86,9 +86,7 @@ def masked_tokens(
 
 
 class Tokens:
-    """Counts of tokens by fate. results: tokens to train of each group that is ready, in training
-    or left over at the end.
-    """
+    """Tokens by fate. results: tokens to train of groups ready, in training or left over."""
 
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()
@@ -107,21 +105,15 @@ class Tokens:
             case Fail(group_id, attempt, _, tokens) if tokens is not None:
                 if (entry := ledger.entries.get(group_id)) is not None:  # else the ledger objects
                     last = entry.failures + 1 >= ledger.max_attempts
-                    self._discarded(
-                        "failed" if last else "regenerated",
-                        group_id,
-                        attempt,
-                        entry.actor_id,
-                        tokens,
-                    )
+                    place = "failed" if last else "regenerated"
+                    self._discarded(place, group_id, attempt, entry.actor_id, tokens)
             case Waste(group_id, attempt, actor_id, tokens):
                 self._discarded("regenerated", group_id, attempt, actor_id, tokens)
             case Refuse(status, group_id, attempt, actor_id, _, tokens) if status != "duplicate":
                 self._discarded("refused", group_id, attempt, actor_id, tokens)
             case Expire(group_id) | Drop(group_id):
-                self.totals["expired" if isinstance(event, Expire) else "lost"] += self.results.pop(
-                    group_id, 0
-                )
+                place = "expired" if isinstance(event, Expire) else "lost"
+                self.totals[place] += self.results.pop(group_id, 0)
             case TakeBatch(_, _, masked):
                 self.masked = masked
             case Done():
@@ -170,9 +162,7 @@ class Tokens:
     def taken_over(
         self, entries: Iterable[GroupEntry], *, trained: int = 0, masked: int = 0
     ) -> None:
-        """Go on with these groups in another start of the run, which took back so many trained and
-        masked tokens. Groups that are gone are generated again.
-        """
+        """Go on in another start, which took back these tokens; groups that are gone regenerate."""
         before = sum(self.results.values()) + trained + masked
         self.results = {
             entry.group_id: token_counts(entry.meta)[0]
@@ -222,10 +212,8 @@ class Tokens:
         }
 
     def _pending(self, actor_id: str) -> int:
-        told = self.told[actor_id]
-        return max(
-            told.sampled + told.continued - told.probes - told.evaluated - self.arrived[actor_id], 0
-        )
+        told, arrived = self.told[actor_id], self.arrived[actor_id]
+        return max(told.sampled + told.continued - told.probes - told.evaluated - arrived, 0)
 
     # ---- as plain values ----
 

@@ -85,9 +85,7 @@ class Parts:
 
 @dataclass(eq=False)
 class _GroupWork:
-    """One group between its ticket and the queue's answer: stage, since when it is at this stage
-    and since when it is here (monotonic seconds).
-    """
+    """One group between ticket and answer: its stage, since when, when it came (monotonic s)."""
 
     ticket: GroupTicket
     stage: str
@@ -122,7 +120,7 @@ class RolloutActor:
         self._cores = set(cores)
         self._partials = None if partials is None else PartialFile.at(Path(partials))
         self._parts: Parts | None = None
-        self._baselines = int(config.algorithm.adv_estimator == "remax")  # greedy, per group
+        self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
         self._responses = config.rollout.group_size + self._baselines
         self._slots = config.cluster.engine.max_num_seqs
         self._groups: dict[tuple[int, int], _GroupWork] = {}
@@ -157,9 +155,8 @@ class RolloutActor:
         if not isinstance(task.train(0).prompt, str) and tokenizer.chat_template is None:
             raise SetupError(
                 f"task {config.task.name} asks in chat messages, but the tokenizer of "
-                f"{self._model_dir} has no chat template; "
-                "use an instruction-tuned model, or the task's plain style "
-                "(task.options.style=plain)"
+                f"{self._model_dir} has no chat template; use an instruction-tuned model, or the "
+                "task's plain style (task.options.style=plain)"
             )
         everywhere = os.sched_getaffinity(0)
         others = everywhere - self._cores or everywhere
@@ -245,9 +242,7 @@ class RolloutActor:
     async def evaluate(
         self, *, indices: Sequence[int], total: int, label: str, samples: int
     ) -> tuple[list[ProblemOutcome], list[dict[str, Any]]]:
-        """Outcomes of these held-out problems from the weights `label`, and some responses as text
-        (`EngineEvaluator.answer`).
-        """
+        """Outcomes and samples of these held-out problems (`EngineEvaluator.answer`)."""
         with self._time.during("evaluating"):
             return await self.parts.evaluator.answer(
                 indices=indices, total=total, label=label, samples=samples
@@ -263,7 +258,7 @@ class RolloutActor:
         self._changed.set()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """A few greedy responses as (prompt, response, log-probs), to compare with the learner."""
+        """A few short responses as (prompt, response, log-probs), to compare with the learner."""
         parts = self.parts
         return await probe_sequences(parts.engine, parts.task, self._encode, self._config.rollout)
 
@@ -301,9 +296,7 @@ class RolloutActor:
         }
 
     async def partials(self) -> list[tuple[PartialStart, bytes]]:
-        """Partial responses of all groups that are being generated, which go on meanwhile; perhaps
-        also of a group that the queue has received by now.
-        """
+        """Partial responses of all groups in generation, or that the queue has by now."""
         growing = [work.generation for work in self._groups.values() if work.generation is not None]
         return await encode_all(growing, max_bytes=self._config.wire.max_frame_bytes)
 
@@ -321,9 +314,9 @@ class RolloutActor:
         )
 
     def _room(self) -> int:
-        """Groups to ask for, so that the engine always has one waiting, and groups that are being
-        verified do not pile up. Counts responses that the engine has not finished: the long ones
-        keep a group here, but not the slots of those that have ended.
+        """Groups to ask for, so that the engine always has one waiting and verified groups do not
+        pile up. A long response keeps its group here, but not the slots of responses that have
+        ended.
         """
         queued = sum(work.stage == "queued" for work in self._groups.values())
         unfinished = self.parts.engine.unfinished + queued * self._responses
@@ -426,9 +419,7 @@ class RolloutActor:
         )
 
     async def _generate(self, work: _GroupWork, prompt: list[int]) -> list[Completion]:
-        """`group_size` samples, then the greedy responses, all generated at the same time; from
-        their partial responses where the ticket continues them.
-        """
+        """Generate samples, then greedy responses, from partial ones where the ticket has some."""
         config, rollout, ticket = self._config, self._config.rollout, work.ticket
         samples = Sampling(
             n=rollout.group_size,
@@ -439,14 +430,11 @@ class RolloutActor:
             seed=_hash63(config.seed, ticket.group_id) if config.seeded else None,
         )
         wanted = [samples, *[replace(samples, n=1, temperature=0.0, seed=None)] * self._baselines]
-        prefixes = (
-            []
-            if self._partials is None
-            else self._partials.take(ticket, prompt, wanted, self._counts)
-        )
-        work.generation = PartialGeneration(
-            self.parts.engine, ticket, prompt, wanted, prefixes=prefixes
-        )
+        prefixes: list[Completion] = []
+        if self._partials is not None:
+            prefixes = self._partials.take(ticket, prompt, wanted, self._counts)
+        engine = self.parts.engine
+        work.generation = PartialGeneration(engine, ticket, prompt, wanted, prefixes=prefixes)
         return await work.generation.finish()
 
     async def _score(self, problem: Problem, completions: list[Completion]) -> list[Score]:

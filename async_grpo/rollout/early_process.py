@@ -69,7 +69,7 @@ class EarlyProcess:
             code,
             "--multiprocessing-fork",
         ]
-        with _environment(
+        with environment(
             PYTHONPATH=os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
             LD_PRELOAD=self._preload,
         ):
@@ -195,9 +195,7 @@ def _read(pipe: int, size: int) -> bytes:
 
 
 def preload() -> str:
-    """LD_PRELOAD as vLLM's CPU platform sets it: PyTorch's OpenMP library, and vLLM's allocator
-    where it brings one.
-    """
+    """LD_PRELOAD as vLLM sets it on CPU: PyTorch's OpenMP library, and vLLM's allocator if any."""
     libraries = os.environ.get("LD_PRELOAD", "")
     torch, vllm = (Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "vllm"))
     if not any(name in libraries for name in ("libomp", "libgomp", "libiomp")):
@@ -215,7 +213,7 @@ def _first(*patterns: Path) -> str:
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def environment(**values: str) -> Iterator[None]:
     """Set these variables for processes that start inside the block; an empty value sets none."""
     before = {name: os.environ.get(name) for name in values}
     try:

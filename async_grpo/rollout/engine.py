@@ -32,7 +32,7 @@ import numpy as np
 from async_grpo.config.schema import Config, Deadlines
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
-from async_grpo.rollout.early_process import EarlyProcess
+from async_grpo.rollout.early_process import EarlyProcess, environment
 from async_grpo.runtime.lifetime import own_directory
 from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
 from async_grpo.wire import VersionSpan
@@ -56,10 +56,9 @@ class CountedRequests:
         """Tokens of aborted requests for rollouts, by name, until `Engine.cut_off` asks."""
 
     def logger(self) -> type:
-        """A logger class for vLLM that only adds up tokens; with it vLLM notes request times.
-
-        It replaces the Prometheus logger, which would cost a twentieth of this process's time and
-        whose endpoint is not served.
+        """Make a logger class that only adds up tokens, so that vLLM notes request times. It
+        replaces the Prometheus logger, a twentieth of this process's time for an endpoint that is
+        not served.
         """
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -84,9 +83,7 @@ class CountedRequests:
     async def final(
         self, llm: AsyncLLM, prompt: dict[str, Any], params: Any, name: str, purpose: Purpose
     ) -> RequestOutput | None:
-        """Send a request and count its tokens; its last output. Cancelling aborts the request, and
-        counts too.
-        """
+        """Send a request, count its tokens, also if cancelled, and return the last output."""
 
         async def last() -> RequestOutput | None:
             final = None
@@ -204,9 +201,7 @@ class Engine:
         seed: int,
         early: EarlyProcess | None = None,
     ) -> Engine:
-        """Load `model_dir` on `device` (`cpu` or `cuda`) for publications over `backend`, serving
-        as `label`. early: from `begin`.
-        """
+        """Load `model_dir` on `cpu` or `cuda`, serving as `label`. early: from `begin`."""
         early = early or cls.begin(device)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -267,8 +262,7 @@ class Engine:
         name: str = "",
         purpose: Purpose = "rollouts",
     ) -> list[Completion]:
-        """`sampling.n` responses to one prompt, prompt tokens not included. Cancelling the call
-        aborts the request.
+        """Generate `sampling.n` responses to one prompt; cancelling aborts the request.
 
         name: for `so_far`, `unfinished` and `cut_off`; no two requests have the same.
         """
@@ -321,10 +315,8 @@ class Engine:
         )
 
     def so_far(self, name: str) -> dict[int, Completion]:
-        """Partial responses of a running `generate`, by index; generation goes on.
-
-        Reads what vLLM has gathered for the final answer, since its streaming costs time for every
-        token.
+        """Partial responses of a running `generate`, by index, read from what vLLM has gathered for
+        the final answer: its streaming would cost time for every token.
         """
         found: dict[int, Completion] = {}
         for state in _states(self._llm, name):
@@ -353,9 +345,7 @@ class Engine:
     async def score(
         self, sequences: Sequence[tuple[list[int], list[int]]]
     ) -> list[tuple[list[str], np.ndarray]]:
-        """Log-probs [L] at temperature 1 of each response in (prompt, response) pairs, with the
-        labels of the weights.
-        """
+        """Log-probs [L] of each response at temperature 1, with the labels of the weights."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -390,11 +380,12 @@ class Engine:
         return self._receipt(await self._workers("connect_weights", payload))
 
     async def receive(self, announcement: Announcement) -> Receipt:
-        """Serve the announced weights: pause with requests kept, load, label, resume.
+        """Serve the announced weights: pause with requests kept, load, label, resume. With a
+        failure in the receipt, weights may be mixed and the engine stays paused until a publication
+        succeeds.
 
-        When the receipt names a failure, the weights may be a mixture and the engine stays paused
-        until a publication succeeds. Raises TimeoutError for a phase beyond its deadline,
-        ValueError for a version older than the served one; then the engine must be replaced.
+        Raises TimeoutError for a phase beyond its deadline, ValueError for a version older than the
+        served one; then the engine must be replaced.
         """
         self._refuse_older(announcement.label)
         self._steady.clear()
@@ -437,11 +428,8 @@ class Engine:
         return Receipt(self.serving, **failed)
 
     def _refuse_older(self, label: str) -> None:
-        if (
-            is_version(label)
-            and is_version(self.serving)
-            and parse_label(label) < parse_label(self.serving)
-        ):
+        both = is_version(label) and is_version(self.serving)
+        if both and parse_label(label) < parse_label(self.serving):
             raise ValueError(
                 f"version {label} was announced to an engine that serves {self.serving} already"
             )
@@ -500,23 +488,15 @@ def stop_tokens(model_dir: str, eos_token_id: int | None) -> list[int]:
 
 @contextmanager
 def _temporary_files() -> Iterator[Path]:
-    """Block in which engine processes start: the directory for their sockets and rendezvous files,
-    which vLLM leaves when they are killed.
-    """
-    directory, before = own_directory("engine"), os.environ.get("TMPDIR")
-    os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = str(directory)
-    os.environ["ASYNC_GRPO_ENGINE_OWNER"] = str(os.getpid())
+    """Give engine processes a directory for their files, which vLLM leaves when they are killed."""
+    directory, owner = own_directory("engine"), str(os.getpid())
+    os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
     try:
-        yield directory
+        with environment(TMPDIR=str(directory), ASYNC_GRPO_ENGINE_OWNER=owner):
+            yield directory
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    finally:
-        del os.environ["ASYNC_GRPO_ENGINE_OWNER"]
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
 
 
 def _set_environment(device: str) -> None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from async_grpo.algo.accuracy import ProblemOutcome
 from async_grpo.config.schema import Config, RolloutConfig
 from async_grpo.errors import SetupError
-from async_grpo.rollout.engine import Completion, EngineError, Purpose, Sampling
+from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.registry import create_task
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
@@ -27,25 +27,6 @@ from async_grpo.tasks.verifier import VerifierError, VerifierPool
 
 class PromptTooLong(ValueError):
     """A prompt has more tokens than `rollout.prompt_length`."""
-
-
-class Generator(Protocol):
-    """The engine as far as answers and probes need it."""
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, purpose: Purpose
-    ) -> list[Completion]:
-        """Generate the responses to one prompt."""
-
-
-class Scorer(Protocol):
-    """The verifier children."""
-
-    async def score_many(self, items: list[tuple[str, Any]]) -> list[Score | VerifierError]:
-        """Score (response, reference) pairs."""
-
-    async def close(self) -> None:
-        """Stop the children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +45,30 @@ class EngineEvaluator:
         self,
         config: Config,
         *,
-        engine: Generator,
+        engine: Engine,
         task: Task,
-        verifiers: Scorer,
+        verifiers: VerifierPool,
         encode: Callable[[Problem], list[int]],
         text: Callable[[Completion], str],
         cpu: set[int] | None,
     ) -> None:
-        """task, verifiers: of training. encode: tokens of a prompt, or PromptTooLong. text: of a
-        response. cpu: cores for further verifiers.
-        """
+        """task, verifiers: of training. encode: or PromptTooLong. cpu: for more verifiers."""
         self._config, self._engine = config, engine
         self._cpu = cpu
         self._encode, self._text = encode, text
         self._own = config.evaluation.task is not None
         self._task = create_task(config.evaluated_task, config.seed) if self._own else task
-        self._verifiers: Scorer | None = None if self._own else verifiers
+        self._verifiers: VerifierPool | None = None if self._own else verifiers
         self._starting = asyncio.Lock()
 
     async def answer(
         self, *, indices: Sequence[int], total: int, label: str, samples: int
     ) -> tuple[list[ProblemOutcome], list[dict[str, Any]]]:
         """Outcomes of these held-out problems (of the first `total`) from the weights `label`, and
-        `samples` greedy responses as text.
+        `samples` greedy responses. A long prompt or an unscored response is an error and counts as
+        wrong.
 
-        A prompt that is too long, or a response that cannot be scored, is an error and counts as
-        wrong. Raises EngineError for a response that other weights have sampled.
+        Raises EngineError for a response that other weights have sampled.
         """
         problems = await asyncio.to_thread(self._task.evaluation, total)  # may read data
         n = self._config.evaluation.n
@@ -110,9 +89,7 @@ class EngineEvaluator:
     async def _one(
         self, problem: Problem, label: str, slots: asyncio.Semaphore
     ) -> tuple[_Answer, list[Score | VerifierError]]:
-        """Responses and scores; both inside the slot, so that training groups need not wait for the
-        verifiers behind a whole evaluation.
-        """
+        """Answer and score a problem, inside one slot: training groups need the verifiers too."""
         evaluation, rollout = self._config.evaluation, self._config.rollout
         greedy = Sampling(
             n=1,
@@ -136,10 +113,8 @@ class EngineEvaluator:
                 ]
             )
             responses = [completion for answer in answers for completion in answer]
-            others = {other for completion in responses for other, _, _ in completion.labels} - {
-                label
-            }
-            if others:
+            labels = {other for completion in responses for other, _, _ in completion.labels}
+            if others := labels - {label}:
                 raise EngineError(
                     f"the evaluation of {label} got tokens that "
                     f"{', '.join(sorted(others))} has sampled"
@@ -152,7 +127,7 @@ class EngineEvaluator:
                 [(text, problem.reference) for text in answer.texts]
             )
 
-    async def _scorer(self) -> Scorer:
+    async def _scorer(self) -> VerifierPool:
         async with self._starting:
             if self._verifiers is None:
                 pool = VerifierPool(
@@ -168,15 +143,13 @@ def _outcome(answer: _Answer, results: list[Score | VerifierError], *, n: int) -
         return ProblemOutcome(
             greedy=False, right=0, judged=0, errors=1 + n, greedy_tokens=0, sampled_tokens=0
         )
-    scores = [result if isinstance(result, Score) else None for result in results]
-    right = [
-        score is not None and score.verdict is not None and score.verdict >= 1.0 for score in scores
-    ]
+    verdicts = [result.verdict if isinstance(result, Score) else None for result in results]
+    right = [verdict is not None and verdict >= 1.0 for verdict in verdicts]
     return ProblemOutcome(
         greedy=right[0],
         right=sum(right[1:]),
-        judged=sum(score is not None and score.verdict is not None for score in scores),
-        errors=scores.count(None),
+        judged=sum(verdict is not None for verdict in verdicts),
+        errors=sum(isinstance(result, VerifierError) for result in results),
         greedy_tokens=answer.lengths[0],
         sampled_tokens=sum(answer.lengths[1:]),
     )
@@ -187,28 +160,19 @@ def _row(problem: Problem, answer: _Answer, results: list[Score | VerifierError]
     if answer.refused is not None:
         return {"prompt": problem.prompt, "response": "", "tokens": 0, "error": str(answer.refused)}
     result = results[0]
-    judgement = (
-        {"rewards": result.rewards, "verdict": result.verdict}
-        if isinstance(result, Score)
-        else {"error": str(result)}
-    )
-    return {
-        "prompt": problem.prompt,
-        "response": answer.texts[0],
-        "tokens": answer.lengths[0],
-        **judgement,
-    }
+    row = {"prompt": problem.prompt, "response": answer.texts[0], "tokens": answer.lengths[0]}
+    if isinstance(result, Score):
+        return row | {"rewards": result.rewards, "verdict": result.verdict}
+    return row | {"error": str(result)}
 
 
 PROMPTS, CANDIDATES, TOKENS = 4, 64, 16
 
 
 async def probe_sequences(
-    engine: Generator, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
+    engine: Engine, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
 ) -> list[tuple[list[int], list[int], np.ndarray]]:
-    """A few short responses to the first problems as (prompt, response, log-probs [L] at the
-    training temperature).
-    """
+    """A few short responses as (prompt, response, log-probs [L] at the training temperature)."""
     sampling = Sampling(
         n=1,
         max_tokens=min(rollout.response_length, TOKENS),

@@ -25,13 +25,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import msgpack
 import numpy as np
 
 from async_grpo.replay.partial import PartialStart
-from async_grpo.rollout.engine import Completion, Sampling
+from async_grpo.rollout.engine import Completion, Engine, Sampling
 from async_grpo.weights.transport import parse_label
 from async_grpo.wire import GroupTicket
 
@@ -44,21 +44,6 @@ _MAX_NAME = 64
 
 class PartialError(ValueError):
     """The file does not hold partial rollouts."""
-
-
-class PartialEngine(Protocol):
-    """The engine as a generation sees it; see `Engine` for the methods."""
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, name: str = ""
-    ) -> list[Completion]:
-        """Generate the responses to one prompt."""
-
-    def so_far(self, name: str) -> dict[int, Completion]:
-        """Partial responses of a running request, by index."""
-
-    def cut_off(self, name: str) -> int:
-        """Tokens of an aborted request."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +61,14 @@ class PartialGeneration:
 
     def __init__(
         self,
-        engine: PartialEngine,
+        engine: Engine,
         ticket: GroupTicket,
         prompt_ids: list[int],
         wanted: Sequence[Sampling],
         *,
         prefixes: Sequence[Completion] = (),
     ) -> None:
-        """wanted: how to sample, in the order of the responses. prefixes: partial responses to
-        continue, one each, or none.
-        """
+        """wanted: how to sample, by response. prefixes: responses to continue, each or none."""
         self.ticket, self.prompt_ids = ticket, prompt_ids
         self._engine, self._prefixes = engine, list(prefixes)
         self._answers: dict[int, Completion] = {}
@@ -259,9 +242,7 @@ class PartialFile:
         wanted: Sequence[Sampling],
         counts: Counter[str],
     ) -> list[Completion]:
-        """Partial responses of this ticket's group, at most once; empty where they do not fit the
-        ticket, or cannot be read. Counts the tokens.
-        """
+        """Take a ticket's partial responses, once, and count tokens; empty where none fits."""
         try:
             prefixes = self._take(ticket, prompt_ids, wanted)
         except (PartialError, OSError):  # as good as none; the file was whole when the run began
@@ -349,10 +330,8 @@ def _decode(packed: bytes) -> tuple[list[int], list[Completion]]:
 
 
 def _response_of(plain: dict[str, Any]) -> Completion:
-    tokens, logprobs = (
-        np.frombuffer(plain["tokens"], _INT32),
-        np.frombuffer(plain["logprobs"], _FLOAT32),
-    )
+    tokens = np.frombuffer(plain["tokens"], _INT32)
+    logprobs = np.frombuffer(plain["logprobs"], _FLOAT32)
     labels, at = [], 0
     for label, first, end in plain["labels"]:
         parse_label(label)

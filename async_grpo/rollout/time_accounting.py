@@ -61,9 +61,7 @@ class EngineTime:
     def report(
         self, sampled: Mapping[str, int], counts: Mapping[str, float], *, every_s: float = 0.0
     ) -> ActorReport | None:
-        """The report for the queue: tokens that the engine `sampled`, seconds, and `counts` of the
-        actor; None if the last one was made less than `every_s` ago.
-        """
+        """Report tokens, seconds and `counts`; None within `every_s` of the last report."""
         now = self._clock()
         if every_s and now - self._reported_at < every_s:
             return None
@@ -85,9 +83,8 @@ class EngineTime:
 
     def _look(self) -> None:
         cause = self._cause()
-        if cause != self._time.cause and (
-            self._time.began or self.is_producing or cause == "evaluating"
-        ):
+        counts = self._time.began or self.is_producing or cause == "evaluating"
+        if counts and cause != self._time.cause:
             self._time.switch(cause)
 
     def _cause(self) -> str:

@@ -24,9 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process, even stopped, when the thread that started it ends. Exits
-    if that was not `parent`.
-    """
+    """Die, even when stopped, with the thread that started this process; exit if not `parent`'s."""
     before = os.getppid() if parent is None else parent
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -67,9 +65,8 @@ def descendants() -> list[int]:
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit():
-                parents[int(entry.name)] = int(
-                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                )
+                stat = (entry / "stat").read_text()
+                parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
         except OSError:
             continue  # it has just ended
     found, unseen = [], [os.getpid()]

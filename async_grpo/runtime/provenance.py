@@ -30,9 +30,7 @@ _GIT_TIMEOUT_S = 10.0
 
 
 def code_version() -> dict[str, Any]:
-    """The package's `version`, git `commit` and `dirty`; outside a checkout the `digest` of its
-    files.
-    """
+    """The package's `version`, git `commit` and `dirty`; without git the `digest` of its files."""
     try:
         version = {"version": importlib.metadata.version("async_grpo")}
     except importlib.metadata.PackageNotFoundError:
@@ -81,11 +79,8 @@ def copy_tokenizer(model_dir: str, target: Path, *, trust_remote_code: bool) -> 
 
 
 def check_origin(manifest: dict[str, Any], *, data: str, tokenizer: str) -> str | None:
-    """What to tell the user about going on from a checkpoint with these fingerprints of data and
-    tokenizer, or None.
-
-    Raises SetupError for another tokenizer: everything that the model has learnt would be about
-    other text.
+    """Say what has changed since a checkpoint with these fingerprints, or None. Raises SetupError
+    for another tokenizer: all that the model has learnt would be about other text.
     """
     step = manifest["step"]
     if manifest.get("tokenizer_fingerprint", tokenizer) != tokenizer:

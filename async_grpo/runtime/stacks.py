@@ -73,9 +73,7 @@ class Process:
 
 @dataclass(slots=True)
 class Look:
-    """What a process showed. `trouble`: why it shows no stacks, or what is wrong with it although
-    it does; "" if nothing is.
-    """
+    """What a process showed. `trouble`: why it shows no stacks, or what is wrong with it, or ""."""
 
     process: Process
     trouble: str = ""
@@ -93,19 +91,15 @@ def register(role: str, directory: str | Path) -> None:
     """Let this process, and its children, write stacks into a file in `directory` when asked."""
     global _file
     path = Path(directory) / f"{role}@{socket.gethostname()}@{os.getpid()}"
-    for ended in [
-        process
-        for process in registered(directory, role=role)
-        if process.role == role and not is_alive(process)
-    ]:
-        ended.path.unlink(missing_ok=True)  # this one takes its place
+    for process in registered(directory, role=role):
+        if process.role == role and not is_alive(process):
+            process.path.unlink(missing_ok=True)  # this one takes its place
     logs = [target for descriptor in (1, 2) if os.path.isfile(target := _target(descriptor))]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives: a signal handler cannot open it
-        file.write(
-            json.dumps({"begun": begun(os.getpid()), "logs": list(dict.fromkeys(logs))}) + "\n"
-        )
+        facts = {"begun": begun(os.getpid()), "logs": list(dict.fromkeys(logs))}
+        file.write(json.dumps(facts) + "\n")
         file.flush()
     except OSError as error:  # a full disk must not keep an actor from being replaced
         print(f"{role}: no stacks will be written if this run gets stuck: {error}", file=sys.stderr)
@@ -164,12 +158,10 @@ def look(directory: str | Path, *, role: str = "", seconds: float = ANSWER_S) ->
     while asked and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         now = {one.process: one.process.path.stat().st_size for one in asked}
+        answered = all(now[process] > before[process] for process in now)
         if any(now[process] != sizes[process] for process in now):
             sizes, changed = sizes | now, time.monotonic()
-        elif (
-            all(now[process] > before[process] for process in now)
-            and time.monotonic() - changed > _QUIET_S
-        ):
+        elif answered and time.monotonic() - changed > _QUIET_S:
             break
     for one in looks:
         with open(one.process.path, encoding="utf-8", errors="replace") as file:
@@ -191,20 +183,18 @@ def where(text: str) -> list[str]:
     """Per thread that is in this package: its innermost frame there, and the innermost of all."""
     found = []
     for thread in text.split("\n\n"):
+        # innermost first
         frames = [
             (match["file"], match["line"], match["name"]) for match in _FRAME.finditer(thread)
-        ]  # innermost first
-        own = next(
-            (
-                frame
-                for frame in frames
-                if _PACKAGE in frame[0] and not frame[0].endswith(f"{os.sep}stacks.py")
-            ),
-            None,
-        )
-        if own is not None:
-            inside = "" if own == frames[0] else f", inside {_short(frames[0])}"
-            found.append(_short(own) + inside)
+        ]
+        own = [
+            frame
+            for frame in frames
+            if _PACKAGE in frame[0] and not frame[0].endswith(f"{os.sep}stacks.py")
+        ]
+        if own:
+            inside = "" if own[0] == frames[0] else f", inside {_short(frames[0])}"
+            found.append(_short(own[0]) + inside)
     return found
 
 
@@ -237,9 +227,7 @@ def _ask(one: Look) -> bool:
 
 
 def _trouble(process: Process, states: str = "TtZXD") -> str:
-    """Which of these states the process is in, in words; "" for another. Everybody waits inside the
-    kernel (D) now and then.
-    """
+    """Say which of these states a process is in, or "". All are in D (kernel) now and then."""
     state = status(process.pid).get("State", "X")[0] if begun(process.pid) == process.begun else "X"
     return STATES[state] if state in states else ""
 
@@ -251,12 +239,13 @@ def _has_handler(pid: int) -> bool:
 def status(pid: int) -> dict[str, str]:
     """`/proc/<pid>/status`; empty when there is none."""
     try:
-        lines = (
-            Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
-        )
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {
+        name: value.strip()
+        for name, _, value in (line.partition(":") for line in text.splitlines())
+    }
 
 
 def begun(pid: int) -> int:

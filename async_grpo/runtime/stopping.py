@@ -114,9 +114,8 @@ class Signals:
             f"{name}: the run ends after the learner step that is being trained, and saves; a "
             "second signal ends it at once"
         )
-        threading.Thread(
-            target=self._say, args=(text,), daemon=True
-        ).start()  # the main thread may be in the middle of printing
+        # the main thread may be in the middle of printing
+        threading.Thread(target=self._say, args=(text,), daemon=True).start()
 
 
 def grace_period() -> str | None:
@@ -127,9 +126,8 @@ def grace_period() -> str | None:
     line = f"`ray job stop` gives this run {seconds:g} s to save before it is killed"
     if seconds < SHORT_GRACE_S:
         line += (
-            ", which is too short for a learner step and a checkpoint of a real model: "
-            "set RAY_JOB_STOP_WAIT_TIME_S to 600 in the env_vars of "
-            "the job's runtime_env (docs/jobs.md); what is killed continues from its last "
-            "checkpoint"
+            ", which is too short for a learner step and a checkpoint of a real model: set "
+            "RAY_JOB_STOP_WAIT_TIME_S to 600 in the env_vars of the job's runtime_env "
+            "(docs/jobs.md); what is killed continues from its last checkpoint"
         )
     return line

@@ -24,9 +24,7 @@ LEARNER_CAUSES = (
 )
 """starved: the queue has no batch. restarting: the ranks are brought back."""
 ENGINE_CAUSES = ("working", "blocked", "verifying", "paused", "evaluating", "restarting", "other")
-"""working: a group is being generated. verifying: none is, because all that are here wait for the
-verifier. blocked: no ticket. paused: takes weights.
-"""
+"""working: a group is generated. verifying: all wait for the verifier. blocked: no ticket."""
 LEARNER_PREFIX, ENGINE_PREFIX = "time/learner/", "time/engine/"
 """Begin the names of logged metrics: seconds by cause since the start of the run."""
 
@@ -99,10 +97,7 @@ class TimeByCause:
         self.began = 0.0
 
     def switch(self, cause: str) -> str:
-        """Count time under this cause from now on; returns the cause before ("" at the beginning).
-
-        Raises KeyError for a cause that does not exist.
-        """
+        """Count time under this cause from now on; the cause before. Raises KeyError."""
         now, before = self._clock(), self.cause
         self._seconds[cause] += 0.0
         if before:

@@ -117,7 +117,9 @@ class WatchedLearner(processes.LearnerProcess):
         self._record.write("rank", self._rank, key)
         state = super().setup(key=key, checkpoint=checkpoint, **arguments)
         if state is not None:
-            self._record.write("state", "loaded", state["step"], *state_digests(self._learner))
+            self._record.write(
+                "state", "loaded", state["step"], *state_digests(self._parts.learner)
+            )
         return state
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +137,7 @@ class WatchedLearner(processes.LearnerProcess):
 
     def write_checkpoint(self, directory: str, state: dict[str, Any]) -> Any:
         self._accesses.step = state["step"]
-        self._record.write("state", "saved", state["step"], *state_digests(self._learner))
+        self._record.write("state", "saved", state["step"], *state_digests(self._parts.learner))
         return super().write_checkpoint(directory, state)
 
     def _fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:

@@ -63,7 +63,7 @@ async def test_an_actor_without_a_ticket_waits_at_the_queue_until_there_is_one(q
     waiting = asyncio.create_task(queue.acquire("a", 0, ids(tickets), 1))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    await queue.fail("a", tickets[:1], "gone")
+    await queue.call("fail", "a", tickets[:1], "gone")
     [again] = await asyncio.wait_for(waiting, 10)
     assert (again.group_id, again.attempt) == (tickets[0].group_id, tickets[0].attempt + 1)
 
@@ -76,7 +76,7 @@ async def test_nobody_waits_who_missed_a_publication_or_wants_nothing_or_when_th
     assert await asyncio.wait_for(queue.acquire("a", 0, ids(tickets), 0), 10) == []
     waiting = asyncio.create_task(queue.acquire("a", 0, ids(tickets), 1))
     await asyncio.sleep(0.05)
-    await queue.close()
+    await queue.call("close")
     assert await asyncio.wait_for(waiting, 10) is None
 
 
@@ -85,7 +85,12 @@ async def test_an_error_of_opening_is_raised_by_every_call(monkeypatch, tmp_path
     monkeypatch.setattr(queue_module, "die_with_parent", lambda: None)
     (tmp_path / "file").write_text("no folder")
     queue = QueueProcess(queue_settings(), JournalSettings(str(tmp_path / "file"), "start"))
-    for call in (queue.opened(), queue.counts(), queue.acquire("a", 0, [], 1), queue.snapshot()):
+    for call in (
+        queue.opened(),
+        queue.call("counts"),
+        queue.acquire("a", 0, [], 1),
+        queue.call("snapshot"),
+    ):
         with pytest.raises(JournalError, match="cannot be made"):
             await call
 

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from async_grpo.config.schema import UNBOUNDED_ORDERS, Replay
-from async_grpo.replay.order import ORDERS, Due
+from async_grpo.replay.order import ORDERS, Due, Others
 
 
 def test_the_schema_names_every_order_and_those_without_a_bound() -> None:
@@ -38,7 +38,7 @@ def test_what_is_in_time_is_trained_within_the_bound_and_no_more_can_be(order: s
         groups = [Due(*one) for one in zip(versions, ids, strict=True)]
         candidates, waiting = groups[:6], set(ids[6:])
         rule = ORDERS[order](batch_size=size, max_staleness=bound)
-        kept = rule.in_time(candidates, waiting=waiting, steps=steps)
+        kept = rule.in_time(candidates, Others(waiting=waiting), steps=steps)
         chosen = [one for one in candidates if one.group_id in kept]
         everything = waiting | set(ids) if order == "fifo" else waiting
         trained = steps_of(order, chosen, everything, steps=steps, size=size)
@@ -54,6 +54,6 @@ def test_what_is_in_time_is_trained_within_the_bound_and_no_more_can_be(order: s
 def test_the_first_candidates_are_preferred() -> None:
     rule = ORDERS["oldest"](batch_size=1, max_staleness=1)
     old, young = Due(1, 0), Due(1, 1)
-    assert rule.in_time([old, young], steps=2) == {0}
-    assert rule.in_time([young, old], steps=2) == {1}
-    assert rule.in_time([old], ready=[young], steps=2) == set()
+    assert rule.in_time([old, young], Others(), steps=2) == {0}
+    assert rule.in_time([young, old], Others(), steps=2) == {1}
+    assert rule.in_time([old], Others([young]), steps=2) == set()

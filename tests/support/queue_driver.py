@@ -89,12 +89,12 @@ async def drive(tokens: int) -> dict[str, float]:
     passed = fetched = 0
     for step in range(1, STEPS + 1):
         passed += await asyncio.wait_for(producer.produce.remote(step - 1), 60)
-        batch = await asyncio.wait_for(queue.get_batch.remote(step), 60)
+        batch = await asyncio.wait_for(queue.call.remote("get_batch", step), 60)
         ids = [group.group_id for group in batch.groups]
         fetched += await asyncio.wait_for(fetch.remote(queue, step, ids), 60)
         if step < STEPS:
-            await queue.get_batch.remote(step + 1)
-        await queue.live.remote(step)
+            await queue.call.remote("get_batch", step + 1)
+        await queue.call.remote("live", step)
     ray.kill(producer), ray.kill(queue)
     return {"peak_mb": peak_mb(), "passed_mb": passed / 1e6, "fetched_mb": fetched / 1e6}
 
@@ -110,7 +110,7 @@ def fetch(queue, step: int, ids: list[int]) -> int:
 async def crowd() -> dict[str, float]:
     """1,200 calls of actors are on the queue at once; a put goes through all the same."""
     queue = ray.remote(QueueProcess).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(SETTINGS)
-    await queue.counts.remote()
+    await queue.call.remote("counts")
     producer = Producer.options(num_cpus=0).remote(queue, 8)
     waiting = [queue.acquire.remote(f"actor-{index}", 0, [], 0) for index in range(WAITING)]
     put_bytes = await asyncio.wait_for(producer.produce.remote(0), 30)

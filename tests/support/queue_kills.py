@@ -167,7 +167,7 @@ class Schedule:
         finally:
             killer.cancel()
             self.pool.leave(self.host_died)
-            await self.call("close")
+            await self.call("call", "close")
             ends = await asyncio.wait_for(
                 asyncio.gather(*self.tasks, return_exceptions=True), DEADLINE_S
             )
@@ -191,7 +191,7 @@ class Schedule:
     async def host_died(self, host: Any) -> None:
         for name in [name for name, where in self.producers.items() if where is host]:
             del self.producers[name]
-            await self.call("forfeit", name)
+            await self.call("call", "forfeit", name)
             await self.start_producer()
 
     async def kill_queue(self) -> None:
@@ -211,8 +211,8 @@ class Schedule:
             )
             ends = [str(task.result())[-300:] for task in ended]
             raise AssertionError(
-                f"no batch for step {step}: {await self.call('metrics')}, held "
-                f"{await self.call('held')}, version {self.version}, producers "
+                f"no batch for step {step}: {await self.call('call', 'metrics')}, held "
+                f"{await self.call('call', 'held')}, version {self.version}, producers "
                 f"{list(self.producers)}, ends of producers {ends}"
             ) from None
         group_ids = [group.group_id for group in batch.groups]
@@ -245,10 +245,10 @@ class Schedule:
             # one that died is being replaced, at the newest version
             with suppress(ray.exceptions.RayActorError):
                 await asyncio.wait_for(host.serve.remote(name, step), DEADLINE_S)
-        await self.call("live", step)
+        await self.call("call", "live", step)
 
     async def check(self) -> None:
-        counts = await self.call("counts")
+        counts = await self.call("call", "counts")
         states = (
             "waiting",
             "in_flight",

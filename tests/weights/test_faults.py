@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.processes import LearnerProcess
+from async_grpo.cluster.processes import LearnerProcess, RankParts
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError, Stalled, TransferMismatch
 from async_grpo.rollout.engine import Engine
@@ -298,10 +298,9 @@ class Learner(LearnerProcess):
 
     def __init__(self, run: Run, owner: Model, *, overlap: bool) -> None:
         super().__init__(run.config, rank=0, cores=[], queue=None)
-        self._run, self._learner = run, owner
-        self._sender = make_sender(
-            owner, overlap=overlap, deadlines=run.config.weight_sync.deadlines
-        )
+        deadlines = run.config.weight_sync.deadlines
+        sender = make_sender(owner, overlap=overlap, deadlines=deadlines)
+        self._run, self._parts = run, RankParts(owner, sender, saving=None)
 
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         self._run.groups.append(len(tensor_parallel_sizes))
@@ -310,7 +309,7 @@ class Learner(LearnerProcess):
 
     def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
         self._run.truth[label] = {
-            name: tensor.clone() for name, tensor in self._learner.named_weights()
+            name: tensor.clone() for name, tensor in self._parts.learner.named_weights()
         }
         return super().stage(label, verify=verify, sequences=sequences)
 
@@ -457,8 +456,8 @@ def start(control: Control, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     yield build
     control.inject()
     for run in runs:
-        if run.process._sender._engine is not None:
-            run.process._sender._engine.shutdown()
+        if run.process._parts.sender._engine is not None:
+            run.process._parts.sender._engine.shutdown()
     for engine in members:
         if isinstance(engine.front.worker, ChildWorker):
             engine.front.worker.process.kill()
