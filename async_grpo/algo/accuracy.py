@@ -44,9 +44,7 @@ class ProblemOutcome:
     maxsize=2**14
 )  # problems share the few values that there are, and large binomials take a while
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate from n samples of which c are right that one of k is right; 1 <= k <=
-    n.
-    """
+    """Unbiased chance that one of k samples is right, from n with c right; 1 <= k <= n."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples of which {c} are right")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)

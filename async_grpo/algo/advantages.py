@@ -38,9 +38,7 @@ class Groups:
 
     @classmethod
     def of(cls, group_index: Tensor) -> Groups:
-        """Groups of rows with equal values in `group_index` [B]; the values themselves do not
-        matter.
-        """
+        """Groups of rows with equal values in `group_index` [B]; any values serve."""
         _, index, counts = torch.unique(group_index, return_inverse=True, return_counts=True)
         return cls(index, counts.double())
 
@@ -73,17 +71,13 @@ class Groups:
         return self.expand((self.sum(centred.square()) / (self.size - 1).clamp(min=1)).sqrt())
 
     def varied(self, values: Tensor) -> Tensor:
-        """Whether the values of each row's group spread by more than TOLERANCE, on the row: [B] ->
-        [B] bool.
-        """
+        """Whether values of the row's group spread by more than TOLERANCE: [B] -> [B] bool."""
         return self.expand(self.spread(values) > TOLERANCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Constants of the row estimators, see `row_advantages`. `lengths` is [B] float64; `own` are
-    the options of a plugin's estimator.
-    """
+    """Constants of the row estimators. `lengths` is [B] float64; `own`: a plugin's options."""
 
     lengths: Tensor | None
     norm_by_std: bool
@@ -448,9 +442,7 @@ def _dr_grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
 @register_estimator("grpo")
 @register_estimator("grpo_vectorized")
 def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """(R - mean_g) / (std + eps), std of the group (arXiv 2402.03300) or of all rewards (arXiv
-    2508.08221).
-    """
+    """(R - mean_g) / (std + eps), std of group (arXiv 2402.03300) or batch (arXiv 2508.08221)."""
     centred = rewards - groups.mean(rewards)
     if not options.norm_by_std:
         return centred
@@ -462,9 +454,7 @@ def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
 
 @register_estimator("grpo_passk")
 def _passk(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """Best minus second best reward for the best response, 0 for the others and in a tie (arXiv
-    2503.19595).
-    """
+    """Best minus second best reward for the best, 0 for others and in a tie (arXiv 2503.19595)."""
     best = rewards == groups.expand(groups.largest(rewards))
     alone = best & (groups.expand(groups.sum(best.double())) == 1)
     second = groups.expand(groups.largest(torch.where(alone, -torch.inf, rewards)))
@@ -484,9 +474,7 @@ def _rloo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
 
 @register_estimator("opo")
 def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """R - sum_g(L R) / sum_g(L), L the response lengths (arXiv 2505.23585); in a group without
-    tokens, R - mean_g.
-    """
+    """R - sum_g(L R) / sum_g(L), L the lengths (arXiv 2505.23585); without tokens R - mean_g."""
     centred, lengths = rewards - groups.mean(rewards), options.lengths
     assert lengths is not None, "the trait `lengths` demands them"
     total = groups.sum(lengths)
@@ -495,9 +483,7 @@ def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
 
 @register_estimator("gpg")
 def _gpg(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """alpha (R - mean_g) / f_norm, alpha = B / (B - rows in groups without variance) (arXiv
-    2504.02546).
-    """
+    """alpha (R - mean_g) / f_norm, alpha = B / rows of groups with variance (arXiv 2504.02546)."""
     rows = groups.varied(rewards).sum(dtype=torch.float64).clamp(min=1)
     return (rewards - groups.mean(rewards)) * (len(rewards) / rows) / options.f_norm
 

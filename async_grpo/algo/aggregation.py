@@ -17,9 +17,7 @@ from torch import Tensor
 
 
 class Totals(NamedTuple):
-    """Tokens, rows with tokens and prompts with tokens of an optimizer step, and the response
-    budget in tokens.
-    """
+    """Tokens, rows and prompts with tokens of a step; `limit`: the response budget in tokens."""
 
     tokens: int
     rows: int
@@ -93,6 +91,4 @@ AGGREGATIONS: dict[str, Callable[[Totals, int, int], int]] = {
     "seq-mean-token-sum-norm": lambda totals, length, prompt: totals.rows * totals.limit,
     "prompt-mean": lambda totals, length, prompt: totals.prompts * prompt,
 }
-"""Mode -> (totals of the step, tokens of the row, tokens of the row's prompt) -> divisor of a row's
-token losses.
-"""
+"""Mode -> (totals of the step, tokens of the row, of its prompt) -> divisor of its token losses."""

@@ -42,9 +42,7 @@ def choice(default: str, meaning: str) -> Any:
 
 
 class Constants:
-    """Base of the constants of one loss or estimator, a frozen dataclass. Raises ValueError for a
-    value outside its range.
-    """
+    """Base of the frozen constants of a loss or estimator. Raises ValueError out of range."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
@@ -225,9 +223,7 @@ class EstimatorTraits(Traits):
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Name -> traits of one kind of function, and the functions as far as their modules are
-    imported.
-    """
+    """Name -> traits of one kind of function, and the functions of the modules imported so far."""
 
     options: ClassVar[dict[str, type[Any]]] = {}
     """Name -> class of its options, of all kinds."""

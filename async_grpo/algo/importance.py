@@ -169,9 +169,7 @@ def _ratio(
     upper: float,
     row_index: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Where the mask is set, and the ratio at this level on every entry, float64, clamped before
-    exp.
-    """
+    """Where the mask is set, and the ratio at this level, float64, clamped before exp."""
     if level not in LEVELS:
         raise ValueError(f"importance level {level!r}; choose one of {', '.join(LEVELS)}")
     if not 0 <= lower <= upper:

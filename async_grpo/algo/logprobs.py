@@ -19,9 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 256 * 2**20
 MIN_LOGP = -1000.0
-"""Far below where exp() is 0: a forbidden token (logit -inf) adds 0 to the entropy and its
-gradient, and not 0 * inf.
-"""
+"""exp() is 0 here: a forbidden token (logit -inf) adds 0, not 0 * inf, to entropy and gradient."""
 
 
 def token_logprobs(

@@ -82,9 +82,7 @@ CLIP_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What every loss is made of, all [B, T] or [N]; masked entries are neutral: difference 0,
-    advantage 0, lag 0.
-    """
+    """Inputs of every loss, all [B, T] or [N]; masked entries hold difference, advantage, lag 0."""
 
     current: Tensor
     """Log-probs of the current policy; with `difference` and `log_ratio` what carries the gradient.
@@ -144,9 +142,7 @@ def clip_bounds(staleness: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
 def clipped_sides(
     ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Where PPO's minimum chooses the clipped side: (negative advantage below `lower`, positive
-    advantage above `upper`), bool.
-    """
+    """Where PPO takes a bound: (negative advantage below `lower`, positive above `upper`), bool."""
     return (advantages < 0) & (ratio < lower), (advantages > 0) & (ratio > upper)
 
 
@@ -169,9 +165,7 @@ def _clipped(
 
 @register_policy_loss("ppo_clip")
 def ppo_clip(terms: Terms) -> LossAndDiagnostics:
-    """l = -min(r A, clip(r) A) (arXiv 1707.06347); with dual clip l <= -c A where A < 0 (arXiv
-    1912.09729).
-    """
+    """l = -min(r A, clip(r) A) (arXiv 1707.06347); dual: l <= -c A if A < 0 (arXiv 1912.09729)."""
     return _clipped(
         terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high, terms.clip.dual
     )
@@ -179,18 +173,14 @@ def ppo_clip(terms: Terms) -> LossAndDiagnostics:
 
 @register_policy_loss("gspo")
 def gspo(terms: Terms) -> LossAndDiagnostics:
-    """l = -min(s A, clip(s) A) on every token, s = exp(mean of x over the response) (arXiv
-    2507.18071).
-    """
+    """l = -min(s A, clip(s) A), s = exp(mean of x over the response) (arXiv 2507.18071)."""
     ratio = terms.row_mean(terms.difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return _clipped(ratio, terms.advantages, 1 - terms.low, 1 + terms.high)
 
 
 @register_policy_loss("gspo_token")
 def gspo_token(terms: Terms) -> LossAndDiagnostics:
-    """GSPO with an advantage per token: the value of s, each token's gradient on itself: sg(s)
-    exp(current - sg(current)).
-    """
+    """GSPO with an advantage per token: the ratio is sg(s) exp(current - sg(current))."""
     log_ratio = terms.row_mean(terms.difference.detach()) + (terms.current - terms.current.detach())
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return _clipped(ratio, terms.advantages, 1 - terms.low, 1 + terms.high)
@@ -210,9 +200,7 @@ def cispo(terms: Terms) -> LossAndDiagnostics:
 
 @register_policy_loss("sapo")
 def sapo(terms: Terms) -> LossAndDiagnostics:
-    """l = -f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A
-    (arXiv 2511.20347).
-    """
+    """l = -f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A (arXiv 2511.20347)."""
     pos, neg = terms.options.tau_pos, terms.options.tau_neg
     tau = torch.full_like(terms.advantages, neg).masked_fill(terms.advantages > 0, pos)
     return -4 / tau * torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * terms.advantages, {}
@@ -307,9 +295,7 @@ def dppo(terms: Terms) -> LossAndDiagnostics:
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p log(p / q) + (1 - p) log((1 - p) / (1 - q)) from log-probs <= 0; finite where a probability
-    is 1.
-    """
+    """p log(p / q) + (1 - p) log((1 - p) / (1 - q)) from log-probs <= 0; finite at p or q = 1."""
     tiny = torch.finfo(log_p.dtype).tiny
     log_not_p, log_not_q = (
         torch.log(-torch.expm1(value.clamp(max=-tiny))) for value in (log_p, log_q)
@@ -466,9 +452,7 @@ def clean_terms(
 
 
 def loss_options(name: str, options: Any) -> Any:
-    """The constants of a loss: those given, or their defaults. Raises ValueError for those of
-    another loss.
-    """
+    """The given constants of a loss, or its defaults. Raises ValueError for another loss's."""
     wanted = POLICY_LOSSES.require(name).options
     if options is None:
         return None if wanted is None else wanted()

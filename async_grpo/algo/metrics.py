@@ -27,9 +27,7 @@ from async_grpo.algo.losses import MAX_LOG_RATIO
 SHARE = "/token_share"
 """Ending of names whose value 0 means that the part does not occur; it is left out."""
 ESS = {"rho": "ess", "rho_seq": "ess_seq", "importance_weight": "importance_ess"}
-"""Name of a weight -> name of its effective sample size (sum w)^2 / (n sum w^2), from the sums of w
-and of `<name>_sq`.
-"""
+"""Weight -> its effective sample size (sum w)^2 / (n sum w^2), from sums of w and `<name>_sq`."""
 CHI2 = {"mismatch_ratio": "mismatch_chi2", "mismatch_ratio_seq": "mismatch_chi2_seq"}
 """Name of a ratio -> name of mean(w^2) - 1, from the sum of `<name>_sq`."""
 
@@ -103,9 +101,7 @@ class MetricSums:
         return sums
 
     def means(self) -> dict[str, float]:
-        """Sum / count per name, the extremes, and what `ESS` (a share in (0, 1]) and `CHI2`
-        derive.
-        """
+        """Sum / count per name, extremes, and what `ESS` (a share in (0, 1]) and `CHI2` derive."""
         self._settle()
         absent = {
             name for name, (total, _) in self._sums.items() if total == 0 and name.endswith(SHARE)
@@ -280,9 +276,7 @@ def _trust_region(diagnostics: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mismatch(log_ratio: Tensor) -> dict[str, Tensor]:
-    """The anchor against the behaviour policy, per token: learner against sampler, and what has
-    changed since.
-    """
+    """Learner against sampler, and what changed since: the anchor against behaviour, per token."""
     ratio = _exp(log_ratio)
     return {
         "mismatch": log_ratio.abs(),
@@ -294,9 +288,7 @@ def _mismatch(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def _rows(mask: Tensor, row_index: Tensor | None) -> Tensor | None:
-    """The row of each token as a number below the number of tokens, flat; None where packed tokens
-    come without one.
-    """
+    """A row number below the number of tokens for each, flat; None for packed without rows."""
     if row_index is None:
         return (
             torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1])
@@ -316,9 +308,7 @@ def _add_rows(
     mismatch: Tensor | None,
     kept: Tensor | None,
 ) -> None:
-    """Metrics of whole responses: each counts once, by its oldest token. Tensors [N], 0 where not
-    valid; row numbers are below N.
-    """
+    """Metrics of responses, each by its oldest token. Tensors [N], 0 where not valid; rows < N."""
 
     def total(values: Tensor) -> Tensor:
         return torch.zeros_like(lag).index_add_(0, rows, values)
@@ -344,9 +334,7 @@ def _add_rows(
 
 
 def _bucket(lag: Tensor) -> Tensor:
-    """Index into `_LABELS` [N] int64: 0, 1, 2 for these lags, then the number of binary digits of
-    lag - 1, plus 1.
-    """
+    """Index into `_LABELS` [N] int64: lags 0, 1, 2 as they are, then bits of lag - 1, plus 1."""
     lag = lag.clamp(min=0)
     digits = torch.frexp((lag - 1).clamp(min=0)).exponent
     return (digits + (lag > 0)).clamp(max=len(_LABELS) - 1).long()

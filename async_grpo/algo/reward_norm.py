@@ -124,9 +124,7 @@ def normalize_rewards(
 def _statistics(
     values: Tensor, included: Tensor, group_index: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, unbiased deviation and whether there is a spread, of the included rows of each row's
-    group, on the row: each [B].
-    """
+    """Mean, unbiased deviation, and whether there is a spread, of each row's group: all [B]."""
     groups = Groups.of(group_index)
     count = groups.sum(included.double())
     mean = groups.expand(groups.sum(torch.where(included, values, 0)) / count.clamp(min=1))

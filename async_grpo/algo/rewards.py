@@ -17,9 +17,7 @@ from async_grpo.algo.catalog import REWARD_SHAPINGS, make_options
 
 @dataclass(frozen=True, slots=True)
 class ShapedResponse:
-    """What a plugin's shaping knows of a response: its reward components, its length and the
-    response budget, both in tokens.
-    """
+    """What a plugin's shaping knows of a response; length and response budget in tokens."""
 
     rewards: Mapping[str, float]
     length: int
@@ -101,8 +99,7 @@ def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor
     if not 1 <= buffer_length <= max_length or factor < 0:
         raise ValueError(
             f"overlong penalty over the last {buffer_length} of {max_length} tokens with factor "
-            f"{factor}; the buffer must be between 1 and the response length, the factor at least "
-            "0"
+            f"{factor}; the buffer must be between 1 and the response length, the factor at least 0"
         )
     excess = length - (max_length - buffer_length)
     return -factor * min(excess / buffer_length, 1.0) if excess > 0 else 0.0

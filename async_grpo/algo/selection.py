@@ -62,9 +62,7 @@ def _signed(value: int) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's next output, in int64 with wrap-around; shifts are logical: the sign bits that
-    `>>` copies are masked off.
-    """
+    """SplitMix64's output, int64 with wrap-around; shifts are logical: sign bits are masked."""
     z = z + _signed(0x9E3779B97F4A7C15)
     for shift, factor in (
         (30, _signed(0xBF58476D1CE4E5B9)),
@@ -147,9 +145,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _covariance(terms: Terms, reduce: SelectionCollective) -> tuple[Tensor, int]:
-    """(A - mean A)(current - mean current) per token in float64, and the number of valid tokens of
-    all ranks.
-    """
+    """(A - mean A)(current - mean current) per token, float64, and the count of all ranks."""
     advantages, current = terms.advantages.double(), terms.current.double()
     count, first, second = reduce(
         torch.stack([terms.valid.sum(dtype=torch.float64), advantages.sum(), current.sum()])
@@ -159,9 +155,7 @@ def _covariance(terms: Terms, reduce: SelectionCollective) -> tuple[Tensor, int]
 
 
 def _lowest(keys: Tensor, hashes: Tensor, *, count: int, gather: SelectionCollective) -> Tensor:
-    """Which of this rank's [n] entries are among the `count` lowest of all ranks by (key, hash);
-    bool [n].
-    """
+    """Which of this rank's [n] entries are in the `count` lowest of all by (key, hash): bool."""
     best = _order(keys, hashes)[:count]
     all_keys, all_hashes = gather(keys[best]), gather(hashes[best])
     if all_keys.numel() == 0:

@@ -79,9 +79,7 @@ def draft_for(run_dir: Path, step: int) -> Path:
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """Create the empty temporary directory of the checkpoint of `step`, in place of an earlier
-    attempt.
-    """
+    """Create the empty draft of the checkpoint of `step`, in place of an earlier attempt."""
     directory = draft_for(run_dir, step)
     if directory.exists():
         shutil.rmtree(directory)
@@ -143,9 +141,7 @@ def commit(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read the manifest; every file is there with its size. Raises CheckpointError with what is
-    wrong.
-    """
+    """Read the manifest and check files' sizes. Raises CheckpointError with what is wrong."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -168,9 +164,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Read the manifest and compare every sha256. Raises CheckpointError, also for an unlisted file
-    of the learner.
-    """
+    """Read, and compare every sha256. Raises CheckpointError, also for unlisted learner files."""
     manifest = read(path)
     listed = manifest["files"]
     for file in _files(path / _PICKLED):

@@ -226,9 +226,8 @@ class Saver:
         )
         self._listener.error(
             f"the checkpoint of step {step} could not be written: {self._last_failure}; "
-            f"{await asyncio.to_thread(self._best)} "
-            f"(failure {self._in_a_row} in a row, checkpoint.max_failures is "
-            f"{self._settings.max_failures})"
+            f"{await asyncio.to_thread(self._best)} (failure {self._in_a_row} in a row, "
+            f"checkpoint.max_failures is {self._settings.max_failures})"
         )
 
     def _best(self) -> str:

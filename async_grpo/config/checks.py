@@ -20,9 +20,7 @@ from async_grpo.config.transports import TRANSPORTS, Transport
 
 
 def check_algorithm(config: Config, known: Known) -> Iterator[str]:
-    """A sentence for every rule that `config.algorithm` breaks, the filter and the reference
-    included.
-    """
+    """Yield a sentence for every rule broken by `algorithm`, the filter or the reference."""
     general = (_estimator, _pairs, _clip, _anchor, _row_losses, _weights, _kl, _rewards, _filter)
     for rules in general:
         yield from rules(config, known)
@@ -578,9 +576,8 @@ def _colocated(config: Config, ranks: int) -> Iterator[str]:
         yield "`cluster.layout: colocated` shares GPUs, but `cluster.device` is cpu; use split."
     if cluster.engine.tensor_parallel_size != 1:
         yield (
-            f"`cluster.engine.tensor_parallel_size` is {cluster.engine.tensor_parallel_size}; "
-            "with `cluster.layout: colocated` it is 1 (learner rank i and engine i share one "
-            "GPU)."
+            f"`cluster.engine.tensor_parallel_size` is {cluster.engine.tensor_parallel_size}; with "
+            "`cluster.layout: colocated` it is 1 (learner rank i and engine i share one GPU)."
         )
     for key, count in (
         ("max", actors.max),

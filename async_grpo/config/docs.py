@@ -30,9 +30,7 @@ _BOUNDS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One key of the configuration. `name` is its dotted path; `section` says that it holds keys of
-    its own.
-    """
+    """One key of the configuration: `name` is its dotted path, `section` that it holds keys."""
 
     name: str
     section: bool
@@ -48,9 +46,7 @@ class Setting:
 
 @cache
 def settings() -> dict[str, Setting]:
-    """Every setting and section by dotted name, in the order of the schema; a section comes before
-    its keys.
-    """
+    """Every setting and section by dotted name, in schema order, a section before its keys."""
     schema = Config.model_json_schema()
     found: dict[str, Setting] = {}
 
@@ -232,9 +228,7 @@ def _default(setting: Setting) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or with `--check` compare it; 0 when it is up to date afterwards, 2 outside a
-    checkout.
-    """
+    """Write the page, or `--check` it; 0 when it is up to date afterwards, 2 outside a checkout."""
     if not PAGE.parent.is_dir():
         print("error: the page is written in a checkout of the source only", file=sys.stderr)
         return 2

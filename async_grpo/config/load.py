@@ -34,9 +34,7 @@ UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration. `str(error)` is what the user sees: at most two lines, with
-    what to do.
-    """
+    """A mistake in the configuration, in at most two lines, with what to do."""
 
 
 def load_config(
@@ -148,9 +146,7 @@ def _empty_section(data: dict[str, Any], path: tuple[str, ...], name: str) -> No
 def _explain(
     error: ValidationError, data: dict[str, Any], places: Mapping[tuple[str, ...], str], file: str
 ) -> str:
-    """The first problem in full, unknown keys before wrong values (they are often the cause), and
-    the number of the others.
-    """
+    """The first problem in full, unknown keys first (often the cause), and how many others."""
     problems = sorted(
         error.errors(include_url=False), key=lambda problem: problem["type"] not in UNKNOWN_KEY
     )
@@ -225,9 +221,7 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
 
 
 def _one_home(homes: list[str], path: tuple[str, ...]) -> str:
-    """The setting that someone who wrote a known key in the wrong place means; empty when several
-    sections have such a key.
-    """
+    """The setting meant by a known key in the wrong place; empty where several sections have it."""
     near = [name for name in homes if name.split(".")[0] == path[0]] or homes
     shallow = [name for name in near if name.count(".") == min(name.count(".") for name in near)]
     return "` or `".join(shallow) if 1 <= len(shallow) <= 2 else ""
@@ -324,9 +318,7 @@ def _expand(path: str, env: Mapping[str, str]) -> Path:
 
 
 def _throw_away(path: Path) -> bool:
-    """Whether `path` lies where Ray unpacks a job's working directory, which it deletes when the
-    job has ended.
-    """
+    """Whether `path` lies where Ray unpacks a job's package, deleted when the job ends."""
     for parts in (path.parts, Path(os.path.realpath(path)).parts):
         if any(part.startswith("_ray_pkg_") for part in parts):
             return True

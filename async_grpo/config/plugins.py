@@ -45,9 +45,7 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class Known:
-    """The names that a configuration may use: traits by kind and name, and what the replay queue
-    would find.
-    """
+    """What a configuration may name: traits by kind and name, and what the queue would find."""
 
     traits: Mapping[str, Mapping[str, Any]]
     in_queue: frozenset[str] = frozenset()
@@ -66,9 +64,7 @@ class Known:
 
 
 def check_plugins(config: Config) -> Known:
-    """Check every name and option that a plugin may define. Raises SettingError for the first that
-    is wrong.
-    """
+    """Check all names and options of plugins. Raises SettingError for the first that is wrong."""
     algorithm, modules = config.algorithm, list(config.replay.plugins)
     request = {
         "replay.plugins": modules,

@@ -47,9 +47,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """Everything that differs between saved settings and those given. `unknown`, `missing`: keys
-    that only one program version has.
-    """
+    """What differs from saved settings; `unknown`, `missing`: keys of one program version only."""
 
     all: list[Change] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -67,9 +65,7 @@ class Changes:
 
     @property
     def trains_differently(self) -> bool:
-        """Whether the learner would make other weights of the groups that were recorded, were it
-        only in the last bit.
-        """
+        """Whether the recorded groups would make other weights, were it only in the last bit."""
         return any(change.trains for change in self.all)
 
     def refusal(self, checkpoint: Path) -> str:
@@ -107,18 +103,14 @@ class Changes:
 
 @cache
 def marks() -> dict[str, Mark]:
-    """The mark of every key, and of every section that may be null, by dotted name. Raises
-    ValueError for a key without one.
-    """
+    """The mark of every key and nullable section by name. Raises ValueError for one without."""
     found: dict[str, Mark] = {}
     _collect(Config, "", None, found)
     return found
 
 
 def compare(saved: Mapping[str, Any], config: Config) -> Changes:
-    """`config` against the settings of an earlier start (`Config.model_dump(mode="json")`), in the
-    order of the schema.
-    """
+    """Compare `config` with settings saved as `model_dump(mode="json")`, in schema order."""
     given, changes, known = config.model_dump(mode="json"), Changes(), settings()
     for name, mark in marks().items():
         there, here = _at(saved, known[name].path), _at(given, known[name].path)

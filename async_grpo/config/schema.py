@@ -96,9 +96,7 @@ class Model(Section):
 
     on_resume = fixed("the checkpoint holds the weights and the optimizer of another model")
     path: str | None = None
-    """Local directory or hub name of a Hugging Face causal language model. Exactly one of `path`
-    and `warm_start` is set.
-    """
+    """Directory or hub name of a Hugging Face causal LM. Exactly one of `path` and `warm_start`."""
     warm_start: WarmStart | None = None
     """Build and warm-start a small model instead of loading one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -300,9 +298,7 @@ class FilterGroups(Section):
     retire_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Pose a problem no more once this share of a group's responses was right; null is off."""
     max_num_gen_batches: Annotated[NonNegative, FREE] = 20
-    """End the run when this many times `rollout_batch_size` groups were rejected since the last
-    learner step; 0 means no limit.
-    """
+    """End the run after this many times `rollout_batch_size` rejections in a step; 0: no limit."""
 
 
 class Wire(Section):
@@ -441,9 +437,7 @@ class Config(Section):
 
     @property
     def max_lag_updates(self) -> int:
-        """Optimizer updates between the weights that sampled a token and the last update that
-        trains it, at most.
-        """
+        """Most optimizer updates from the weights that sampled a token to its last training."""
         return (self.replay.max_staleness + 1) * self.updates_per_step - 1
 
     @property

@@ -217,9 +217,8 @@ def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> d
     stage = layout["learner.zero_stage"]
     if other_ranks and stage not in _DIVISIBLE_STAGES:
         raise ValueError(
-            f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage "
-            f"{stage}, whose files only {saved_ranks} ranks can read; set "
-            f"learner.ranks={saved_ranks}"
+            f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage {stage}, "
+            f"whose files only {saved_ranks} ranks can read; set learner.ranks={saved_ranks}"
         )
     divided = other_ranks and stage > 0
     loaded, client_state = engine.load_checkpoint(directory, tag=_TAG, load_module_only=divided)
@@ -317,9 +316,7 @@ def _optimizer_file(directory: Path, rank: int) -> Path:
 
 
 def save_weights(weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool) -> None:
-    """Write a refreshed reference, whose weights are in no model directory. Collective: every rank
-    exhausts `weights`. Raises StorageFailure.
-    """
+    """Write a refreshed reference. Collective: all exhaust `weights`. Raises StorageFailure."""
     kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights if writes}
     out = Writes()
     if writes:

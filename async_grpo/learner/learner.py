@@ -250,9 +250,7 @@ class Learner:
         return self._metrics.to_wire()
 
     def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[Tensor]:
-        """Tokens that the loss selects by statistics of the whole update, per micro-batch, from a
-        pass without gradient.
-        """
+        """Select tokens by statistics of the whole update, per micro-batch, without gradient."""
         with torch.no_grad(), Stopwatch() as watch:
             passes = [self._forward(rows, with_entropy=False) for rows in micro_batches]
             selections = self._math.select(
@@ -264,9 +262,7 @@ class Learner:
     def _loss(
         self, planned: Sequence[PlanRow], selection: Tensor | None, *, unmoved: bool
     ) -> Tensor:
-        """This rank's share of the loss of one micro-batch, a scalar to be added to the others.
-        unmoved: the weights are those of the step's start.
-        """
+        """This rank's share of a micro-batch's loss. unmoved: the weights are the step's first."""
         one = self._forward(planned, with_entropy=True)
         if planned:
             self._count(one.packed)
@@ -338,9 +334,7 @@ class Learner:
         return lr
 
     def _clip_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Clip and measure the reduced gradients before the step of plain AdamW (stage 0), where
-        DeepSpeed does neither.
-        """
+        """Clip and measure gradients before plain AdamW steps (stage 0): DeepSpeed does neither."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip)
         self._grad_norm = float(norm)

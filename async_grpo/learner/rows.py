@@ -121,10 +121,9 @@ def decode_rows(
         )
         if lag.min() < 0 or (lag.max() > max_staleness and not mask_stale):
             raise StalenessError(
-                f"step {plan.step}: group {key[0]} row {key[1]} has tokens with lag "
-                f"{lag.min()} to {lag.max()}, outside 0 to "
-                f"replay.max_staleness {max_staleness}; this is a bug in admission or "
-                "labelling, please report it"
+                f"step {plan.step}: group {key[0]} row {key[1]} has tokens with lag {lag.min()} to "
+                f"{lag.max()}, outside 0 to replay.max_staleness {max_staleness}; this is a bug in "
+                "admission or labelling, please report it"
             )
         rows[key] = LearnerRow(
             group.prompt_ids,

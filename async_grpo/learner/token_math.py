@@ -58,9 +58,7 @@ class TokenMath:
         """Whether `loss` needs the result of `select`."""
 
     def reward_kl(self, row: LearnerRow) -> float:
-        """Compute and keep the row's token KL to the reference, under the recomputed policy if
-        there is one; its sum over the mask.
-        """
+        """Compute and keep the row's token KL, of the recomputed policy if any; its masked sum."""
         policy = row.behavior if row.anchor is None else row.anchor
         row.kl = kl_penalty(
             _double(policy), _double(row.reference), self._algorithm.kl_ctrl.kl_type
@@ -75,9 +73,7 @@ class TokenMath:
         values: Mapping[RowKey, RowValue],
         kl_coef: float,
     ) -> None:
-        """Give every row (those in the loss) its advantages. `owned` rows count in the moments on
-        this rank. Collective.
-        """
+        """Give every row in the loss its advantages, `owned` ones in the moments. Collective."""
         if not self._estimator.returns:
             for key, row in rows.items():
                 row.advantages = np.full(len(row.mask), values[key].value, np.float32)
@@ -115,9 +111,7 @@ class TokenMath:
     def select(
         self, step: int, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The selection of each micro-batch of an update, from log-probs without gradient.
-        Collective.
-        """
+        """Select each micro-batch's tokens from log-probs without gradient. Collective."""
         whole = TokenBatch.joined(batches)
         group_ids, rows, positions = whole.identity.unbind(-1)
         current = torch.cat(list(logprobs))
@@ -145,9 +139,7 @@ class TokenMath:
         selection: Tensor | None,
         metrics: MetricSums | None,
     ) -> Tensor:
-        """The micro-batch's share of the loss, a scalar to be added to the others; its metrics are
-        added to `metrics`.
-        """
+        """Return the micro-batch's share of the loss, a scalar to sum; add metrics to `metrics`."""
         algorithm, anchor = self._algorithm, self._anchor(batch, logprobs.detach())
         weights, kept = self._weights(batch, logprobs.detach(), anchor)
         token_loss, diagnostics = policy_loss(

@@ -69,9 +69,7 @@ class Published:
         ]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight, valid until the next. Collective with ZeRO-3: every rank must exhaust
-        the iterator.
-        """
+        """Yield weights, each valid until the next. Collective with ZeRO-3: all ranks exhaust."""
         for bucket in zero.buckets(self._weights, _Weight.parameters):
             with zero.gathered([parameter for one in bucket for parameter in one.parameters()]):
                 for one in bucket:
@@ -79,9 +77,7 @@ class Published:
 
     @contextmanager
     def perturbed(self, *, scale: float, seed: int) -> Iterator[None]:
-        """Inside the block every base weight w is w + scale * rms(w) * noise; leaving restores the
-        weights bit for bit.
-        """
+        """Inside, every base weight w is w + scale * rms(w) * noise; leaving restores every bit."""
         kept: dict[str, Tensor] = {}
         try:
             for one in self._weights:

@@ -89,9 +89,7 @@ def _store(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """Build the DeepSpeed configuration of the policy. Raises ValueError for keys of
-    `learner.deepspeed` that this project sets itself.
-    """
+    """Build the policy's DeepSpeed configuration. Raises ValueError for keys the learner sets."""
     learner = config.learner
     refused = sorted(path for path in _paths(learner.deepspeed) if path in REFUSED_DEEPSPEED_KEYS)
     if refused:
@@ -141,9 +139,7 @@ def reference_config(*, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
 def gathered(
     parameters: Sequence[nn.Parameter], *, modify: bool = False
 ) -> AbstractContextManager[None]:
-    """Make parameters whole inside the block (collective with stage 3, no-op otherwise). modify:
-    keep rank 0's changes on leaving.
-    """
+    """Make parameters whole inside (stage 3: collective). modify: keep rank 0's changes."""
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if modify else None)
@@ -157,9 +153,7 @@ def copy_parameters(source: nn.Module, target: nn.Module) -> None:
 
 
 def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter with its name, valid until the next. Collective with stage 3: every
-    rank must exhaust the iterator.
-    """
+    """Yield named parameters, each valid until the next. Stage 3: all ranks must exhaust them."""
     for name, parameter in module.named_parameters():
         with gathered([parameter]):
             yield name, parameter.data

@@ -46,9 +46,7 @@ Line = tuple[str, str]
 
 
 def dry_run(trainer: Trainer, console: Console) -> None:
-    """Print configuration, budget, estimates, placement and warnings. Raises SetupError as a start
-    would.
-    """
+    """Print configuration, budget, estimates, placement, warnings. Raises SetupError like a run."""
     config = trainer.config
     with _leaving_no_directory(Path(config.run.dir)):
         trainer.check()
@@ -207,10 +205,9 @@ def _warnings(
     most = config.max_outstanding * rollout.group_size
     if seats > most:
         yield (
-            f"{_count(engines, 'engine')} can generate {seats} responses at a time, and at "
-            f"most {most} are in flight: raise replay.max_staleness or "
-            "rollout.rollout_batch_size, or lower cluster.engine.max_num_seqs to "
-            f"{max(1, most // engines)}"
+            f"{_count(engines, 'engine')} can generate {seats} responses at a time, and at most "
+            f"{most} are in flight: raise replay.max_staleness or rollout.rollout_batch_size, or "
+            f"lower cluster.engine.max_num_seqs to {max(1, most // engines)}"
         )
     if config.mini_batch_groups * rollout.group_size % config.learner.ranks:
         yield (
@@ -221,10 +218,9 @@ def _warnings(
         config.cluster.engine.max_num_seqs, most
     ):
         yield (
-            f"the KV cache holds {engine.rows(engine.kv_cache)} responses of full length, "
-            "fewer than cluster.engine.max_num_seqs "
-            f"{config.cluster.engine.max_num_seqs}: longer ones wait for each other; raise "
-            "cluster.engine.kv_cache_gb"
+            f"the KV cache holds {engine.rows(engine.kv_cache)} responses of full length, fewer "
+            f"than cluster.engine.max_num_seqs {config.cluster.engine.max_num_seqs}: longer ones "
+            "wait for each other; raise cluster.engine.kv_cache_gb"
         )
     if placement.device == "cpu" and found.cluster is None:
         yield from _short_of_memory(config, shape, engine, placement)

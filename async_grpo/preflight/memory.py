@@ -92,9 +92,7 @@ def _with_dimensions(
 
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
-"""Bytes per trained parameter in float32: DeepSpeed's copy of the weights, the gradient, AdamW's
-two averages.
-"""
+"""Float32 bytes per trained parameter: DeepSpeed's copy, gradient, AdamW's two averages."""
 ENGINE_CODE, LEARNER_CODE = 1.3 * 2**30, 0.5 * 2**30
 """Bytes that the libraries of an engine and of a learner rank take on CPU, measured."""
 BUCKET_ELEMENTS = 500_000_000
@@ -137,9 +135,7 @@ class LearnerMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes of one engine GPU or process: weights and KV cache (None: what vLLM finds free); KV
-    bytes per token of all layers.
-    """
+    """Bytes per engine GPU or process: weights, KV cache (None: vLLM's choice), KV of a token."""
 
     weights: int
     kv_cache: int | None

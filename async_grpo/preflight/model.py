@@ -49,9 +49,7 @@ def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[st
 
 
 def check_metric_and_journal(config: Config, components: list[str]) -> None:
-    """Check settings that name what only the task knows, and the journal's place. Raises
-    SetupError.
-    """
+    """Check settings that only the task knows, and the journal's place. Raises SetupError."""
     filters, known = config.replay.filter_groups, ["score", "acc", "seq_reward", *components]
     if filters.enable and filters.metric not in known:
         raise SetupError(
@@ -171,9 +169,7 @@ def _check_positions(config: Config, model: str, architecture: dict[str, Any]) -
 
 
 def _check_vocabulary(model: str, tokenizer: Any, rows: int, ends: list[int]) -> None:
-    """Ids without a row in the embedding: some models have added tokens there that nobody uses,
-    which is no mistake.
-    """
+    """Refuse ids without an embedding row, except unused added tokens, which some models have."""
     added = set(tokenizer.added_tokens_decoder)
     beyond = {
         index: token
@@ -183,10 +179,9 @@ def _check_vocabulary(model: str, tokenizer: Any, rows: int, ends: list[int]) ->
     if beyond:
         index = min(beyond)
         raise SetupError(
-            f"model and tokenizer of {model} do not fit: the tokenizer gives token ids up "
-            f"to {max(beyond)} ({beyond[index]!r} is {index}), the "
-            f"model has {rows} (vocab_size in config.json): use the tokenizer that the "
-            "model was trained with"
+            f"model and tokenizer of {model} do not fit: the tokenizer gives token ids up to "
+            f"{max(beyond)} ({beyond[index]!r} is {index}), the model has {rows} (vocab_size in "
+            "config.json): use the tokenizer that the model was trained with"
         )
 
 
@@ -216,15 +211,13 @@ def _check_prompts(
         return
     longest, index, problem = max(too_long, key=lambda entry: entry[0])
     found = (
-        f"{len(too_long)} of {len(indices)} sampled prompts have more than "
-        f"`rollout.prompt_length` {limit} tokens, training problem {index} has "
-        f"{longest} ({_start(problem)})"
+        f"{len(too_long)} of {len(indices)} sampled prompts have more than `rollout.prompt_length` "
+        f"{limit} tokens, training problem {index} has {longest} ({_start(problem)})"
     )
     if len(too_long) > config.task.max_bad_fraction * len(indices):
         raise SetupError(
-            f"{found}: raise rollout.prompt_length, take them out of task.train, or leave "
-            "them out (task.max_bad_fraction, now "
-            f"{config.task.max_bad_fraction:g})"
+            f"{found}: raise rollout.prompt_length, take them out of task.train, or leave them out "
+            f"(task.max_bad_fraction, now {config.task.max_bad_fraction:g})"
         )
     yield (
         f"note: {found}; they will be left out, as task.max_bad_fraction "

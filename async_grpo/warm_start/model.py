@@ -211,9 +211,8 @@ class Encoder:
             return [self.ids[character] for character in text]
         except KeyError as error:
             raise ValueError(
-                f"the task uses the character {error.args[0]!r}, which a warm-started "
-                "model does not know; "
-                f"set model.path, or use only {ALPHABET!r}"
+                f"the task uses the character {error.args[0]!r}, which a warm-started model does "
+                f"not know; set model.path, or use only {ALPHABET!r}"
             ) from error
 
 

@@ -154,9 +154,7 @@ class Coordinator(Generic[Engine]):
         """
 
     async def start(self, version: int) -> dict[str, float]:
-        """Connect every engine, check load path and sampler, and make `version` live. Returns the
-        metrics of the checks.
-        """
+        """Connect engines, check load path and sampler, make `version` live. Returns metrics."""
         async with self._lock:
             engines, measured = list(self._engines.alive()), {}
             await self._connect(engines, strict=True)
@@ -454,9 +452,7 @@ class Coordinator(Generic[Engine]):
     async def _deliver(
         self, announcement: Announcement, *, strict: bool = False, sent: bool = False
     ) -> None:
-        """Bring the announced weights to every connected engine, or drop it. sent: the learner is
-        sending already.
-        """
+        """Bring the weights to every connected engine, or drop it. sent: the learner is sending."""
         engines = self.serving()
         for attempt in range(1, ATTEMPTS + 1 if engines else 1):
             outcome = await self._receive(engines, announcement, sent=sent and attempt == 1)

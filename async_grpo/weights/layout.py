@@ -105,9 +105,7 @@ class Layout:
         return [checksum(buffer[bucket.start : bucket.end]) for bucket in self.buckets]
 
     def sums(self, buffer: Tensor, *, verify: bool) -> tuple[list[int], str]:
-        """Checksums that a publication carries (none without `verify`), and its digest ("" where
-        the weights are large and not verified).
-        """
+        """Checksums to carry (none without `verify`), and digest ("" if large and not verified)."""
         if not verify and self.nbytes > DIGEST_BYTES:
             return [], ""
         checksums = self.checksums(buffer)

@@ -52,9 +52,7 @@ class WatchedGroup:
     """
 
     def __init__(self, group: Any, *, quiet_s: float, first_s: float) -> None:
-        """quiet_s: longest time for one bucket. first_s: added to it before the first bucket, while
-        other engines still pause.
-        """
+        """quiet_s: longest time for a bucket. first_s: more for the first, while engines pause."""
         self.rank = group.rank
         self.aborted = ""
         self._group = group

@@ -33,9 +33,7 @@ UNPUBLISHED = "unpublished"
 """Label of the weights an engine loaded from disk, before its first publication."""
 
 SELF_CHECK = "self-check"
-"""Version label of the perturbed weights of the self-check; no ticket exists while it is set, so no
-trained token carries it.
-"""
+"""Label of the self-check's perturbed weights: no ticket exists then, so no token has it."""
 
 
 BUCKETS_IN_FLIGHT = 2
