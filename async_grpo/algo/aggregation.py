@@ -75,10 +75,8 @@ def row_weights(
 
 
 def aggregate_loss(token_loss: Tensor, token_weights: Tensor) -> Tensor:
-    """Scalar sum of loss times weight per token, [N] or any equal shapes; entries of weight 0 give
-    value and gradient 0.
-
-    Add the results of all micro-batches and ranks: the weights hold the normalisers.
+    """Scalar sum of loss times weight per token, of equal shapes; weight 0 gives value and gradient
+    0. Add up all micro-batches and ranks: the weights hold the normalisers.
     """
     return (torch.where(token_weights != 0, token_loss, 0) * token_weights).sum()
 

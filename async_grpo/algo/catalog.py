@@ -1,13 +1,11 @@
-"""The catalogue: what every policy loss and advantage estimator is, with its constants; and the
-registers of functions, built-in or a user's.
+"""The catalogue of policy losses and advantage estimators with their constants, and the registers
+of functions, built-in or a user's.
 
-Runs in: any process (plain Python, because the settings and the replay queue read the catalogue
-too). Hides how a plugin's function is found by name. A function is registered where it is written,
-with `@register_policy_loss("name", ...)` and its four sisters; the traits of a built-in stand here,
-since settings are checked before torch is imported.
-
-Invariants: a name means one thing, whatever the order of imports; constants cannot be made with
-values outside their ranges.
+Runs in: any process (plain Python: settings and replay queue read it). Hides how a plugin's
+function is found by name. A function is registered where it is written, with
+`@register_policy_loss("name", ...)` and its four sisters; the traits of a built-in stand here,
+since settings are checked before torch is imported. Invariants: a name means one thing, whatever
+the order of imports; constants cannot be made with values outside their ranges.
 """
 
 from __future__ import annotations

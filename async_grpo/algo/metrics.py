@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_grpo.algo.losses import MAX_LOG_RATIO
+from async_grpo.algo.losses import MAX_LOG_RATIO, bounded_exp
 
 SHARE = "/token_share"
 """Ending of names whose value 0 means that the part does not occur; it is left out."""
@@ -103,13 +103,10 @@ class MetricSums:
     def means(self) -> dict[str, float]:
         """Sum / count per name, extremes, and what `ESS` (a share in (0, 1]) and `CHI2` derive."""
         self._settle()
-        absent = {
-            name for name, (total, _) in self._sums.items() if total == 0 and name.endswith(SHARE)
-        }
         out = {
             name: total / count
             for name, (total, count) in self._sums.items()
-            if count > 0 and name not in absent
+            if count > 0 and not (total == 0 and name.endswith(SHARE))
         }
         for name in [name for name in out if name.endswith("_sq")]:
             path, _, leaf = name.removesuffix("_sq").rpartition("/")
@@ -141,9 +138,8 @@ class MetricSums:
     def _settle(self) -> None:
         """Read all queued tensors in one transfer."""
         pending, extremes = self._pending, self._pending_extremes
-        tensors = [table.reshape(-1) for _, table in pending] + [
-            values for _, _, values in extremes
-        ]
+        tensors = [table.reshape(-1) for _, table in pending]
+        tensors += [values for _, _, values in extremes]
         if not tensors:
             return
         numbers = iter(torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist())
@@ -212,7 +208,7 @@ def loss_metrics(
         "pg_loss": flat(token_loss),
         "advantage": flat(advantages),
         **_trust_region(found),
-        **_with_square("rho", _exp(to_behavior)),
+        **_with_square("rho", bounded_exp(to_behavior)),
         **({} if mismatch is None else _mismatch(mismatch)),
         **_weighting(given.get("weights"), given.get("kept")),
         **{name: given[name] for name in ("kl", "entropy") if name in given},
@@ -233,10 +229,6 @@ def loss_metrics(
     _add_extremes(sums.minimum, {"ratio_min": found["ratio"]}, bucket, valid, least=True)
     if (rows := _rows(mask, row_index)) is not None:
         _add_rows(sums, rows, valid, lag, to_behavior, mismatch, given.get("kept"))
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
@@ -277,24 +269,22 @@ def _trust_region(diagnostics: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _mismatch(log_ratio: Tensor) -> dict[str, Tensor]:
     """Learner against sampler, and what changed since: the anchor against behaviour, per token."""
-    ratio = _exp(log_ratio)
+    ratio = bounded_exp(log_ratio)
     return {
         "mismatch": log_ratio.abs(),
         "mismatch_kl": -log_ratio,
         "mismatch_kl_k3": ratio - 1 - log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-        "mismatch_prob_error": _exp(log_ratio.abs()),
+        "mismatch_prob_error": bounded_exp(log_ratio.abs()),
         **_with_square("mismatch_ratio", ratio),
     }
 
 
 def _rows(mask: Tensor, row_index: Tensor | None) -> Tensor | None:
     """A row number below the number of tokens for each, flat; None for packed without rows."""
+    if row_index is None and mask.dim() != 2:
+        return None
     if row_index is None:
-        return (
-            torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1])
-            if mask.dim() == 2
-            else None
-        )
+        return torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1])
     ordered, order = row_index.reshape(-1).sort()
     return torch.zeros_like(order).scatter(0, order[1:], (ordered.diff() != 0).long().cumsum(0))
 
@@ -319,15 +309,18 @@ def _add_rows(
         )
 
     length, oldest = total(valid.double()), most(lag)
-    rho, any_token = _exp(total(to_behavior)), length > 0
+    rho, any_token = bounded_exp(total(to_behavior)), length > 0
     columns = {
         "row_length": length,
         "lag_span": oldest + most(-lag),
         **_with_square("rho_seq", rho),
     }
     if mismatch is not None:
-        ratio, mean = _exp(total(mismatch)), total(mismatch) / length.clamp(min=1)
-        columns |= {**_with_square("mismatch_ratio_seq", ratio), "mismatch_ppl_ratio": _exp(-mean)}
+        ratio, mean = bounded_exp(total(mismatch)), total(mismatch) / length.clamp(min=1)
+        columns |= {
+            **_with_square("mismatch_ratio_seq", ratio),
+            "mismatch_ppl_ratio": bounded_exp(-mean),
+        }
     if kept is not None:
         columns["rejected_rows"] = total(kept) == 0
     _add_by_lag(sums, columns, _bucket(oldest), any_token)
@@ -353,13 +346,10 @@ def _add_by_lag(
     """
     names = list(columns)
     valid_one = valid.double().unsqueeze(-1)
-    members = valid_one.new_zeros(len(bucket), len(_LABELS)).scatter_(
-        1, bucket.unsqueeze(-1), valid_one
-    )  # [N, K]
-    values = torch.stack(
-        [torch.where(valid, column.double(), 0) for column in columns.values()]
-    )  # [M, N]
-    totals, counts = values @ members, members.sum(0)  # [M, K], [K]
+    members = valid_one.new_zeros(len(bucket), len(_LABELS))  # [N, K]
+    members.scatter_(1, bucket.unsqueeze(-1), valid_one)
+    values = [torch.where(valid, column.double(), 0) for column in columns.values()]  # M x [N]
+    totals, counts = torch.stack(values) @ members, members.sum(0)  # [M, K], [K]
     sums.add_table(
         [f"train/{name}" for name in names],
         torch.stack([totals.sum(1), counts.sum().expand(len(names))], -1),
@@ -385,11 +375,8 @@ def _add_extremes(
 ) -> None:
     """The largest (or smallest) entry of every column [N], in all and per lag bucket."""
     mode, nothing = ("amin", torch.inf) if least else ("amax", -torch.inf)
-    values = torch.stack(
-        [torch.where(valid, column, nothing) for column in columns.values()]
-    )  # [E, N]
-    found = values.new_full((len(columns), len(_LABELS)), nothing).scatter_reduce(
-        1, bucket.expand_as(values), values, mode
-    )  # [E, K]
+    values = torch.stack([torch.where(valid, column, nothing) for column in columns.values()])
+    found = values.new_full((len(columns), len(_LABELS)), nothing)  # [E, K], from [E, N]
+    found = found.scatter_reduce(1, bucket.expand_as(values), values, mode)
     keep([f"train/{name}" for name in columns], found.amin(1) if least else found.amax(1))
     keep([f"{label}/{name}" for name in columns for label in _LABELS], found.reshape(-1))

@@ -73,12 +73,8 @@ class Changes:
         if not self.fixed:
             return ""
         first, more = self.fixed[0], [change.key for change in self.fixed[1:]]
-        others = (
-            " So it is with "
-            f"{', '.join(more[:_SHOWN])}{' and others' if len(more) > _SHOWN else ''}."
-            if more
-            else ""
-        )
+        rest = f"{', '.join(more[:_SHOWN])}{' and others' if len(more) > _SHOWN else ''}"
+        others = f" So it is with {rest}." if more else ""
         return (
             f"`{first.key}` is {show(first.given)}, but {checkpoint} was made with "
             f"{show(first.saved)} and cannot go on with another: {first.mark.reason}. Set it "
@@ -114,13 +110,11 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
     given, changes, known = config.model_dump(mode="json"), Changes(), settings()
     for name, mark in marks().items():
         there, here = _at(saved, known[name].path), _at(given, known[name].path)
-        if (
-            there is _ABSENT
-            and here is not _ABSENT
-            and _at(saved, known[name].path[:-1]) is not None
-        ):
-            changes.missing.append(name)
-        if there is _ABSENT or here is _ABSENT or name in _NEVER or there == here:
+        if here is not _ABSENT and there is _ABSENT:
+            if _at(saved, known[name].path[:-1]) is not None:
+                changes.missing.append(name)
+            continue
+        if here is _ABSENT or name in _NEVER or there == here:
             continue
         if known[name].section and there is not None and here is not None:
             continue  # its keys are compared

@@ -38,10 +38,7 @@ WARM_START_POSITIONS = 512
 
 class WarmStart(Section):
     """Build a small Qwen2-architecture model from scratch and teach it the task's own solutions
-    before RL starts.
-
-    The result is cached by its settings and the seed. It is supervised training and is reported as
-    such.
+    before RL starts: supervised training, reported as such, cached by its settings and the seed.
     """
 
     hidden_size: Positive = 128

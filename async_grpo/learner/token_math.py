@@ -91,15 +91,16 @@ class TokenMath:
         rewards = place_rewards(
             _double([values[key].value for key in rows]), mask, kl=kl, kl_coef=kl_coef
         )
+        baselines = None
+        if self._estimator.baseline:
+            baselines = _double([values[key].baseline for key in rows])
         mine = _double([float(key in owned) for key in rows]).unsqueeze(-1).expand_as(mask)
         advantages, _ = token_advantages(
             algorithm.adv_estimator,
             rewards,
             mask,
             gamma=algorithm.gamma,
-            reward_baselines=_double([values[key].baseline for key in rows])
-            if self._estimator.baseline
-            else None,
+            reward_baselines=baselines,
             whiten_advantages=algorithm.whiten_advantages,
             advantage_clip=algorithm.advantage_clip,
             counted=mine,
@@ -240,17 +241,13 @@ class TokenMath:
 
 
 def compare_sampler(metrics: MetricSums, batch: TokenBatch, logprobs: Tensor) -> None:
-    """Learner against sampler on tokens of lag 0, which were sampled from the very weights that
-    computed `logprobs` [M].
+    """Learner against sampler on tokens of lag 0, whose very weights computed `logprobs` [M].
 
-    weights/sampler_error: mean absolute difference in responses of one version.
-    weights/kv_cache_error: in those that were running when the weights came; with
-    `weight_sync.kv_cache: recompute` the same, with `keep` larger, since these tokens looked at an
-    older version's cache.
+    weights/sampler_error: mean absolute difference in responses of one version;
+    weights/kv_cache_error: in responses that ran when the weights came, larger with
+    `weight_sync.kv_cache: keep`, whose tokens looked at an older version's cache.
     """
-    oldest = torch.zeros(
-        int(batch.row_index.max()) + 1, dtype=batch.lag.dtype, device=batch.lag.device
-    )
+    oldest = batch.lag.new_zeros(int(batch.row_index.max()) + 1)
     oldest = oldest.scatter_reduce(0, batch.row_index, batch.lag, "amax")[batch.row_index]
     fresh, error = (batch.mask != 0) & (batch.lag == 0), (logprobs - batch.behavior).abs()
     metrics.add("weights/sampler_error", error, fresh & (oldest == 0))

@@ -28,9 +28,8 @@ Item = TypeVar("Item")
 
 
 def start(device: str, *, timeout_s: float) -> None:
-    """Join the process group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless it exists.
-
-    timeout_s: of collectives.
+    """Join the group of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, once. timeout_s: of
+    collectives.
     """
     cpu = device == "cpu"
     if cpu:
@@ -194,11 +193,8 @@ def _paths(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in extra.items():
-        merged[key] = (
-            _merged(merged[key], value)
-            if isinstance(value, dict) and isinstance(merged.get(key), dict)
-            else value
-        )
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
     return merged
 
 
@@ -232,9 +228,8 @@ class Collectives:
         padded[: len(tensor)] = tensor.to(self._device)
         parts = [torch.empty_like(padded) for _ in range(self._world_size)]
         dist.all_gather(parts, padded)
-        return torch.cat(
-            [part[:length] for part, length in zip(parts, lengths.tolist(), strict=True)]
-        ).to(tensor.device)
+        pairs = zip(parts, lengths.tolist(), strict=True)
+        return torch.cat([part[:length] for part, length in pairs]).to(tensor.device)
 
     def union(self, values: Sequence[int]) -> list[int]:
         """Merge the values of all ranks, sorted, each once."""

@@ -1,5 +1,4 @@
-"""What is known about model, tokenizer and prompts before anything starts: whether they fit each
-other.
+"""Whether model, tokenizer and prompts fit each other, before anything starts.
 
 Runs in: the driver. Hides which files of a model say so, and transformers, whose automatic classes
 take seconds to import. Invariant: nothing is refused that the run's processes would take; what they
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,8 @@ def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
     if config.evaluation.task is not None:
         try:
             evaluated = config.model_copy(update={"task": config.evaluated_task})
-            _encoded(
-                evaluated,
-                model,
-                tokenizer,
-                create_task(evaluated.task, config.seed).evaluation(1)[0],
-            )
+            problem = create_task(evaluated.task, config.seed).evaluation(1)[0]
+            _encoded(evaluated, model, tokenizer, problem)
         except SetupError as error:
             raise SetupError(f"evaluation.task: {error}") from error
 
@@ -131,14 +127,8 @@ def _tokenizer(model: str, *, trust_remote_code: bool) -> Any:
     from transformers.utils import cached_file
 
     try:
-        found = next(
-            (
-                name
-                for name in _TOKENIZERS
-                if cached_file(model, name, _raise_exceptions_for_missing_entries=False) is not None
-            ),
-            None,
-        )
+        look_up = partial(cached_file, model, _raise_exceptions_for_missing_entries=False)
+        found = next((name for name in _TOKENIZERS if look_up(name) is not None), None)
         if found == _TOKENIZERS[0]:
             return PreTrainedTokenizerFast.from_pretrained(model)
         if found is None:  # the library would make an empty one

@@ -327,11 +327,9 @@ class Coordinator(Generic[Engine]):
         self._lost = error
 
     async def refresh(self, version: int) -> None:
-        """Between learner steps: raise what a publication or a drift probe found; where the
-        transport pushes, bring newcomers in.
-
-        That forms a new group and sends the current weights, which are `version`, to all of it:
-        newcomers serve the live version, or nothing.
+        """Between learner steps: raise findings of publications and drift probes; where the
+        transport pushes, form a new group with newcomers and send all of it the current weights,
+        `version`.
         """
         self._probe.raise_findings()
         if self._lost is not None:
@@ -518,10 +516,8 @@ class Coordinator(Generic[Engine]):
         learner: Awaitable[str] | None = None,
         patient: bool = False,
     ) -> DeliveryOutcome:
-        """Call engines and learner. Raises for wrong bytes and wrong names, which no repetition
-        mends, and for a learner that hangs.
-
-        patient: engines notice a failure of another at `seconds` only, so nobody is hurried.
+        """Call engines and learner; raises for wrong bytes or names, and for a learner that hangs.
+        patient: engines notice another's failure at `seconds` only, so none is hurried.
         """
         hurried = self._pushes and not patient
         grace_s = grace(self._settings.deadlines) if hurried else None

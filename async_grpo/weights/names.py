@@ -34,7 +34,6 @@ class NamesDiffer(SetupError):
 
 def check_names(model_config: ModelConfig, metadata: Sequence[Sequence[Any]]) -> None:
     """Raise NamesDiffer with the missing, extra, duplicate and differently shaped tensors.
-
     metadata: [name, shape, dtype] of every published tensor.
     """
     expected = {
