@@ -27,9 +27,8 @@ Z = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class ProblemOutcome:
-    """One held-out problem: whether the greedy response is right, how many of the samples are;
-    responses with a verdict, and those that could not be scored; tokens of the greedy response and
-    of the samples.
+    """One held-out problem: whether the greedy response is right, how many samples are right;
+    responses judged, and not scorable; tokens of the greedy response and of the samples.
     """
 
     greedy: bool
@@ -40,13 +39,10 @@ class ProblemOutcome:
     sampled_tokens: int
 
 
-@lru_cache(
-    maxsize=2**14
-)  # problems share the few values that there are, and large binomials take a while
+# problems share the few values that there are, and large binomials take a while
+@lru_cache(maxsize=2**14)
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate from n samples of which c are right that one of k is right; 1 <= k <=
-    n.
-    """
+    """Unbiased chance that one of k samples is right, from n with c right; 1 <= k <= n."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples of which {c} are right")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)

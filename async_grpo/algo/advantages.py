@@ -1,16 +1,14 @@
 """Advantage estimators: what a response was worth compared with the others of its prompt.
 
-Runs in: the driver (one number per row) and learner ranks. Hides the group arithmetic: groups may
-come in any order and size.
-
-Two families. Row estimators turn one reward per row into one advantage per row (`row_advantages`);
-estimators with returns turn rewards per token into one advantage per token (`token_advantages`).
-`compute_advantages` does either on [B, T] tensors.
+Runs in: the driver (one number per row) and learner ranks. Hides the group arithmetic. Row
+estimators turn one reward per row into one advantage per row (`row_advantages`), estimators with
+returns rewards per token into advantages per token (`token_advantages`); `compute_advantages` does
+either on [B, T] tensors.
 
 Invariants: statistics are centred and in float64, results have the type of the input; the standard
 deviation is unbiased, with EPSILON added outside the root; for estimators that compare responses, a
-group of one, or one whose rewards are all equal (within TOLERANCE), has advantage 0 before
-whitening and never NaN or a raw reward; the result does not depend on the row order or the padding.
+group of one, or of equal rewards (within TOLERANCE), has advantage 0 before whitening and never NaN
+or a raw reward; the result does not depend on the row order or the padding.
 """
 
 from __future__ import annotations
@@ -38,9 +36,7 @@ class Groups:
 
     @classmethod
     def of(cls, group_index: Tensor) -> Groups:
-        """Groups of rows with equal values in `group_index` [B]; the values themselves do not
-        matter.
-        """
+        """Groups of rows with equal values in `group_index` [B]; any values serve."""
         _, index, counts = torch.unique(group_index, return_inverse=True, return_counts=True)
         return cls(index, counts.double())
 
@@ -73,17 +69,13 @@ class Groups:
         return self.expand((self.sum(centred.square()) / (self.size - 1).clamp(min=1)).sqrt())
 
     def varied(self, values: Tensor) -> Tensor:
-        """Whether the values of each row's group spread by more than TOLERANCE, on the row: [B] ->
-        [B] bool.
-        """
+        """Whether values of the row's group spread by more than TOLERANCE: [B] -> [B] bool."""
         return self.expand(self.spread(values) > TOLERANCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Constants of the row estimators, see `row_advantages`. `lengths` is [B] float64; `own` are
-    the options of a plugin's estimator.
-    """
+    """Constants of the row estimators. `lengths` is [B] float64; `own`: a plugin's options."""
 
     lengths: Tensor | None
     norm_by_std: bool
@@ -161,14 +153,13 @@ def token_advantages(
     reduce: Collective | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both [B, T], of the estimators with returns, from rewards per token
-    [B, T] and the mask of valid tokens [B, T].
+    [B, T] and the mask of valid tokens [B, T]; masked entries are 0 whatever they held.
 
-    `returns` are G_t of `discounted_returns`. `reinforce_plus_plus` (arXiv 2501.03262): G_t,
-    whitened whatever `whiten_advantages` says. `remax` (arXiv 2310.10505): G_t minus
-    `reward_baselines` [B], the reward of the greedy response to the row's prompt. `counted` and
-    `reduce` are those of `whiten`. Masked entries are 0 whatever they held. Raises ValueError for
-    an estimator without returns, a baseline that is missing or of no use, a shape mismatch, a
-    reward that is not finite, or a gamma or clip out of range.
+    `returns` are G_t of `discounted_returns`. `reinforce_plus_plus` (arXiv 2501.03262): G_t, always
+    whitened. `remax` (arXiv 2310.10505): G_t minus `reward_baselines` [B], the reward of the greedy
+    response to the row's prompt. `counted`, `reduce`: see `whiten`. Raises ValueError for an
+    estimator without returns, a missing or useless baseline, a shape mismatch, a reward that is not
+    finite, or a gamma or clip out of range.
     """
     traits = ESTIMATORS.require(estimator)
     if not traits.returns:
@@ -274,11 +265,10 @@ def compute_advantages(
 def place_rewards(
     rewards: Tensor, response_mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0
 ) -> Tensor:
-    """Rewards per token [B, T] from one per row [B]: it stands on the row's last valid token, minus
-    kl_coef * kl on every valid token.
+    """Rewards per token [B, T] from one per row [B], on the row's last valid token, minus kl_coef *
+    kl on every valid token; all others hold 0.
 
-    `kl` [B, T] is the value of a KL estimate per token. Masked tokens, and rows without a valid
-    token, hold 0. Raises ValueError for a shape mismatch.
+    `kl` [B, T] is the value of a KL estimate per token. Raises ValueError for a shape mismatch.
     """
     if rewards.dim() != 1 or response_mask.dim() != 2 or len(rewards) != len(response_mask):
         raise ValueError(
@@ -303,10 +293,9 @@ def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma
     """G_t = sum over s >= t of gamma^(s - t) * reward_s: [B, T] -> [B, T], 0 on masked tokens
     (arXiv 2501.03262). Loops over T.
 
-    s and t count positions: a hole in the mask (tool output) holds no reward but costs a factor
-    gamma per position like any token, and what comes after it counts before it. The formula says
-    so; some implementations do not discount across holes. Raises ValueError for a shape mismatch or
-    a gamma outside [0, 1].
+    s and t count positions, as in the formula: a hole in the mask (tool output) holds no reward but
+    costs a factor gamma per position; some implementations do not discount across holes. Raises
+    ValueError for a shape mismatch or a gamma outside [0, 1].
     """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is {gamma}; it must be between 0 and 1")
@@ -328,12 +317,11 @@ def whiten(
     """(x - mu) / (std + EPSILON) with mean and unbiased deviation over all valid tokens of all
     ranks; 0 where the weight is 0.
 
-    `weights`, in the shape of `values`: a mask of tokens, or the token count of each row, which
-    gives what whitening its tokens gives. `counted` (0 or 1, same shape): the entries that enter
-    the moments on this rank, so that one held by two ranks counts once. `reduce` sums a small
-    float64 tensor over the ranks; None is one process. It is called twice, also on a rank without
-    entries, and all ranks use the same moments. One valid token or none gives 0. Raises ValueError
-    for a shape mismatch.
+    `weights`, shaped like `values`: a mask of tokens, or each row's token count, which equals
+    whitening its tokens. `counted` (0 or 1, same shape): entries that enter the moments on this
+    rank, so that one held by two ranks counts once. `reduce` sums a small float64 tensor over the
+    ranks (None: one process); it is called twice, also on a rank without entries. One valid token
+    or none gives 0. Raises ValueError for a shape mismatch.
     """
     for name, tensor in (("weights", weights), ("counted", counted)):
         if tensor is not None and tensor.shape != values.shape:
@@ -361,10 +349,8 @@ def finish_advantages(
     counted: Tensor | None = None,
     reduce: Collective | None = None,
 ) -> Tensor:
-    """The last two steps, in this order: `whiten` if asked for, then clamp to [-advantage_clip,
-    advantage_clip] (None: off).
-
-    Raises ValueError for a clip that is not above 0.
+    """The last two steps, in order: `whiten` if asked for, then clamp to +-advantage_clip (None:
+    off). Raises ValueError for a clip that is not above 0.
     """
     if advantage_clip is not None and not advantage_clip > 0:
         raise ValueError(
@@ -448,9 +434,7 @@ def _dr_grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
 @register_estimator("grpo")
 @register_estimator("grpo_vectorized")
 def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """(R - mean_g) / (std + eps), std of the group (arXiv 2402.03300) or of all rewards (arXiv
-    2508.08221).
-    """
+    """(R - mean_g) / (std + eps), std of group (arXiv 2402.03300) or batch (arXiv 2508.08221)."""
     centred = rewards - groups.mean(rewards)
     if not options.norm_by_std:
         return centred
@@ -462,9 +446,7 @@ def _grpo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
 
 @register_estimator("grpo_passk")
 def _passk(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """Best minus second best reward for the best response, 0 for the others and in a tie (arXiv
-    2503.19595).
-    """
+    """Best minus second best reward for the best, 0 for others and in a tie (arXiv 2503.19595)."""
     best = rewards == groups.expand(groups.largest(rewards))
     alone = best & (groups.expand(groups.sum(best.double())) == 1)
     second = groups.expand(groups.largest(torch.where(alone, -torch.inf, rewards)))
@@ -484,9 +466,7 @@ def _rloo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
 
 @register_estimator("opo")
 def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """R - sum_g(L R) / sum_g(L), L the response lengths (arXiv 2505.23585); in a group without
-    tokens, R - mean_g.
-    """
+    """R - sum_g(L R) / sum_g(L), L the lengths (arXiv 2505.23585); without tokens R - mean_g."""
     centred, lengths = rewards - groups.mean(rewards), options.lengths
     assert lengths is not None, "the trait `lengths` demands them"
     total = groups.sum(lengths)
@@ -495,9 +475,7 @@ def _opo(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
 
 @register_estimator("gpg")
 def _gpg(rewards: Tensor, groups: Groups, options: Options) -> Tensor:
-    """alpha (R - mean_g) / f_norm, alpha = B / (B - rows in groups without variance) (arXiv
-    2504.02546).
-    """
+    """alpha (R - mean_g) / f_norm, alpha = B / rows of groups with variance (arXiv 2504.02546)."""
     rows = groups.varied(rewards).sum(dtype=torch.float64).clamp(min=1)
     return (rewards - groups.mean(rewards)) * (len(rewards) / rows) / options.f_norm
 

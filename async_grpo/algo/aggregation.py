@@ -17,9 +17,7 @@ from torch import Tensor
 
 
 class Totals(NamedTuple):
-    """Tokens, rows with tokens and prompts with tokens of an optimizer step, and the response
-    budget in tokens.
-    """
+    """Tokens, rows and prompts with tokens of a step; `limit`: the response budget in tokens."""
 
     tokens: int
     rows: int
@@ -77,10 +75,8 @@ def row_weights(
 
 
 def aggregate_loss(token_loss: Tensor, token_weights: Tensor) -> Tensor:
-    """Scalar sum of loss times weight per token, [N] or any equal shapes; entries of weight 0 give
-    value and gradient 0.
-
-    Add the results of all micro-batches and ranks: the weights hold the normalisers.
+    """Scalar sum of loss times weight per token, of equal shapes; weight 0 gives value and gradient
+    0. Add up all micro-batches and ranks: the weights hold the normalisers.
     """
     return (torch.where(token_weights != 0, token_loss, 0) * token_weights).sum()
 
@@ -93,6 +89,4 @@ AGGREGATIONS: dict[str, Callable[[Totals, int, int], int]] = {
     "seq-mean-token-sum-norm": lambda totals, length, prompt: totals.rows * totals.limit,
     "prompt-mean": lambda totals, length, prompt: totals.prompts * prompt,
 }
-"""Mode -> (totals of the step, tokens of the row, tokens of the row's prompt) -> divisor of a row's
-token losses.
-"""
+"""Mode -> (totals of the step, tokens of the row, of its prompt) -> divisor of its token losses."""

@@ -1,13 +1,11 @@
-"""The catalogue: what every policy loss and advantage estimator is, with its constants; and the
-registers of functions, built-in or a user's.
+"""The catalogue of policy losses and advantage estimators with their constants, and the registers
+of functions, built-in or a user's.
 
-Runs in: any process (plain Python, because the settings and the replay queue read the catalogue
-too). Hides how a plugin's function is found by name. A function is registered where it is written,
-with `@register_policy_loss("name", ...)` and its four sisters; the traits of a built-in stand here,
-since settings are checked before torch is imported.
-
-Invariants: a name means one thing, whatever the order of imports; constants cannot be made with
-values outside their ranges.
+Runs in: any process (plain Python: settings and replay queue read it). Hides how a plugin's
+function is found by name. A function is registered where it is written, with
+`@register_policy_loss("name", ...)` and its four sisters; the traits of a built-in stand here,
+since settings are checked before torch is imported. Invariants: a name means one thing, whatever
+the order of imports; constants cannot be made with values outside their ranges.
 """
 
 from __future__ import annotations
@@ -42,9 +40,7 @@ def choice(default: str, meaning: str) -> Any:
 
 
 class Constants:
-    """Base of the constants of one loss or estimator, a frozen dataclass. Raises ValueError for a
-    value outside its range.
-    """
+    """Base of the frozen constants of a loss or estimator. Raises ValueError out of range."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
@@ -225,9 +221,7 @@ class EstimatorTraits(Traits):
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Name -> traits of one kind of function, and the functions as far as their modules are
-    imported.
-    """
+    """Name -> traits of one kind of function, and the functions of the modules imported so far."""
 
     options: ClassVar[dict[str, type[Any]]] = {}
     """Name -> class of its options, of all kinds."""

@@ -150,11 +150,8 @@ def _custom_reason(name: str, facts: GroupFacts, options: Mapping[str, Any]) -> 
 
 def zero_variance(values: Sequence[float], *, tolerance: float = TOLERANCE) -> bool:
     """Whether the values of one group are all equal: spread (max - min, in float64) at most
-    `tolerance`.
-
-    The spread and not the standard deviation: three rewards of 0.1 have a computed deviation of
-    1.4e-17, which is not 0. A group of one is all equal. Raises ValueError for a value that is not
-    finite.
+    `tolerance`, since three rewards of 0.1 have a computed deviation of 1.4e-17, which is not 0. A
+    group of one is all equal. Raises ValueError for a value that is not finite.
     """
     numbers = [float(value) for value in values]
     if not all(math.isfinite(number) for number in numbers):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algo.catalog import IMPORTANCE, register_importance
-from async_grpo.algo.losses import MAX_LOG_RATIO
+from async_grpo.algo.losses import bounded_exp
 from async_grpo.algo.rows import check_shapes, row_means, row_sums
 
 LEVELS = ("none", "token", "sequence", "geometric")
@@ -102,10 +102,8 @@ def rejection_mask(
     row_index: Tensor | None = None,
 ) -> Tensor:
     """1 where lower <= w <= upper, else 0, with w as in `importance_weights`: whole rows at level
-    "sequence" and "geometric".
-
-    1 on masked entries. Multiply it into the weights of the loss. Raises ValueError as
-    `importance_weights` does.
+    "sequence" and "geometric"; 1 on masked entries. Multiply it into the weights of the loss.
+    Raises ValueError as `importance_weights` does.
     """
     valid, ratio = _ratio(
         anchor_logprobs, behavior_logprobs, loss_mask, level, lower, upper, row_index
@@ -127,10 +125,8 @@ def opsm_mask(
     row_index: Tensor | None = None,
 ) -> Tensor:
     """Off-policy sequence mask (arXiv 2512.02556): 0 where the advantage is negative and the row's
-    mean of behavior - current exceeds delta.
-
-    Else 1, also on masked entries. `logprobs` are the current policy's. Raises ValueError for a
-    negative delta or a shape mismatch.
+    mean of behavior - current exceeds delta, else 1. `logprobs` are the current policy's. Raises
+    ValueError for a negative delta or a shape mismatch.
     """
     if not delta >= 0:
         raise ValueError(f"opsm delta {delta}; it must be at least 0")
@@ -147,11 +143,9 @@ def opsm_mask(
 
 @torch.no_grad()
 def interpolated_anchor(logprobs: Tensor, behavior_logprobs: Tensor, staleness: Tensor) -> Tensor:
-    """Anchor between the policy that sampled and the current one, by the token's lag k (A-3PO,
-    arXiv 2512.06547), detached.
-
-    behavior + alpha (current - behavior) with alpha = (k - 1) / k, and 0 at lag 0 and 1. Entries do
-    not mix. Raises ValueError for a shape mismatch.
+    """Anchor between sampling and current policy by the token's lag k (A-3PO, arXiv 2512.06547),
+    detached: behavior + alpha (current - behavior), alpha = (k - 1) / k, and 0 at lag 0 and 1.
+    Entries do not mix. Raises ValueError for a shape mismatch.
     """
     check_shapes(logprobs, behavior_logprobs=behavior_logprobs, staleness=staleness)
     lag = staleness.to(torch.promote_types(logprobs.dtype, torch.float32)).clamp(min=0)
@@ -169,9 +163,7 @@ def _ratio(
     upper: float,
     row_index: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Where the mask is set, and the ratio at this level on every entry, float64, clamped before
-    exp.
-    """
+    """Where the mask is set, and the ratio at this level, float64, clamped before exp."""
     if level not in LEVELS:
         raise ValueError(f"importance level {level!r}; choose one of {', '.join(LEVELS)}")
     if not 0 <= lower <= upper:
@@ -185,4 +177,4 @@ def _ratio(
         log_ratio = row_sums(log_ratio, row_index)
     elif level == "geometric":
         log_ratio = row_means(log_ratio, valid, row_index)
-    return valid, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return valid, bounded_exp(log_ratio)

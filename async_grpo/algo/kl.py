@@ -15,25 +15,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from async_grpo.algo.losses import MAX_LOG_RATIO
+from async_grpo.algo.losses import MAX_LOG_RATIO, bounded_exp
 from async_grpo.algo.rows import check_shapes
 
 
 def kl_penalty(
     logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, anchor_logprobs: Tensor | None = None
 ) -> Tensor:
-    """Estimate per token of the divergence from the reference, in the (equal) shape of the inputs;
-    gradient to `logprobs` only.
+    """Estimate the divergence from the reference per token, in the (equal) shape of the inputs, in
+    float32 or better; gradient to `logprobs` only.
 
     With d = log-prob - reference (http://joschu.net/blog/kl-approx.html): "kl" (k1) is d, "abs" is
-    |d|, "mse" (k2) is d^2 / 2, "low_var_kl" (k3) is exp(-d) - 1 + d. With "+" at the end: the value
-    of the estimator and the gradient of k2, whose expectation under the policy is the gradient of
-    the divergence. k1, k2 and k3 are accepted as names. `anchor_logprobs`: the penalty is
-    multiplied by exp(log-prob - anchor), with gradient through both factors. For tokens that the
-    anchor sampled, k1 and k3 then have the expected value and gradient of the divergence (arXiv
-    2512.02556); no other kind has, "+" included. Entries must be finite: leave masked tokens out,
-    or overwrite them first. Computed in float32 or better. Raises ValueError for an unknown kind or
-    a shape mismatch.
+    |d|, "mse" (k2) is d^2 / 2, "low_var_kl" (k3) is exp(-d) - 1 + d; k1, k2 and k3 are names too. A
+    "+" at the end keeps the value and takes the gradient of k2, whose expectation under the policy
+    is that of the divergence. `anchor_logprobs`: multiplies the penalty by exp(log-prob - anchor),
+    with gradient through both factors; for tokens that the anchor sampled, k1 and k3 alone (without
+    "+") then have the expected value and gradient of the divergence (arXiv 2512.02556). Entries
+    must be finite: leave masked tokens out. Raises ValueError for an unknown kind or a shape
+    mismatch.
     """
     base = kind.removesuffix("+")
     if base not in _ESTIMATORS:
@@ -46,17 +45,14 @@ def kl_penalty(
         penalty = k2 - k2.detach() + penalty.detach()
     if anchor_logprobs is not None:
         log_ratio = _log_ratio(logprobs, anchor_logprobs)
-        penalty = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * penalty
+        penalty = bounded_exp(log_ratio) * penalty
     return penalty
 
 
 @dataclass(slots=True)
 class AdaptiveKL:
-    """A coefficient that steers the KL to `target` (per token, in nats); `horizon` counts
-    responses.
-
-    Source: arXiv 1909.08593 section 2.2. Raises ValueError for a target or horizon that is not
-    above 0.
+    """Steer the KL to `target` (per token, in nats) by a coefficient; `horizon` counts responses
+    (arXiv 1909.08593 section 2.2). Raises ValueError for a target or horizon that is not above 0.
     """
 
     coef: float
@@ -71,11 +67,9 @@ class AdaptiveKL:
             )
 
     def update(self, kl: float, rows: int) -> None:
-        """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon, after a step of `rows`
-        responses with mean KL `kl`.
-
-        Raises ValueError for a KL that is not finite: one such step would make the coefficient
-        useless for good.
+        """Set coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon, after a step of `rows`
+        responses with mean KL `kl`. Raises ValueError for a KL that is not finite, which no later
+        step mends.
         """
         if not math.isfinite(kl):
             raise ValueError(f"mean KL {kl} of a step; it must be finite")
@@ -83,17 +77,17 @@ class AdaptiveKL:
         self.coef = max(self.coef * (1 + error * rows / self.horizon), 0.0)
 
     def to_dict(self) -> dict[str, float]:
-        """Plain numbers for a checkpoint."""
+        """Return plain numbers for a checkpoint."""
         return {"coef": self.coef, "target": self.target, "horizon": self.horizon}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, float]) -> AdaptiveKL:
-        """The controller that `to_dict` described."""
+        """Restore the controller that `to_dict` described."""
         return cls(**state)
 
 
 def _log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
-    """The difference, gradient to `logprobs` only."""
+    """Subtract `other`, in float32 or better, with gradient to `logprobs` only."""
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     return logprobs.to(dtype) - other.detach().to(dtype)
 

@@ -10,6 +10,7 @@ the chunk size; the projection is called at least once, so that every rank touch
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 256 * 2**20
 MIN_LOGP = -1000.0
-"""Far below where exp() is 0: a forbidden token (logit -inf) adds 0 to the entropy and its
-gradient, and not 0 * inf.
+"""exp(MIN_LOGP) is 0: a token of logit -inf adds 0, not 0 * inf, to the entropy and its gradient.
 """
 
 
@@ -34,14 +34,13 @@ def token_logprobs(
     with_entropy: bool,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [N] of `targets` [N] int64 and, if asked for, entropies [N] in nats, from `hidden`
-    [N, H]; both differentiable.
+    """Compute log-probs [N] of `targets` [N] int64 and, if asked for, entropies [N] in nats, from
+    `hidden` [N, H]; both differentiable. N may be 0.
 
-    `project` maps [n, H] to logits [n, vocab_size]; it is called on chunks of n tokens such that n
-    x vocab_size float32 stays under `chunk_bytes`, and once more per chunk in the backward pass
-    when there is more than one. N may be 0. The number of chunks depends on N: a projection that
-    communicates (sharded weights) must gather its weights before. Raises ValueError for mismatched
-    shapes.
+    `project` maps [n, H] to logits [n, vocab_size]. It is called on chunks of n tokens with n x
+    vocab_size float32 under `chunk_bytes`, and once more per chunk in the backward pass if there
+    are several; the number of chunks depends on N, so a projection that communicates (sharded
+    weights) must gather its weights before. Raises ValueError for mismatched shapes.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -60,34 +59,26 @@ def token_logprobs(
     if hidden.shape[0] <= size:
         logprobs, entropy = chunk_logprobs(hidden, targets)
         return logprobs, entropy if with_entropy else None
-    results = []
-    for part, ids in zip(hidden.split(size), targets.split(size), strict=True):
-        if torch.is_grad_enabled():
-            results.append(
-                checkpoint(chunk_logprobs, part, ids, use_reentrant=False, preserve_rng_state=False)
-            )
-        else:
-            results.append(chunk_logprobs(part, ids))
-    return torch.cat([logprobs for logprobs, _ in results]), torch.cat(
-        [entropy for _, entropy in results]
-    ) if with_entropy else None
+    compute: Callable[..., tuple[Tensor, Tensor]] = chunk_logprobs
+    if torch.is_grad_enabled():
+        compute = partial(checkpoint, chunk_logprobs, use_reentrant=False, preserve_rng_state=False)
+    chunks = zip(hidden.split(size), targets.split(size), strict=True)
+    values, entropies = zip(*(compute(part, ids) for part, ids in chunks), strict=True)
+    return torch.cat(values), torch.cat(entropies) if with_entropy else None
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-softmax, the picked entry and the entropy in one step, so that only the logits themselves
-    are kept.
-
-    With p = softmax(z), z = logits / T, H = -sum p log p:  d log p_y / dz = onehot(y) - p,  dH / dz
-    = -p (log p + H).
+    """Compute log-softmax, the picked entry and the entropy in one step, which keeps only the
+    logits. With p = softmax(z), z = logits / T, H = -sum p log p: d log p_y / dz = onehot(y) - p,
+    dH / dz = -p (log p + H).
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(
-            False
-        )  # an entropy that is only looked at costs nothing in the backward pass
+        # an entropy that is only looked at costs nothing in the backward pass
+        ctx.set_materialize_grads(False)
         logp = _log_softmax(logits, temperature)
         picked = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         entropy = (
@@ -124,6 +115,6 @@ _picked_and_entropy: Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tenso
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """A new tensor, float32 at least."""
+    """Return log-softmax in a new tensor, float32 at least."""
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.log_softmax(scaled if temperature == 1 else scaled / temperature, -1)

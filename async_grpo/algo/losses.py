@@ -15,6 +15,7 @@ Names below: x = current - anchor log-prob, r = exp(x), A advantage, sg = withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +56,8 @@ class Clip:
             raise ValueError(
                 f"unknown clip schedule {self.kind!r}; choose one of {sorted(CLIP_SCHEDULES)}"
             )
-        if (
-            self.rate < 0
-            or (self.kind == "exponential" and self.rate > 1)
-            or not 0 <= self.floor <= 1
-        ):
+        highest = 1 if self.kind == "exponential" else math.inf
+        if not 0 <= self.rate <= highest or not 0 <= self.floor <= 1:
             raise ValueError(
                 f"clip schedule {self.kind} with rate {self.rate} and floor {self.floor}; the "
                 "rate must be at least 0 (exponential: at most 1) and the floor between 0 and 1, "
@@ -82,9 +80,7 @@ CLIP_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What every loss is made of, all [B, T] or [N]; masked entries are neutral: difference 0,
-    advantage 0, lag 0.
-    """
+    """Inputs of every loss, all [B, T] or [N]; masked entries hold difference, advantage, lag 0."""
 
     current: Tensor
     """Log-probs of the current policy; with `difference` and `log_ratio` what carries the gradient.
@@ -105,6 +101,10 @@ class Terms:
     clip: Clip
     options: Any
     """The constants of the loss (`catalog.Sapo` and so on, or a plugin's), None without."""
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Lower and upper bound of the ratio, by the token's lag."""
+        return 1 - self.low, 1 + self.high
 
     def row_mean(self, values: Tensor) -> Tensor:
         """The mean over the valid tokens of its response, on every token."""
@@ -132,31 +132,32 @@ def clip_widths(staleness: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
 
 def clip_bounds(staleness: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """Lower and upper bound of the ratio for tokens with lag `staleness` (any shape, in learner
-    steps; below 0 counts as 0).
-
-    Both sides shrink by the same factor. The result has the type of `staleness` if that is a float,
-    else the default float type.
+    steps; below 0 counts as 0), in its type if that is a float, else the default float type.
     """
     low, high = clip_widths(staleness, clip)
     return 1 - low, 1 + high
 
 
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), with what goes into `exp` clamped to [-20, 20]."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def clipped_sides(
     ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Where PPO's minimum chooses the clipped side: (negative advantage below `lower`, positive
-    advantage above `upper`), bool.
-    """
+    """Where PPO takes a bound: (negative advantage below `lower`, positive above `upper`), bool."""
     return (advantages < 0) & (ratio < lower), (advantages > 0) & (ratio > upper)
 
 
 def _clipped(
-    ratio: Tensor, advantages: Tensor, lower: Tensor, upper: Tensor, dual: float | None = None
+    ratio: Tensor, advantages: Tensor, bounds: tuple[Tensor, Tensor], dual: float | None = None
 ) -> LossAndDiagnostics:
     """-min(ratio A, clip(ratio) A), written as a choice of the ratio: `minimum` would halve the
     gradient of a ratio on a bound, which matters for an interval that has shrunk to the point 1.
     `dual` c: the loss is at most -c A where A < 0.
     """
+    lower, upper = bounds
     clipped_low, clipped_high = clipped_sides(ratio, advantages, lower, upper)
     loss = -advantages * torch.where(clipped_low, lower, torch.where(clipped_high, upper, ratio))
     diagnostics = {"ratio": ratio, "clipped_low": clipped_low, "clipped_high": clipped_high}
@@ -169,50 +170,37 @@ def _clipped(
 
 @register_policy_loss("ppo_clip")
 def ppo_clip(terms: Terms) -> LossAndDiagnostics:
-    """l = -min(r A, clip(r) A) (arXiv 1707.06347); with dual clip l <= -c A where A < 0 (arXiv
-    1912.09729).
-    """
-    return _clipped(
-        terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high, terms.clip.dual
-    )
+    """l = -min(r A, clip(r) A) (arXiv 1707.06347); dual: l <= -c A if A < 0 (arXiv 1912.09729)."""
+    return _clipped(terms.log_ratio.exp(), terms.advantages, terms.bounds(), terms.clip.dual)
 
 
 @register_policy_loss("gspo")
 def gspo(terms: Terms) -> LossAndDiagnostics:
-    """l = -min(s A, clip(s) A) on every token, s = exp(mean of x over the response) (arXiv
-    2507.18071).
-    """
-    ratio = terms.row_mean(terms.difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return _clipped(ratio, terms.advantages, 1 - terms.low, 1 + terms.high)
+    """l = -min(s A, clip(s) A), s = exp(mean of x over the response) (arXiv 2507.18071)."""
+    ratio = bounded_exp(terms.row_mean(terms.difference))
+    return _clipped(ratio, terms.advantages, terms.bounds())
 
 
 @register_policy_loss("gspo_token")
 def gspo_token(terms: Terms) -> LossAndDiagnostics:
-    """GSPO with an advantage per token: the value of s, each token's gradient on itself: sg(s)
-    exp(current - sg(current)).
-    """
+    """GSPO with an advantage per token: the ratio is sg(s) exp(current - sg(current))."""
     log_ratio = terms.row_mean(terms.difference.detach()) + (terms.current - terms.current.detach())
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return _clipped(ratio, terms.advantages, 1 - terms.low, 1 + terms.high)
+    return _clipped(bounded_exp(log_ratio), terms.advantages, terms.bounds())
 
 
 @register_policy_loss("cispo")
 def cispo(terms: Terms) -> LossAndDiagnostics:
-    """l = -sg(clip(r)) A current: the clip bounds the weight, every token keeps gradient (arXiv
-    2506.13585).
-
-    `clipped_low` and `clipped_high` say where the weight was bounded, whatever the sign of A.
+    """l = -sg(clip(r)) A current: the clip bounds the weight, whatever the sign of A (`clipped_low`
+    and `clipped_high` say where), and every token keeps gradient (arXiv 2506.13585).
     """
-    ratio, lower, upper = terms.log_ratio.detach().exp(), 1 - terms.low, 1 + terms.high
+    ratio, (lower, upper) = terms.log_ratio.detach().exp(), terms.bounds()
     loss = -ratio.clamp(lower, upper) * terms.advantages * terms.current
     return loss, {"clipped_low": ratio < lower, "clipped_high": ratio > upper}
 
 
 @register_policy_loss("sapo")
 def sapo(terms: Terms) -> LossAndDiagnostics:
-    """l = -f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A
-    (arXiv 2511.20347).
-    """
+    """l = -f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A (arXiv 2511.20347)."""
     pos, neg = terms.options.tau_pos, terms.options.tau_neg
     tau = torch.full_like(terms.advantages, neg).masked_fill(terms.advantages > 0, pos)
     return -4 / tau * torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * terms.advantages, {}
@@ -225,19 +213,10 @@ def gmpo(terms: Terms) -> LossAndDiagnostics:
     x is clipped on one side and in log space: min(x, high) where A > 0, max(x, -low) where A < 0.
     """
     x, advantages = terms.difference, terms.advantages
-    clipped_low, clipped_high = (
-        (advantages < 0) & (x < -terms.low),
-        (advantages > 0) & (x > terms.high),
-    )
-    mean = terms.row_mean(
-        torch.where(clipped_low, -terms.low, torch.where(clipped_high, terms.high, x))
-    )
-    ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return -advantages * ratio, {
-        "ratio": ratio,
-        "clipped_low": clipped_low,
-        "clipped_high": clipped_high,
-    }
+    low, high = clipped_sides(x, advantages, -terms.low, terms.high)
+    clipped = torch.where(low, -terms.low, torch.where(high, terms.high, x))
+    ratio = bounded_exp(terms.row_mean(clipped))
+    return -advantages * ratio, {"ratio": ratio, "clipped_low": low, "clipped_high": high}
 
 
 @register_policy_loss("gpg")
@@ -253,9 +232,7 @@ def policy_gradient(terms: Terms) -> LossAndDiagnostics:
 @register_policy_loss("clip_cov")
 def clip_cov(terms: Terms) -> LossAndDiagnostics:
     """PPO's loss, 0 on the selected tokens (arXiv 2505.22617)."""
-    loss, diagnostics = _clipped(
-        terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high
-    )
+    loss, diagnostics = _clipped(terms.log_ratio.exp(), terms.advantages, terms.bounds())
     return torch.where(terms.selected(), 0, loss), diagnostics
 
 
@@ -271,14 +248,13 @@ def kl_cov(terms: Terms) -> LossAndDiagnostics:
 @register_policy_loss("m2po")
 def m2po(terms: Terms) -> LossAndDiagnostics:
     """PPO's loss with the interval widened to at least [exp(-T), exp(T)], T from the selection
-    (arXiv 2510.01161).
-
-    An infinite T gives [0, 1e5], as the authors have it.
+    (arXiv 2510.01161). An infinite T gives [0, 1e5], as the authors have it.
     """
     bound = terms.selected()
-    lower = torch.minimum(1 - terms.low, (-bound).exp())
-    upper = torch.maximum(1 + terms.high, torch.where(bound.isinf(), M2PO_OPEN, bound.exp()))
-    return _clipped(terms.log_ratio.exp(), terms.advantages, lower, upper, terms.clip.dual)
+    lower, upper = terms.bounds()
+    lower = torch.minimum(lower, (-bound).exp())
+    upper = torch.maximum(upper, torch.where(bound.isinf(), M2PO_OPEN, bound.exp()))
+    return _clipped(terms.log_ratio.exp(), terms.advantages, (lower, upper), terms.clip.dual)
 
 
 @register_policy_loss("dppo")
@@ -294,22 +270,17 @@ def dppo(terms: Terms) -> LossAndDiagnostics:
     now, then = terms.current.detach().clamp(max=0), terms.anchor.clamp(max=0)
     moved = now.exp() - then.exp()
     distance = moved.abs() if options.divergence == "tv" else _binary_kl(then, now)
-    clipped_high = (advantages > 0) & (moved > 0) & (distance > options.high)
-    clipped_low = (advantages < 0) & (moved < 0) & (distance > options.low)
+    high = (advantages > 0) & (moved > 0) & (distance > options.high)
+    low = (advantages < 0) & (moved < 0) & (distance > options.low)
     if options.ratio_cap is None:
         loss = -ratio * advantages
     else:
         loss = -ratio.detach().clamp(max=options.ratio_cap) * advantages * terms.current
-    return torch.where(clipped_low | clipped_high, 0, loss), {
-        "clipped_low": clipped_low,
-        "clipped_high": clipped_high,
-    }
+    return torch.where(low | high, 0, loss), {"clipped_low": low, "clipped_high": high}
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p log(p / q) + (1 - p) log((1 - p) / (1 - q)) from log-probs <= 0; finite where a probability
-    is 1.
-    """
+    """p log(p / q) + (1 - p) log((1 - p) / (1 - q)) from log-probs <= 0; finite at p or q = 1."""
     tiny = torch.finfo(log_p.dtype).tiny
     log_not_p, log_not_q = (
         torch.log(-torch.expm1(value.clamp(max=-tiny))) for value in (log_p, log_q)
@@ -320,11 +291,8 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 @register_policy_loss("opmd")
 def opmd(terms: Terms) -> LossAndDiagnostics:
     """l = -A current + tau / 2 d^2, d = current - behavior (arXiv 2501.12599 eq. 3, without its
-    division by tau).
-
-    Level "sequence": d is the response's sum, and each of its L tokens holds d^2 / L, so that the
-    sum over tokens is the paper's term. No clamp on d, which is not exponentiated: a penalty must
-    not let go of far tokens.
+    division by tau). Level "sequence": d is the response's sum, and each of its L tokens holds d^2
+    / L, which add up to the paper's term. No clamp on d: a penalty must not let go of far tokens.
     """
     squared = (terms.current - terms.behavior).square()
     if terms.options.level == "sequence":
@@ -336,15 +304,9 @@ def opmd(terms: Terms) -> LossAndDiagnostics:
 @register_policy_loss("topr")
 def topr(terms: Terms) -> LossAndDiagnostics:
     """l = -A current where A >= 0, else -sg(min(S, 1)) A current, S = exp(sum of current - behavior
-    over the response).
-
-    Source: arXiv 2503.14286. `ratio` is S.
+    over the response), the diagnostic `ratio` (arXiv 2503.14286).
     """
-    ratio = (
-        terms.row_sum((terms.current - terms.behavior).detach())
-        .clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        .exp()
-    )
+    ratio = bounded_exp(terms.row_sum((terms.current - terms.behavior).detach()))
     weight = torch.where(terms.advantages < 0, ratio.clamp(max=1), 1)
     return -weight * terms.advantages * terms.current, {"ratio": ratio}
 
@@ -422,10 +384,8 @@ def clean_terms(
     selection: Tensor | None = None,
     options: Any = None,
 ) -> Terms:
-    """Check the shapes and replace what masked entries hold; arguments as for `policy_loss`. At
-    least float32.
-
-    Raises ValueError for tensors whose shape is not that of `logprobs`.
+    """Check shapes and replace what masked entries hold, in float32 or better; arguments as for
+    `policy_loss`. Raises ValueError for tensors whose shape is not that of `logprobs`.
     """
     check_shapes(
         logprobs,
@@ -466,9 +426,7 @@ def clean_terms(
 
 
 def loss_options(name: str, options: Any) -> Any:
-    """The constants of a loss: those given, or their defaults. Raises ValueError for those of
-    another loss.
-    """
+    """The given constants of a loss, or its defaults. Raises ValueError for another loss's."""
     wanted = POLICY_LOSSES.require(name).options
     if options is None:
         return None if wanted is None else wanted()

@@ -22,14 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_grpo.algo.losses import MAX_LOG_RATIO
+from async_grpo.algo.losses import MAX_LOG_RATIO, bounded_exp
 
 SHARE = "/token_share"
 """Ending of names whose value 0 means that the part does not occur; it is left out."""
 ESS = {"rho": "ess", "rho_seq": "ess_seq", "importance_weight": "importance_ess"}
-"""Name of a weight -> name of its effective sample size (sum w)^2 / (n sum w^2), from the sums of w
-and of `<name>_sq`.
-"""
+"""Weight -> its effective sample size (sum w)^2 / (n sum w^2), from sums of w and `<name>_sq`."""
 CHI2 = {"mismatch_ratio": "mismatch_chi2", "mismatch_ratio_seq": "mismatch_chi2_seq"}
 """Name of a ratio -> name of mean(w^2) - 1, from the sum of `<name>_sq`."""
 
@@ -103,17 +101,12 @@ class MetricSums:
         return sums
 
     def means(self) -> dict[str, float]:
-        """Sum / count per name, the extremes, and what `ESS` (a share in (0, 1]) and `CHI2`
-        derive.
-        """
+        """Sum / count per name, extremes, and what `ESS` (a share in (0, 1]) and `CHI2` derive."""
         self._settle()
-        absent = {
-            name for name, (total, _) in self._sums.items() if total == 0 and name.endswith(SHARE)
-        }
         out = {
             name: total / count
             for name, (total, count) in self._sums.items()
-            if count > 0 and name not in absent
+            if count > 0 and not (total == 0 and name.endswith(SHARE))
         }
         for name in [name for name in out if name.endswith("_sq")]:
             path, _, leaf = name.removesuffix("_sq").rpartition("/")
@@ -145,9 +138,8 @@ class MetricSums:
     def _settle(self) -> None:
         """Read all queued tensors in one transfer."""
         pending, extremes = self._pending, self._pending_extremes
-        tensors = [table.reshape(-1) for _, table in pending] + [
-            values for _, _, values in extremes
-        ]
+        tensors = [table.reshape(-1) for _, table in pending]
+        tensors += [values for _, _, values in extremes]
         if not tensors:
             return
         numbers = iter(torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist())
@@ -216,7 +208,7 @@ def loss_metrics(
         "pg_loss": flat(token_loss),
         "advantage": flat(advantages),
         **_trust_region(found),
-        **_with_square("rho", _exp(to_behavior)),
+        **_with_square("rho", bounded_exp(to_behavior)),
         **({} if mismatch is None else _mismatch(mismatch)),
         **_weighting(given.get("weights"), given.get("kept")),
         **{name: given[name] for name in ("kl", "entropy") if name in given},
@@ -237,10 +229,6 @@ def loss_metrics(
     _add_extremes(sums.minimum, {"ratio_min": found["ratio"]}, bucket, valid, least=True)
     if (rows := _rows(mask, row_index)) is not None:
         _add_rows(sums, rows, valid, lag, to_behavior, mismatch, given.get("kept"))
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
@@ -280,29 +268,23 @@ def _trust_region(diagnostics: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mismatch(log_ratio: Tensor) -> dict[str, Tensor]:
-    """The anchor against the behaviour policy, per token: learner against sampler, and what has
-    changed since.
-    """
-    ratio = _exp(log_ratio)
+    """Learner against sampler, and what changed since: the anchor against behaviour, per token."""
+    ratio = bounded_exp(log_ratio)
     return {
         "mismatch": log_ratio.abs(),
         "mismatch_kl": -log_ratio,
         "mismatch_kl_k3": ratio - 1 - log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-        "mismatch_prob_error": _exp(log_ratio.abs()),
+        "mismatch_prob_error": bounded_exp(log_ratio.abs()),
         **_with_square("mismatch_ratio", ratio),
     }
 
 
 def _rows(mask: Tensor, row_index: Tensor | None) -> Tensor | None:
-    """The row of each token as a number below the number of tokens, flat; None where packed tokens
-    come without one.
-    """
+    """A row number below the number of tokens for each, flat; None for packed without rows."""
+    if row_index is None and mask.dim() != 2:
+        return None
     if row_index is None:
-        return (
-            torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1])
-            if mask.dim() == 2
-            else None
-        )
+        return torch.arange(len(mask), device=mask.device).repeat_interleave(mask.shape[1])
     ordered, order = row_index.reshape(-1).sort()
     return torch.zeros_like(order).scatter(0, order[1:], (ordered.diff() != 0).long().cumsum(0))
 
@@ -316,9 +298,7 @@ def _add_rows(
     mismatch: Tensor | None,
     kept: Tensor | None,
 ) -> None:
-    """Metrics of whole responses: each counts once, by its oldest token. Tensors [N], 0 where not
-    valid; row numbers are below N.
-    """
+    """Metrics of responses, each by its oldest token. Tensors [N], 0 where not valid; rows < N."""
 
     def total(values: Tensor) -> Tensor:
         return torch.zeros_like(lag).index_add_(0, rows, values)
@@ -329,24 +309,25 @@ def _add_rows(
         )
 
     length, oldest = total(valid.double()), most(lag)
-    rho, any_token = _exp(total(to_behavior)), length > 0
+    rho, any_token = bounded_exp(total(to_behavior)), length > 0
     columns = {
         "row_length": length,
         "lag_span": oldest + most(-lag),
         **_with_square("rho_seq", rho),
     }
     if mismatch is not None:
-        ratio, mean = _exp(total(mismatch)), total(mismatch) / length.clamp(min=1)
-        columns |= {**_with_square("mismatch_ratio_seq", ratio), "mismatch_ppl_ratio": _exp(-mean)}
+        ratio, mean = bounded_exp(total(mismatch)), total(mismatch) / length.clamp(min=1)
+        columns |= {
+            **_with_square("mismatch_ratio_seq", ratio),
+            "mismatch_ppl_ratio": bounded_exp(-mean),
+        }
     if kept is not None:
         columns["rejected_rows"] = total(kept) == 0
     _add_by_lag(sums, columns, _bucket(oldest), any_token)
 
 
 def _bucket(lag: Tensor) -> Tensor:
-    """Index into `_LABELS` [N] int64: 0, 1, 2 for these lags, then the number of binary digits of
-    lag - 1, plus 1.
-    """
+    """Index into `_LABELS` [N] int64: lags 0, 1, 2 as they are, then bits of lag - 1, plus 1."""
     lag = lag.clamp(min=0)
     digits = torch.frexp((lag - 1).clamp(min=0)).exponent
     return (digits + (lag > 0)).clamp(max=len(_LABELS) - 1).long()
@@ -365,13 +346,10 @@ def _add_by_lag(
     """
     names = list(columns)
     valid_one = valid.double().unsqueeze(-1)
-    members = valid_one.new_zeros(len(bucket), len(_LABELS)).scatter_(
-        1, bucket.unsqueeze(-1), valid_one
-    )  # [N, K]
-    values = torch.stack(
-        [torch.where(valid, column.double(), 0) for column in columns.values()]
-    )  # [M, N]
-    totals, counts = values @ members, members.sum(0)  # [M, K], [K]
+    members = valid_one.new_zeros(len(bucket), len(_LABELS))  # [N, K]
+    members.scatter_(1, bucket.unsqueeze(-1), valid_one)
+    values = [torch.where(valid, column.double(), 0) for column in columns.values()]  # M x [N]
+    totals, counts = torch.stack(values) @ members, members.sum(0)  # [M, K], [K]
     sums.add_table(
         [f"train/{name}" for name in names],
         torch.stack([totals.sum(1), counts.sum().expand(len(names))], -1),
@@ -397,11 +375,8 @@ def _add_extremes(
 ) -> None:
     """The largest (or smallest) entry of every column [N], in all and per lag bucket."""
     mode, nothing = ("amin", torch.inf) if least else ("amax", -torch.inf)
-    values = torch.stack(
-        [torch.where(valid, column, nothing) for column in columns.values()]
-    )  # [E, N]
-    found = values.new_full((len(columns), len(_LABELS)), nothing).scatter_reduce(
-        1, bucket.expand_as(values), values, mode
-    )  # [E, K]
+    values = torch.stack([torch.where(valid, column, nothing) for column in columns.values()])
+    found = values.new_full((len(columns), len(_LABELS)), nothing)  # [E, K], from [E, N]
+    found = found.scatter_reduce(1, bucket.expand_as(values), values, mode)
     keep([f"train/{name}" for name in columns], found.amin(1) if least else found.amax(1))
     keep([f"{label}/{name}" for name in columns for label in _LABELS], found.reshape(-1))

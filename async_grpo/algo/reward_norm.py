@@ -24,7 +24,7 @@ from async_grpo.algo.filters import TOLERANCE
 
 @dataclass(slots=True)
 class RunningMoments:
-    """Number, mean and sum of centred squares (`m2`) of all values seen so far."""
+    """Accumulate number, mean and sum of centred squares (`m2`) of all values seen so far."""
 
     count: int = 0
     mean: float = 0.0
@@ -32,9 +32,7 @@ class RunningMoments:
 
     def update(self, values: Tensor) -> None:
         """Merge a batch of any shape, exactly up to rounding and in any split (Chan, Golub, LeVeque
-        1979).
-
-        Raises ValueError for a value that is not finite.
+        1979). Raises ValueError for a value that is not finite.
         """
         batch = values.detach().double().reshape(-1)
         if not bool(torch.isfinite(batch).all()):
@@ -49,16 +47,16 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation; 0 for fewer than two values."""
+        """Return the unbiased standard deviation; 0 for fewer than two values."""
         return math.sqrt(self.m2 / (self.count - 1)) if self.count > 1 else 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """Plain numbers for a checkpoint."""
+        """Return plain numbers for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, float]) -> RunningMoments:
-        """The moments that `to_dict` described."""
+        """Restore the moments that `to_dict` described."""
         return cls(int(state["count"]), float(state["mean"]), float(state["m2"]))
 
 
@@ -73,19 +71,17 @@ def normalize_rewards(
     counted: Tensor | None = None,
     running: RunningMoments | None = None,
 ) -> Tensor:
-    """Rewards [B] minus a mean, over a standard deviation: (R - mean) / (std + EPSILON), in the
-    type of `rewards`.
+    """Normalise rewards [B], in their type: (R - mean) / (std + EPSILON).
 
     `reward_norm` says whose statistics: those of the row's group (`group_index` [B] int64), of all
-    rows, or `running`, which is updated with this batch first. With `reward_shift` alone the mean
-    is subtracted and nothing divided; with `reward_scale` alone it is the other way round; both or
-    neither is the full formula. Without `reward_norm`, shift and scale use the statistics of all
-    rows, and with neither the rewards stay as they are. `counted` [B] bool: rows that enter the
-    statistics; None is all. Where the statistics have no spread (one row, or all equal within
-    TOLERANCE; for `running`, a deviation within TOLERANCE) nothing is divided, and what is left of
-    a subtraction within TOLERANCE is 0. Statistics without any row leave the rewards as they are.
-    Raises ValueError for an unknown `reward_norm`, `running` without moments, a shape mismatch or a
-    reward that is not finite.
+    rows, or `running`, which is updated with this batch first. `reward_shift` alone only subtracts,
+    `reward_scale` alone only divides; both or neither is the full formula. Without `reward_norm`,
+    shift and scale use the statistics of all rows, and with neither the rewards stay as they are.
+    `counted` [B] bool: rows that enter the statistics; None is all. Statistics without spread (one
+    row, all equal within TOLERANCE; a `running` deviation within TOLERANCE) divide nothing, and
+    what a subtraction leaves within TOLERANCE is 0; without any row the rewards stay. Raises
+    ValueError for an unknown `reward_norm`, `running` without moments, a shape mismatch or a reward
+    that is not finite.
     """
     if reward_norm not in (None, "group", "batch", "running"):
         raise ValueError(f"reward_norm is {reward_norm!r}; choose group, batch, running or null")
@@ -108,11 +104,8 @@ def normalize_rewards(
         mean, std = torch.full_like(values, running.mean), torch.full_like(values, running.std)
         varied = std > TOLERANCE
     else:
-        mean, std, varied = _statistics(
-            values,
-            included,
-            group_index if reward_norm == "group" else torch.zeros_like(group_index),
-        )
+        whose = group_index if reward_norm == "group" else torch.zeros_like(group_index)
+        mean, std, varied = _statistics(values, included, whose)
     if reward_shift or not reward_scale:
         values = values - mean
         values = torch.where(~varied & (values.abs() <= TOLERANCE), 0, values)
@@ -124,14 +117,11 @@ def normalize_rewards(
 def _statistics(
     values: Tensor, included: Tensor, group_index: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, unbiased deviation and whether there is a spread, of the included rows of each row's
-    group, on the row: each [B].
-    """
+    """Compute mean, unbiased deviation and presence of a spread of each row's group: all [B]."""
     groups = Groups.of(group_index)
     count = groups.sum(included.double())
     mean = groups.expand(groups.sum(torch.where(included, values, 0)) / count.clamp(min=1))
-    centred = torch.where(
-        included, values - mean, 0
-    )  # a row that does not count has no deviation, so that it widens no spread
+    # a row that does not count has no deviation, so that it widens no spread
+    centred = torch.where(included, values - mean, 0)
     std = groups.expand((groups.sum(centred.square()) / (count - 1).clamp(min=1)).sqrt())
     return mean, std, groups.varied(centred)

@@ -17,9 +17,7 @@ from async_grpo.algo.catalog import REWARD_SHAPINGS, make_options
 
 @dataclass(frozen=True, slots=True)
 class ShapedResponse:
-    """What a plugin's shaping knows of a response: its reward components, its length and the
-    response budget, both in tokens.
-    """
+    """What a plugin's shaping knows of a response; length and response budget in tokens."""
 
     rewards: Mapping[str, float]
     length: int
@@ -28,13 +26,12 @@ class ShapedResponse:
 
 @dataclass(frozen=True)
 class Shaping:
-    """What turns one row's components into its shaped reward: weighted sum -> clamp to [-clip,
-    clip] -> + overlong penalty -> a plugin's shapings.
+    """Shape one row's reward: weighted sum -> clamp to [-clip, clip] -> + overlong penalty ->
+    plugins.
 
-    `clip` None and `overlong_length` 0 leave the step out. `response_length` is the response budget
-    in tokens. `plugins`: registered names with the values of their options, in their order; their
-    modules are imported before `shape` is called. Raises ValueError for a negative clip and for a
-    buffer that `overlong_penalty` refuses.
+    `clip` None and `overlong_length` 0 leave the step out. `response_length`: the response budget
+    in tokens. `plugins`: registered names and values of their options, in order; their modules are
+    imported before `shape`. Raises ValueError for a negative clip or an impossible penalty buffer.
     """
 
     weights: Mapping[str, float]
@@ -77,9 +74,8 @@ class Shaping:
 
 
 def score(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Weighted sum of the reward components that have a weight; the others are only reported.
-
-    Raises ValueError for a weighted component that the response does not have.
+    """Sum the components that have a weight, weighted. Raises ValueError for one the response
+    lacks.
     """
     if not weights.keys() <= rewards.keys():
         missing = sorted(weights.keys() - rewards.keys())
@@ -101,8 +97,7 @@ def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor
     if not 1 <= buffer_length <= max_length or factor < 0:
         raise ValueError(
             f"overlong penalty over the last {buffer_length} of {max_length} tokens with factor "
-            f"{factor}; the buffer must be between 1 and the response length, the factor at least "
-            "0"
+            f"{factor}; the buffer must be between 1 and the response length, the factor at least 0"
         )
     excess = length - (max_length - buffer_length)
     return -factor * min(excess / buffer_length, 1.0) if excess > 0 else 0.0

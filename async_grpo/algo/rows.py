@@ -13,10 +13,8 @@ from torch import Tensor
 
 def row_sums(values: Tensor, row_index: Tensor | None = None) -> Tensor:
     """The sum of its row on every entry, in the shape and type of `values`: [B, T], or packed [N]
-    with `row_index` [N] int64.
-
-    Masked entries must hold 0. Raises ValueError for packed values without a row index of their
-    shape.
+    with `row_index` [N] int64. Masked entries must hold 0. Raises ValueError for packed values
+    without it.
     """
     if values.dim() == 2 and row_index is None:
         return values.double().sum(-1, keepdim=True).to(values.dtype).expand_as(values)

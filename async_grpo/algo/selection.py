@@ -29,21 +29,15 @@ def token_hashes(
     seed: int, step: int, group_ids: Tensor, rows: Tensor, positions: Tensor
 ) -> Tensor:
     """A non-negative int64 hash per token of (seed, step, group, row in the group, position in the
-    response), in the shape of the inputs.
+    response), the same on every rank and in every layout; shapes [N] or [B, T], of integers.
 
-    The three tensors hold integers and have one shape, [N] or [B, T]. The same token has the same
-    hash on every rank and in every layout. Each part enters by exclusive or, followed by the mixer
-    of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). Raises ValueError for tensors of different
-    shapes or that hold no integers.
+    Each part enters by exclusive or, followed by the mixer of SplitMix64 (Steele, Lea, Flood,
+    OOPSLA 2014). Raises ValueError for other shapes or types.
     """
     parts = {"group_ids": group_ids, "rows": rows, "positions": positions}
     for name, tensor in parts.items():
-        if (
-            tensor.shape != group_ids.shape
-            or tensor.is_floating_point()
-            or tensor.is_complex()
-            or tensor.dtype == torch.bool
-        ):
+        integers = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        if tensor.shape != group_ids.shape or not integers or tensor.dtype == torch.bool:
             raise ValueError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must hold integers in the "
                 f"shape {tuple(group_ids.shape)}"
@@ -62,9 +56,7 @@ def _signed(value: int) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's next output, in int64 with wrap-around; shifts are logical: the sign bits that
-    `>>` copies are masked off.
-    """
+    """SplitMix64's output, int64 with wrap-around; shifts are logical: sign bits are masked."""
     z = z + _signed(0x9E3779B97F4A7C15)
     for shift, factor in (
         (30, _signed(0xBF58476D1CE4E5B9)),
@@ -135,9 +127,7 @@ def _candidates(name: str, terms: Terms, covariance: Tensor) -> tuple[Tensor, Te
     """
     if name == "kl_cov":
         return terms.valid, -covariance
-    low, high = clipped_sides(
-        terms.log_ratio.exp(), terms.advantages, 1 - terms.low, 1 + terms.high
-    )
+    low, high = clipped_sides(terms.log_ratio.exp(), terms.advantages, *terms.bounds())
     inside = (covariance > terms.options.lower) & (covariance < terms.options.upper)
     return terms.valid & ~low & ~high & inside, torch.zeros_like(covariance)
 
@@ -147,9 +137,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _covariance(terms: Terms, reduce: SelectionCollective) -> tuple[Tensor, int]:
-    """(A - mean A)(current - mean current) per token in float64, and the number of valid tokens of
-    all ranks.
-    """
+    """(A - mean A)(current - mean current) per token, float64, and the count of all ranks."""
     advantages, current = terms.advantages.double(), terms.current.double()
     count, first, second = reduce(
         torch.stack([terms.valid.sum(dtype=torch.float64), advantages.sum(), current.sum()])
@@ -159,9 +147,7 @@ def _covariance(terms: Terms, reduce: SelectionCollective) -> tuple[Tensor, int]
 
 
 def _lowest(keys: Tensor, hashes: Tensor, *, count: int, gather: SelectionCollective) -> Tensor:
-    """Which of this rank's [n] entries are among the `count` lowest of all ranks by (key, hash);
-    bool [n].
-    """
+    """Which of this rank's [n] entries are in the `count` lowest of all by (key, hash): bool."""
     best = _order(keys, hashes)[:count]
     all_keys, all_hashes = gather(keys[best]), gather(hashes[best])
     if all_keys.numel() == 0:
@@ -178,11 +164,10 @@ def _order(keys: Tensor, hashes: Tensor) -> Tensor:
 
 def _second_moment_bound(terms: Terms, gather: SelectionCollective) -> float:
     """M2PO's T (arXiv 2510.01161): a bound on |x|, x = current - anchor, that keeps the second
-    moment of harmful tokens in the budget.
+    moment of harmful tokens (A > 0 and x > 0, or A < 0 and x < 0, over all ranks) in the budget.
 
-    Harmful: A > 0 and x > 0, or A < 0 and x < 0, over all ranks. Infinity if there are none or the
-    mean of their x^2 is within the budget; else the largest observed |x| for which the mean of
-    min(x^2, T^2) is below the budget, 0 if there is none.
+    Infinity if there are none or the mean of x^2 is within the budget; else the largest observed
+    |x| for which the mean of min(x^2, T^2) is below the budget, 0 if there is none.
     """
     x, advantages = terms.log_ratio, terms.advantages
     harmful = ((advantages > 0) & (x > 0)) | ((advantages < 0) & (x < 0))

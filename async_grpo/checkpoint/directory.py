@@ -61,11 +61,9 @@ class Origin:
 
     def snapshot(self) -> dict[str, Any] | None:
         """The queue at that moment."""
-        return (
-            None
-            if self.path is None
-            else json.loads((self.path / "queue.json").read_text(encoding="utf-8"))
-        )
+        if self.path is None:
+            return None
+        return json.loads((self.path / "queue.json").read_text(encoding="utf-8"))
 
 
 def path_for(run_dir: Path, step: int) -> Path:
@@ -79,9 +77,7 @@ def draft_for(run_dir: Path, step: int) -> Path:
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """Create the empty temporary directory of the checkpoint of `step`, in place of an earlier
-    attempt.
-    """
+    """Create the empty draft of the checkpoint of `step`, in place of an earlier attempt."""
     directory = draft_for(run_dir, step)
     if directory.exists():
         shutil.rmtree(directory)
@@ -105,11 +101,9 @@ def commit(
     step is replaced (a resumed run writes its steps again). Raises CheckpointError for a directory
     that `begin` did not make, or that lacks a file of `written`.
     """
-    if not directory.name.endswith(_TEMPORARY) or not _NAME.fullmatch(
-        directory.name.removesuffix(_TEMPORARY)
-    ):
-        raise CheckpointError(f"{directory} was not made by checkpoint.begin")
     final = directory.with_name(directory.name.removesuffix(_TEMPORARY))
+    if final == directory or not _NAME.fullmatch(final.name):
+        raise CheckpointError(f"{directory} was not made by checkpoint.begin")
     files: dict[str, FileSum] = dict(written or {})
     for path in _files(directory):
         name = str(path.relative_to(directory))
@@ -117,12 +111,8 @@ def commit(
             files[name] = storage.settle(path)
     _check_sizes(directory, files)
     with open(directory / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump(
-            {**manifest, "format_version": FORMAT_VERSION, "files": files},
-            file,
-            indent=1,
-            sort_keys=True,
-        )
+        sealed = {**manifest, "format_version": FORMAT_VERSION, "files": files}
+        json.dump(sealed, file, indent=1, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
     for folder in {directory, *(path.parent for path in _files(directory))}:
@@ -143,9 +133,7 @@ def commit(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read the manifest; every file is there with its size. Raises CheckpointError with what is
-    wrong.
-    """
+    """Read the manifest and check files' sizes. Raises CheckpointError with what is wrong."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -168,9 +156,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Read the manifest and compare every sha256. Raises CheckpointError, also for an unlisted file
-    of the learner.
-    """
+    """Read, and compare every sha256. Raises CheckpointError, also for unlisted learner files."""
     manifest = read(path)
     listed = manifest["files"]
     for file in _files(path / _PICKLED):
@@ -193,10 +179,8 @@ def step_of(path: Path) -> int:
 
 
 def latest(run_dir: Path) -> Path | None:
-    """Find the newest complete checkpoint of a run directory, or None.
-
-    A checkpoint that was about to be replaced when the run ended gets its name back: call only
-    while no run writes there.
+    """Find the newest complete checkpoint, or None, while no run writes there: one that was about
+    to be replaced when the run ended gets its name back.
     """
     for replaced in (run_dir / "checkpoints").glob(f"step_*{_REPLACED}"):
         if not (final := replaced.with_name(replaced.name.removesuffix(_REPLACED))).exists():

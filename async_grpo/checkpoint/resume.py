@@ -1,10 +1,9 @@
-"""Where a run goes on: at which checkpoint, or from its journal alone, and whether its settings
-allow that.
+"""Where a run goes on (at which checkpoint, or from its journal alone), and whether its settings
+allow that; which recorded steps a learner alone can repeat, and from where.
 
-Runs in: the driver, before any process starts. Answers the same for a learner alone: which recorded
-steps it can repeat, and from where. Hides what is read for it (manifests, metrics, the settings of
-the last start) and what of a run directory is kept: journal segments and checkpoints are deleted
-while a run goes on.
+Runs in: the driver, before any process starts. Hides what is read for it (manifests, metrics, the
+settings of the last start) and what of a run directory is kept: journal segments and checkpoints
+are deleted while a run goes on.
 """
 
 from __future__ import annotations
@@ -94,17 +93,10 @@ def verified(found: Path | None) -> dict | None:
     try:
         return checkpoint.verify(found)
     except checkpoint.CheckpointError as error:
-        others = [
-            step
-            for step in checkpoint.steps(found.parent.parent)
-            if checkpoint.path_for(found.parent.parent, step) != found
-        ]
-        older = (
-            "; go on from an older one: "
-            f"checkpoint.resume={checkpoint.path_for(found.parent.parent, others[-1])}"
-            if others
-            else ""
-        )
+        run_dir = found.parent.parent
+        paths = [checkpoint.path_for(run_dir, step) for step in checkpoint.steps(run_dir)]
+        others = [path for path in paths if path != found]
+        older = f"; go on from an older one: checkpoint.resume={others[-1]}" if others else ""
         raise SetupError(f"{error}{older}") from error
 
 
@@ -131,11 +123,7 @@ def plan_rerun(source: Path, *, after: int | None, until: int) -> Course:
     except JournalError as error:
         raise SetupError(str(error)) from error
     kept = [step for step in checkpoint.steps(source) if step + 1 in steps]
-    recorded = (
-        f"the journal has steps {min(steps)} to {max(steps)}"
-        if steps
-        else "the journal has no learner step yet"
-    )
+    span = f"steps {min(steps)} to {max(steps)}" if steps else "no learner step yet"
     choices = [*([0] if 1 in steps else []), *kept]
     if not choices or (after is not None and after not in choices):
         named = ", ".join(f"--after {step}" for step in kept) or "none"
@@ -145,7 +133,8 @@ def plan_rerun(source: Path, *, after: int | None, until: int) -> Course:
             else f"cannot be repeated after step {after}"
         )
         raise SetupError(
-            f"{source} {what}: {recorded}, and the checkpoints to begin with are: {named}"
+            f"{source} {what}: the journal has {span}, and the checkpoints to begin with are: "
+            f"{named}"
         )
     begin = min(choices) if after is None else after
     last = begin + 1

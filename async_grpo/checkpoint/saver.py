@@ -90,11 +90,9 @@ class Saver:
     async def save(
         self, parts: SavedParts, *, step: int, facts: dict[str, Any], forget: bool, wait: bool
     ) -> Path:
-        """Write a checkpoint after this learner step; with `wait` it is complete when this returns,
-        or FaultBudgetSpent is raised.
-
-        facts: what this manifest holds besides. forget: let the journal forget what no kept
-        checkpoint needs.
+        """Write a checkpoint after this learner step; with `wait` it is complete on return, or
+        FaultBudgetSpent is raised. facts: of this manifest. forget: let the journal drop what is
+        not needed.
         """
         started = time.perf_counter()
         await self.wait()
@@ -162,12 +160,8 @@ class Saver:
         try:
             sums = await parts.finish_save(draft.directory)
             await asyncio.to_thread(self._commit, draft, sums)
-        except (
-            OSError,
-            StorageFailure,
-            checkpoint.CheckpointError,
-            RunError,
-        ) as error:  # ranks that died are the next step's affair
+        # ranks that died are the next step's affair
+        except (OSError, StorageFailure, checkpoint.CheckpointError, RunError) as error:
             await self._failed(draft.step, error, stall_s=draft.stall_s)
             return
         self.saved_at, self._in_a_row = draft.step, 0
@@ -188,14 +182,8 @@ class Saver:
     def _oldest_needed(self) -> tuple[int, int] | None:
         """Journal segment and step of the oldest kept checkpoint; None without a journal."""
         kept = checkpoint.steps(self._run_dir)
-        segments = [
-            json.loads(
-                (checkpoint.path_for(self._run_dir, step) / "queue.json").read_text(
-                    encoding="utf-8"
-                )
-            )["segment"]
-            for step in kept
-        ]
+        snapshots = [checkpoint.path_for(self._run_dir, step) / "queue.json" for step in kept]
+        segments = [json.loads(path.read_text(encoding="utf-8"))["segment"] for path in snapshots]
         return None if not kept or None in segments else (min(segments), kept[0])
 
     def _report(self, draft: _Draft, *, seconds: float) -> None:
@@ -226,18 +214,15 @@ class Saver:
         )
         self._listener.error(
             f"the checkpoint of step {step} could not be written: {self._last_failure}; "
-            f"{await asyncio.to_thread(self._best)} "
-            f"(failure {self._in_a_row} in a row, checkpoint.max_failures is "
-            f"{self._settings.max_failures})"
+            f"{await asyncio.to_thread(self._best)} (failure {self._in_a_row} in a row, "
+            f"checkpoint.max_failures is {self._settings.max_failures})"
         )
 
     def _best(self) -> str:
         kept = checkpoint.steps(self._run_dir)
-        return (
-            f"the last good checkpoint is of step {kept[-1]}"
-            if kept
-            else "there is no checkpoint yet"
-        )
+        if not kept:
+            return "there is no checkpoint yet"
+        return f"the last good checkpoint is of step {kept[-1]}"
 
 
 def saver_of(

@@ -46,7 +46,7 @@ def _names(registry: Registry[Any]) -> Any:
 
 
 class ClipSchedule(Section):
-    """Set how the clip interval shrinks with the lag of a token."""
+    """How the clip interval shrinks with the lag k: not, eps / (1 + rate k), or eps rate^k."""
 
     kind: Literal["constant", "harmonic", "exponential"] = "constant"
     """How the clip interval shrinks with a token's lag k: not at all, eps / (1 + rate k), or eps
@@ -79,9 +79,7 @@ class Rejection(Section):
     """Leave out tokens or responses whose importance ratio is outside of bounds."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave out tokens (`token`) or whole responses whose ratio of anchor to behaviour policy lies
-    outside [lower, upper].
-    """
+    """Leave out tokens or responses whose ratio of anchor to behaviour leaves [lower, upper]."""
     lower: AtLeast0 = 0.5
     """Smallest ratio that is kept."""
     upper: Above0 = 2.0
@@ -107,9 +105,7 @@ class OverlongBuffer(Section):
     """Penalise responses that end within the last tokens of the limit, softly."""
 
     enable: bool = False
-    """Soft overlong punishment of DAPO: a linear penalty over the last `len` tokens of the response
-    budget.
-    """
+    """Soft overlong punishment (DAPO): linear over the last `len` tokens of the response budget."""
     len: Positive = 16
     """Length of the punished tail, in tokens."""
     penalty_factor: AtLeast0 = 1.0
@@ -125,39 +121,25 @@ class Algorithm(Section):
     norm_adv_by_std_in_grpo: bool = True
     """Divide by a standard deviation (`grpo`, `grpo_passk`); false is Dr. GRPO's advantage."""
     adv_std_level: Literal["group", "batch"] = "group"
-    """Whose standard deviation `grpo` divides by: that of the response's group, or of all rewards
-    of the learner step.
-    """
+    """Whose standard deviation `grpo` divides by: the group's, or that of the learner step."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per token, for the estimators with returns (`reinforce_plus_plus`, `remax`)."""
     asymre_shift: float = ASYMRE_SHIFT
-    """Added to the group mean in the baseline of `asymre`; below 0 keeps off-policy learning
-    stable.
-    """
+    """Added to the group mean in `asymre`'s baseline; below 0 keeps off-policy learning stable."""
     whiten_advantages: bool = False
-    """Subtract the mean of the advantages over all tokens of the learner step and divide by their
-    standard deviation.
-    """
+    """Subtract the advantages' mean over all tokens of the step; divide by their deviation."""
     advantage_clip: Above0 | None = None
     """Clamp advantages to [-clip, clip], last of all; null is off."""
     reward_clip: Above0 | None = None
     """Clamp the weighted reward sum to [-clip, clip], before anything else; null is off."""
     reward_norm: Literal["group", "batch", "running"] | None = None
-    """Normalise shaped rewards by mean and standard deviation of the group, the learner step, or
-    all steps so far.
-    """
+    """Normalise shaped rewards by mean and deviation of the group, step, or all steps so far."""
     reward_shift: bool = False
-    """Only subtract the mean (of `reward_norm`'s statistics; of the learner step's if that is
-    null).
-    """
+    """Only subtract the mean (of `reward_norm`'s statistics, else the learner step's)."""
     reward_scale: bool = False
-    """Only divide by the standard deviation (of `reward_norm`'s statistics; of the learner step's
-    if that is null).
-    """
+    """Only divide by the standard deviation (of `reward_norm`'s statistics, else the step's)."""
     add_token_level_kl: bool = False
-    """Subtract a KL penalty to the reference policy from the reward of every token (not together
-    with `use_kl_loss`).
-    """
+    """Subtract a KL penalty to the reference from every token's reward (not with `use_kl_loss`)."""
     kl_ctrl: KlCtrl = KlCtrl()
     overlong_buffer: OverlongBuffer = OverlongBuffer()
     reward_shaping: list[str] = Field([])
@@ -167,9 +149,7 @@ class Algorithm(Section):
     policy_loss: Annotated[str, _names(POLICY_LOSSES)] = "ppo_clip"
     """Loss of one token; or a plugin's loss."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Half-width of the clip interval around ratio 1, for the sides that have no value of their
-    own.
-    """
+    """Half-width of the clip interval around ratio 1, for sides without a value of their own."""
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] | None = None
     """Half-width of the lower side; null means `clip_ratio`; 1 leaves the lower side open where the
     schedule does not narrow it.
@@ -218,9 +198,7 @@ class Algorithm(Section):
     kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+"] = (
         "low_var_kl"
     )
-    """Estimator: k1, |k1|, k2, k3; with `+` its value and the gradient of k2, which is that of the
-    KL divergence.
-    """
+    """Estimator: k1, |k1|, k2, k3; `+`: its value with k2's gradient, that of the divergence."""
     kl_loss_unbiased: bool = False
     """Multiply the penalty by the ratio to the anchor policy, with gradient through both: unbiased
     for off-policy tokens.

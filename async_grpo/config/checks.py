@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
@@ -17,15 +16,6 @@ from async_grpo.config.plugins import Known, check_plugins
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, UNBOUNDED_ORDERS, Config
 from async_grpo.config.section import Section
 from async_grpo.config.transports import TRANSPORTS, Transport
-
-
-def check_algorithm(config: Config, known: Known) -> Iterator[str]:
-    """A sentence for every rule that `config.algorithm` breaks, the filter and the reference
-    included.
-    """
-    general = (_estimator, _pairs, _clip, _anchor, _row_losses, _weights, _kl, _rewards, _filter)
-    for rules in general:
-        yield from rules(config, known)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -51,9 +41,8 @@ def _estimator(config: Config, known: Known) -> Iterator[str]:
             f"`algorithm.norm_adv_by_std_in_grpo` is false, but `adv_estimator: {name}` has no "
             "such division; remove it."
         )
-    if algorithm.adv_std_level != "group" and (
-        not traits.std_levels or not algorithm.norm_adv_by_std_in_grpo
-    ):
+    levels = traits.std_levels and algorithm.norm_adv_by_std_in_grpo
+    if algorithm.adv_std_level != "group" and not levels:
         yield (
             "`algorithm.adv_std_level: batch` belongs to `adv_estimator: grpo` with "
             "`norm_adv_by_std_in_grpo: true`; remove it."
@@ -122,14 +111,13 @@ def _clip(config: Config, known: Known) -> Iterator[str]:
             f"`algorithm.dual_clip_loss` is true, but `policy_loss: {loss}` has no dual clip; "
             "only ppo_clip and m2po have."
         )
-    if not traits.clipped and (
-        algorithm.clip_ratio_low is not None or algorithm.clip_ratio_high is not None
-    ):
+    sides = (algorithm.clip_ratio_low, algorithm.clip_ratio_high)
+    if not traits.clipped and sides != (None, None):
         yield (
             f"`algorithm.clip_ratio_low` or `clip_ratio_high` is given, but `policy_loss: {loss}` "
             "has no clip interval; remove it."
         )
-    if traits.widths and (algorithm.clip_ratio_low is None or algorithm.clip_ratio_high is None):
+    if traits.widths and None in sides:
         yield (
             f"`algorithm.policy_loss: {loss}` clips on another scale than PPO: give "
             "`algorithm.clip_ratio_low` and `algorithm.clip_ratio_high` (usual are "
@@ -145,9 +133,8 @@ def _anchor(config: Config, known: Known) -> Iterator[str]:
             f"`algorithm.anchor` is {anchor}; `policy_loss: {loss}` measures and clips the ratio "
             "to the policy that sampled: use behavior."
         )
-    if traits.ratio_free and (
-        anchor == "interpolated" or (anchor == "recomputed" and not algorithm.add_token_level_kl)
-    ):
+    for_reward = anchor == "recomputed" and algorithm.add_token_level_kl
+    if traits.ratio_free and anchor != "behavior" and not for_reward:
         yield (
             f"`algorithm.anchor` is {anchor}, but `policy_loss: {loss}` has no trust region that "
             "would use it; use behavior."
@@ -172,19 +159,14 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
             f"`algorithm.loss_agg_mode` is {mode}; `algorithm.opmd.level: sequence` is a sum over "
             "each response: use seq-mean-token-sum or seq-mean-token-sum-norm."
         )
-    for key, level in (
-        ("importance", algorithm.importance.level),
-        ("rejection", algorithm.rejection.level),
-    ):
-        if traits.response_ratio and level == "token":
+    for key, section in (("importance", algorithm.importance), ("rejection", algorithm.rejection)):
+        if traits.response_ratio and section.level == "token":
             yield (
                 f"`algorithm.{key}.level` is token, but `policy_loss: {loss}` has one ratio per "
                 "response; allowed are none, sequence, geometric."
             )
-    varying = known.estimator(config).returns and (
-        algorithm.gamma != 1 or algorithm.add_token_level_kl
-    )
-    if traits.one_advantage and varying:
+    varying = algorithm.gamma != 1 or algorithm.add_token_level_kl
+    if traits.one_advantage and varying and known.estimator(config).returns:
         yield (
             f"`algorithm.policy_loss: {loss}` needs one advantage per response, but "
             f"`adv_estimator: {algorithm.adv_estimator}` with `gamma` below 1 or "
@@ -194,21 +176,22 @@ def _row_losses(config: Config, known: Known) -> Iterator[str]:
 
 def _weights(config: Config, known: Known) -> Iterator[str]:
     algorithm, loss, traits = config.algorithm, config.algorithm.policy_loss, known.loss(config)
-    anchor, importance, rejection = algorithm.anchor, algorithm.importance, algorithm.rejection
+    anchor, importance = algorithm.anchor, algorithm.importance
+    sections = (("importance", importance), ("rejection", algorithm.rejection))
     if importance.level != "none" and traits.ratio_free and not traits.weighed:
         yield (
             f"`algorithm.importance.level` is {importance.level}, but `policy_loss: {loss}` is "
             "defined without it; use none, or policy_loss: reinforce."
         )
     elif anchor == "behavior" and not traits.ratio_free:
-        for key, level in (("importance", importance.level), ("rejection", rejection.level)):
-            if level != "none":
+        for key, section in sections:
+            if section.level != "none":
                 yield (
-                    f"`algorithm.{key}.level: {level}` weighs the anchor against the behaviour "
-                    "policy and needs `algorithm.anchor: recomputed` or interpolated; with "
-                    f"`{anchor}` both are the same policy."
+                    f"`algorithm.{key}.level: {section.level}` weighs the anchor against the "
+                    "behaviour policy and needs `algorithm.anchor: recomputed` or interpolated; "
+                    f"with `{anchor}` both are the same policy."
                 )
-    for key, section in (("importance", importance), ("rejection", rejection)):
+    for key, section in sections:
         if section.lower >= section.upper:
             yield (
                 f"`algorithm.{key}.lower` is {section.lower:g}; it must be below "
@@ -341,23 +324,12 @@ def check(config: Config) -> None:
     or an option that no plugin has.
     """
     known = check_plugins(config)
-    sentences = [
-        sentence
-        for rules in (
-            _sizes,
-            _run,
-            _trained,
-            _batches,
-            _staleness,
-            _partial,
-            partial(check_algorithm, known=known),
-            _learner,
-            _evaluation,
-            _tracking,
-            _cluster,
-        )
-        for sentence in rules(config)
-    ]
+    run = (_sizes, _run, _trained, _batches, _staleness, _partial)
+    algorithm = (_estimator, _pairs, _clip, _anchor, _row_losses, _weights, _kl, _rewards, _filter)
+    sentences = [sentence for rules in run for sentence in rules(config)]
+    sentences += [sentence for rules in algorithm for sentence in rules(config, known)]
+    operation = (_learner, _evaluation, _tracking, _cluster)
+    sentences += [sentence for rules in operation for sentence in rules(config)]
     if sentences:
         raise RuleError(sentences)
 
@@ -428,8 +400,8 @@ def _batches(config: Config) -> Iterator[str]:
             f"multiple of `learner.ppo_mini_batch_size` {config.mini_batch_groups} (both count "
             "groups)."
         )
-    if rollout.prompt_length + rollout.response_length > learner.tokens_per_micro_batch:
-        total = rollout.prompt_length + rollout.response_length
+    total = rollout.prompt_length + rollout.response_length
+    if total > learner.tokens_per_micro_batch:
         yield (
             f"`learner.tokens_per_micro_batch` is {learner.tokens_per_micro_batch}, but one "
             f"response may need `rollout.prompt_length` {rollout.prompt_length} + "
@@ -445,11 +417,8 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def _staleness(config: Config) -> Iterator[str]:
-    every, bound, batch = (
-        config.weight_sync.every_steps,
-        config.replay.max_staleness,
-        config.rollout.rollout_batch_size,
-    )
+    every, bound = config.weight_sync.every_steps, config.replay.max_staleness
+    batch = config.rollout.rollout_batch_size
     if every > bound + 1:
         yield (
             f"`weight_sync.every_steps` is {every}, allowed is at most `replay.max_staleness` + 1 "
@@ -522,14 +491,10 @@ def _evaluation(config: Config) -> Iterator[str]:
 def _tracking(config: Config) -> Iterator[str]:
     tracking = config.tracking
     if tracking.register_model is not None and not (tracking.mlflow and tracking.log_model_max_gb):
-        without = (
-            "`tracking.mlflow` is false"
-            if not tracking.mlflow
-            else "`tracking.log_model_max_gb` is 0"
-        )
+        without = "log_model_max_gb` is 0" if tracking.mlflow else "mlflow` is false"
         yield (
-            f"`tracking.register_model` is {tracking.register_model}, but {without}, so MLflow "
-            "never gets the model: set that, or leave the name out."
+            f"`tracking.register_model` is {tracking.register_model}, but `tracking.{without}, so "
+            "MLflow never gets the model: set that, or leave the name out."
         )
 
 
@@ -578,9 +543,8 @@ def _colocated(config: Config, ranks: int) -> Iterator[str]:
         yield "`cluster.layout: colocated` shares GPUs, but `cluster.device` is cpu; use split."
     if cluster.engine.tensor_parallel_size != 1:
         yield (
-            f"`cluster.engine.tensor_parallel_size` is {cluster.engine.tensor_parallel_size}; "
-            "with `cluster.layout: colocated` it is 1 (learner rank i and engine i share one "
-            "GPU)."
+            f"`cluster.engine.tensor_parallel_size` is {cluster.engine.tensor_parallel_size}; with "
+            "`cluster.layout: colocated` it is 1 (learner rank i and engine i share one GPU)."
         )
     for key, count in (
         ("max", actors.max),

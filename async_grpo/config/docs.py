@@ -1,17 +1,16 @@
-"""The reference page of all settings, written from the schema.
+"""The reference page of all settings, written from the schema; and what a setting may hold, in
+words.
 
-Runs in: a terminal, `python -m async_grpo.config.docs` writes docs/configuration.md (`--check` only
-compares). Hides nothing. Invariant: the page holds every setting of the schema once.
-
-What each setting may hold, in words: for error messages and for the reference page. Hides the
-JSON-schema form in which pydantic reports types and ranges. Invariant: everything said here is
-derived from the schema, so it cannot disagree with what is accepted.
+Runs in: a terminal (`python -m async_grpo.config.docs` writes docs/configuration.md, `--check`
+compares), and any process that reports errors. Hides pydantic's JSON schema. Invariants: the page
+holds every setting once; all of it is derived from the schema, so it cannot disagree with it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,19 +19,12 @@ from typing import Any
 from async_grpo.config.schema import Config
 from async_grpo.config.yaml12 import write
 
-_BOUNDS = (
-    ("minimum", ">="),
-    ("exclusiveMinimum", ">"),
-    ("maximum", "<="),
-    ("exclusiveMaximum", "<"),
-)
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One key of the configuration. `name` is its dotted path; `section` says that it holds keys of
-    its own.
-    """
+    """One key of the configuration: `name` is its dotted path, `section` that it holds keys."""
 
     name: str
     section: bool
@@ -48,9 +40,7 @@ class Setting:
 
 @cache
 def settings() -> dict[str, Setting]:
-    """Every setting and section by dotted name, in the order of the schema; a section comes before
-    its keys.
-    """
+    """Every setting and section by dotted name, in schema order, a section before its keys."""
     schema = Config.model_json_schema()
     found: dict[str, Setting] = {}
 
@@ -100,11 +90,9 @@ def words(spec: dict[str, Any]) -> str:
     kind = spec.get("type")
     if kind in ("integer", "number"):
         bounds = " and ".join(
-            f"{sign} {_plain(spec[bound])}" for bound, sign in _BOUNDS if bound in spec
+            f"{sign} {_plain(spec[bound])}" for bound, sign in _BOUNDS.items() if bound in spec
         )
-        return ("an integer" if kind == "integer" else "a number") + (
-            f" {bounds}" if bounds else ""
-        )
+        return f"{'an integer' if kind == 'integer' else 'a number'} {bounds}".rstrip()
     if kind == "boolean":
         return "true or false"
     if kind == "string":
@@ -117,11 +105,8 @@ def words(spec: dict[str, Any]) -> str:
         )
     if kind == "object":
         values = spec.get("additionalProperties")
-        return (
-            f"a mapping from names to {words(values)} each"
-            if isinstance(values, dict)
-            else "a mapping"
-        )
+        each = f" from names to {words(values)} each" if isinstance(values, dict) else ""
+        return f"a mapping{each}"
     raise AssertionError(f"the reference has no words for the type {spec}")
 
 
@@ -172,40 +157,25 @@ A run is described by one YAML file and any number of overrides:
 def render() -> str:
     """The page as Markdown."""
     known = settings()
-    parts = [
-        _INTRODUCTION,
-        *_table(
-            [
-                setting
-                for setting in known.values()
-                if not setting.section and "." not in setting.name
-            ]
-        ),
-    ]
+    keys: dict[str, list[Setting]] = defaultdict(list)
+    for setting in known.values():
+        if not setting.section:
+            keys[setting.name.rpartition(".")[0]].append(setting)
+    parts = [_INTRODUCTION, *_table(keys[""])]
     for section in (setting for setting in known.values() if setting.section):
-        keys = [
-            setting
-            for setting in known.values()
-            if setting.name.rpartition(".")[0] == section.name and not setting.section
-        ]
         parts.append(f"\n## `{section.name}`\n")
         if section.description:
-            null = (
-                f" Default: `null`. Resume: {_resume(section.name)}."
-                if section.default is None
-                else ""
-            )
-            parts.append(f"{section.description}{null}\n")
-        parts += _table(keys)
+            null = section.default is None
+            resume = f" Default: `null`. Resume: {_resume(section.name)}." if null else ""
+            parts.append(f"{section.description}{resume}\n")
+        parts += _table(keys[section.name])
     return "\n".join(parts) + "\n"
 
 
 def _table(keys: list[Setting]) -> list[str]:
-    rows = (
-        ["| key | allowed | default | resume | meaning |", "| --- | --- | --- | --- | --- |"]
-        if keys
-        else []
-    )
+    if not keys:
+        return []
+    rows = ["| key | allowed | default | resume | meaning |", "| --- | --- | --- | --- | --- |"]
     for key in keys:
         cells = (
             f"`{key.name.rpartition('.')[2]}`",
@@ -232,9 +202,7 @@ def _default(setting: Setting) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or with `--check` compare it; 0 when it is up to date afterwards, 2 outside a
-    checkout.
-    """
+    """Write the page, or `--check` it; 0 when it is up to date afterwards, 2 outside a checkout."""
     if not PAGE.parent.is_dir():
         print("error: the page is written in a checkout of the source only", file=sys.stderr)
         return 2

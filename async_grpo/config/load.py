@@ -1,10 +1,9 @@
-"""From a YAML file and overrides to a complete `Config`; every mistake becomes a message of at most
-two lines.
+"""From a YAML file and overrides to a complete `Config`; a mistake becomes at most two lines.
 
 Runs in: driver (imports pydantic and yaml only). Hides YAML's and pydantic's error reports,
-did-you-mean, and where a run may write. Invariants: the only exception that leaves `load_config`,
-`resolve` and `preflight_files` for a user's mistake is `ConfigError`; after `resolve`, `run.dir` is
-absolute, has no placeholders, and lies outside the package that a Ray job unpacks and throws away.
+did-you-mean, and where a run may write. Invariants: a user's mistake leaves `load_config`,
+`resolve` and `preflight_files` as `ConfigError` only; after `resolve`, `run.dir` is absolute, has
+no placeholders, and lies outside the package that a Ray job unpacks and throws away.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration. `str(error)` is what the user sees: at most two lines, with
-    what to do.
-    """
+    """A mistake in the configuration, in at most two lines, with what to do."""
 
 
 def load_config(
@@ -47,21 +44,18 @@ def load_config(
     cwd: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Read `path` (a file, or a recipe's name), apply `section.key=value` overrides in their order,
-    check everything and resolve `run.dir`. Raises ConfigError.
-
-    An override's value is YAML, and replaces the whole value of its key. An empty file is a
-    configuration without settings.
+    """Read `path` (a file, or a recipe's name; empty is no settings), apply `section.key=value`
+    overrides in order (YAML; the whole value is replaced), check everything and resolve `run.dir`.
+    Raises ConfigError.
     """
     path = locate(path)
     data, lines = _read_file(Path(path))
     places = {key: f"{path}, line {line}" for key, line in lines.items()}
     for text in overrides:
         _apply_override(data, text, places)
-    for name, setting in settings().items():
-        _empty_section(
-            data, setting.path if setting.section and setting.default is not None else (), name
-        )
+    for setting in settings().values():
+        if setting.section and setting.default is not None:
+            _empty_section(data, setting.path)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -74,8 +68,7 @@ def dump(config: Config) -> str:
     return yaml12.write(config.model_dump(mode="python"))
 
 
-# ---- reading
-# --------------------------------------------------------------------------------------------------
+# ---- reading ----
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
@@ -123,34 +116,30 @@ def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...
     node = data
     for key in path[:-1]:
         inner = node.get(key)
-        node[key] = (
-            dict(inner) if isinstance(inner, dict) else {}
-        )  # a copy: aliases in the file share their mapping
+        # a copy: aliases in the file share their mapping
+        node[key] = dict(inner) if isinstance(inner, dict) else {}
         node = node[key]
     node[path[-1]] = value
     for depth in range(1, len(path) + 1):
         places[path[:depth]] = f"override {show(text)}"
 
 
-def _empty_section(data: dict[str, Any], path: tuple[str, ...], name: str) -> None:
+def _empty_section(data: dict[str, Any], path: tuple[str, ...]) -> None:
     """A section whose keys are all commented out reads as null: take it as empty."""
     node: Any = data
     for key in path[:-1]:
         node = node.get(key) if isinstance(node, dict) else None
-    if path and isinstance(node, dict) and path[-1] in node and node[path[-1]] is None:
+    if isinstance(node, dict) and path[-1] in node and node[path[-1]] is None:
         node[path[-1]] = {}
 
 
-# ---- explaining
-# --------------------------------------------------------------------------------------------------
+# ---- explaining ----
 
 
 def _explain(
     error: ValidationError, data: dict[str, Any], places: Mapping[tuple[str, ...], str], file: str
 ) -> str:
-    """The first problem in full, unknown keys before wrong values (they are often the cause), and
-    the number of the others.
-    """
+    """The first problem in full, unknown keys first (often the cause), and how many others."""
     problems = sorted(
         error.errors(include_url=False), key=lambda problem: problem["type"] not in UNKNOWN_KEY
     )
@@ -225,9 +214,7 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
 
 
 def _one_home(homes: list[str], path: tuple[str, ...]) -> str:
-    """The setting that someone who wrote a known key in the wrong place means; empty when several
-    sections have such a key.
-    """
+    """The setting meant by a known key in the wrong place; empty where several sections have it."""
     near = [name for name in homes if name.split(".")[0] == path[0]] or homes
     shallow = [name for name in near if name.count(".") == min(name.count(".") for name in near)]
     return "` or `".join(shallow) if 1 <= len(shallow) <= 2 else ""
@@ -246,8 +233,7 @@ def _dotted(path: Sequence[Any]) -> str:
     return single_line(".".join(str(part) for part in path))
 
 
-# ---- resolving
-# --------------------------------------------------------------------------------------------------
+# ---- resolving ----
 
 
 def resolve(
@@ -324,9 +310,7 @@ def _expand(path: str, env: Mapping[str, str]) -> Path:
 
 
 def _throw_away(path: Path) -> bool:
-    """Whether `path` lies where Ray unpacks a job's working directory, which it deletes when the
-    job has ended.
-    """
+    """Whether `path` lies where Ray unpacks a job's package, deleted when the job ends."""
     for parts in (path.parts, Path(os.path.realpath(path)).parts):
         if any(part.startswith("_ray_pkg_") for part in parts):
             return True
@@ -338,15 +322,12 @@ def _throw_away(path: Path) -> bool:
     return False
 
 
-# ---- files
-# --------------------------------------------------------------------------------------------------
+# ---- files ----
 
 
 def preflight_files(config: Config) -> None:
-    """Check what `config` (resolved) says about files: models, data, the checkpoint to resume, and
-    the run directory, which is created.
-
-    Raises ConfigError. Hub names are checked for their form only; no network is used.
+    """Check the files that a resolved `config` names: models (hub names by form only), data, and
+    the checkpoint to resume; create the run directory. Raises ConfigError.
     """
     for key, model in (
         ("model.path", config.model.path),

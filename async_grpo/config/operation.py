@@ -59,22 +59,16 @@ class Checkpoint(Section):
     keep: Positive = 2
     """Newest checkpoints that are kept."""
     max_failures: Positive = 3
-    """Checkpoints in a row that may fail, for want of space for instance, before the run ends with
-    exit code 4. The last one must succeed.
-    """
+    """Failed checkpoints in a row that end the run, with exit code 4. The last must succeed."""
     resume: str = "auto"
-    """`auto` continues from the newest complete checkpoint of the run directory, `never` starts
-    anew, a path names a checkpoint to go back to.
-    """
+    """`auto`: the run directory's newest complete checkpoint; `never`: anew; or a path."""
     on_lost_steps: Literal["replay", "discard"] = "replay"
     """Learner steps after the checkpoint that the journal recorded: train the same batches again,
     or take them back and train others. After a checkpoint that `resume` names by its path they are
     always taken back.
     """
     partial_rollouts: bool = False
-    """Keep the beginnings of responses that are being generated, and let a resumed run continue
-    them; off, their prompts are issued again.
-    """
+    """Keep beginnings of unfinished responses for a resumed run; off: prompts are issued again."""
 
 
 class Tracking(Section):
@@ -94,9 +88,7 @@ class Tracking(Section):
     system_metrics: bool = True
     """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every 10 s."""
     log_model_max_gb: Annotated[float, Field(ge=0)] = 1.0
-    """Send the final model to MLflow unless it is larger than this, in GiB; 0 never does. It is in
-    the last checkpoint in any case.
-    """
+    """Send the final model to MLflow up to this size in GiB; 0: never. Checkpoints have it too."""
     register_model: Annotated[str, Field(min_length=1)] | None = None
     """Registered model in MLflow that gets the final model as its next version; null: none."""
     report: bool = True
@@ -121,13 +113,9 @@ class RolloutActors(Section):
     """Bound the number of rollout actors."""
 
     min: Positive = 1
-    """The run starts when this many have room, and goes on as long as this many are alive. On CPU
-    they share cores if they must.
-    """
+    """Actors that must have room at the start, and stay alive; on CPU they may share cores."""
     max: Positive | None = None
-    """As many as there is room for up to this number, at the start and when nodes come later; null:
-    what the layout has room for.
-    """
+    """Most actors, at the start and when nodes come later; null: what the layout has room for."""
 
 
 class EngineConfig(Section):

@@ -45,9 +45,7 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class Known:
-    """The names that a configuration may use: traits by kind and name, and what the replay queue
-    would find.
-    """
+    """What a configuration may name: traits by kind and name, and what the queue would find."""
 
     traits: Mapping[str, Mapping[str, Any]]
     in_queue: frozenset[str] = frozenset()
@@ -66,9 +64,7 @@ class Known:
 
 
 def check_plugins(config: Config) -> Known:
-    """Check every name and option that a plugin may define. Raises SettingError for the first that
-    is wrong.
-    """
+    """Check all names and options of plugins. Raises SettingError for the first that is wrong."""
     algorithm, modules = config.algorithm, list(config.replay.plugins)
     request = {
         "replay.plugins": modules,
@@ -112,14 +108,14 @@ def _used(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
 
 def _unknown_names(config: Config, known: Known) -> Iterator[tuple[tuple[str, ...], str]]:
     for kind, path, name in _used(config):
-        built_in = [one for one in catalog.KINDS[kind] if one in catalog.KINDS[kind].built_in]
-        names = [*built_in, *known.traits[kind]]
+        registry = catalog.KINDS[kind]
+        names = [*(one for one in registry if one in registry.built_in), *known.traits[kind]]
         modules = "replay.plugins" if kind == "group_filter" else "algorithm.plugins"
         if name not in names or (kind == "group_filter" and name not in known.in_queue):
             allowed = (
                 f"one of {', '.join(names)}"
                 if names
-                else f"the name of a {catalog.KINDS[kind].kind} that `{modules}` registers"
+                else f"the name of a {registry.kind} that `{modules}` registers"
             )
             if kind == "group_filter" and name in names:
                 allowed += f", of a module in `{modules}`: the replay queue imports no other"
@@ -275,11 +271,8 @@ def _import(module: str) -> str:
     try:
         importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything; it is told in words
-        frames = [
-            one
-            for one in traceback.extract_tb(error.__traceback__)
-            if "importlib" not in one.filename
-        ]
+        trace = traceback.extract_tb(error.__traceback__)
+        frames = [one for one in trace if "importlib" not in one.filename]
         at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return f"cannot be imported: {said}{at}"

@@ -46,9 +46,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """Everything that differs between saved settings and those given. `unknown`, `missing`: keys
-    that only one program version has.
-    """
+    """What differs from saved settings; `unknown`, `missing`: keys of one program version only."""
 
     all: list[Change] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -66,9 +64,7 @@ class Changes:
 
     @property
     def trains_differently(self) -> bool:
-        """Whether the learner would make other weights of the groups that were recorded, were it
-        only in the last bit.
-        """
+        """Whether the recorded groups would make other weights, were it only in the last bit."""
         return any(change.trains for change in self.all)
 
     def refusal(self, checkpoint: Path) -> str:
@@ -76,12 +72,8 @@ class Changes:
         if not self.fixed:
             return ""
         first, more = self.fixed[0], [change.key for change in self.fixed[1:]]
-        others = (
-            " So it is with "
-            f"{', '.join(more[:_SHOWN])}{' and others' if len(more) > _SHOWN else ''}."
-            if more
-            else ""
-        )
+        rest = f"{', '.join(more[:_SHOWN])}{' and others' if len(more) > _SHOWN else ''}"
+        others = f" So it is with {rest}." if more else ""
         return (
             f"`{first.key}` is {show(first.given)}, but {checkpoint} was made with "
             f"{show(first.saved)} and cannot go on with another: {first.mark.reason}. Set it "
@@ -106,28 +98,22 @@ class Changes:
 
 @cache
 def marks() -> dict[str, Mark]:
-    """The mark of every key, and of every section that may be null, by dotted name. Raises
-    ValueError for a key without one.
-    """
+    """The mark of every key and nullable section by name. Raises ValueError for one without."""
     found: dict[str, Mark] = {}
     _collect(Config, "", None, found)
     return found
 
 
 def compare(saved: Mapping[str, Any], config: Config) -> Changes:
-    """`config` against the settings of an earlier start (`Config.model_dump(mode="json")`), in the
-    order of the schema.
-    """
+    """Compare `config` with settings saved as `model_dump(mode="json")`, in schema order."""
     given, changes, known = config.model_dump(mode="json"), Changes(), settings()
     for name, mark in marks().items():
         there, here = _at(saved, known[name].path), _at(given, known[name].path)
-        if (
-            there is _ABSENT
-            and here is not _ABSENT
-            and _at(saved, known[name].path[:-1]) is not None
-        ):
-            changes.missing.append(name)
-        if there is _ABSENT or here is _ABSENT or name in _NEVER or there == here:
+        if here is not _ABSENT and there is _ABSENT:
+            if _at(saved, known[name].path[:-1]) is not None:
+                changes.missing.append(name)
+            continue
+        if here is _ABSENT or name in _NEVER or there == here:
             continue
         if known[name].section and there is not None and here is not None:
             continue  # its keys are compared

@@ -38,10 +38,7 @@ WARM_START_POSITIONS = 512
 
 class WarmStart(Section):
     """Build a small Qwen2-architecture model from scratch and teach it the task's own solutions
-    before RL starts.
-
-    The result is cached by its settings and the seed. It is supervised training and is reported as
-    such.
+    before RL starts: supervised training, reported as such, cached by its settings and the seed.
     """
 
     hidden_size: Positive = 128
@@ -96,9 +93,7 @@ class Model(Section):
 
     on_resume = fixed("the checkpoint holds the weights and the optimizer of another model")
     path: str | None = None
-    """Local directory or hub name of a Hugging Face causal language model. Exactly one of `path`
-    and `warm_start` is set.
-    """
+    """Directory or hub name of a Hugging Face causal LM. Exactly one of `path` and `warm_start`."""
     warm_start: WarmStart | None = None
     """Build and warm-start a small model instead of loading one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -300,9 +295,7 @@ class FilterGroups(Section):
     retire_at: Annotated[float, Field(gt=0, le=1)] | None = None
     """Pose a problem no more once this share of a group's responses was right; null is off."""
     max_num_gen_batches: Annotated[NonNegative, FREE] = 20
-    """End the run when this many times `rollout_batch_size` groups were rejected since the last
-    learner step; 0 means no limit.
-    """
+    """End the run after this many times `rollout_batch_size` rejections in a step; 0: no limit."""
 
 
 class Wire(Section):
@@ -441,9 +434,7 @@ class Config(Section):
 
     @property
     def max_lag_updates(self) -> int:
-        """Optimizer updates between the weights that sampled a token and the last update that
-        trains it, at most.
-        """
+        """Most optimizer updates from the weights that sampled a token to its last training."""
         return (self.replay.max_staleness + 1) * self.updates_per_step - 1
 
     @property

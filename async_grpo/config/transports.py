@@ -19,8 +19,7 @@ class Transport:
     engine: `module:class` of the workers' half, one of vLLM's weight-transfer engines.
     needs_gpu: whether it works between GPUs only.
     colocated: whether a learner rank and its engine share one GPU; None where both ways work.
-    pushes: the learner sends to a group that it forms with all engines, instead of every engine
-    reading a copy on its own.
+    pushes: the learner sends to a group of all engines; else each engine reads a copy itself.
     relayed: engines read memory of rank 0's node, so every other node needs a relay.
     """
 

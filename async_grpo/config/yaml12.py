@@ -30,9 +30,7 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader with the scalars of YAML 1.2; mappings have unique text keys and are never
-    recursive.
-    """
+    """A safe loader with YAML 1.2's scalars; mappings have unique text keys and never recurse."""
 
     def plain_mapping(self, node: yaml.MappingNode) -> dict[Hashable, Any]:
         seen: set[str] = set()

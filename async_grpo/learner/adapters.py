@@ -79,9 +79,8 @@ def _attach(hf: PreTrainedModel, lora: Lora, *, seed: int, base: str) -> None:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
-    linear = {
-        name for name, module in hf.named_modules() if isinstance(module, nn.Linear)
-    }  # the head is a class of ours by now
+    # the head is a class of ours by now
+    linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     for target in [] if isinstance(targets, str) else targets:
         matching = {
             name for name, _ in hf.named_modules() if name == target or name.endswith(f".{target}")
@@ -117,10 +116,8 @@ def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter, float]:
 
 @contextmanager
 def switched_off(hf: nn.Module) -> Iterator[None]:
-    """Inside the block the model is its base.
-
-    The adapters are still computed, with weight 0: under ZeRO-3 all passes must call the same
-    modules in the same order.
+    """Inside the block the model is its base. Adapters are still computed, with weight 0: under
+    ZeRO-3 all passes must call the same modules in the same order.
     """
     scalings = [(layer, layer.scaling[_ADAPTER]) for layer in layers(hf).values()]
     try:

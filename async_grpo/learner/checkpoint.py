@@ -176,9 +176,8 @@ class _CheckpointWriter:
 def save(
     engine: Any, directory: str, client_state: dict[str, Any], *, rank: int, layout: dict[str, Any]
 ) -> None:
-    """Write the engine's state (`client_state`: plain values) and, per rank, its random state and
-    layout. Called on every rank, each with a directory of its own or the same. Raises
-    StorageFailure.
+    """Write the engine's state (`client_state`: plain values) and each rank's random state and
+    layout. Collective, in one directory or one per rank. Raises StorageFailure.
     """
     writes = Writes()
     writes.do(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
@@ -201,10 +200,8 @@ def save(
 
 
 def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> dict[str, Any]:
-    """Restore what `save` wrote and return its client state. With another number of ranks the
-    optimizer's state is divided anew.
-
-    Raises ValueError for a missing file, or a layout that cannot be continued.
+    """Restore what `save` wrote, dividing the optimizer anew for another number of ranks; its
+    client state. Raises ValueError for a missing file, or a layout that cannot be continued.
     """
     written = _read_rank(directory, 0)["layout"]
     saved_ranks = written[_RANKS]
@@ -217,9 +214,8 @@ def load(engine: Any, directory: str, *, rank: int, layout: dict[str, Any]) -> d
     stage = layout["learner.zero_stage"]
     if other_ranks and stage not in _DIVISIBLE_STAGES:
         raise ValueError(
-            f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage "
-            f"{stage}, whose files only {saved_ranks} ranks can read; set "
-            f"learner.ranks={saved_ranks}"
+            f"{directory} was written by {saved_ranks} learner ranks with ZeRO stage {stage}, "
+            f"whose files only {saved_ranks} ranks can read; set learner.ranks={saved_ranks}"
         )
     divided = other_ranks and stage > 0
     loaded, client_state = engine.load_checkpoint(directory, tag=_TAG, load_module_only=divided)
@@ -269,11 +265,8 @@ def _load_optimizer(engine: Any, directory: Path, *, saved_ranks: int) -> None:
         )["optimizer_state_dict"]
         for group, flat in enumerate(flats):
             state = saved["base_optimizer_state"]["state"].get(group, {})
-            vectors = {
-                key: value
-                for key, value in state.items()
-                if torch.is_tensor(value) and value.dim() == 1
-            }
+            tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
+            vectors = {key: value for key, value in tensors.items() if value.dim() == 1}
             own = optimizer.optimizer.state[flat] if state else {}
             for key, value in state.items():
                 if key not in own:  # deep copies, so that nothing keeps the file open
@@ -317,9 +310,7 @@ def _optimizer_file(directory: Path, rank: int) -> Path:
 
 
 def save_weights(weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool) -> None:
-    """Write a refreshed reference, whose weights are in no model directory. Collective: every rank
-    exhausts `weights`. Raises StorageFailure.
-    """
+    """Write a refreshed reference. Collective: all exhaust `weights`. Raises StorageFailure."""
     kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights if writes}
     out = Writes()
     if writes:

@@ -65,10 +65,8 @@ def available_bytes() -> int:
             (_CGROUP / name).read_text(encoding="ascii").strip()
             for name in ("memory.max", "memory.current")
         )
-        usage = dict(
-            line.split()
-            for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-        )
+        statistics = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+        usage = dict(line.split() for line in statistics)
     except FileNotFoundError:
         return available  # no container of its own
     if limit == "max":

@@ -65,12 +65,11 @@ class Learner:
     def __init__(
         self, config: Config, *, model_dir: str, fetch: Fetch, device: str, total_updates: int
     ) -> None:
-        """Join the process group described by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-        LOCAL_RANK, and load the model.
+        """Join the process group of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, and
+        load the model. Raises ValueError for models and settings that cannot be trained.
 
-        fetch(step, group_ids): packed frames of these groups. total_updates: optimizer updates of
-        the whole run, for the schedule. Raises ValueError for models and settings that cannot be
-        trained.
+        fetch(step, group_ids): packed frames of these groups. total_updates: of the run, for the
+        schedule.
         """
         self.config, self.device = config, device
         self._fetch, self._total_updates = fetch, total_updates
@@ -83,11 +82,8 @@ class Learner:
         self._metrics = MetricSums()
         self._torch_device = torch.device(device)
         wanted = config.model.dtype
-        self._dtype = (
-            torch.float32
-            if wanted == "float32" or (wanted == "auto" and device == "cpu")
-            else torch.bfloat16
-        )
+        exact = wanted == "float32" or (wanted == "auto" and device == "cpu")
+        self._dtype = torch.float32 if exact else torch.bfloat16
         self.sharded = config.learner.zero_stage == 3
         self._collectives = Collectives(self._torch_device)
         self._math = TokenMath(config, self._collectives)
@@ -209,10 +205,8 @@ class Learner:
         self._math.assign(trained, owned=self._plan.owned, values=values, kl_coef=kl_coef)
 
     def update(self, index: int) -> None:
-        """Make one optimizer step over `plan.updates[index]`.
-
-        Raises NonFinite on every rank: for a loss before any weight changes; for a gradient norm
-        afterwards, and then the weights must not be used.
+        """Make one optimizer step over `plan.updates[index]`. Raises NonFinite on every rank: for a
+        loss before any weight changes; for a gradient norm afterwards, which spoils the weights.
         """
         if self._plan is None:
             raise RuntimeError(f"update {index} without begin")
@@ -250,9 +244,7 @@ class Learner:
         return self._metrics.to_wire()
 
     def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[Tensor]:
-        """Tokens that the loss selects by statistics of the whole update, per micro-batch, from a
-        pass without gradient.
-        """
+        """Select tokens by statistics of the whole update, per micro-batch, without gradient."""
         with torch.no_grad(), Stopwatch() as watch:
             passes = [self._forward(rows, with_entropy=False) for rows in micro_batches]
             selections = self._math.select(
@@ -264,9 +256,7 @@ class Learner:
     def _loss(
         self, planned: Sequence[PlanRow], selection: Tensor | None, *, unmoved: bool
     ) -> Tensor:
-        """This rank's share of the loss of one micro-batch, a scalar to be added to the others.
-        unmoved: the weights are those of the step's start.
-        """
+        """This rank's share of a micro-batch's loss. unmoved: the weights are the step's first."""
         one = self._forward(planned, with_entropy=True)
         if planned:
             self._count(one.packed)
@@ -338,9 +328,7 @@ class Learner:
         return lr
 
     def _clip_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Clip and measure the reduced gradients before the step of plain AdamW (stage 0), where
-        DeepSpeed does neither.
-        """
+        """Clip and measure gradients before plain AdamW steps (stage 0): DeepSpeed does neither."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip)
         self._grad_norm = float(norm)
@@ -405,22 +393,18 @@ class Learner:
         return self._published.perturbed(scale=scale, seed=seed)
 
     def save(self, directory: str, state: dict[str, Any]) -> None:
-        """Write weights, optimizer, update counter, random state and `state` (plain values) so that
-        `load` continues bit for bit. Each rank may have a directory of its own. Raises
-        StorageFailure, on every rank.
+        """Write weights, optimizer, update counter, random state and `state` (plain values) for an
+        exact `load`, into one directory or one per rank. Raises StorageFailure, on every rank.
         """
         kept = {"updates": self.updates, "state": state, "reference_moved": self._reference_moved}
         checkpoint.save(self.engine, directory, kept, rank=self.rank, layout=self._layout())
         if self._reference_moved:
-            checkpoint.save_weights(
-                zero.whole(_module(self._reference)), directory, writes=self.rank == 0
-            )
+            reference = zero.whole(_module(self._reference))
+            checkpoint.save_weights(reference, directory, writes=self.rank == 0)
 
     def load(self, directory: str) -> dict[str, Any]:
-        """Continue from `save` and return its `state`; a refreshed reference is restored.
-
-        Raises ValueError if the ZeRO stage or the dtype differ, with stage 3 also the ranks, or a
-        file is missing.
+        """Continue from `save`, a refreshed reference included; its `state`. Raises ValueError for
+        another ZeRO stage or dtype, other ranks with stage 3, or a missing file.
         """
         saved = checkpoint.load(self.engine, directory, rank=self.rank, layout=self._layout())
         self.updates = saved["updates"]
@@ -443,13 +427,10 @@ class Learner:
         """Write the model for `from_pretrained` (safetensors and config, no tokenizer), and its
         adapters in `adapter/`. Collective. Raises StorageFailure, on every rank.
         """
-        checkpoint.export(
-            self.engine.module.hf, self.named_weights(), directory, writes=self.rank == 0
-        )
+        hf, writes = self.engine.module.hf, self.rank == 0
+        checkpoint.export(hf, self.named_weights(), directory, writes=writes)
         if self.config.model.lora is not None:
-            adapters.export(
-                self.engine.module.hf, Path(directory) / "adapter", writes=self.rank == 0
-            )
+            adapters.export(hf, Path(directory) / "adapter", writes=writes)
 
     def bytes_to_save(self) -> int:
         """Bytes that this rank writes with `save` and `export`, at most."""

@@ -94,11 +94,8 @@ AttentionInterface.register(ATTENTION, varlen_attention)
 
 
 class LogprobHead(nn.Module):
-    """The language-model head, from hidden states straight to log-probs; its parameters have the
-    names of the replaced layer.
-
-    float32: compute logits in float32 whatever type the weights have; one float32 copy of the
-    weight lives during the call.
+    """The language-model head, from hidden states straight to log-probs, with the replaced layer's
+    parameter names. float32: of logits, whatever the weights; a float32 copy lives during the call.
     """
 
     def __init__(self, linear: nn.Linear, *, float32: bool) -> None:
@@ -170,9 +167,7 @@ def load_model(
     float32_head: bool,
 ) -> PolicyModel:
     """Load a causal language model for packed training, dropout off. longest_row: tokens of prompt
-    and response together.
-
-    Raises ValueError for architectures whose log-probs this module would get wrong.
+    and response. Raises ValueError for architectures whose log-probs would be wrong.
     """
     hf = AutoModelForCausalLM.from_pretrained(
         directory,

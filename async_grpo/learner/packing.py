@@ -138,11 +138,8 @@ class Packed:
 
 
 def pack(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> Packed:
-    """Pack (prompt, response) token rows. The last response token is a target only: nothing is
-    predicted from it.
-
-    With no rows the pack is a single dummy token, so that a rank without work still runs the same
-    collectives.
+    """Pack (prompt, response) rows; the last response token is a target only. Without rows the pack
+    is one dummy token, so that a rank without work runs the same collectives.
     """
     if not rows:
         rows = [(np.zeros(1, np.int64), np.zeros(1, np.int64))]

@@ -50,11 +50,9 @@ class LearnerRow:
     @property
     def trained(self) -> np.ndarray:
         """[L] uint8: the mask without the tokens that are too old."""
-        return (
-            self.mask
-            if self.max_lag is None
-            else self.mask * (self.lag <= self.max_lag).astype(np.uint8)
-        )
+        if self.max_lag is None:
+            return self.mask
+        return self.mask * (self.lag <= self.max_lag).astype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +91,8 @@ def decode_rows(
     `max_staleness`, instead of refusing them. Raises StalenessError, and ValueError for a payload
     that does not fit the plan.
     """
-    groups = {
-        group.group_id: group for group in map(wire.decode_group, wire.unpack_frames(payload))
-    }
+    decoded = map(wire.decode_group, wire.unpack_frames(payload))
+    groups = {group.group_id: group for group in decoded}
     if set(groups) != set(plan.group_ids):
         raise ValueError(
             f"step {plan.step}: the payload holds groups {sorted(groups)}, the plan needs "
@@ -105,10 +102,8 @@ def decode_rows(
     for key, planned in plan.rows.items():
         group = groups[planned.group_id]
         rollout = group.rollouts[planned.row]
-        if (len(group.prompt_ids), len(rollout.response_ids)) != (
-            planned.prompt_length,
-            planned.length,
-        ):
+        lengths = len(group.prompt_ids), len(rollout.response_ids)
+        if lengths != (planned.prompt_length, planned.length):
             raise ValueError(
                 f"step {plan.step}: group {key[0]} row {key[1]} does not have the planned "
                 f"lengths {planned}"
@@ -121,10 +116,9 @@ def decode_rows(
         )
         if lag.min() < 0 or (lag.max() > max_staleness and not mask_stale):
             raise StalenessError(
-                f"step {plan.step}: group {key[0]} row {key[1]} has tokens with lag "
-                f"{lag.min()} to {lag.max()}, outside 0 to "
-                f"replay.max_staleness {max_staleness}; this is a bug in admission or "
-                "labelling, please report it"
+                f"step {plan.step}: group {key[0]} row {key[1]} has tokens with lag {lag.min()} to "
+                f"{lag.max()}, outside 0 to replay.max_staleness {max_staleness}; this is a bug in "
+                "admission or labelling, please report it"
             )
         rows[key] = LearnerRow(
             group.prompt_ids,

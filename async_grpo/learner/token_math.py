@@ -58,9 +58,7 @@ class TokenMath:
         """Whether `loss` needs the result of `select`."""
 
     def reward_kl(self, row: LearnerRow) -> float:
-        """Compute and keep the row's token KL to the reference, under the recomputed policy if
-        there is one; its sum over the mask.
-        """
+        """Compute and keep the row's token KL, of the recomputed policy if any; its masked sum."""
         policy = row.behavior if row.anchor is None else row.anchor
         row.kl = kl_penalty(
             _double(policy), _double(row.reference), self._algorithm.kl_ctrl.kl_type
@@ -75,9 +73,7 @@ class TokenMath:
         values: Mapping[RowKey, RowValue],
         kl_coef: float,
     ) -> None:
-        """Give every row (those in the loss) its advantages. `owned` rows count in the moments on
-        this rank. Collective.
-        """
+        """Give every row in the loss its advantages, `owned` ones in the moments. Collective."""
         if not self._estimator.returns:
             for key, row in rows.items():
                 row.advantages = np.full(len(row.mask), values[key].value, np.float32)
@@ -95,15 +91,16 @@ class TokenMath:
         rewards = place_rewards(
             _double([values[key].value for key in rows]), mask, kl=kl, kl_coef=kl_coef
         )
+        baselines = None
+        if self._estimator.baseline:
+            baselines = _double([values[key].baseline for key in rows])
         mine = _double([float(key in owned) for key in rows]).unsqueeze(-1).expand_as(mask)
         advantages, _ = token_advantages(
             algorithm.adv_estimator,
             rewards,
             mask,
             gamma=algorithm.gamma,
-            reward_baselines=_double([values[key].baseline for key in rows])
-            if self._estimator.baseline
-            else None,
+            reward_baselines=baselines,
             whiten_advantages=algorithm.whiten_advantages,
             advantage_clip=algorithm.advantage_clip,
             counted=mine,
@@ -115,9 +112,7 @@ class TokenMath:
     def select(
         self, step: int, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The selection of each micro-batch of an update, from log-probs without gradient.
-        Collective.
-        """
+        """Select each micro-batch's tokens from log-probs without gradient. Collective."""
         whole = TokenBatch.joined(batches)
         group_ids, rows, positions = whole.identity.unbind(-1)
         current = torch.cat(list(logprobs))
@@ -145,9 +140,7 @@ class TokenMath:
         selection: Tensor | None,
         metrics: MetricSums | None,
     ) -> Tensor:
-        """The micro-batch's share of the loss, a scalar to be added to the others; its metrics are
-        added to `metrics`.
-        """
+        """Return the micro-batch's share of the loss, a scalar to sum; add metrics to `metrics`."""
         algorithm, anchor = self._algorithm, self._anchor(batch, logprobs.detach())
         weights, kept = self._weights(batch, logprobs.detach(), anchor)
         token_loss, diagnostics = policy_loss(
@@ -248,17 +241,13 @@ class TokenMath:
 
 
 def compare_sampler(metrics: MetricSums, batch: TokenBatch, logprobs: Tensor) -> None:
-    """Learner against sampler on tokens of lag 0, which were sampled from the very weights that
-    computed `logprobs` [M].
+    """Learner against sampler on tokens of lag 0, whose very weights computed `logprobs` [M].
 
-    weights/sampler_error: mean absolute difference in responses of one version.
-    weights/kv_cache_error: in those that were running when the weights came; with
-    `weight_sync.kv_cache: recompute` the same, with `keep` larger, since these tokens looked at an
-    older version's cache.
+    weights/sampler_error: mean absolute difference in responses of one version;
+    weights/kv_cache_error: in responses that ran when the weights came, larger with
+    `weight_sync.kv_cache: keep`, whose tokens looked at an older version's cache.
     """
-    oldest = torch.zeros(
-        int(batch.row_index.max()) + 1, dtype=batch.lag.dtype, device=batch.lag.device
-    )
+    oldest = batch.lag.new_zeros(int(batch.row_index.max()) + 1)
     oldest = oldest.scatter_reduce(0, batch.row_index, batch.lag, "amax")[batch.row_index]
     fresh, error = (batch.mask != 0) & (batch.lag == 0), (logprobs - batch.behavior).abs()
     metrics.add("weights/sampler_error", error, fresh & (oldest == 0))

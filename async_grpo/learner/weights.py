@@ -69,9 +69,7 @@ class Published:
         ]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight, valid until the next. Collective with ZeRO-3: every rank must exhaust
-        the iterator.
-        """
+        """Yield weights, each valid until the next. Collective with ZeRO-3: all ranks exhaust."""
         for bucket in zero.buckets(self._weights, _Weight.parameters):
             with zero.gathered([parameter for one in bucket for parameter in one.parameters()]):
                 for one in bucket:
@@ -79,18 +77,15 @@ class Published:
 
     @contextmanager
     def perturbed(self, *, scale: float, seed: int) -> Iterator[None]:
-        """Inside the block every base weight w is w + scale * rms(w) * noise; leaving restores the
-        weights bit for bit.
-        """
+        """Inside, every base weight w is w + scale * rms(w) * noise; leaving restores every bit."""
         kept: dict[str, Tensor] = {}
         try:
             for one in self._weights:
                 with torch.no_grad(), zero.gathered([one.base], modify=True):
                     if self._keeps:
-                        kept[one.name] = one.base.data.to("cpu", copy=True)
-                        one.base.data.add_(
-                            _noise(one.base.data, scale=scale, seed=seed, name=one.name)
-                        )
+                        weight = one.base.data
+                        kept[one.name] = weight.to("cpu", copy=True)
+                        weight.add_(_noise(weight, scale=scale, seed=seed, name=one.name))
             yield
         finally:
             for one in self._weights:
@@ -102,10 +97,7 @@ class Published:
 def _noise(weight: Tensor, *, scale: float, seed: int, name: str) -> Tensor:
     """scale * rms(weight) * standard normal noise, a function of the seed and the name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator(device=weight.device).manual_seed(
-        int.from_bytes(digest[:7], "little")
-    )
-    noise = torch.randn(
-        weight.shape, generator=generator, device=weight.device, dtype=torch.float32
-    )
+    device, number = weight.device, int.from_bytes(digest[:7], "little")
+    generator = torch.Generator(device=device).manual_seed(number)
+    noise = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
     return (noise * (scale * weight.float().square().mean().sqrt())).to(weight.dtype)

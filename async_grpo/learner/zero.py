@@ -28,9 +28,8 @@ Item = TypeVar("Item")
 
 
 def start(device: str, *, timeout_s: float) -> None:
-    """Join the process group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless it exists.
-
-    timeout_s: of collectives.
+    """Join the group of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, once. timeout_s: of
+    collectives.
     """
     cpu = device == "cpu"
     if cpu:
@@ -89,9 +88,7 @@ def _store(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """Build the DeepSpeed configuration of the policy. Raises ValueError for keys of
-    `learner.deepspeed` that this project sets itself.
-    """
+    """Build the policy's DeepSpeed configuration. Raises ValueError for keys the learner sets."""
     learner = config.learner
     refused = sorted(path for path in _paths(learner.deepspeed) if path in REFUSED_DEEPSPEED_KEYS)
     if refused:
@@ -141,9 +138,7 @@ def reference_config(*, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
 def gathered(
     parameters: Sequence[nn.Parameter], *, modify: bool = False
 ) -> AbstractContextManager[None]:
-    """Make parameters whole inside the block (collective with stage 3, no-op otherwise). modify:
-    keep rank 0's changes on leaving.
-    """
+    """Make parameters whole inside (stage 3: collective). modify: keep rank 0's changes."""
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if modify else None)
@@ -157,9 +152,7 @@ def copy_parameters(source: nn.Module, target: nn.Module) -> None:
 
 
 def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter with its name, valid until the next. Collective with stage 3: every
-    rank must exhaust the iterator.
-    """
+    """Yield named parameters, each valid until the next. Stage 3: all ranks must exhaust them."""
     for name, parameter in module.named_parameters():
         with gathered([parameter]):
             yield name, parameter.data
@@ -200,11 +193,8 @@ def _paths(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in extra.items():
-        merged[key] = (
-            _merged(merged[key], value)
-            if isinstance(value, dict) and isinstance(merged.get(key), dict)
-            else value
-        )
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
     return merged
 
 
@@ -238,9 +228,8 @@ class Collectives:
         padded[: len(tensor)] = tensor.to(self._device)
         parts = [torch.empty_like(padded) for _ in range(self._world_size)]
         dist.all_gather(parts, padded)
-        return torch.cat(
-            [part[:length] for part, length in zip(parts, lengths.tolist(), strict=True)]
-        ).to(tensor.device)
+        pairs = zip(parts, lengths.tolist(), strict=True)
+        return torch.cat([part[:length] for part, length in pairs]).to(tensor.device)
 
     def union(self, values: Sequence[int]) -> list[int]:
         """Merge the values of all ranks, sorted, each once."""

@@ -46,9 +46,7 @@ Line = tuple[str, str]
 
 
 def dry_run(trainer: Trainer, console: Console) -> None:
-    """Print configuration, budget, estimates, placement and warnings. Raises SetupError as a start
-    would.
-    """
+    """Print configuration, budget, estimates, placement, warnings. Raises SetupError like a run."""
     config = trainer.config
     with _leaving_no_directory(Path(config.run.dir)):
         trainer.check()
@@ -106,28 +104,22 @@ def _budget(config: Config, total_steps: int) -> Iterator[Line]:
     )
     yield (
         "updates per step",
-        (
-            f"{_count(config.learner.ppo_epochs, 'epoch')} x {batch} / "
-            f"{config.mini_batch_groups} groups = {config.updates_per_step}, each of "
-            f"{config.mini_batch_groups * rollout.group_size} responses over "
-            f"{_count(config.learner.ranks, 'rank')}"
-        ),
+        f"{_count(config.learner.ppo_epochs, 'epoch')} x {batch} / "
+        f"{config.mini_batch_groups} groups = {config.updates_per_step}, each of "
+        f"{config.mini_batch_groups * rollout.group_size} responses over "
+        f"{_count(config.learner.ranks, 'rank')}",
     )
     yield (
         "in flight at most",
-        (
-            f"(max_staleness + 1) x rollout_batch_size = ({staleness} + 1) x {batch} = "
-            f"{config.max_outstanding} groups, "
-            f"{config.max_outstanding * rollout.group_size} responses"
-        ),
+        f"(max_staleness + 1) x rollout_batch_size = ({staleness} + 1) x {batch} = "
+        f"{config.max_outstanding} groups, "
+        f"{config.max_outstanding * rollout.group_size} responses",
     )
     yield (
         "worst lag",
-        (
-            f"max_staleness = {_count(staleness, 'learner step')}, (max_staleness + 1) x "
-            f"updates per step - 1 = {_count(config.max_lag_updates, 'optimizer update')}"
-            + ("; older tokens get weight 0" if replay.on_stale == "mask" else "")
-        ),
+        f"max_staleness = {_count(staleness, 'learner step')}, (max_staleness + 1) x "
+        f"updates per step - 1 = {_count(config.max_lag_updates, 'optimizer update')}"
+        + ("; older tokens get weight 0" if replay.on_stale == "mask" else ""),
     )
     every = config.weight_sync.every_steps
     yield (
@@ -207,10 +199,9 @@ def _warnings(
     most = config.max_outstanding * rollout.group_size
     if seats > most:
         yield (
-            f"{_count(engines, 'engine')} can generate {seats} responses at a time, and at "
-            f"most {most} are in flight: raise replay.max_staleness or "
-            "rollout.rollout_batch_size, or lower cluster.engine.max_num_seqs to "
-            f"{max(1, most // engines)}"
+            f"{_count(engines, 'engine')} can generate {seats} responses at a time, and at most "
+            f"{most} are in flight: raise replay.max_staleness or rollout.rollout_batch_size, or "
+            f"lower cluster.engine.max_num_seqs to {max(1, most // engines)}"
         )
     if config.mini_batch_groups * rollout.group_size % config.learner.ranks:
         yield (
@@ -221,10 +212,9 @@ def _warnings(
         config.cluster.engine.max_num_seqs, most
     ):
         yield (
-            f"the KV cache holds {engine.rows(engine.kv_cache)} responses of full length, "
-            "fewer than cluster.engine.max_num_seqs "
-            f"{config.cluster.engine.max_num_seqs}: longer ones wait for each other; raise "
-            "cluster.engine.kv_cache_gb"
+            f"the KV cache holds {engine.rows(engine.kv_cache)} responses of full length, fewer "
+            f"than cluster.engine.max_num_seqs {config.cluster.engine.max_num_seqs}: longer ones "
+            "wait for each other; raise cluster.engine.kv_cache_gb"
         )
     if placement.device == "cpu" and found.cluster is None:
         yield from _short_of_memory(config, shape, engine, placement)
@@ -233,12 +223,10 @@ def _warnings(
 def _short_of_memory(
     config: Config, shape: Shape, engine: EngineMemory, placement: Placement
 ) -> Iterator[str]:
-    rank = (
-        learner_memory(config, shape, device="cpu", stage=config.learner.zero_stage).total
-        + LEARNER_CODE
-    )
+    rank = learner_memory(config, shape, device="cpu", stage=config.learner.zero_stage).total
     one = engine.weights + (engine.kv_cache or 0) + ENGINE_CODE
-    need = int(len(placement.learners) * rank + len(placement.engines) * one)
+    ranks, engines = len(placement.learners), len(placement.engines)
+    need = int(ranks * (rank + LEARNER_CODE) + engines * one)
     free = available_bytes()
     if need > free:
         yield (
@@ -254,8 +242,6 @@ def _count(number: float, thing: str) -> str:
 def _size(count: float) -> str:
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
-            return (
-                f"{count:.0f} {unit}" if count >= 100 or unit == "bytes" else f"{count:.1f} {unit}"
-            )
+            return f"{count:.{0 if count >= 100 or unit == 'bytes' else 1}f} {unit}"
         count /= 1024
     raise AssertionError

@@ -1,20 +1,17 @@
-"""How much memory a run needs, before it is started: plain arithmetic on the model's shape and the
-settings.
+"""How much memory a run needs, before it is started: arithmetic on settings and the model's shape.
 
-Runs in: anywhere. Counts what grows with the model; the libraries' own code and buffers come on
-top. Sources: ZeRO (arXiv 1910.02054) for the learner's states; the factors of activations were
+Runs in: anywhere. Hides transformers' and peft's classes, which count parameters on torch's `meta`
+device from `config.json` alone: no weight is read. Counts what grows with the model; libraries'
+code and buffers come on top. Sources: ZeRO (arXiv 1910.02054); the factors of activations were
 measured on packed rows of a Qwen2 model with SwiGLU.
-
-The size of a model, from its `config.json` alone: no weight is read, no memory taken. Hides
-transformers' and peft's classes, which count the parameters on torch's `meta` device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.algo.logprobs import CHUNK_BYTES
 from async_grpo.batching import REPEATED
@@ -41,47 +38,27 @@ class Shape:
 
 
 def shape_of(config: Config, model_dir: str | None) -> Shape:
-    """Shape of the model in `model_dir` (directory or hub name) or, if None, of the one that will
-    be warm-started.
-
-    Raises SetupError where `model.lora` or `model.freeze` do not fit it, OSError or ValueError for
-    a configuration that cannot be read.
+    """Shape of the model in `model_dir`, or of the one to be warm-started (None). Raises SetupError
+    where `model.lora` or `model.freeze` do not fit, OSError or ValueError for an unreadable one.
     """
     with torch.device("meta"):
-        hf = (
-            _warm_started(config)
-            if model_dir is None
-            else AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(
-                    model_dir, trust_remote_code=config.model.trust_remote_code
-                ),
-                trust_remote_code=config.model.trust_remote_code,
-            )
-        )
+        if model_dir is None:
+            hf = _warm_started(config)
+        else:
+            trust = config.model.trust_remote_code
+            loaded = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust)
+            hf = AutoModelForCausalLM.from_config(loaded, trust_remote_code=trust)
     parameters = sum(parameter.numel() for parameter in hf.parameters())
     PolicyModel(hf, float32_head=False)  # its head is no layer for adapters
     adapters.restrict(hf, config.model, seed=config.seed, base=str(model_dir))
+    total = sum(parameter.numel() for parameter in hf.parameters())
     trained = sum(parameter.numel() for parameter in hf.parameters() if parameter.requires_grad)
-    frozen = sum(parameter.numel() for parameter in hf.parameters() if not parameter.requires_grad)
-    return _with_dimensions(
-        hf.config.get_text_config(), parameters=parameters, trained=trained, frozen=frozen
-    )
-
-
-def _warm_started(config: Config) -> PreTrainedModel:
-    from async_grpo.warm_start.model import build_model, build_tokenizer
-
-    return build_model(config.model.warm_start, build_tokenizer())
-
-
-def _with_dimensions(
-    text: PretrainedConfig, *, parameters: int, trained: int, frozen: int
-) -> Shape:
+    text = hf.config.get_text_config()
     heads = text.num_attention_heads
     return Shape(
         parameters=parameters,
         trained=trained,
-        frozen=frozen,
+        frozen=total - trained,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
@@ -91,10 +68,14 @@ def _with_dimensions(
     )
 
 
+def _warm_started(config: Config) -> PreTrainedModel:
+    from async_grpo.warm_start.model import build_model, build_tokenizer
+
+    return build_model(config.model.warm_start, build_tokenizer())
+
+
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
-"""Bytes per trained parameter in float32: DeepSpeed's copy of the weights, the gradient, AdamW's
-two averages.
-"""
+"""Float32 bytes per trained parameter: DeepSpeed's copy, gradient, AdamW's two averages."""
 ENGINE_CODE, LEARNER_CODE = 1.3 * 2**30, 0.5 * 2**30
 """Bytes that the libraries of an engine and of a learner rank take on CPU, measured."""
 BUCKET_ELEMENTS = 500_000_000
@@ -125,21 +106,12 @@ class LearnerMemory:
     @property
     def total(self) -> int:
         """All of it."""
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.buckets
-            + self.activations
-            + self.reference
-        )
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes of one engine GPU or process: weights and KV cache (None: what vLLM finds free); KV
-    bytes per token of all layers.
-    """
+    """Bytes per engine GPU or process: weights, KV cache (None: vLLM's choice), KV of a token."""
 
     weights: int
     kv_cache: int | None
@@ -154,11 +126,8 @@ class EngineMemory:
 
 def element_bytes(config: Config, device: str) -> int:
     """Bytes per number in `model.dtype`."""
-    return (
-        4
-        if config.model.dtype == "float32" or (config.model.dtype == "auto" and device == "cpu")
-        else 2
-    )
+    dtype = config.model.dtype
+    return 4 if dtype == "float32" or (dtype == "auto" and device == "cpu") else 2
 
 
 def learner_memory(config: Config, shape: Shape, *, device: str, stage: int) -> LearnerMemory:
@@ -168,18 +137,14 @@ def learner_memory(config: Config, shape: Shape, *, device: str, stage: int) -> 
     master = MASTER if stage > 0 else 0
     zero = config.learner.deepspeed.get("zero_optimization", {})
     bucket = int(zero.get("reduce_bucket_size", BUCKET_ELEMENTS)) if stage > 0 else 0
-    reference = (
-        (shape.parameters * size) // sharded[2]
-        if config.algorithm.uses_reference and config.model.lora is None
-        else 0
-    )
+    has_reference = config.algorithm.uses_reference and config.model.lora is None
     return LearnerMemory(
         weights=(shape.trained + shape.frozen) * size // sharded[2],
         gradients=shape.trained * GRADIENT // sharded[1],
         optimizer=shape.trained * (master + MOMENTS) // sharded[0],
         buckets=min(bucket, shape.trained) * size,
         activations=activation_bytes(config, shape, size=size),
-        reference=reference,
+        reference=shape.parameters * size // sharded[2] if has_reference else 0,
     )
 
 
@@ -208,13 +173,10 @@ def engine_memory(
     """Memory of one engine GPU or process. kv_cache_gb: None where vLLM chooses."""
     size = element_bytes(config, device)
     tensor_parallel = config.cluster.engine.tensor_parallel_size
+    heads = max(1, shape.kv_heads // tensor_parallel)
     return EngineMemory(
         weights=shape.parameters * size // tensor_parallel,
         kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
-        kv_token=2
-        * shape.layers
-        * max(1, shape.kv_heads // tensor_parallel)
-        * shape.head_dim
-        * size,
+        kv_token=2 * shape.layers * heads * shape.head_dim * size,
         longest=config.rollout.prompt_length + config.rollout.response_length,
     )

@@ -1,5 +1,4 @@
-"""What is known about model, tokenizer and prompts before anything starts: whether they fit each
-other.
+"""Whether model, tokenizer and prompts fit each other, before anything starts.
 
 Runs in: the driver. Hides which files of a model say so, and transformers, whose automatic classes
 take seconds to import. Invariant: nothing is refused that the run's processes would take; what they
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,7 @@ def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[st
 
 
 def check_metric_and_journal(config: Config, components: list[str]) -> None:
-    """Check settings that name what only the task knows, and the journal's place. Raises
-    SetupError.
-    """
+    """Check settings that only the task knows, and the journal's place. Raises SetupError."""
     filters, known = config.replay.filter_groups, ["score", "acc", "seq_reward", *components]
     if filters.enable and filters.metric not in known:
         raise SetupError(
@@ -94,12 +92,8 @@ def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
     if config.evaluation.task is not None:
         try:
             evaluated = config.model_copy(update={"task": config.evaluated_task})
-            _encoded(
-                evaluated,
-                model,
-                tokenizer,
-                create_task(evaluated.task, config.seed).evaluation(1)[0],
-            )
+            problem = create_task(evaluated.task, config.seed).evaluation(1)[0]
+            _encoded(evaluated, model, tokenizer, problem)
         except SetupError as error:
             raise SetupError(f"evaluation.task: {error}") from error
 
@@ -134,14 +128,8 @@ def _tokenizer(model: str, *, trust_remote_code: bool) -> Any:
     from transformers.utils import cached_file
 
     try:
-        found = next(
-            (
-                name
-                for name in _TOKENIZERS
-                if cached_file(model, name, _raise_exceptions_for_missing_entries=False) is not None
-            ),
-            None,
-        )
+        look_up = partial(cached_file, model, _raise_exceptions_for_missing_entries=False)
+        found = next((name for name in _TOKENIZERS if look_up(name) is not None), None)
         if found == _TOKENIZERS[0]:
             return PreTrainedTokenizerFast.from_pretrained(model)
         if found is None:  # the library would make an empty one
@@ -172,9 +160,7 @@ def _check_positions(config: Config, model: str, architecture: dict[str, Any]) -
 
 
 def _check_vocabulary(model: str, tokenizer: Any, rows: int, ends: list[int]) -> None:
-    """Ids without a row in the embedding: some models have added tokens there that nobody uses,
-    which is no mistake.
-    """
+    """Refuse ids without an embedding row, except unused added tokens, which some models have."""
     added = set(tokenizer.added_tokens_decoder)
     beyond = {
         index: token
@@ -184,10 +170,9 @@ def _check_vocabulary(model: str, tokenizer: Any, rows: int, ends: list[int]) ->
     if beyond:
         index = min(beyond)
         raise SetupError(
-            f"model and tokenizer of {model} do not fit: the tokenizer gives token ids up "
-            f"to {max(beyond)} ({beyond[index]!r} is {index}), the "
-            f"model has {rows} (vocab_size in config.json): use the tokenizer that the "
-            "model was trained with"
+            f"model and tokenizer of {model} do not fit: the tokenizer gives token ids up to "
+            f"{max(beyond)} ({beyond[index]!r} is {index}), the model has {rows} (vocab_size in "
+            "config.json): use the tokenizer that the model was trained with"
         )
 
 
@@ -217,15 +202,13 @@ def _check_prompts(
         return
     longest, index, problem = max(too_long, key=lambda entry: entry[0])
     found = (
-        f"{len(too_long)} of {len(indices)} sampled prompts have more than "
-        f"`rollout.prompt_length` {limit} tokens, training problem {index} has "
-        f"{longest} ({_start(problem)})"
+        f"{len(too_long)} of {len(indices)} sampled prompts have more than `rollout.prompt_length` "
+        f"{limit} tokens, training problem {index} has {longest} ({_start(problem)})"
     )
     if len(too_long) > config.task.max_bad_fraction * len(indices):
         raise SetupError(
-            f"{found}: raise rollout.prompt_length, take them out of task.train, or leave "
-            "them out (task.max_bad_fraction, now "
-            f"{config.task.max_bad_fraction:g})"
+            f"{found}: raise rollout.prompt_length, take them out of task.train, or leave them out "
+            f"(task.max_bad_fraction, now {config.task.max_bad_fraction:g})"
         )
     yield (
         f"note: {found}; they will be left out, as task.max_bad_fraction "

@@ -79,9 +79,7 @@ def boxed(text: str) -> str | None:
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Whether both have the same text, the same number, or are equal to math-verify. Never slow,
-    never an error.
-    """
+    """Whether texts, numbers or math-verify's forms are equal. Never slow, never an error."""
     if len(answer) > 10 * MAX_ANSWER:
         return False
     answer, reference = _normal(answer), _normal(reference)

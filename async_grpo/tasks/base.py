@@ -100,13 +100,8 @@ def parse_options(model: type[Options], settings: schema.TaskConfig) -> Options:
     except ValidationError as error:
         first = error.errors()[0]
         where, kind = ".".join(map(str, first["loc"])), first["type"]
-        what = (
-            "is not an option"
-            if kind == "extra_forbidden"
-            else "is missing"
-            if kind == "missing"
-            else f"is {first['input']!r:.60}: {first['msg']}"
-        )
+        given = f"is {first['input']!r:.60}: {first['msg']}"
+        what = {"extra_forbidden": "is not an option", "missing": "is missing"}.get(kind, given)
         raise TaskError(
             f"task.options.{where} {what} (the options of task {settings.name} "
             f"are {', '.join(sorted(model.model_fields))})"

@@ -34,9 +34,8 @@ class BadRow(ValueError):
 def read_rows(source: str, *, split: str) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
     """(place, row) of every row of `source`; a line that is not a JSON object comes as BadRow.
 
-    `source` is a JSONL file, or `name`, `name:config`, `name:config:split` of a Hugging Face data
-    set (hub name or local directory); `split` is used where the source names none. Raises TaskError
-    if it cannot be read.
+    `source`: a JSONL file, or `name`, `name:config`, `name:config:split` of a Hugging Face data
+    set, by default its `split`. Raises TaskError if it cannot be read.
     """
     if source.endswith((".jsonl", ".json")) or Path(source).is_file():
         return _read_jsonl(Path(source).expanduser())
@@ -68,11 +67,9 @@ def _parsed(line: bytes) -> dict[str, Any] | BadRow:
         return BadRow(
             f"not JSON on one line ({str(error).partition(': line')[0].partition(' (char')[0]})"
         )
-    return (
-        row
-        if isinstance(row, dict)
-        else BadRow("not a JSON object, one of which stands on every line of such a file")
-    )
+    if isinstance(row, dict):
+        return row
+    return BadRow("not a JSON object, one of which stands on every line of such a file")
 
 
 @contextmanager
@@ -136,9 +133,8 @@ class RowTask(ABC):
     def fingerprint(self) -> str:
         """Digest of the class, its options and all training problems."""
         digest = blake2b(digest_size=16)
-        digest.update(
-            repr((type(self).__qualname__, sorted(self._settings.options.items()))).encode()
-        )
+        named = (type(self).__qualname__, sorted(self._settings.options.items()))
+        digest.update(repr(named).encode())
         for problem in self._train:
             digest.update(msgpack.packb([problem.prompt, problem.reference, problem.solution]))
         return digest.hexdigest()
@@ -225,11 +221,8 @@ def _examples(bad: dict[str, list[str]]) -> str:
 def text_of(row: dict[str, Any], key: str) -> str:
     """The non-empty text under `key`. Raises BadRow."""
     if key not in row:
-        raise BadRow(
-            f"no key {key!r} (its keys are {', '.join(map(repr, list(row)[:8]))})"
-            if row
-            else f"no key {key!r}"
-        )
+        keys = f" (its keys are {', '.join(map(repr, list(row)[:8]))})" if row else ""
+        raise BadRow(f"no key {key!r}{keys}")
     if not isinstance(row[key], str) or not row[key].strip():
         raise BadRow(f"{key!r} must be non-empty text, got {row[key]!r:.40}")
     return row[key]

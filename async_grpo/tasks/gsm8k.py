@@ -53,9 +53,7 @@ class Gsm8k(RowTask):
 
 
 def final_answer(response: str) -> str | None:
-    """Text of the last `<answer>` block (of prose, its last number), else the last number of the
-    response.
-    """
+    """Text of the last `<answer>` block (of prose, its last number), else the last number."""
     answer = answers.tagged(response, "answer")
     if answer is None:
         return answers.last_number(response)
@@ -64,9 +62,7 @@ def final_answer(response: str) -> str | None:
 
 
 def has_format(response: str) -> bool:
-    """Whether the response is a `<reasoning>` block, then an `<answer>` block, both non-empty, and
-    nothing else but white space.
-    """
+    """Whether the response is only a non-empty `<reasoning>`, then a non-empty `<answer>` block."""
     rest, inside = response, []
     for tag in _TAGS_IN_ORDER:
         before, found, rest = rest.partition(tag)

@@ -27,18 +27,13 @@ class Math(RowTask):
         """Parse `problem` and `answer` or `solution`; see `RowTask.problem`."""
         question = text_of(row, "problem").strip()
         solution = text_of(row, "solution") if row.get("solution") is not None else None
-        reference = (
-            text_of(row, "answer").strip()
-            if row.get("answer") is not None
-            else answers.boxed(solution or "")
-        )
+        reference = answers.boxed(solution or "")
+        if row.get("answer") is not None:
+            reference = text_of(row, "answer").strip()
         if not reference:
             raise BadRow("no key 'answer' and no \\boxed{} in 'solution'")
-        return Problem(
-            self._options.prompt(question, system=BOXED),
-            reference,
-            solution or f"\\boxed{{{reference}}}",
-        )
+        prompt = self._options.prompt(question, system=BOXED)
+        return Problem(prompt, reference, solution or f"\\boxed{{{reference}}}")
 
     def score(self, response: str, reference: Any) -> Score:
         """Compare the last box with the reference."""

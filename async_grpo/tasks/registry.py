@@ -98,10 +98,9 @@ def held_out(config: schema.Config, task: Task) -> int:
 
 
 def problem_index(seed: int, fingerprint: str, group_id: int, n: int) -> int:
-    """Index in [0, n) of a group's problem: a fresh pseudo-random permutation per epoch.
-
-    A Feistel network over the next even power of two, walked until it lands below n (at most 4
-    steps on average): constant memory.
+    """Index in [0, n) of a group's problem: a fresh pseudo-random permutation per epoch, by a
+    Feistel network over the next even power of two, walked until below n (at most 4 steps on
+    average).
     """
     if n < 1 or group_id < 0:
         raise ValueError(
@@ -129,12 +128,9 @@ def _feistel(value: int, key: bytes, half: int) -> int:
 
 def _described(error: Exception) -> str:
     """An error of somebody's module on one line, with the place where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = (
-        f" ({frames[-1].filename}, line {frames[-1].lineno})"
-        if frames and not isinstance(error, SyntaxError)
-        else ""
-    )
+    frames, place = traceback.extract_tb(error.__traceback__), ""
+    if frames and not isinstance(error, SyntaxError):
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"
 
 

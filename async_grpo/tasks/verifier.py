@@ -1,11 +1,10 @@
-"""Scores responses in child processes, so that a verifier that hangs, crashes or eats memory harms
-one response and nothing else.
+"""Scores responses in child processes: a verifier that hangs or crashes harms one response alone.
 
 Runs in: rollout actors (and the driver, for evaluation), on one event loop. Hides the children,
 their protocol and their replacement. Invariants: every response gets exactly one answer, a Score or
-a VerifierError, in order; a child has `task.verifier.timeout_s` per response and is killed and
-replaced when it takes longer, dies or runs out of memory; whatever a child says is checked. What an
-error means for the run (`task.verifier.on_error`) is decided by the caller.
+a VerifierError, in order; a child has `task.verifier.timeout_s` per response and is replaced when
+it takes longer, dies or runs out of memory; whatever a child says is checked. What an error means
+for the run (`task.verifier.on_error`) is decided by the caller.
 """
 
 from __future__ import annotations
@@ -81,14 +80,12 @@ class VerifierPool:
         if self._started:
             raise RuntimeError("the verifier pool has already been started")
         self._started = True
-        outcomes = await asyncio.gather(
-            *(self._child(slot) for slot in range(len(self._children))), return_exceptions=True
-        )
-        failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if failed:
+        slots = range(len(self._children))
+        outcomes = await asyncio.gather(*map(self._child, slots), return_exceptions=True)
+        if failed := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
             await self.close()
             raise failed[0]
-        for slot in range(len(self._children)):
+        for slot in slots:
             self._free.put_nowait(slot)
 
     async def score(self, response: str, reference: Any) -> Score:
@@ -128,12 +125,11 @@ class VerifierPool:
 
     def busy(self) -> list[tuple[int, float]]:
         """(process id, seconds since its last answer) of every child that owes one."""
-        asked = [
-            (child.pid, child.asked)
+        return [
+            (child.pid, time.monotonic() - child.asked)
             for child in self._children
             if child is not None and child.asked is not None
         ]
-        return [(pid, time.monotonic() - since) for pid, since in asked]
 
     async def close(self) -> None:
         """Kill all children; scoring in progress ends in VerifierError("closed"). Idempotent."""
@@ -341,12 +337,8 @@ class _Child:
             return VerifierError(
                 "timeout", "the response took more CPU time than task.verifier.timeout_s allows"
             )
-        return VerifierError(
-            "crash",
-            f"the verifier child was killed by signal {-code}"
-            if code < 0
-            else f"the verifier child ended with exit code {code}",
-        )
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return VerifierError("crash", f"the verifier child {how}")
 
 
 def _outcome(message: list[Any], components: list[str]) -> Score | VerifierError:

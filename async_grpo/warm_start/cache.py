@@ -1,14 +1,12 @@
-"""A small model that already knows the task a little, so that RL has something to sharpen: built
-once, then cached.
+"""A small model that already knows the task a little, for RL to sharpen: built once, then cached.
 
-Runs in: the driver (`ensure_warm_start`, which needs no torch when the cache has the model) and a
-child process of it (`warm_start`, with all cores as torch threads). The child keeps the driver
-small and its threads to itself. Hides where models are kept and under which key, and the child;
-`model` hides how the model is taught.
+Runs in: the driver (`ensure_warm_start`, without torch when the model is cached) and its child
+(`warm_start`, with all cores as torch threads), which keeps the driver small. Hides the child, and
+where models are kept and under which key; `model` hides how the model is taught.
 
-Invariants: a directory under its final name is complete; two processes that build the same model at
-the same time end with one of the two, equal in all that matters; the key covers everything that the
-weights depend on.
+Invariants: a directory under its final name is complete; two processes that build the same model
+end with one of the two, equal in all that matters; the key covers everything that the weights
+depend on.
 """
 
 from __future__ import annotations
@@ -45,11 +43,9 @@ class WarmStartError(RuntimeError):
 
 
 def ensure_warm_start(config: Config, *, progress: Callable[[str], None], timeout_s: float) -> str:
-    """Directory of the warm-started model: from the cache, or built by a child process that takes
-    at most `timeout_s`.
-
-    `progress` gets a line now and then. Raises WarmStartError (the child failed or took too long)
-    and TaskError.
+    """Directory of the warm-started model, cached or built by a child within `timeout_s`;
+    `progress` gets lines. Raises TaskError, and WarmStartError if the child failed or took too
+    long.
     """
     directory = cache_path(config, load_task(config.task, config.seed))
     if is_cached(directory):
@@ -65,11 +61,9 @@ def ensure_warm_start(config: Config, *, progress: Callable[[str], None], timeou
 
 
 def warm_start(config: Config, *, progress: Callable[[str], None]) -> str:
-    """Directory with a Hugging Face Qwen2 model (safetensors, float32), its tokenizer and
-    `warm_start.json` (what was done).
-
-    Built in this process unless it is cached. Raises ValueError if the task has no solutions or
-    uses characters that the model does not know.
+    """Directory with a Qwen2 model (safetensors, float32), its tokenizer and `warm_start.json`
+    (what was done), built in this process unless cached. Raises ValueError if the task has no
+    solutions or uses characters that the model does not know.
     """
     settings = _settings(config)
     task = load_task(config.task, config.seed)
@@ -132,9 +126,8 @@ def _pairs(seed: int, task: Task, start: int, count: int) -> list[tuple[str, str
     """Training pairs at these positions of an order that RL's order of problems does not follow."""
     pairs = []
     for position in range(start, start + count):
-        problem = task.train(
-            problem_index(seed, f"{task.fingerprint} warm start", position, len(task))
-        )
+        index = problem_index(seed, f"{task.fingerprint} warm start", position, len(task))
+        problem = task.train(index)
         if not isinstance(problem.prompt, str) or problem.solution is None:
             raise ValueError(
                 "this task has no plain-text prompts with solutions to warm-start on; set "
@@ -155,14 +148,12 @@ def _publish(draft: Path, directory: Path) -> None:
 
 
 def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float) -> None:
-    """Run this module as a process; every wait ends at the deadline and the child never outlives
-    the call.
-
-    The caller's OMP_NUM_THREADS is meant for processes that share the machine; while the child
-    runs, nothing else does.
+    """Run this module as a process until the deadline at most, with all cores in OMP_NUM_THREADS:
+    the caller's value is for processes that share the machine, and nothing else runs now.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+    threads = str(len(os.sched_getaffinity(0)))
     deadline = time.monotonic() + timeout_s
     child = subprocess.Popen(
         [sys.executable, "-m", "async_grpo.warm_start"],
@@ -172,11 +163,7 @@ def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float
         text=True,
         encoding="utf-8",
         errors="replace",
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        },
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads},
     )
     assert child.stdin is not None and child.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()

@@ -34,9 +34,7 @@ PAD, EOS = "<|pad|>", "<|endoftext|>"
 # positions learns about twice as fast.
 _INITIALIZER_RANGE = 0.06
 _ROPE_THETA = 100.0
-_WEIGHT_DECAY = (
-    0.3  # shortens the plateau on which some seeds stay for hundreds of steps without it
-)
+_WEIGHT_DECAY = 0.3  # shortens a plateau on which some seeds stay for hundreds of steps
 _LR_WARMUP_STEPS = 50
 _BLUR_PATIENCE, _BLUR_LR_GROWTH = 15, 1.1
 _CHECK_EVERY = 20
@@ -73,9 +71,8 @@ class WarmStartReport:
 def build_tokenizer() -> Qwen2Tokenizer:
     """A character-level tokenizer of 64 tokens: padding, end of text and the alphabet.
 
-    transformers loads the tokenizer of every `qwen2` model as this class, whatever the files say,
-    so it is one: byte-level BPE without merges, where each ASCII character stays a token of its
-    own. It drops characters outside its vocabulary without an error, which is why `Encoder` checks
+    transformers loads every `qwen2` model's tokenizer as this class: byte-level BPE, here without
+    merges, so that an ASCII character is a token. It drops unknown characters; `Encoder` checks
     them.
     """
     tokens = [PAD, EOS, *(_BYTE_LEVEL.get(character, character) for character in ALPHABET)]
@@ -119,10 +116,8 @@ def train(
     out: Path,
 ) -> WarmStartReport:
     """Build, teach and save a model with its tokenizer into `out`; `batch(start, count)` gives
-    training pairs by position.
-
-    The positions used for checking accuracy are never trained on. Raises ValueError for a character
-    outside the alphabet.
+    pairs by position, the first of which only check accuracy. Raises ValueError for unknown
+    characters.
     """
     started = time.monotonic()
     torch.manual_seed(seed)
@@ -163,19 +158,16 @@ def measure(model: Qwen2ForCausalLM, data: Encoded) -> Accuracy:
     target = data.labels[:, 1:]  # [B, T-1]
     asked = target != _IGNORE
     right = (logits.argmax(-1) == target) | ~asked
-    logprob = (
-        torch.log_softmax(logits, -1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    )
+    picked = target.clamp(min=0).unsqueeze(-1)
+    logprob = torch.log_softmax(logits, -1).gather(-1, picked).squeeze(-1)
     total = (logprob * asked).sum(-1)
     return Accuracy(greedy=right.all(-1).float().mean().item(), sampled=total.exp().mean().item())
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Right-padded rows of prompt, solution and end token. `labels` is the solution and end token,
-    -100 elsewhere.
-
-    Attention is causal, so padding on the right changes no real position and needs no mask.
+    """Right-padded rows of prompt, solution and end token; `labels` are -100 on prompt and padding.
+    Attention is causal, so padding on the right needs no mask.
     """
 
     tokens: torch.Tensor  # [B, T] int64
@@ -211,9 +203,8 @@ class Encoder:
             return [self.ids[character] for character in text]
         except KeyError as error:
             raise ValueError(
-                f"the task uses the character {error.args[0]!r}, which a warm-started "
-                "model does not know; "
-                f"set model.path, or use only {ALPHABET!r}"
+                f"the task uses the character {error.args[0]!r}, which a warm-started model does "
+                f"not know; set model.path, or use only {ALPHABET!r}"
             ) from error
 
 
@@ -266,9 +257,8 @@ class _Trainer:
             if step > _BLUR_PATIENCE:
                 for group in self.optimizer.param_groups:
                     group["lr"] *= _BLUR_LR_GROWTH
-            self._update(
-                self.encoder.encode(_blurred(next(self.stream), settings.blur_noise, noise))
-            )
+            pairs = _blurred(next(self.stream), settings.blur_noise, noise)
+            self._update(self.encoder.encode(pairs))
             accuracy = measure(self.model, self.probe)
             if (
                 accuracy.greedy <= settings.blur_accuracy
@@ -309,13 +299,8 @@ def _stream(
 def _blurred(pairs: list[Pair], share: float, noise: random.Random) -> list[Pair]:
     """Replace this share of solution characters by characters of other solutions."""
     pool = "".join(solution for _, solution in pairs)
-    return [
-        (
-            prompt,
-            "".join(
-                noise.choice(pool) if noise.random() < share else character
-                for character in solution
-            ),
-        )
-        for prompt, solution in pairs
-    ]
+
+    def blur(text: str) -> str:
+        return "".join(noise.choice(pool) if noise.random() < share else one for one in text)
+
+    return [(prompt, blur(solution)) for prompt, solution in pairs]

@@ -210,10 +210,9 @@ class LoadPathCheck:
         for actor_id, difference in differences.items():
             if objection := self._tolerance.objection(difference):
                 raise SelfCheckFailed(
-                    f"engine {actor_id} and the learner disagree {when}: {objection}. "
-                    "Weights do not arrive where they should over "
-                    f"{self._backend}, or the engine computes something else; training "
-                    "would silently use the wrong policy"
+                    f"engine {actor_id} and the learner disagree {when}: {objection}. Weights do "
+                    f"not arrive where they should over {self._backend}, or the engine computes "
+                    "something else; training would silently use the wrong policy"
                 )
 
     async def responses(
@@ -275,9 +274,7 @@ class DriftProbe:
             raise error
 
     def metrics(self) -> dict[str, float]:
-        """weights/probes: answers compared; weights/drift: the largest difference seen;
-        weights/probes_owed: answers still to come.
-        """
+        """weights/probes: answers compared; /drift: largest difference; /probes_owed: to come."""
         return {
             "weights/probes": float(self._compared),
             "weights/drift": self._largest,
@@ -310,9 +307,8 @@ class DriftProbe:
         self._largest = max(self._largest, self._tolerance.size(difference))
         if objection := self._tolerance.objection(difference):
             raise TransferMismatch(
-                f"engine {engine.actor_id} does not compute with the weights {label} that "
-                f"it acknowledged: {objection}; its responses would be "
-                "trained as another policy's"
+                f"engine {engine.actor_id} does not compute with the weights {label} that it "
+                f"acknowledged: {objection}; its responses would be trained as another policy's"
             )
 
     def _finished(self, actor_id: str, task: asyncio.Task[None]) -> None:

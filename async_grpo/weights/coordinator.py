@@ -154,9 +154,7 @@ class Coordinator(Generic[Engine]):
         """
 
     async def start(self, version: int) -> dict[str, float]:
-        """Connect every engine, check load path and sampler, and make `version` live. Returns the
-        metrics of the checks.
-        """
+        """Connect engines, check load path and sampler, make `version` live. Returns metrics."""
         async with self._lock:
             engines, measured = list(self._engines.alive()), {}
             await self._connect(engines, strict=True)
@@ -329,11 +327,9 @@ class Coordinator(Generic[Engine]):
         self._lost = error
 
     async def refresh(self, version: int) -> None:
-        """Between learner steps: raise what a publication or a drift probe found; where the
-        transport pushes, bring newcomers in.
-
-        That forms a new group and sends the current weights, which are `version`, to all of it:
-        newcomers serve the live version, or nothing.
+        """Between learner steps: raise findings of publications and drift probes; where the
+        transport pushes, form a new group with newcomers and send all of it the current weights,
+        `version`.
         """
         self._probe.raise_findings()
         if self._lost is not None:
@@ -454,9 +450,7 @@ class Coordinator(Generic[Engine]):
     async def _deliver(
         self, announcement: Announcement, *, strict: bool = False, sent: bool = False
     ) -> None:
-        """Bring the announced weights to every connected engine, or drop it. sent: the learner is
-        sending already.
-        """
+        """Bring the weights to every connected engine, or drop it. sent: the learner is sending."""
         engines = self.serving()
         for attempt in range(1, ATTEMPTS + 1 if engines else 1):
             outcome = await self._receive(engines, announcement, sent=sent and attempt == 1)
@@ -522,10 +516,8 @@ class Coordinator(Generic[Engine]):
         learner: Awaitable[str] | None = None,
         patient: bool = False,
     ) -> DeliveryOutcome:
-        """Call engines and learner. Raises for wrong bytes and wrong names, which no repetition
-        mends, and for a learner that hangs.
-
-        patient: engines notice a failure of another at `seconds` only, so nobody is hurried.
+        """Call engines and learner; raises for wrong bytes or names, and for a learner that hangs.
+        patient: engines notice another's failure at `seconds` only, so none is hurried.
         """
         hurried = self._pushes and not patient
         grace_s = grace(self._settings.deadlines) if hurried else None

@@ -69,10 +69,9 @@ class IpcSender(WeightSender):
         free, _ = torch.cuda.mem_get_info(self._owner.device)
         if self._layout.nbytes > free:
             raise SetupError(
-                "a copy of the weights for the engine takes "
-                f"{self._layout.nbytes / 2**20:,.0f} MiB and the GPU has {free / 2**20:,.0f} MiB "
-                "free; lower cluster.engine.kv_cache_gb, or give learner and engines GPUs "
-                "of their own"
+                f"a copy of the weights for the engine takes {self._layout.nbytes / 2**20:,.0f} "
+                f"MiB and the GPU has {free / 2**20:,.0f} MiB free; lower "
+                "cluster.engine.kv_cache_gb, or give learner and engines GPUs of their own"
             )
         return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
 

@@ -71,10 +71,8 @@ class Layout:
     def fill(
         self, buffer: Tensor | None, weights: Iterable[tuple[str, Tensor]], *, once: bool = False
     ) -> None:
-        """Copy the weights into `buffer` [nbytes] uint8; without a buffer only exhaust them, as the
-        gather needs of every rank.
-
-        once: the buffer will not come again, so no view of it is kept.
+        """Copy the weights into `buffer` [nbytes] uint8, or only exhaust them, as the gather needs
+        of every rank. once: the buffer will not come again, so no view of it is kept.
         """
         views: list[Tensor] | None = None
         if buffer is not None:
@@ -105,9 +103,7 @@ class Layout:
         return [checksum(buffer[bucket.start : bucket.end]) for bucket in self.buckets]
 
     def sums(self, buffer: Tensor, *, verify: bool) -> tuple[list[int], str]:
-        """Checksums that a publication carries (none without `verify`), and its digest ("" where
-        the weights are large and not verified).
-        """
+        """Checksums to carry (none without `verify`), and digest ("" if large and not verified)."""
         if not verify and self.nbytes > DIGEST_BYTES:
             return [], ""
         checksums = self.checksums(buffer)
@@ -154,11 +150,9 @@ def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:
 
 
 def checksum(data: Tensor) -> int:
-    """64-bit checksum of a contiguous uint8 tensor; it sees any changed or moved word, and is the
-    same on every device.
-
-    In blocks: every word times an odd number by its place in the block, summed modulo 2^64; block
-    sums are folded in order.
+    """64-bit checksum of a contiguous uint8 tensor that sees any changed or moved word, on every
+    device: words times odd numbers by their place in a block, modulo 2^64; block sums folded in
+    order.
     """
     if spare := -len(data) % 8:
         data = torch.cat([data, data.new_zeros(spare)])

@@ -34,7 +34,6 @@ class NamesDiffer(SetupError):
 
 def check_names(model_config: ModelConfig, metadata: Sequence[Sequence[Any]]) -> None:
     """Raise NamesDiffer with the missing, extra, duplicate and differently shaped tensors.
-
     metadata: [name, shape, dtype] of every published tensor.
     """
     expected = {
@@ -59,9 +58,8 @@ def check_names(model_config: ModelConfig, metadata: Sequence[Sequence[Any]]) ->
     kinds = {"missing": missing, "extra": extra, "twice": twice, "of another shape": shapes}
     if found := [f"{kind}: {listed(names, _SHOWN)}" for kind, names in kinds.items() if names]:
         raise NamesDiffer(
-            "the learner's tensors are not those that the engine loads from "
-            f"{model_config.model}; {'; '.join(found)}. "
-            "Train a model whose architecture both name alike"
+            f"the learner's tensors are not those that the engine loads from {model_config.model}; "
+            f"{'; '.join(found)}. Train a model whose architecture both name alike"
         )
 
 

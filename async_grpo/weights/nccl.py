@@ -144,9 +144,7 @@ class NcclSender(WeightSender):
             self._apart = self._allocate()
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
-        """Without overlap nothing is copied (unless `apart`): the announcement is `streamed`, and
-        `send` reads the model itself.
-        """
+        """Copy nothing without overlap (unless `apart`): `send` reads the model (`streamed`)."""
         self._wait()
         self._verify, self._source.copy, name = verify, None, ""
         copies = self._overlap or apart
@@ -246,10 +244,9 @@ class NcclSender(WeightSender):
         available = int(meminfo["MemAvailable"].split()[0]) * 1024
         if 2 * self._layout.nbytes > available:  # pinned memory is given in powers of two
             raise SetupError(
-                "a copy of the weights to send takes up to "
-                f"{2 * self._layout.nbytes / 2**20:,.0f} MiB of pinned host memory, "
-                f"{available / 2**20:,.0f} MiB are available; set weight_sync.overlap: "
-                "false and weight_sync.self_check: false to do without"
+                f"a copy of the weights to send takes up to {2 * self._layout.nbytes / 2**20:,.0f} "
+                f"MiB of pinned host memory, {available / 2**20:,.0f} MiB are available; set "
+                "weight_sync.overlap: false and weight_sync.self_check: false to do without"
             )
         return torch.empty(self._layout.nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -282,9 +279,7 @@ class _Source(WeightSource):
 
 
 class _DriverCommands:
-    """In place of the client through which vLLM's trainer engine would command the engines without
-    deadlines; the driver commands them here, at the same time.
-    """
+    """Stands in for vLLM's client of the engines, which the driver commands, with deadlines."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         pass

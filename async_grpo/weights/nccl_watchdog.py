@@ -46,15 +46,10 @@ def within(seconds: float, what: str, work: Callable[[], T]) -> T:
 
 
 class WatchedGroup:
-    """vLLM's communicator for one publication at a time: `begin`, broadcasts, `end`.
-
-    aborted: why the communicator was aborted, or "".
-    """
+    """vLLM's communicator for one publication at a time; `aborted`: why it was aborted, or ""."""
 
     def __init__(self, group: Any, *, quiet_s: float, first_s: float) -> None:
-        """quiet_s: longest time for one bucket. first_s: added to it before the first bucket, while
-        other engines still pause.
-        """
+        """quiet_s: longest time for a bucket. first_s: more for the first, while engines pause."""
         self.rank = group.rank
         self.aborted = ""
         self._group = group

@@ -33,9 +33,7 @@ UNPUBLISHED = "unpublished"
 """Label of the weights an engine loaded from disk, before its first publication."""
 
 SELF_CHECK = "self-check"
-"""Version label of the perturbed weights of the self-check; no ticket exists while it is set, so no
-trained token carries it.
-"""
+"""Label of the self-check's perturbed weights: no ticket exists then, so no token has it."""
 
 
 BUCKETS_IN_FLIGHT = 2
@@ -105,9 +103,8 @@ TokenSequence = tuple[list[int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A rank's staged weights, and its log-probs at temperature 1 of the requested sequences.
-
-    before: with `stage_perturbed`, the log-probs under the true weights.
+    """A rank's staged weights, its log-probs at temperature 1 of the requested sequences, and (with
+    `stage_perturbed`) those `before`, under the true weights.
     """
 
     announcement: Announcement
@@ -116,10 +113,8 @@ class Staged:
 
 
 class WeightSender(Protocol):
-    """The learner's half of a transport: one per rank, every call is made on every rank, except
-    `send` of a copy, which rank 0 makes alone. The bodies here are those of a transport whose
-    engines read the copy on their own.
-
+    """The learner's half of a transport, one per rank; every rank makes every call, except `send`
+    of a copy, which rank 0 makes alone. The bodies suit engines that read the copy on their own.
     note: what the user should know about the transport, or "".
     """
 
@@ -140,20 +135,16 @@ class WeightSender(Protocol):
         """Allocate the memory for `stage(apart=True)`, where it can fail on a rank alone."""
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
-        """Copy the current weights out of the model; with `verify`, so that engines can compare
-        the bytes that arrive.
-
-        apart: a copy in the reserved memory, which lives until `release` and leaves the newest
-        publication as it is.
+        """Copy the current weights out of the model; with `verify`, so that engines can compare the
+        bytes. apart: into reserved memory, until `release`; the newest publication stays as it is.
         """
 
     def release(self) -> None:
         """Free the copy that was staged apart, once the engines have read it."""
 
     def send(self) -> str:
-        """Push the staged weights; why the transfer is torn, or "".
-
-        A copy is sent in the background; then only the engines know how the transfer ended.
+        """Push the staged weights; why the transfer is torn, or "" (of a copy, sent in the
+        background).
         """
         return ""
 

@@ -84,9 +84,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SegmentInfo(WeightTransferUpdateInfo):
-    """The segment of the publication, its sequence number, and the checksums of its buckets (none:
-    they are not compared).
-    """
+    """The segment, its sequence number, and checksums of its buckets (none: not compared)."""
 
     path: str
     sequence: int
@@ -95,9 +93,7 @@ class SegmentInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class HandleInfo(WeightTransferUpdateInfo):
-    """handles: pickled GPU -> arguments of `rebuild_cuda_tensor`; keep: they will come again;
-    checksums as in SegmentInfo.
-    """
+    """handles: pickled GPU -> `rebuild_cuda_tensor` arguments; keep: they will come again."""
 
     handles: bytes
     keep: bool
