@@ -344,7 +344,7 @@ def _throw_away(path: Path) -> bool:
 
 def preflight_files(config: Config) -> None:
     """Check what `config` (resolved) says about files: models, data, the checkpoint to resume, and
-    the run directory, which is created.
+    whether the run directory can be written or made. Nothing is left behind.
 
     Raises ConfigError. Hub names are checked for their form only; no network is used.
     """
@@ -377,9 +377,9 @@ def preflight_files(config: Config) -> None:
             f"`checkpoint.resume` is {show(resume)}; allowed is auto, never, or the path of an "
             "existing checkpoint."
         )
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ConfigError(
