@@ -28,7 +28,7 @@ from typing import Any
 
 import ray
 from ray._private import parameter as ray_parameter
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private import state as ray_state
 from ray._private import utils as ray_utils
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
@@ -79,7 +79,7 @@ class Session:
                 # Ray replaces a loopback address by the machine's own unless it believes that it
                 # cannot form clusters.
                 ray_constants.ENABLE_RAY_CLUSTER = False
-                with _few_processes():
+                with _few_processes(), _session_of_its_own():
                     ray.init(
                         address="local",
                         num_cpus=cpus,
@@ -276,6 +276,19 @@ def _few_processes() -> Iterator[None]:
         yield
     finally:
         ray_parameter.RayParams = usual
+
+
+@contextmanager
+def _session_of_its_own() -> Iterator[None]:
+    """Start Ray's processes in a session of their own: a signal to the whole process group, as
+    `timeout`, systemd and batch systems send it, is for the driver, which ends them in order.
+    """
+    usual = services.ConsolePopen
+    services.ConsolePopen = partial(usual, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = usual
 
 
 @ray.remote

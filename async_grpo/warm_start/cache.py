@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TextIO
 
 from async_grpo.config.schema import Config, WarmStart
+from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.tasks.base import Task
 from async_grpo.tasks.registry import load_task, problem_index
 
@@ -172,6 +173,7 @@ def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float
         text=True,
         encoding="utf-8",
         errors="replace",
+        start_new_session=True,  # a signal to the process group is for the run, which ends it
         env={
             **os.environ,
             "PYTHONPATH": path,
@@ -221,5 +223,6 @@ def _tail(last: collections.deque[str]) -> str:
 
 def main() -> None:
     """Run the child: configuration as JSON on standard input, progress lines on standard output."""
+    die_with_parent()
     config = Config.model_validate_json(sys.stdin.read())
     warm_start(config, progress=lambda text: print(f"{_PROGRESS}{text}", flush=True))
