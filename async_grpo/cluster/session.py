@@ -79,7 +79,7 @@ class Session:
                 # Ray replaces a loopback address by the machine's own unless it believes that it
                 # cannot form clusters.
                 ray_constants.ENABLE_RAY_CLUSTER = False
-                with _few_processes(), _session_of_its_own():
+                with _own_cluster(), _session_of_its_own():
                     ray.init(
                         address="local",
                         num_cpus=cpus,
@@ -268,10 +268,14 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _few_processes() -> Iterator[None]:
-    """Start no autoscaler and no log monitor: a cluster of one machine needs neither."""
+def _own_cluster() -> Iterator[None]:
+    """Start no autoscaler and no log monitor, which a cluster of one machine does not need, and
+    leave the ports that `ray start` wants to a cluster that may be started beside it.
+    """
     usual = ray_parameter.RayParams
-    ray_parameter.RayParams = partial(usual, include_log_monitor=False, no_monitor=True)
+    ray_parameter.RayParams = partial(
+        usual, include_log_monitor=False, no_monitor=True, dashboard_agent_listen_port=0
+    )
     try:
         yield
     finally:

@@ -27,6 +27,8 @@ from async_grpo.runtime import lifetime
 from tests.support.models import write_model
 
 MARK = "ASYNC_GRPO_TEST_MARK"
+HEAD_PORTS = (6379, 8265, 10001, 52365)
+"""What `ray start --head` takes unless told otherwise."""
 pytestmark = pytest.mark.alone
 
 
@@ -108,9 +110,9 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
-def listeners(pids: list[int]) -> set[tuple[str, str]]:
-    """(address, command) of every TCP socket on which one of these processes listens, from the
-    kernel's tables.
+def listeners(pids: list[int]) -> set[tuple[str, int, str]]:
+    """(address, port, command) of every TCP socket on which one of these processes listens, from
+    the kernel's tables.
     """
     owners = {}
     for pid in pids:
@@ -127,11 +129,11 @@ def listeners(pids: list[int]) -> set[tuple[str, str]]:
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in owners:
-                digits = fields[1].partition(":")[0]
+                digits, _, port = fields[1].partition(":")
                 raw = b"".join(
                     bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)
                 )
-                found.add((str(ipaddress.ip_address(raw)), owners[fields[9]]))
+                found.add((str(ipaddress.ip_address(raw)), int(port, 16), owners[fields[9]]))
     return found
 
 
@@ -146,7 +148,7 @@ def test_listeners_are_seen_and_told_apart() -> None:
         socket.create_server(("0.0.0.0", 0)),
         socket.create_server(("::1", 0), family=socket.AF_INET6),
     ):
-        seen = {address for address, _ in listeners([os.getpid()])}
+        seen = {address for address, _, _ in listeners([os.getpid()])}
     assert {"127.0.0.1", "0.0.0.0", "::1"} <= seen
     assert [
         is_loopback(address)
@@ -224,6 +226,7 @@ def test_sigterm_saves_and_leaves_nothing_behind(config, home, group):
         assert len(found) >= 5 and not [entry for entry in found if not is_loopback(entry[0])], (
             found
         )
+        assert not [entry for entry in found if entry[1] in HEAD_PORTS], found
         send(process, signal.SIGTERM, group=group)
         assert process.wait(timeout=60) == 0, log.read_text()[-3000:]
     finally:
