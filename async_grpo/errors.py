@@ -41,6 +41,12 @@ class SetupError(RunError):
     exit_code = 2
 
 
+class DirectoryTaken(RunError):
+    """Another start has taken the run directory over, while this run stood still."""
+
+    exit_code = 2
+
+
 class NoSignal(RunError):
     """Too many groups gave nothing to learn from, or no problem is left to pose."""
 

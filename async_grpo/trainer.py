@@ -35,7 +35,7 @@ from async_grpo.cluster.connection import Connection
 from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
-from async_grpo.errors import RunError, SetupError, StopRequested
+from async_grpo.errors import DirectoryTaken, RunError, SetupError, StopRequested
 from async_grpo.observe.bottleneck import Bottleneck, BottleneckWatch, ThroughputModel
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
@@ -43,6 +43,7 @@ from async_grpo.observe.run_log import RunLog
 from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking
 from async_grpo.preflight.model import check_metric_and_journal, look
 from async_grpo.report.launch import report_on
+from async_grpo.runtime.run_lock import RunLock
 from async_grpo.runtime.stopping import Stop
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import held_out, load_task
@@ -83,6 +84,8 @@ class Trainer:
         self.rl_seconds = 0.0
         """Wall time spent in `train`."""
         self._checked: Checked | None = None
+        self._taken: DirectoryTaken | None = None
+        self._lock = RunLock(self.run_dir, lost=self._lost)
         self._log = RunLog(self.console, self.run_dir)
         self._connection: Connection | None = None
         self._system: System | None = None
@@ -128,7 +131,7 @@ class Trainer:
             return
         if self._connection is not None:
             raise RunError("the start failed; call stop, and build a new trainer")
-        self.check()
+        self._own_directory()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         begun = self.console.begin_run()
         self.console.attach(StatusFile(self.run_dir, begun, run=self.config.run.name))
@@ -169,6 +172,20 @@ class Trainer:
         self.console.info(*tracker.ready())
         self._started = True
         self._tell_origin(origin)
+
+    def _own_directory(self) -> None:
+        """Check everything, and take the run directory. Raises SetupError where another run has
+        it.
+        """
+        self.check()
+        if self._lock.acquire(note=self.console.info, check=self._stop_requested.check):
+            self.check()  # the run before may have gone on until now
+
+    def _lost(self, why: str) -> None:
+        """End this run, because another one has its directory."""
+        error = self._taken = DirectoryTaken(why)
+        if self._system is not None:
+            self._loop.call_soon_threadsafe(self._system.fail, error)
 
     def _connect(self, *, learner_only: bool = False) -> Connection:
         """Join or start Ray; from the main thread."""
@@ -238,6 +255,8 @@ class Trainer:
         system, held_out = self.system, self._facts.held_out
         metrics: dict[str, float] = {}
         while self.steps_done < last and not self.stop_requested:
+            if self._taken is not None:  # during the start, or between two calls
+                raise self._taken
             before = self.steps_done
             try:
                 metrics = self._run(system.step())
@@ -315,7 +334,7 @@ class Trainer:
             raise SetupError(
                 f"a replay writes its own metrics: set run.dir to another directory than {source}"
             )
-        self.check()
+        self._own_directory()
         course = plan_rerun(source, after=after, until=self.total_steps)
         for line in differences(self.config, source / "config.yaml"):
             self.console.info(f"other than recorded: {line}")
@@ -390,6 +409,7 @@ class Trainer:
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(timeout=10)
+            self._lock.release()
             self.console.stopped(status)
 
     def _conclude(

@@ -237,7 +237,9 @@ class LearnerGroup:
         self, work: Any, seconds: float, what: str, late: Callable[[], str] = lambda: "rank 0"
     ) -> Any:
         try:
-            return await asyncio.wait_for(work, seconds)
+            # not `wait_for`, which leaves the error of a cancelled `gather` to be found by asyncio
+            async with asyncio.timeout(seconds):
+                return await work
         except ray.exceptions.RayTaskError:  # a TimeoutError too, if it carries one
             raise
         except TimeoutError as error:

@@ -28,7 +28,7 @@ from typing import Any
 
 import ray
 from ray._private import parameter as ray_parameter
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private import state as ray_state
 from ray._private import utils as ray_utils
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
@@ -77,7 +77,7 @@ class Session:
                 # Ray replaces a loopback address by the machine's own unless it believes that it
                 # cannot form clusters.
                 ray_constants.ENABLE_RAY_CLUSTER = False
-                with _few_processes():
+                with _own_cluster(), _session_of_its_own():
                     ray.init(
                         address="local",
                         num_cpus=cpus,
@@ -259,14 +259,31 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _few_processes() -> Iterator[None]:
-    """Start no autoscaler and no log monitor: a cluster of one machine needs neither."""
+def _own_cluster() -> Iterator[None]:
+    """Start no autoscaler and no log monitor, which a cluster of one machine does not need, and
+    leave the ports that `ray start` wants to a cluster that may be started beside it.
+    """
     usual = ray_parameter.RayParams
-    ray_parameter.RayParams = partial(usual, include_log_monitor=False, no_monitor=True)
+    ray_parameter.RayParams = partial(
+        usual, include_log_monitor=False, no_monitor=True, dashboard_agent_listen_port=0
+    )
     try:
         yield
     finally:
         ray_parameter.RayParams = usual
+
+
+@contextmanager
+def _session_of_its_own() -> Iterator[None]:
+    """Start Ray's processes in a session of their own: a signal to the whole process group, as
+    `timeout`, systemd and batch systems send it, is for the driver, which ends them in order.
+    """
+    usual = services.ConsolePopen
+    services.ConsolePopen = partial(usual, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = usual
 
 
 @ray.remote

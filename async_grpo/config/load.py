@@ -326,8 +326,8 @@ def _throw_away(path: Path) -> bool:
 
 
 def preflight_files(config: Config) -> None:
-    """Check the files that a resolved `config` names: models (hub names by form only), data, and
-    the checkpoint to resume; create the run directory. Raises ConfigError.
+    """Check the files that a resolved `config` names: models (hub names by form only), data, the
+    checkpoint to resume, and whether the run directory can be made. Raises ConfigError.
     """
     for key, model in (
         ("model.path", config.model.path),
@@ -358,9 +358,9 @@ def preflight_files(config: Config) -> None:
             f"`checkpoint.resume` is {show(resume)}; allowed is auto, never, or the path of an "
             "existing checkpoint."
         )
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ConfigError(

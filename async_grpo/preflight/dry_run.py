@@ -48,8 +48,7 @@ Line = tuple[str, str]
 def dry_run(trainer: Trainer, console: Console) -> None:
     """Print configuration, budget, estimates, placement, warnings. Raises SetupError like a run."""
     config = trainer.config
-    with _leaving_no_directory(Path(config.run.dir)):
-        trainer.check()
+    trainer.check()
     found = survey(processes=room_for(config))
     try:
         placement = place(config, found.nodes)
@@ -77,20 +76,6 @@ def dry_run(trainer: Trainer, console: Console) -> None:
     console.info(
         *[f"warning: {line.removeprefix('note: ')}" for line in warnings] or ["no warnings"]
     )
-
-
-class _leaving_no_directory:
-    """Remove directories on the way here that did not exist and are empty afterwards."""
-
-    def __init__(self, path: Path) -> None:
-        self._new = [directory for directory in (path, *path.parents) if not directory.exists()]
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        for directory in self._new:
-            if directory.is_dir() and not any(directory.iterdir()):
-                directory.rmdir()
 
 
 def _budget(config: Config, total_steps: int) -> Iterator[Line]:

@@ -21,7 +21,7 @@ from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.data import RowTask, quiet_hub
 from async_grpo.tasks.registry import create_task
-from async_grpo.warm_start.cache import cache_path, is_cached
+from async_grpo.warm_start.cache import cache_path, is_cached, unfit
 
 SAMPLE = 256
 """Prompts that are looked at, spread evenly over the training problems."""
@@ -43,6 +43,9 @@ def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[st
     model = model_dir or known_model(config, task)
     if model is not None:
         return list(check_fit(config, model, task))
+    for index in _sample(task):
+        if why := unfit(_problem(config, task, index)):
+            raise SetupError(f"task {config.task.name}, training problem {index}: {why}")
     _check_positions(
         config, "a warm-started model", {"max_position_embeddings": WARM_START_POSITIONS}
     )
@@ -88,7 +91,11 @@ def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
     rows = architecture.get("vocab_size")
     if isinstance(rows, int):
         _check_vocabulary(model, tokenizer, rows, ends)
-    yield from _check_prompts(config, model, task, tokenizer, rows)
+    sample = {index: _problem(config, task, index) for index in _sample(task)}
+    yield from _check_prompts(config, model, sample, tokenizer, rows)
+    yield from _check_answers(config, list(sample.values()), tokenizer)
+    if config.model.freeze or config.model.lora is not None:
+        _check_trained(config, model)
     if config.evaluation.task is not None:
         try:
             evaluated = config.model_copy(update={"task": config.evaluated_task})
@@ -177,13 +184,11 @@ def _check_vocabulary(model: str, tokenizer: Any, rows: int, ends: list[int]) ->
 
 
 def _check_prompts(
-    config: Config, model: str, task: Task, tokenizer: Any, rows: int | None
+    config: Config, model: str, sample: dict[int, Problem], tokenizer: Any, rows: int | None
 ) -> Iterator[str]:
-    limit, count = config.rollout.prompt_length, len(task)
-    indices = range(0, count, -(-count // SAMPLE))
+    limit = config.rollout.prompt_length
     too_long: list[tuple[int, int, Problem]] = []
-    for index in indices:
-        problem = _problem(config, task, index)
+    for index, problem in sample.items():
         ids = _encoded(config, model, tokenizer, problem)
         if isinstance(rows, int) and max(ids, default=0) >= rows:
             raise SetupError(
@@ -202,10 +207,10 @@ def _check_prompts(
         return
     longest, index, problem = max(too_long, key=lambda entry: entry[0])
     found = (
-        f"{len(too_long)} of {len(indices)} sampled prompts have more than `rollout.prompt_length` "
+        f"{len(too_long)} of {len(sample)} sampled prompts have more than `rollout.prompt_length` "
         f"{limit} tokens, training problem {index} has {longest} ({_start(problem)})"
     )
-    if len(too_long) > config.task.max_bad_fraction * len(indices):
+    if len(too_long) > config.task.max_bad_fraction * len(sample):
         raise SetupError(
             f"{found}: raise rollout.prompt_length, take them out of task.train, or leave them out "
             f"(task.max_bad_fraction, now {config.task.max_bad_fraction:g})"
@@ -214,6 +219,48 @@ def _check_prompts(
         f"note: {found}; they will be left out, as task.max_bad_fraction "
         f"{config.task.max_bad_fraction:g} allows"
     )
+
+
+def _check_answers(config: Config, sample: list[Problem], tokenizer: Any) -> Iterator[str]:
+    """Compare `rollout.response_length` with the answers that are known: the reference, where it is
+    a text, and the worked solution, each with the token that ends a response.
+    """
+    limit, shortest, cut, known = config.rollout.response_length, None, 0, 0
+    for problem in sample:
+        answers = [text for text in (problem.reference, problem.solution) if isinstance(text, str)]
+        if not answers:
+            return  # what an answer looks like is the task's own business
+        lengths = [len(tokenizer.encode(text, add_special_tokens=False)) + 1 for text in answers]
+        shortest = min([*lengths, *([] if shortest is None else [shortest])])
+        known += problem.solution is not None
+        cut += problem.solution is not None and lengths[-1] > limit
+    if shortest is not None and shortest > limit:
+        raise SetupError(
+            f"`rollout.response_length` is {limit}, but the shortest answer of the sampled "
+            f"problems has {shortest} tokens with its end: no response could be finished; raise it"
+        )
+    if 2 * cut > known:
+        yield (
+            f"note: {cut} of {known} sampled solutions have more than `rollout.response_length` "
+            f"{limit} tokens with their end"
+        )
+
+
+def _check_trained(config: Config, model: str) -> None:
+    """Build the model without its weights, and look for the layers that settings name."""
+    from async_grpo.preflight.memory import shape_of
+
+    try:
+        shape_of(config, model)
+    except (OSError, ValueError) as error:
+        raise SetupError(
+            f"`model.path` is {model}, of which no model can be made: {_one_line(error)}"
+        ) from error
+
+
+def _sample(task: Task) -> range:
+    """At most `SAMPLE` training problems, spread evenly."""
+    return range(0, len(task), -(-len(task) // SAMPLE))
 
 
 def _problem(config: Config, task: Task, index: int) -> Problem:

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from async_grpo.runtime import lifetime
+
 SIGNAL = signal.SIGUSR2
 PART = "+"
 """Between the role of a process and the name of its child, as in `actor-1.0+engine`."""
@@ -255,6 +257,17 @@ def begun(pid: int) -> int:
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def lives(owner: str, begun_at: int) -> bool | None:
+    """Whether the process lives that `lifetime.owner()` named and that began at `begun_at`; None
+    where process ids are other ones than here.
+    """
+    processes, _, pid = owner.partition(".")
+    if processes != lifetime.owner().partition(".")[0]:
+        return None
+    state = status(int(pid)).get("State", "X")[0]
+    return state not in "ZX" and begun(int(pid)) == begun_at
 
 
 def _target(descriptor: int) -> str:

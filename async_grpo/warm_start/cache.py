@@ -27,14 +27,16 @@ from pathlib import Path
 from typing import TextIO
 
 from async_grpo.config.schema import Config, WarmStart
-from async_grpo.tasks.base import Task
+from async_grpo.runtime.lifetime import die_with_parent
+from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.registry import load_task, problem_index
 
 RECIPE_VERSION = 3
 """Raised whenever the same settings would lead to other weights."""
 
 _REPORT = "warm_start.json"
-_PROGRESS = "progress: "
+_PROGRESS, _REFUSED = "progress: ", "refused: "
+"""Begin the lines of the child that are for the user; `_REFUSED` is its last one."""
 _LAST_LINES = 15
 
 
@@ -129,12 +131,21 @@ def _pairs(seed: int, task: Task, start: int, count: int) -> list[tuple[str, str
         index = problem_index(seed, f"{task.fingerprint} warm start", position, len(task))
         problem = task.train(index)
         if not isinstance(problem.prompt, str) or problem.solution is None:
-            raise ValueError(
-                "this task has no plain-text prompts with solutions to warm-start on; set "
-                "model.path instead of model.warm_start"
-            )
+            raise ValueError(unfit(problem))
         pairs.append((problem.prompt, problem.solution))
     return pairs
+
+
+def unfit(problem: Problem) -> str:
+    """Why a model cannot be warm-started on this problem; "" where it can."""
+    if isinstance(problem.prompt, str) and problem.solution is not None:
+        return ""
+    lack = "solutions" if isinstance(problem.prompt, str) else "plain-text prompts"
+    return (
+        f"the task has no {lack}, on which model.warm_start would train a model: give its problems "
+        "a text as prompt and a solution (docs/tasks.md), or set model.path to a model of your own "
+        "and model.warm_start=null"
+    )
 
 
 def _publish(draft: Path, directory: Path) -> None:
@@ -163,6 +174,7 @@ def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float
         text=True,
         encoding="utf-8",
         errors="replace",
+        start_new_session=True,  # a signal to the process group is for the run, which ends it
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads},
     )
     assert child.stdin is not None and child.stdout is not None
@@ -181,6 +193,8 @@ def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float
         while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
             if line.startswith(_PROGRESS):
                 progress(line.removeprefix(_PROGRESS))
+            elif line.startswith(_REFUSED):
+                raise WarmStartError(line.removeprefix(_REFUSED))
             else:
                 last.append(line)
         code = child.wait(max(0.1, deadline - time.monotonic()))
@@ -208,5 +222,9 @@ def _tail(last: collections.deque[str]) -> str:
 
 def main() -> None:
     """Run the child: configuration as JSON on standard input, progress lines on standard output."""
+    die_with_parent()
     config = Config.model_validate_json(sys.stdin.read())
-    warm_start(config, progress=lambda text: print(f"{_PROGRESS}{text}", flush=True))
+    try:
+        warm_start(config, progress=lambda text: print(f"{_PROGRESS}{text}", flush=True))
+    except ValueError as error:  # the task does not fit: nothing that a traceback would explain
+        print(f"{_REFUSED}{' '.join(str(error).split())}", flush=True)

@@ -599,7 +599,9 @@ def preflight(base: Path, tmp_path: Path):
     return check
 
 
-def test_good_files_pass_and_the_run_directory_exists_afterwards(preflight, tmp_path: Path) -> None:
+def test_good_files_pass_and_nothing_is_made_of_the_run_directory(
+    preflight, tmp_path: Path
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "data.jsonl").write_text("")
@@ -609,7 +611,7 @@ def test_good_files_pass_and_the_run_directory_exists_afterwards(preflight, tmp_
         f"task.train={tmp_path}/data.jsonl",
         "task.eval=openai/gsm8k:main:test",
     )
-    assert (tmp_path / "run").is_dir() and not list((tmp_path / "run").iterdir())
+    assert not (tmp_path / "run").exists()
     preflight(
         "model.warm_start=null",
         "model.path=Qwen/Qwen2.5-0.5B-Instruct",
@@ -655,7 +657,7 @@ def test_a_new_run_does_not_start_in_the_directory_of_another(
     name: str, preflight, tmp_path: Path
 ) -> None:
     preflight("checkpoint.resume=never")
-    (tmp_path / "run" / name).mkdir()
+    (tmp_path / "run" / name).mkdir(parents=True)
     preflight("checkpoint.resume=auto")
     with pytest.raises(ConfigError, match=r"already holds a run(.|\n)*checkpoint\.resume=auto"):
         preflight("checkpoint.resume=never")

@@ -319,3 +319,67 @@ def test_the_prompts_of_a_task_that_is_only_evaluated_are_looked_at(
         match=r"evaluation\.task: task jsonl asks in chat messages, .* has no chat template",
     ):
         list(check_fit(wanted, str(good), load_task(wanted.task, wanted.seed)))
+
+
+# ---- answers, layers, warm starts
+
+
+def test_a_response_length_in_which_no_answer_can_be_finished(good: Path, tmp_path: Path) -> None:
+    """The model's tokenizer has a token per character, so `1234` and its end are five."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": "1+1=", "answer": "1" * n}) + "\n" for n in (4, 6, 6, 6))
+    )
+    task = {"name": "jsonl", "train": str(path)}
+    assert fit(good, rollout={"response_length": 7}, **task) == []
+    [note] = fit(good, rollout={"response_length": 5}, **task)
+    assert "note: 3 of 4 sampled solutions have more than `rollout.response_length` 5" in note
+    said = refused(good, rollout={"response_length": 4}, **task)
+    assert "`rollout.response_length` is 4, but the shortest answer" in said and "5 tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"freeze": ["nosuchlayer"]}, "'nosuchlayer', which is found in no parameter name"),
+        ({"freeze": ["."]}, "leaves nothing to train"),
+        ({"lora": {"rank": 2, "target_modules": ["nosuchlayer"]}}, "nosuchlayer"),
+    ],
+)
+def test_layers_that_the_model_does_not_have(good: Path, settings: dict, says: str) -> None:
+    wanted = config(good)
+    model = schema.Model.model_validate({"path": str(good)} | settings)
+    wanted = wanted.model_copy(update={"model": model})
+    with pytest.raises(SetupError) as caught:
+        list(check_fit(wanted, str(good), load_task(wanted.task, wanted.seed)))
+    assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "lacks"),
+    [
+        ([{"prompt": "1+1=", "answer": "2", "solution": None}], "solutions"),
+        (
+            [{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}],
+            "plain-text prompts",
+        ),
+    ],
+)
+def test_a_warm_start_needs_texts_with_solutions(
+    tmp_path: Path, rows: list[dict[str, Any]], lacks: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    match = "regex" if lacks == "solutions" else "exact"
+    values = {
+        "run": {"total_steps": 2, "dir": str(tmp_path / "run")},
+        "model": {"warm_start": {"cache_dir": str(tmp_path)}},
+        "task": {"name": "jsonl", "train": str(path), "options": {"match": match}},
+        "rollout": {"rollout_batch_size": 1},
+    }
+    with pytest.raises(SetupError) as caught:
+        Trainer(Config.model_validate(values)).check()
+    said = str(caught.value)
+    assert f"task jsonl, training problem 0: the task has no {lacks}" in said
+    assert "model.warm_start=null" in said and len(said.splitlines()) == 1
+    assert not (tmp_path / "run").exists(), "a refused configuration leaves no directory"

@@ -27,6 +27,8 @@ from async_grpo.runtime import lifetime
 from tests.support.models import write_model
 
 MARK = "ASYNC_GRPO_TEST_MARK"
+HEAD_PORTS = (6379, 8265, 10001, 52365)
+"""What `ray start --head` takes unless told otherwise."""
 pytestmark = pytest.mark.alone
 
 
@@ -71,7 +73,13 @@ def start(config: Path, *overrides: str, mark: str, log: Path) -> subprocess.Pop
             stdout=out,
             stderr=subprocess.STDOUT,
             env=os.environ | {MARK: mark},
+            start_new_session=True,
         )
+
+
+def send(process: subprocess.Popen, number: int, *, group: bool) -> None:
+    """Send a signal to the command, or to its process group, as `timeout` and systemd do."""
+    (os.killpg if group else os.kill)(process.pid, number)
 
 
 def marked(mark: str) -> list[int]:
@@ -102,9 +110,9 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
-def listeners(pids: list[int]) -> set[tuple[str, str]]:
-    """(address, command) of every TCP socket on which one of these processes listens, from the
-    kernel's tables.
+def listeners(pids: list[int]) -> set[tuple[str, int, str]]:
+    """(address, port, command) of every TCP socket on which one of these processes listens, from
+    the kernel's tables.
     """
     owners = {}
     for pid in pids:
@@ -121,11 +129,11 @@ def listeners(pids: list[int]) -> set[tuple[str, str]]:
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in owners:
-                digits = fields[1].partition(":")[0]
+                digits, _, port = fields[1].partition(":")
                 raw = b"".join(
                     bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)
                 )
-                found.add((str(ipaddress.ip_address(raw)), owners[fields[9]]))
+                found.add((str(ipaddress.ip_address(raw)), int(port, 16), owners[fields[9]]))
     return found
 
 
@@ -140,7 +148,7 @@ def test_listeners_are_seen_and_told_apart() -> None:
         socket.create_server(("0.0.0.0", 0)),
         socket.create_server(("::1", 0), family=socket.AF_INET6),
     ):
-        seen = {address for address, _ in listeners([os.getpid()])}
+        seen = {address for address, _, _ in listeners([os.getpid()])}
     assert {"127.0.0.1", "0.0.0.0", "::1"} <= seen
     assert [
         is_loopback(address)
@@ -199,9 +207,14 @@ def test_a_missing_file_is_exit_2(tmp_path, capsys):
 
 
 @pytest.mark.timeout(900)
-def test_sigterm_saves_and_leaves_nothing_behind(config, home):
+@pytest.mark.parametrize(
+    "group", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["group", "driver"]
+)
+def test_sigterm_saves_and_leaves_nothing_behind(config, home, group):
+    home = home / f"first-{group}"
+    home.mkdir()
     mark, log = uuid.uuid4().hex, home / "first.txt"
-    process = start(config, mark=mark, log=log)
+    process = start(config, f"run.dir={home / 'run'}", mark=mark, log=log)
     try:
         wait_until(
             lambda: "step " in log.read_text() and "tok/s" in log.read_text(),
@@ -213,11 +226,13 @@ def test_sigterm_saves_and_leaves_nothing_behind(config, home):
         assert len(found) >= 5 and not [entry for entry in found if not is_loopback(entry[0])], (
             found
         )
-        process.send_signal(signal.SIGTERM)
+        assert not [entry for entry in found if entry[1] in HEAD_PORTS], found
+        send(process, signal.SIGTERM, group=group)
         assert process.wait(timeout=60) == 0, log.read_text()[-3000:]
     finally:
         process.kill()
     assert "SIGTERM" in log.read_text() and "stopped early" in log.read_text()
+    assert log.read_text().splitlines()[-1] == f"exit code 0: {EXIT_MEANING[0]}"
     assert len(list((home / "run" / "checkpoints").iterdir())) == 1
     assert (
         read_status(home / "run")["exit_code"] == 0
@@ -319,19 +334,40 @@ def left_by(owners: set[str]) -> list[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("group", [True, False], ids=["group", "driver"])
 @pytest.mark.parametrize(
     "moment", ["starting Ray ...", "starting engines and learner ...", "replay queue:"]
 )
-def test_a_signal_during_the_start_ends_it_with_nothing_left(config, home, moment):
+def test_a_signal_during_the_start_ends_it_with_nothing_left(config, home, moment, group):
     mark, log = uuid.uuid4().hex, home / f"{uuid.uuid4().hex}.txt"
     process = start(config, f"run.dir={home / log.stem}", mark=mark, log=log)
     try:
         wait_until(lambda: moment in log.read_text(), 120, moment, log)
         tree = {f"{lifetime.owner().partition('.')[0]}.{pid}" for pid in marked(mark)}
-        process.send_signal(signal.SIGTERM)
+        send(process, signal.SIGTERM, group=group)
         assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
     finally:
         process.kill()
     assert "Traceback" not in log.read_text() and run.STOPPED_EARLY in log.read_text()
+    assert log.read_text().splitlines()[-1] == f"exit code 0: {EXIT_MEANING[0]}"
     wait_until(lambda: not marked(mark), 30, "the end of all processes", log)
     assert not left_by(tree)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_second_signal_to_the_group_ends_the_run_at_once(config, home):
+    mark, log = uuid.uuid4().hex, home / "twice.txt"
+    process = start(config, f"run.dir={home / 'twice'}", mark=mark, log=log)
+    try:
+        wait_until(lambda: "tok/s" in log.read_text(), 240, "the first learner step", log)
+        send(process, signal.SIGTERM, group=True)
+        wait_until(lambda: "SIGTERM" in log.read_text(), 30, "the first signal's line", log)
+        if process.poll() is None:
+            send(process, signal.SIGTERM, group=True)
+        assert process.wait(timeout=60) in (0, 128 + signal.SIGTERM), log.read_text()[-3000:]
+    finally:
+        process.kill()
+    assert "Traceback" not in log.read_text()
+    assert re.search(r"exit code (0|143): .+", log.read_text().splitlines()[-1])
+    wait_until(lambda: not marked(mark), 60, "the end of all processes", log)

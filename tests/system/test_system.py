@@ -5,9 +5,11 @@ rollout actor, a resumed checkpoint.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
+import socket
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ import pytest
 
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.trainer import Trainer
 from tests.support.models import write_model
@@ -90,6 +93,7 @@ def story(tmp_path_factory) -> Iterator[dict]:
         told["before"] = trainer.evaluate()
         told["metrics"] = [trainer.train(steps=1) for _ in range(SAVED)]
         told["saved"] = trainer.save()
+        told["refused"] = refused(home / "run", model)
         told["probes"] = ask(trainer, trainer.system.learner.logprobs(PROBES))
         victim = trainer.system.actors.alive()[0]
         pid = ask(trainer, _result(victim.handle.pid.remote()))
@@ -135,6 +139,18 @@ def story(tmp_path_factory) -> Iterator[dict]:
         told["resumed_history"] = ask(trainer, trainer.system.queue.history(range(STEPS * 4 + 32)))
     told["log"], told["log2"] = (home / "log.txt").read_text(), (home / "log2.txt").read_text()
     yield told
+
+
+def refused(directory: Path, model: str) -> list[str]:
+    """What a second run in this directory, and a replay into it, are told."""
+    said = []
+    for begin in (Trainer.start, lambda trainer: trainer.replay(directory.parent / "another")):
+        second = Trainer(settings(directory, model), console=Console(io.StringIO()))
+        with pytest.raises(SetupError) as error:
+            begin(second)
+        second.stop("FAILED")
+        said.append(str(error.value))
+    return said
 
 
 def scraped(name: str) -> dict[str, float]:
@@ -304,6 +320,14 @@ def test_checkpoints_are_completed_beside_training(story):
         (step, 0) for step in manifests
     ]
     assert story["log"].count("training waited") == 4 and "room for" not in story["log"]
+
+
+def test_a_second_run_in_the_directory_is_refused_before_it_starts_anything(story):
+    process = f"process {os.getpid()} on {socket.gethostname()}"
+    assert len(story["refused"]) == 2
+    for said in story["refused"]:
+        assert said.startswith(f"another run uses {story['dir']}: {process}, since ")
+    assert not (story["dir"] / "run.lock").exists(), "both runs have ended"
 
 
 def test_nothing_is_left_behind(story):

@@ -135,7 +135,8 @@ def condition(facts: dict[str, Any], *, now: float) -> Condition:
         return Condition(
             "ended", f"ended {ago(now - facts['ended'])} ago with exit code {code}: {message}"
         )
-    age, alive = now - facts["written"], _is_alive(facts)
+    age = now - facts["written"]
+    alive = stacks.lives(facts["owner"], facts["begun"])
     where = f"process {facts['pid']} on {facts['host']}"
     if alive is False:
         return Condition(
@@ -155,14 +156,3 @@ def condition(facts: dict[str, Any], *, now: float) -> Condition:
             text = f"the last learner step ended {ago(since)} ago; the ones before took "
             return Condition("slow", f"{text}{usual:.3g} s each")
     return Condition("running", "")
-
-
-def _is_alive(facts: dict[str, Any]) -> bool | None:
-    """Whether the run's process lives; None where process ids are other ones than here."""
-    own, theirs = lifetime.owner().partition(".")[0], facts["owner"].partition(".")[0]
-    if own != theirs:
-        return None
-    with contextlib.suppress(OSError):
-        state = stacks.status(facts["pid"]).get("State", "X")[0]
-        return state not in "ZX" and stacks.begun(facts["pid"]) == facts["begun"]
-    return False
