@@ -7,7 +7,6 @@ finds wrong is what a run would refuse; what it warns of, a run would begin with
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.cluster.placement import (
