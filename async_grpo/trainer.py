@@ -11,6 +11,7 @@ run behind; a checkpoint is taken between learner steps only.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Coroutine
@@ -40,7 +41,7 @@ from async_grpo.observe.bottleneck import Bottleneck, BottleneckWatch, Throughpu
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.observe.run_log import RunLog
-from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking
+from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking, check_server
 from async_grpo.preflight.model import check_metric_and_journal, look
 from async_grpo.report.launch import report_on
 from async_grpo.runtime.run_lock import RunLock
@@ -178,6 +179,8 @@ class Trainer:
         it.
         """
         self.check()
+        check_server(self.config)
+        _check_device(self.config)
         if self._lock.acquire(note=self.console.info, check=self._stop_requested.check):
             self.check()  # the run before may have gone on until now
 
@@ -535,3 +538,18 @@ class Trainer:
         self.evaluations.append((step, result))
         self._log.logged(step, result)
         self._log.samples([{"step": step, "source": "evaluation", **sample} for sample in samples])
+
+
+def _check_device(config: Config) -> None:
+    """Refuse `cluster.device: cuda` on a machine without a GPU, unless a cluster is joined, which
+    may have one. Raises SetupError.
+    """
+    if config.cluster.device != "cuda" or os.environ.get("RAY_ADDRESS"):
+        return
+    from async_grpo.cluster.placement import PlacementError, place, room_for
+    from async_grpo.cluster.session import survey
+
+    try:
+        place(config, survey(processes=room_for(config)).nodes)
+    except PlacementError as error:
+        raise SetupError(str(error)) from error

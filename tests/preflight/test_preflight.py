@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -383,3 +384,57 @@ def test_a_warm_start_needs_texts_with_solutions(
     assert f"task jsonl, training problem 0: the task has no {lacks}" in said
     assert "model.warm_start=null" in said and len(said.splitlines()) == 1
     assert not (tmp_path / "run").exists(), "a refused configuration leaves no directory"
+
+
+# ---- what a start finds out before Ray
+
+
+class Reached(Exception):
+    """The start has come to Ray."""
+
+
+def started(good: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> None:
+    """Start a run as far as Ray."""
+
+    def connect(*_: Any, **__: Any) -> None:
+        raise Reached
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("async_grpo.trainer.Connection", connect)
+    values = {
+        "run": {"total_steps": 2, "dir": str(directory)},
+        "model": {"path": str(good)},
+        "rollout": {"rollout_batch_size": 4},
+    }
+    trainer = Trainer(Config.model_validate(values | sections))
+    try:
+        trainer.start()
+    finally:
+        trainer.stop("FAILED")
+
+
+def test_a_tracking_server_that_does_not_listen(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://me:secret@127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(Reached):
+            started(good, tmp_path / "a", monkeypatch, tracking={"uri": uri})
+    with pytest.raises(SetupError, match=r"where nothing answers .*tracking.offline_ok") as caught:
+        started(good, tmp_path / "b", monkeypatch, tracking={"uri": uri})
+    assert "secret" not in str(caught.value) and not (tmp_path / "b").exists()
+    for settings in ({"uri": uri, "offline_ok": True}, {"uri": uri, "mlflow": False}):
+        with pytest.raises(Reached):
+            started(good, tmp_path / "c", monkeypatch, tracking=settings)
+
+
+def test_a_gpu_that_is_not_there(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_grpo.cluster.session._gpus", lambda: 0)
+    with pytest.raises(SetupError, match="GPU"):
+        started(good, tmp_path / "a", monkeypatch, cluster={"device": "cuda"})
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(Reached):
+        started(good, tmp_path / "b", monkeypatch, cluster={"device": "cpu"})
+    assert not (tmp_path / "b" / "run.lock").exists()

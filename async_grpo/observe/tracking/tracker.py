@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
@@ -39,6 +41,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 START_TIMEOUT_S = 120.0
 """Longest wait for MLflow at the start; a new database takes two seconds or more."""
 FINISH_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
 _log = logging.getLogger(__name__)
@@ -421,6 +424,27 @@ def tags() -> dict[str, str]:
     if job := _ray_job():
         found["ray.job"] = job
     return found | {f"packages.{name}": version for name, version in package_versions().items()}
+
+
+def check_server(config: Config) -> None:
+    """Look whether anything listens where an HTTP `tracking.uri` points, before processes start.
+    Raises TrackingError, unless `tracking.offline_ok`. Behind a proxy only the start itself tells.
+    """
+    settings, uri = config.tracking, urlsplit(config.tracking.uri or "")
+    if not settings.mlflow or settings.offline_ok or uri.scheme not in ("http", "https"):
+        return
+    host = uri.hostname or ""
+    if uri.scheme in getproxies() and not proxy_bypass(host):
+        return
+    port = uri.port or (443 if uri.scheme == "https" else 80)
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise TrackingError(
+            f"`tracking.uri` is {without_password(settings.uri)}, where nothing answers "
+            f"({error.strerror or error}): start the server, or set tracking.offline_ok=true to "
+            "begin without it, or tracking.mlflow=false"
+        ) from error
 
 
 def begin_tracking(
