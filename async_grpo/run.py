@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from async_grpo.errors import (
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.runtime.stopping import Signals, grace_period
-from async_grpo.runtime.text import without_colours
+from async_grpo.runtime.text import counted, duration, without_colours
 from async_grpo.runtime.time_ledger import LearnerTime
 
 if TYPE_CHECKING:
@@ -292,7 +292,8 @@ def _end(console: Console, code: int, message: str) -> int:
 
 def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     """Write the rows (label, text) of the closing table, while the trainer still runs."""
-    rows = [*_accuracy(trainer), *_training(trainer), *goodput(trainer.system.loop.latest)]
+    rows = [*_accuracy(trainer), *_training(trainer)]
+    rows += [(f"goodput{_scope(trainer, 'whole run')}", text) for text in goodput(trainer)]
     if trainer.verdict is not None:
         rows.append(("verdict", trainer.verdict.text))
     return [*rows, *_checks_and_faults(trainer.system), *_next_steps(trainer, checkpoint)]
@@ -301,27 +302,41 @@ def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
 def _training(trainer: Trainer) -> list[tuple[str, str]]:
     """Say what was trained, how old it was, and what took the learner's time."""
     loop, times = trainer.system.loop, trainer.system.coordinator.times
-    steps, seconds = len(loop.durations), max(trainer.rl_seconds, 1e-9)
-    trained, spent = throughput(loop.latest, loop.tokens)
-    return [
+    steps, spent = len(loop.durations), LearnerTime.between({}, loop.latest, tokens=loop.tokens)
+    seconds = max(spent.total, 1e-9)
+    rows = [
         (
             "learner steps",
-            f"{steps} in {seconds:.0f} s ({seconds / max(steps, 1):.2f} s each); "
+            f"{steps} in {duration(seconds)} ({seconds / max(steps, 1):.2f} s each); "
             f"{trainer.steps_done} of {trainer.total_steps} in all",
         ),
-        ("tokens trained", trained),
+        (
+            "tokens trained",
+            f"{loop.tokens:,} response tokens, {spent.tokens_per_s:,.0f} per second, evaluations "
+            "included",
+        ),
         (
             "staleness",
-            f"mean {loop.lag_sum / max(steps, 1):.2f}, largest {loop.lag_max:.0f} learner "
-            f"steps (bound {trainer.config.replay.max_staleness})",
+            f"mean {loop.lag_sum / max(steps, 1):.2f}, largest "
+            f"{counted(loop.lag_max, 'learner step')} "
+            f"(bound {trainer.config.replay.max_staleness})",
         ),
         (
             "publications",
             f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of "
             "its time for them",
         ),
-        ("learner time", spent),
+        (
+            "learner time",
+            f"{spent.share('working'):.0%} training, {spent.idle:.0%} waiting for groups",
+        ),
     ]
+    return [(label + _scope(trainer, "this start"), text) for label, text in rows]
+
+
+def _scope(trainer: Trainer, scope: str) -> str:
+    """Say what a number is of, where a run was resumed and there are two answers."""
+    return f", {scope}" if trainer.resumed_at else ""
 
 
 def _checks_and_faults(system: System) -> list[tuple[str, str]]:
@@ -400,24 +415,16 @@ def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
     return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, {whose}")]
 
 
-def throughput(metrics: Mapping[str, float], tokens: int) -> tuple[str, str]:
-    """Write "tokens trained" and "learner time" from the last learner step's metrics."""
-    time = LearnerTime.between({}, metrics, tokens=tokens)
-    return (
-        f"{tokens:,} response tokens, {time.tokens_per_s:,.0f} per second, evaluations included",
-        f"{time.share('working'):.0%} training, {time.idle:.0%} waiting for groups",
-    )
-
-
-def goodput(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Say what became of the tokens, largest parts first: a row, or none where none is known."""
+def goodput(trainer: Trainer) -> list[str]:
+    """Say what became of the tokens, largest parts first; nothing where none is known."""
+    metrics = trainer.system.loop.latest
     if "goodput/generated" not in metrics:
         return []
     generated = max(metrics["goodput/generated"], 1.0)
     shares = [(metrics[f"goodput/{place}"] / generated, place) for place in PLACES]
     largest = sorted(((share, place) for share, place in shares if share >= 0.001), reverse=True)
     text = ", ".join(f"{share:.1%} {place}" for share, place in largest)
-    return [("goodput", f"{generated:,.0f} tokens generated: {text}")]
+    return [f"{generated:,.0f} tokens generated: {text}"]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from async_grpo.checkpoint.resume import (
     changes,
     differences,
     find_checkpoint,
+    first_evaluation,
     has_past,
     last_logged_step,
     plan_rerun,
@@ -46,6 +46,7 @@ from async_grpo.preflight.model import check_metric_and_journal, look
 from async_grpo.report.launch import report_on
 from async_grpo.runtime.run_lock import RunLock
 from async_grpo.runtime.stopping import Stop
+from async_grpo.runtime.text import counted
 from async_grpo.tasks.base import TaskError, task_weights
 from async_grpo.tasks.registry import held_out, load_task
 
@@ -82,8 +83,8 @@ class Trainer:
         self.console = console or Console()
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.model_notes: list[str] | None = None
-        self.rl_seconds = 0.0
-        """Wall time spent in `train`."""
+        self.resumed_at = 0
+        """Learner steps that were trained before this start."""
         self._checked: Checked | None = None
         self._taken: DirectoryTaken | None = None
         self._lock = RunLock(self.run_dir, lost=self._lost)
@@ -138,8 +139,8 @@ class Trainer:
         self.console.attach(StatusFile(self.run_dir, begun, run=self.config.run.name))
         manifest = verified(self._facts.checkpoint)
         self.console.info(
-            f"staleness bound: {self.config.replay.max_staleness} learner steps, "
-            f"{self.config.max_lag_updates} optimizer updates; at most "
+            f"staleness bound: {counted(self.config.replay.max_staleness, 'learner step')}, "
+            f"{counted(self.config.max_lag_updates, 'optimizer update')}; at most "
             f"{self.config.max_outstanding} groups under way"
         )
         model_dir = self._model_dir()
@@ -232,7 +233,10 @@ class Trainer:
                 f"way: {path}"
             )
         self.console.info(*self._facts.changes.lines())
+        self.resumed_at = self.steps_done
         if self.steps_done:
+            if (first := first_evaluation(self.run_dir)) is not None:
+                self.evaluations.insert(0, first)
             self.console.info(
                 f"resumed {origin.path or 'the journal'} at step {self.steps_done} of "
                 f"{self.total_steps}"
@@ -244,14 +248,12 @@ class Trainer:
         system = self.system
         metrics: dict[str, float] = {}
         last = self.total_steps if steps is None else min(self.total_steps, self.steps_done + steps)
-        started = time.perf_counter()
         while True:
             metrics = self._train(last) or metrics
             self._run(system.settle())
             # A learner that died while it settled may be at an earlier step.
             if self.steps_done >= last or self.stop_requested:
                 break
-        self.rl_seconds += time.perf_counter() - started
         return metrics
 
     def _train(self, last: int) -> dict[str, float]:

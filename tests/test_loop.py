@@ -500,7 +500,7 @@ def fake_trainer(
             queue_restarts=0,
         ),
         config=settings,
-        rl_seconds=4.0,
+        resumed_at=0,
         steps_done=steps,
         total_steps=total,
         tracker=None,
@@ -516,7 +516,7 @@ def fake_trainer(
 def test_summary_says_what_happened_and_how_to_go_on() -> None:
     text = dict(summarise(fake_trainer(config(run={"total_steps": 4})), Path("/runs/r/c")))
     assert text["held-out accuracy, greedy"] == "25.0% -> 50.0% after step 4"
-    assert text["staleness"] == "mean 0.50, largest 1 learner steps (bound 2)"
+    assert text["staleness"] == "mean 0.50, largest 1 learner step (bound 2)"
     assert text["publications"] == "4; the learner waited 10.0% of its time for them"
     assert (
         text["weights checked"]

@@ -43,6 +43,19 @@ def last_logged_step(run_dir: Path) -> int:
     return 0
 
 
+def first_evaluation(run_dir: Path) -> tuple[int, dict[str, float]] | None:
+    """Read the run's first evaluation from `metrics.jsonl`: its step and metrics; None without."""
+    try:
+        with open(run_dir / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if '"eval/' in line:
+                    row = json.loads(line)
+                    return int(row["step"]), row
+    except (FileNotFoundError, ValueError, KeyError):  # a line that was cut off is the last one
+        pass
+    return None
+
+
 def has_past(config: Config) -> bool:
     """Whether the journal may bring the run to where it was, without a checkpoint too."""
     return config.checkpoint.resume != "never" and bool(segments(Path(config.run.dir) / "journal"))

@@ -35,6 +35,7 @@ from async_grpo.preflight.memory import (
 )
 from async_grpo.preflight.model import known_model
 from async_grpo.rollout.engine import kv_cache_gb
+from async_grpo.runtime.text import counted
 from async_grpo.tasks.registry import load_task
 from async_grpo.weights.transport import resolve_backend
 
@@ -88,10 +89,10 @@ def _budget(config: Config, total_steps: int) -> Iterator[Line]:
     )
     yield (
         "updates per step",
-        f"{_count(config.learner.ppo_epochs, 'epoch')} x {batch} / "
+        f"{counted(config.learner.ppo_epochs, 'epoch')} x {batch} / "
         f"{config.mini_batch_groups} groups = {config.updates_per_step}, each of "
         f"{config.mini_batch_groups * rollout.group_size} responses over "
-        f"{_count(config.learner.ranks, 'rank')}",
+        f"{counted(config.learner.ranks, 'rank')}",
     )
     yield (
         "in flight at most",
@@ -101,8 +102,8 @@ def _budget(config: Config, total_steps: int) -> Iterator[Line]:
     )
     yield (
         "worst lag",
-        f"max_staleness = {_count(staleness, 'learner step')}, (max_staleness + 1) x "
-        f"updates per step - 1 = {_count(config.max_lag_updates, 'optimizer update')}"
+        f"max_staleness = {counted(staleness, 'learner step')}, (max_staleness + 1) x "
+        f"updates per step - 1 = {counted(config.max_lag_updates, 'optimizer update')}"
         + ("; older tokens get weight 0" if replay.on_stale == "mask" else ""),
     )
     every = config.weight_sync.every_steps
@@ -170,8 +171,8 @@ def _placement(
             cores = f", cores {', '.join(map(str, slot.cores))}" if slot.cores else ""
             yield (
                 f"{label} {index}",
-                f"{addresses[slot.node_id]}: {_count(slot.cpus, 'CPU')}, "
-                f"{_count(slot.gpus, 'GPU')}{cores}",
+                f"{addresses[slot.node_id]}: {counted(slot.cpus, 'CPU')}, "
+                f"{counted(slot.gpus, 'GPU')}{cores}",
             )
 
 
@@ -183,7 +184,7 @@ def _warnings(
     most = config.max_outstanding * rollout.group_size
     if seats > most:
         yield (
-            f"{_count(engines, 'engine')} can generate {seats} responses at a time, and at most "
+            f"{counted(engines, 'engine')} can generate {seats} responses at a time, and at most "
             f"{most} are in flight: raise replay.max_staleness or rollout.rollout_batch_size, or "
             f"lower cluster.engine.max_num_seqs to {max(1, most // engines)}"
         )
@@ -217,10 +218,6 @@ def _short_of_memory(
             f"learner and engines need about {_size(need)} and this machine has {_size(free)} "
             "free: fewer engines, a smaller batch, or another machine"
         )
-
-
-def _count(number: float, thing: str) -> str:
-    return f"{number:g} {thing}" + ("s" if number != 1 else "")
 
 
 def _size(count: float) -> str:

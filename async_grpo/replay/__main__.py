@@ -42,7 +42,6 @@ from async_grpo.replay.inspection import (
     group_facts,
     ledger_facts,
     ledger_rows,
-    many,
     reward,
     select,
     step_range,
@@ -51,7 +50,7 @@ from async_grpo.replay.inspection import (
 )
 from async_grpo.replay.journal import segments
 from async_grpo.replay.ledger import State
-from async_grpo.runtime.text import on_one_line, shortened
+from async_grpo.runtime.text import counted, on_one_line, shortened
 from async_grpo.wire import Group, Rollout, WireError
 
 DecodeTokens = Callable[[Iterable[int]], str]
@@ -281,7 +280,7 @@ def _title(history: History, selection: Selection, shown: int, matching: int | N
     """Say how many groups match (`matching` None: not counted), and in which order they stand."""
     if not shown:
         return why_none(history, selection)
-    known = many(len(history.groups), "group")
+    known = counted(len(history.groups), "group")
     order = f"{'smallest' if selection.reverse else 'largest'} {selection.sort} first"
     if selection.sort == "id":
         order = "oldest first" if selection.reverse else "newest first"

@@ -20,7 +20,7 @@ from async_grpo.replay.history import GroupRecord, History, Start, Unlisted
 from async_grpo.replay.journal import segment_path, segments
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.token_ledger import PLACES
-from async_grpo.runtime.text import ago, on_one_line
+from async_grpo.runtime.text import ago, counted, on_one_line
 from async_grpo.wire import GroupMeta, WireError
 
 Facts = dict[str, Any]
@@ -258,7 +258,7 @@ def ledger_rows(history: History) -> list[tuple[str, str]]:
         ("refused", _listed({name: ledger.totals[name] for name in REFUSED})),
         ("", _last_refusal(history)),
         ("tokens", _listed(_tokens_by_place(ledger))),
-        ("retired", many(len(ledger.retired), "problem") if ledger.retired else ""),
+        ("retired", counted(len(ledger.retired), "problem") if ledger.retired else ""),
         *[("note", note) for note in (*history.notes, *why_unlisted(history))],
     ]
     return [(name, text) for name, text in rows if text]
@@ -269,7 +269,7 @@ def _files(history: History) -> str:
     stats = [path.stat() for path in paths if path.exists()]  # one may be deleted meanwhile
     size = sum(stat.st_size for stat in stats)
     silent = time.time() - (stats[-1].st_mtime if stats else 0.0)
-    text = f"{history.directory}: {many(len(stats), 'segment')}, {size / 1e6:,.1f} MB, written "
+    text = f"{history.directory}: {counted(len(stats), 'segment')}, {size / 1e6:,.1f} MB, written "
     text += f"{ago(silent)} ago"
     if silent > SILENT_S and not history.ledger.over:
         text += "; no end recorded: the run was ended abruptly, or it hangs"
@@ -350,11 +350,6 @@ def step_range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def many(count: int, noun: str) -> str:
-    """Write a count with its noun: '1 group', '2 groups'."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def steps_text(first: int, last: int) -> str:
     """Write a range of steps: 'step 3', 'steps 3 to 5'."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
@@ -363,7 +358,7 @@ def steps_text(first: int, last: int) -> str:
 def why_unlisted(history: History) -> list[str]:
     """Write a sentence for every reason why groups are counted but not listed."""
     return [
-        f"{many(number, 'group')} {'is' if number == 1 else 'are'} counted but not listed: "
+        f"{counted(number, 'group')} {'is' if number == 1 else 'are'} counted but not listed: "
         f"{_UNLISTED_BECAUSE[why]}"
         for why, number in history.unlisted.items()
     ]

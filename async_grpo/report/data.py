@@ -55,8 +55,16 @@ class RunData:
     evaluations: list[MetricsRow] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
     """The newest value of what only grows or is a state, from whichever line has it."""
+    starts: int = 0
+    """Starts of the run that trained a learner step."""
+    steps: int = 0
+    """Learner steps that all starts trained, with those that were taken back; likewise the lags."""
+    lag_sum: float = 0.0
+    lag_max: float = 0.0
     tokens: float = 0.0
     """Response tokens that the newest start of the run trained."""
+    seconds_before: float = 0.0
+    """The learner's time in earlier starts."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[MetricsRow] = field(default_factory=list)
     """The newest ones, logged when they were complete."""
@@ -69,6 +77,30 @@ class RunData:
         return LearnerTime.between(
             {}, self.rows[-1].values if self.rows else {}, tokens=self.tokens
         )
+
+    @property
+    def seconds(self) -> float:
+        """The learner's time in all starts, without the pauses between them."""
+        return self.seconds_before + self.learner_time.total
+
+    def count(self, row: MetricsRow, before: MetricsRow | None) -> None:
+        """Add a learner step to the start that it belongs to; one whose clock has gone back begins
+        another.
+        """
+        if before is None or any(
+            row.values.get(name, 0.0) < seconds
+            for name, seconds in before.values.items()
+            if name.startswith(LEARNER_PREFIX)
+        ):
+            earlier = {} if before is None else before.values
+            self.seconds_before += LearnerTime.between({}, earlier).total
+            self.starts += 1
+            self.tokens = 0.0
+        self.steps += 1
+        self.tokens += row.values.get("rollout/response_tokens", 0.0)
+        # absent when no token of the batch is in the loss
+        self.lag_sum += row.values.get("train/lag_mean", 0.0)
+        self.lag_max = max(self.lag_max, row.values.get("train/lag_max", 0.0))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps at which the metric is known, and its values."""
@@ -129,13 +161,7 @@ def read_run(run_dir: Path) -> RunData:
         if newest is not None and row.step <= newest.step:  # the steps from here on were taken back
             data.rows = _before(row, data.rows)
             data.evaluations = _before(row, data.evaluations)
-        if newest is not None and any(
-            row.values.get(name, 0.0) < seconds
-            for name, seconds in newest.values.items()
-            if name.startswith(LEARNER_PREFIX)
-        ):
-            data.tokens = 0.0  # another start: its clock begins at 0
-        data.tokens += row.values.get("rollout/response_tokens", 0.0)
+        data.count(row, newest)
         newest = row
         if row.step % stride == 0 or not data.rows:
             data.rows.append(row)

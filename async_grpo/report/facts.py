@@ -16,7 +16,7 @@ from async_grpo.errors import EXIT_MEANING
 from async_grpo.observe.console.status_file import condition
 from async_grpo.report.data import RunData
 from async_grpo.report.plots import tokens_by_fate
-from async_grpo.runtime.text import ago
+from async_grpo.runtime.text import duration
 
 NO_SAMPLES = "No responses were recorded (tracking.sample_rows is 0, or the run was not evaluated)."
 SAMPLES_SHOWN, TEXT_CHARS, LINES_SHOWN = 5, 1500, 60
@@ -75,11 +75,10 @@ def tiles(data: RunData) -> tuple[str, str, list[tuple[str, str]]]:
     lead, kind = _state(data)
     shown: list[tuple[str, str]] = []
     if data.rows:
-        first, last = data.rows[0], data.rows[-1]
+        last = data.rows[-1]
         total = f" of {data.status['total']:,}" if data.status.get("total") else ""
-        took = last.time - first.time + first.values.get("time/step", 0.0)
         shown.append(("learner steps", f"{last.step:,}{total}"))
-        shown.append(("first to last step", _duration(took)))
+        shown.append(("learner's time, pauses apart", duration(data.seconds)))
     shown += _accuracy(data)
     unit, fates = tokens_by_fate(data)
     if unit == "tokens" and (generated := sum(fates.values())):
@@ -87,16 +86,15 @@ def tiles(data: RunData) -> tuple[str, str, list[tuple[str, str]]]:
         shown.append(("of the generated tokens were trained", f"{share:.1%}"))
     time_spent = data.learner_time
     if time_spent.total > 0:
-        shown.append(("tokens/s trained", f"{time_spent.tokens_per_s:,.0f}"))
-        shown.append(("learner idle", f"{time_spent.idle:.0%}"))
+        since = " since the last start" if data.starts > 1 else ""
+        shown.append((f"tokens/s trained{since}", f"{time_spent.tokens_per_s:,.0f}"))
+        shown.append((f"learner idle{since}", f"{time_spent.idle:.0%}"))
+        bound = data.setting("replay.max_staleness")
+        shown.append(("lag, mean", f"{data.lag_sum / data.steps:.2f}"))
+        shown.append((f"lag, largest (bound {bound})", f"{data.lag_max:.0f}"))
     if scores := data.series("rollout/score")[1]:
         tenth = scores[-max(1, len(scores) // 10) :]
         shown.append(("reward, last tenth", f"{sum(tenth) / len(tenth):.3f}"))
-    if lags := data.series("train/lag_mean")[1]:
-        shown.append(("lag, mean", f"{sum(lags) / len(lags):.2f}"))
-    if lags := data.series("train/lag_max")[1]:
-        bound = data.setting("replay.max_staleness")
-        shown.append((f"lag, largest (bound {bound})", f"{max(lags):.0f}"))
     return lead, kind, shown
 
 
@@ -219,9 +217,3 @@ def _plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return "" if value is None else str(value)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return ago(seconds)
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -55,6 +55,21 @@ def ago(seconds: float) -> str:
     return f"{hours} h" if hours < 72 else f"{hours // 24} days"
 
 
+def duration(seconds: float) -> str:
+    """Write a duration to the second: 250 s, 7 min 5 s, 2 h 3 min."""
+    whole = max(0, round(seconds))
+    if whole < 300:
+        return f"{whole} s"
+    if whole < 6000:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def counted(number: float, thing: str) -> str:
+    """Write a number with its noun: 1 learner step, 2 learner steps."""
+    return f"{number:,.10g} {thing}{'' if number == 1 else 's'}"
+
+
 def one_line(error: BaseException) -> str:
     """Shorten an error to a line without passwords, by its system error; a RunError stays whole."""
     if isinstance(error, RunError):

@@ -10,18 +10,21 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from async_grpo.batching import RankPlan, RowKey, RowValue
+from async_grpo.checkpoint.resume import first_evaluation
 from async_grpo.loop import Loop
 from async_grpo.observe.bottleneck import BottleneckWatch, ThroughputModel
 from async_grpo.observe.console.progress import WINDOW_S, Progress
 from async_grpo.report.data import read_run
 from async_grpo.report.facts import tiles
 from async_grpo.report.plots import times_by_cause
-from async_grpo.run import throughput
+from async_grpo.run import summarise
+from async_grpo.runtime.text import duration
 from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LearnerTime, TimeByCause
 from async_grpo.wire import Batch
 from tests.support.loops import WEIGHTS, batch_of, config
@@ -80,7 +83,9 @@ class Run:
         self.takes(1.0)
 
     async def end(self) -> list[dict[str, Any]]:
-        return [{"sums": {}, "highs": {}, "lows": {}}]
+        step = self.loop.steps_done + 1
+        sums = {"train/lag_mean": [step % 4 + 1.0, 2.0]}
+        return [{"sums": sums, "highs": {"train/lag_max": float(step % 4)}, "lows": {}}]
 
     async def publish(self, version: int) -> float:
         self.takes(0.5)
@@ -100,6 +105,33 @@ class Run:
             with self.loop.time.during("checkpointing"):
                 self.now += 1.5 * (step % 4 == 0)
         return self.rows
+
+
+def summary(loop: Loop, **facts: Any) -> dict[str, str]:
+    """The closing table of a run with this loop."""
+    coordinator = SimpleNamespace(
+        times=SimpleNamespace(count=4, learner_waited=0.4, repeated=0, dropped=0),
+        weight_metrics=lambda: {"weights/probes": 0.0, "weights/drift": 0.0},
+    )
+    system = SimpleNamespace(
+        loop=loop,
+        coordinator=coordinator,
+        actors=SimpleNamespace(restarts=0),
+        supervisor=SimpleNamespace(restarts=0),
+        queue_restarts=0,
+    )
+    trainer = {
+        "system": system,
+        "config": config(run={"total_steps": STEPS}),
+        "resumed_at": 0,
+        "steps_done": STEPS,
+        "total_steps": STEPS,
+        "tracker": None,
+        "run_dir": Path("/runs/r"),
+        "verdict": None,
+        "evaluations": [],
+    }
+    return dict(summarise(SimpleNamespace(**trainer | facts), Path("/runs/r/c")))
 
 
 @pytest.fixture
@@ -126,9 +158,14 @@ def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: P
         assert sum(parts) == pytest.approx(whole), name
 
     # the summary
-    trained, spent = throughput(run.loop.latest, run.loop.tokens)
-    assert trained.startswith(f"{tokens:,.0f} response tokens, {tokens / wall:,.0f} per second")
-    assert spent.endswith(f"{starved / wall:.0%} waiting for groups")
+    told = summary(run.loop)
+    assert told["tokens trained"].startswith(
+        f"{tokens:,.0f} response tokens, {tokens / wall:,.0f} per second"
+    )
+    assert told["learner time"].endswith(f"{starved / wall:.0%} waiting for groups")
+    assert told["learner steps"].startswith(f"{STEPS} in {duration(wall)} ({wall / STEPS:.2f} s")
+    lag = sum(row["train/lag_mean"] for row in rows) / STEPS
+    assert told["staleness"].startswith(f"mean {lag:.2f}, largest 3 learner steps")
 
     # the report: its tiles and its picture
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -136,6 +173,8 @@ def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: P
     shown = dict(tiles(data)[2])
     assert shown["tokens/s trained"] == f"{tokens / wall:,.0f}"
     assert shown["learner idle"] == f"{starved / wall:.0%}"
+    assert shown["learner's time, pauses apart"] == duration(wall)
+    assert shown["lag, mean"] == f"{lag:.2f}" and shown["lag, largest (bound None)"] == "3"
     causes = dict(times_by_cause(data))["learner time"]
     assert causes["starved"] / sum(causes.values()) == pytest.approx(starved / wall)
     assert causes["evaluating"] == pytest.approx(1.5)
@@ -157,10 +196,31 @@ def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: P
     assert told[-1] is not None and f"learner idle {idle:.0%}" in told[-1].text
 
 
-def test_another_start_of_the_run_begins_with_no_tokens(run: Run, tmp_path: Path) -> None:
-    again = [row | {"step": row["step"] + STEPS} for row in run.rows]
-    rows = [*run.rows, *again]
+def test_a_resumed_run_says_what_is_of_this_start_and_leaves_the_pause_out(
+    run: Run, tmp_path: Path
+) -> None:
+    before = {"step": 0, "time": 999.0, "eval/accuracy_greedy": 0.25, "eval/problems": 8.0}
+    again = [
+        row | {"step": row["step"] + STEPS, "time": row["time"] + 5000.0, "train/lag_max": 2.0}
+        for row in run.rows[:-2]
+    ]
+    rows = [before, *run.rows, *again]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_run(tmp_path).learner_time == LearnerTime.between(
-        {}, run.rows[-1], tokens=run.loop.tokens
-    )
+    data = read_run(tmp_path)
+    tokens = sum(row["rollout/response_tokens"] for row in again)
+    now = LearnerTime.between({}, again[-1], tokens=tokens)
+    assert (data.learner_time, data.starts, data.steps) == (now, 2, 2 * STEPS - 2)
+    shown = dict(tiles(data)[2])
+    wall = run.rows[-1]["time"] - 1000.0
+    assert shown["learner's time, pauses apart"] == duration(wall + now.total)
+    assert shown["tokens/s trained since the last start"] == f"{now.tokens_per_s:,.0f}"
+    assert shown["lag, largest (bound None)"] == "3", "of the whole run"
+
+    assert first_evaluation(tmp_path) == (0, before)
+    evaluations = [(0, before), (2 * STEPS, before | {"eval/accuracy_greedy": 0.5})]
+    told = summary(run.loop, resumed_at=STEPS, evaluations=evaluations)
+    assert told["held-out accuracy, greedy"] == f"25.0% -> 50.0% after step {2 * STEPS}"
+    assert {name for name in told if name.endswith(", this start")} == {
+        f"{name}, this start"
+        for name in ("learner steps", "tokens trained", "staleness", "publications", "learner time")
+    }

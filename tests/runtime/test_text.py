@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.errors import SetupError
-from async_grpo.runtime.text import ERROR_CHARS, ago, one_line, visible, without_password
+from async_grpo.runtime.text import (
+    ERROR_CHARS,
+    ago,
+    counted,
+    duration,
+    one_line,
+    visible,
+    without_password,
+)
 
 
 def test_control_characters_show_and_newlines_stay_where_they_are_wanted() -> None:
@@ -19,6 +27,19 @@ def test_control_characters_show_and_newlines_stay_where_they_are_wanted() -> No
 )
 def test_a_duration_has_one_unit(seconds: float, text: str) -> None:
     assert ago(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(104.4, "104 s"), (299.6, "5 min 0 s"), (5999, "99 min 59 s"), (6000, "1 h 40 min")],
+)
+def test_a_duration_to_the_second(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_number_has_its_noun() -> None:
+    assert counted(1, "step") == "1 step" and counted(0, "step") == "0 steps"
+    assert counted(1234567, "token") == "1,234,567 tokens" and counted(0.5, "CPU") == "0.5 CPUs"
 
 
 def test_an_error_is_one_line_without_passwords() -> None:
