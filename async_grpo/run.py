@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +126,8 @@ def _train_on(trainer, console: Console) -> None:
         log_model(trainer.config, console, trainer.tracker, final / "hf")
     rows, loop = summarise(trainer, final), trainer.system.loop
     trainer.stop("KILLED" if trainer.stop_requested else "FINISHED", ending=(0, ""))
-    final_account = dict(goodput(loop.latest))  # nothing is under way any more
+    # nothing is under way any more
+    final_account = dict(goodput(loop.latest, scope=_scope(trainer, "whole run")))
     rows = [(label, final_account.get(label, text)) for label, text in rows]
     console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
 
@@ -293,7 +294,7 @@ def _end(console: Console, code: int, message: str) -> int:
 def summarise(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     """Write the rows (label, text) of the closing table, while the trainer still runs."""
     rows = [*_accuracy(trainer), *_training(trainer)]
-    rows += [(f"goodput{_scope(trainer, 'whole run')}", text) for text in goodput(trainer)]
+    rows += goodput(trainer.system.loop.latest, scope=_scope(trainer, "whole run"))
     if trainer.verdict is not None:
         rows.append(("verdict", trainer.verdict.text))
     return [*rows, *_checks_and_faults(trainer.system), *_next_steps(trainer, checkpoint)]
@@ -342,7 +343,12 @@ def _scope(trainer: Trainer, scope: str) -> str:
 def _checks_and_faults(system: System) -> list[tuple[str, str]]:
     """Write a row for every kind of check that was made, and of fault that was survived."""
     checks, times = system.coordinator.weight_metrics(), system.coordinator.times
+    errors = [
+        f"{system.loop.latest.get(f'rollout/verifier_errors_{kind}', 1.0):.0f} x {text}"
+        for kind, text in system.verifier_errors.told.items()
+    ]
     rows = [
+        (errors, "verifier errors", "; ".join(errors)),
         (
             checks["weights/probes"],
             "weights checked",
@@ -415,16 +421,15 @@ def _accuracy(trainer: Trainer) -> list[tuple[str, str]]:
     return [*rows, ("held-out problems", f"{after['eval/problems']:.0f}, {whose}")]
 
 
-def goodput(trainer: Trainer) -> list[str]:
-    """Say what became of the tokens, largest parts first; nothing where none is known."""
-    metrics = trainer.system.loop.latest
+def goodput(metrics: Mapping[str, float], *, scope: str = "") -> list[tuple[str, str]]:
+    """Say what became of the tokens, largest parts first: a row, or none where none is known."""
     if "goodput/generated" not in metrics:
         return []
     generated = max(metrics["goodput/generated"], 1.0)
     shares = [(metrics[f"goodput/{place}"] / generated, place) for place in PLACES]
     largest = sorted(((share, place) for share, place in shares if share >= 0.001), reverse=True)
     text = ", ".join(f"{share:.1%} {place}" for share, place in largest)
-    return [f"{generated:,.0f} tokens generated: {text}"]
+    return [(f"goodput{scope}", f"{generated:,.0f} tokens generated: {text}")]
 
 
 if __name__ == "__main__":

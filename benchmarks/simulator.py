@@ -536,7 +536,8 @@ class Simulation:
     async def line(self) -> dict[str, float]:
         """The metrics of a step as far as a verdict looks at them."""
         spent = [
-            dict(actor.time.report(Counter(), Counter()).seconds) for actor in self.actors.values()
+            dict(actor.time.report(Counter(), Counter(), errors={}).seconds)
+            for actor in self.actors.values()
         ]
         engine = {
             f"time/engine/{cause}": sum(one[cause] for one in spent) / len(spent)

@@ -484,6 +484,7 @@ def fake_trainer(
     loop.latest = {f"time/learner/{cause}": spent for cause, spent in seconds.items()}
     loop.latest |= {f"goodput/{place}": 0.0 for place in PLACES} | {
         "goodput/generated": 4000.0,
+        "rollout/verifier_errors_crash": 5.0,
         "goodput/trained": 3000.0,
         "goodput/probes": 1000.0,
     }
@@ -498,6 +499,7 @@ def fake_trainer(
             actors=SimpleNamespace(restarts=0),
             supervisor=SimpleNamespace(restarts=0),
             queue_restarts=0,
+            verifier_errors=SimpleNamespace(told={"crash": "crash: killed by signal 9"}),
         ),
         config=settings,
         resumed_at=0,
@@ -523,6 +525,7 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
         == "3 times while training; engines and learner differ by 2.0e-06 at most"
     )
     assert text["publication faults"] == "1 transfers repeated, 0 engines dropped"
+    assert text["verifier errors"] == "5 x crash: killed by signal 9"
     assert text["goodput"] == "4,000 tokens generated: 75.0% trained, 25.0% probes"
     assert text["learner time"] == "50% training, 25% waiting for groups"
     assert "async_grpo.run /runs/r/config.yaml run.total_steps=8 " in text["next"]

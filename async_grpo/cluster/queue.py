@@ -168,6 +168,10 @@ class QueueProcess:
         """`metrics`, and the latest report of every rollout actor."""
         return QueueMetrics(await self._queue.metrics(), self._queue.reports())
 
+    async def reports(self) -> dict[str, ActorReport]:
+        """The latest report of every rollout actor."""
+        return self._queue.reports()
+
     async def in_flight(self) -> dict[str, list[tuple[int, int, float]]]:
         """(group_id, attempt, seconds since it was issued) at each actor, for post-mortems."""
         ledger, now = self._queue.ledger, time.monotonic()
@@ -200,9 +204,17 @@ class DriverQueue:
     async def metrics(self) -> dict[str, float]:
         """Metrics of the queue and of all rollout actors."""
         answer: QueueMetrics = await self._call(self._handle.full_metrics.remote())
-        for actor_id, report in answer.reports.items():
-            self.reports.tell(actor_id, report)
+        self._take(answer.reports)
         return answer.metrics | self.reports.metrics()
+
+    async def verifier_errors(self) -> dict[str, str]:
+        """Kinds of verifier errors so far, each with the text of its first error."""
+        self._take(await self._call(self._handle.reports.remote()))
+        return self.reports.verifier_errors()
+
+    def _take(self, reports: dict[str, ActorReport]) -> None:
+        for actor_id, report in reports.items():
+            self.reports.tell(actor_id, report)
 
     async def tell(self, actor_id: str, report: ActorReport) -> None:
         """Pass on the last report of an actor that is gone."""

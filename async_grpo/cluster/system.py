@@ -46,6 +46,7 @@ from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec
 from async_grpo.cluster.samples import TrainingSamples
 from async_grpo.cluster.session import Session
+from async_grpo.cluster.verifier_errors import VerifierErrors
 from async_grpo.cluster.watchdog import whole_step
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost
@@ -128,6 +129,7 @@ class Processes:
         snapshot = self.partials.snapshot(facts.origin.snapshot())
         self.queue_handle = _queue_process(config, facts, session=session, snapshot=snapshot)
         self.queue = DriverQueue(self.queue_handle)
+        self.verifier_errors = VerifierErrors(config, self.queue, listener, failures)
         self.relays = Relays(
             home=placement.learners[0].node_id,
             key=facts.key,
@@ -258,6 +260,7 @@ class System:
         if not self._producing:
             self._producing = True
             self.actors.begin(self.coordinator)
+            self.verifier_errors.begin()
         return self._with_faults(
             await self.supervisor.surviving(partial(self._step, self.steps_done), blame=True)
         )
@@ -330,6 +333,7 @@ class System:
     async def stop(self, *, orderly: bool = True) -> None:
         """Stop every part, whatever happens to the others. orderly: nothing went wrong."""
         self.evaluations.cancel()
+        self.verifier_errors.cancel()
         if orderly:
             await self._samples.finish()
         closing = [self._close_queue(orderly=orderly)] if self._queue_open else []
@@ -350,6 +354,7 @@ class System:
 
     async def _close_queue(self, *, orderly: bool) -> None:
         """Close the queue; after an orderly end log the final accounts of tokens and time."""
+        await self.verifier_errors.tell()
         await self.queue.close(orderly=orderly)
         if not orderly or not self.loop.time.began:
             return
@@ -374,6 +379,11 @@ class System:
             learner=self.learner,
             loop=self.loop if self._queue_open else None,
         )
+
+    @property
+    def verifier_errors(self) -> VerifierErrors:
+        """What went wrong in verifiers, by kind."""
+        return self._processes.verifier_errors
 
     @property
     def run_epoch(self) -> int:

@@ -41,12 +41,14 @@ class TokenTotals(NamedTuple):
 class ActorReport(NamedTuple):
     """Running totals of one actor's process. began: when its time began to count (Unix seconds,
     0.0: not yet). seconds: by cause. counters: by name, groups and verifier errors among them.
+    errors: the first verifier error of every kind, as (kind, text).
     """
 
     tokens: TokenTotals
     began: float = 0.0
     seconds: tuple[tuple[str, float], ...] = ()
     counters: tuple[tuple[str, float], ...] = ()
+    errors: tuple[tuple[str, str], ...] = ()
 
 
 class QueueMetrics(NamedTuple):
@@ -75,6 +77,10 @@ class ActorReports:
             for actor_id, report in self.latest.items()
             if known.get(actor_id) != report.tokens
         )
+
+    def verifier_errors(self) -> dict[str, str]:
+        """Kinds of verifier errors, each with the text of its first error at some actor."""
+        return dict(error for report in self.latest.values() for error in report.errors)
 
     def engine_times(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
         """`engine_times` of all actors whose time counts."""

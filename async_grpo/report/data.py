@@ -31,7 +31,15 @@ _KEPT = re.compile(
     r"|replay/(lag_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts|forfeited|capacity|in_flight)"
     r"|checkpoint/seconds|cluster/(restarts|learner_restarts|rollout_actors|faults)|weights/(publications|repeated|dropped_engines|until_live_s)"
 )
-_TOTALS = ("goodput/", "time/learner/", "time/engine/", "replay/", "cluster/", "weights/")
+_TOTALS = (
+    "goodput/",
+    "time/learner/",
+    "time/engine/",
+    "replay/",
+    "cluster/",
+    "weights/",
+    "rollout/verifier_errors_",
+)
 _STEP = re.compile(rb'\{"step": (\d+),')
 
 

@@ -142,6 +142,12 @@ def restarts(data: RunData) -> tuple[str, list[tuple[str, str]]]:
         )
         if data.totals.get(name)
     ]
+    errors = "rollout/verifier_errors_"
+    counts += [
+        f"{count:.0f} verifier errors ({name.removeprefix(errors)})"
+        for name, count in sorted(data.totals.items())
+        if name.startswith(errors)
+    ]
     starts = sum(event["kind"] == "start" for event in data.events)
     if starts > 1:
         counts.insert(0, f"the run was started {starts} times")

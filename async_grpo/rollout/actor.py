@@ -38,6 +38,7 @@ from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling,
 from async_grpo.rollout.evaluator import EngineEvaluator, PromptTooLong, probe_sequences
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, encode_all
 from async_grpo.rollout.time_accounting import EngineTime
+from async_grpo.runtime.text import first_line, shortened
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import load_task, problem_index
@@ -133,6 +134,8 @@ class RolloutActor:
         self._counts: Counter[str] = Counter()
         self._paused_s = 0.0
         self._time = EngineTime()
+        self._verifier_errors: dict[str, str] = {}
+        """The first error of every kind."""
 
     @property
     def parts(self) -> Parts:
@@ -266,7 +269,9 @@ class RolloutActor:
         """Totals of the whole run, once the queue is closed and unfinished groups are dropped."""
         if self._time.is_producing:
             await self._ended.wait()
-        return self._time.report(self.parts.engine.sampled, self._counts)
+        return self._time.report(
+            self.parts.engine.sampled, self._counts, errors=self._verifier_errors
+        )
 
     async def health(self) -> None:
         """Raise EngineError when the engine is dead."""
@@ -308,7 +313,9 @@ class RolloutActor:
 
     async def _acquire(self, want: int) -> list[GroupTicket] | None:
         engine = self.parts.engine
-        report = self._time.report(engine.sampled, self._counts, every_s=HEARTBEAT_S)
+        report = self._time.report(
+            engine.sampled, self._counts, errors=self._verifier_errors, every_s=HEARTBEAT_S
+        )
         return await self._queue.acquire(
             self.actor_id, engine.serving_version, list(self._groups), want, report
         )
@@ -446,6 +453,7 @@ class RolloutActor:
             if isinstance(result, VerifierError):
                 self._counts["verifier_errors"] += 1
                 self._counts[f"verifier_errors_{result.reason}"] += 1
+                self._verifier_errors.setdefault(result.reason, shortened(first_line(result), 300))
                 if self._config.task.verifier.on_error != "zero":
                     raise result
                 result = Score(rewards=dict.fromkeys(self.parts.task.weights, 0.0), verdict=0.0)

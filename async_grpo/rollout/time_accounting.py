@@ -59,9 +59,16 @@ class EngineTime:
             self._look()
 
     def report(
-        self, sampled: Mapping[str, int], counts: Mapping[str, float], *, every_s: float = 0.0
+        self,
+        sampled: Mapping[str, int],
+        counts: Mapping[str, float],
+        *,
+        errors: Mapping[str, str],
+        every_s: float = 0.0,
     ) -> ActorReport | None:
-        """Report tokens, seconds and `counts`; None within `every_s` of the last report."""
+        """Report tokens, seconds, `counts` and the first `errors` of verifiers; None within
+        `every_s` of the last report.
+        """
         now = self._clock()
         if every_s and now - self._reported_at < every_s:
             return None
@@ -79,6 +86,7 @@ class EngineTime:
             self._time.began,
             tuple(self._time.seconds().items()),
             (*purposes, *((name, float(count)) for name, count in counts.items())),
+            tuple(errors.items()),
         )
 
     def _look(self) -> None:

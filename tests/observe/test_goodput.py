@@ -231,8 +231,11 @@ def test_the_time_of_an_engine_follows_its_groups() -> None:
     engine.producing(False)
     passes(32.0)
     report = engine.report(
-        {"total": 9, "probes": 2, "evaluated": 3}, {"continued_tokens": 4, "reprefilled": 5}
+        {"total": 9, "probes": 2, "evaluated": 3},
+        {"continued_tokens": 4, "reprefilled": 5},
+        errors={"crash": "killed"},
     )
+    assert report.errors == (("crash", "killed"),)
     assert dict(report.seconds) == {
         "working": 2.0,
         "blocked": 1.0,
@@ -243,7 +246,7 @@ def test_the_time_of_an_engine_follows_its_groups() -> None:
         "other": 32.0,
     }
     assert (report.began, report.tokens) == (100.0, TokenTotals(9, 2, 3, 4, 5))
-    assert engine.report({}, {}, every_s=0.5) is None
+    assert engine.report({}, {}, errors={}, every_s=0.5) is None
 
 
 def test_a_place_whose_process_was_replaced() -> None:
@@ -266,6 +269,8 @@ def test_counters_are_summed_over_all_actors_and_an_older_report_is_left_aside()
         "rollout/continued_tokens": 0.0,
         "rollout/verifier_errors": 0.0,
     }
+    reports.tell("c", ActorReport(TokenTotals(), errors=(("crash", "first"), ("timeout", "late"))))
+    assert reports.verifier_errors() == {"crash": "first", "timeout": "late"}
     errors = (("failed", 2.0), ("verifier_errors", 1.0), ("verifier_errors_crash", 1.0))
     reports.tell("a", ActorReport(TokenTotals(9), 100.0, (("working", 3.0),), errors))
     reports.tell("a", ActorReport(TokenTotals(8), 100.0, (("working", 1.0),), ()))

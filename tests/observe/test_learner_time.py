@@ -119,6 +119,7 @@ def summary(loop: Loop, **facts: Any) -> dict[str, str]:
         actors=SimpleNamespace(restarts=0),
         supervisor=SimpleNamespace(restarts=0),
         queue_restarts=0,
+        verifier_errors=SimpleNamespace(told={}),
     )
     trainer = {
         "system": system,

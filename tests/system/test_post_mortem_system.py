@@ -175,6 +175,8 @@ def test_hanging_verifiers_are_named_and_counted_and_the_run_can_go_on(
     assert {"driver", "learner-0", "queue", "actor-0.0", "actor-0.0+engine"} <= {
         name.rpartition("-")[0] for name in texts
     }
+    told = "a verifier failed, the group is issued again (task.verifier.on_error): timeout"
+    assert story["log"].count(told) == 1, "the first of its kind is on the screen"
     assert story["errors"] >= 1 and story["after"]["rollout/response_tokens"] > 0
     assert (
         story["verifier_seconds"] < STEP_S + LATE_S + STEP_S

@@ -1,0 +1,61 @@
+"""The first verifier error of every kind, told while the run goes on.
+
+Runs in: the driver, on the event loop of the system. Hides how often the queue, to which rollout
+actors report, is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from async_grpo.cluster.queue import DriverQueue
+from async_grpo.config.schema import Config
+from async_grpo.runtime.listener import FailureHandler, RunListener
+
+WATCH_S = 2.0
+CONSEQUENCES = {
+    "drop_group": "the group is issued again",
+    "zero": "the response counts as wrong",
+    "fail": "the run ends",
+}
+"""What `task.verifier.on_error` makes of an error, in words."""
+
+
+class VerifierErrors:
+    """Kinds of verifier errors that were met: `told` has the text of the first one of each."""
+
+    def __init__(
+        self, config: Config, queue: DriverQueue, listener: RunListener, failures: FailureHandler
+    ) -> None:
+        self._consequence = CONSEQUENCES[config.task.verifier.on_error]
+        self._queue, self._listener = queue, listener
+        self._failures = failures
+        self._watching: asyncio.Task[None] | None = None
+        self.told: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Look every `WATCH_S` from now on."""
+        self._watching = asyncio.create_task(self._watch())
+
+    def cancel(self) -> None:
+        """Look no more."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def tell(self) -> None:
+        """Say the first error of every kind that is new."""
+        for kind, text in (await self._queue.verifier_errors()).items():
+            if kind not in self.told:
+                self.told[kind] = text
+                self._listener.note(
+                    f"a verifier failed, {self._consequence} (task.verifier.on_error): {text}; the "
+                    f"next ones of this kind are only counted (rollout/verifier_errors_{kind})"
+                )
+
+    async def _watch(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(WATCH_S)
+                await self.tell()
+        except Exception as error:  # noqa: BLE001 - ends the run
+            self._failures.fail(error)
