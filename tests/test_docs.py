@@ -4,6 +4,7 @@ that they name exist.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from async_grpo.config.docs import settings
 from async_grpo.config.recipes import recipes
+from async_grpo.run import main
+from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -28,6 +31,25 @@ def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_example_of_ones_own_model_and_rows_passes_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = README.read_text(encoding="utf-8").partition("## Your model, your rows")[2]
+    [row, settings_of_it] = re.findall(r"```(?:json|yaml)\n(.*?)```", example, re.DOTALL)[:2]
+    for name, numbers in (("rows.jsonl", range(30, 60)), ("held_out.jsonl", range(60, 70))):
+        lines = [row.replace("17", str(number)) for number in numbers]
+        (tmp_path / name).write_text("".join(lines))
+    (tmp_path / "own.yaml").write_text(settings_of_it)
+    model = Path(write_model(tmp_path / "model"))
+    told = json.loads((model / "tokenizer_config.json").read_text())
+    told["chat_template"] = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(told))
+    monkeypatch.chdir(tmp_path)
+    assert main(["own.yaml", f"model.path={model}", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "16 groups x 8 responses" in said and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
