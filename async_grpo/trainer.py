@@ -37,7 +37,7 @@ from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
 from async_grpo.errors import DirectoryTaken, RunError, SetupError, StopRequested
-from async_grpo.observe.bottleneck import Bottleneck, BottleneckWatch, ThroughputModel
+from async_grpo.observe.bottleneck import AGREE, Bottleneck, BottleneckWatch, ThroughputModel
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.observe.run_log import RunLog
@@ -94,7 +94,7 @@ class Trainer:
         self._rerun: Rerun | None = None
         self._started = False
         self._stop_requested = Stop()
-        self._verdicts = BottleneckWatch(ThroughputModel.of(self.config))
+        self._verdicts: BottleneckWatch | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="async_grpo-loop", daemon=True
@@ -172,6 +172,8 @@ class Trainer:
         self._start_system(model_dir, origin, saver)
         tracker.tag("run_epoch", str(self.system.run_epoch))
         self.console.info(*tracker.ready())
+        model = ThroughputModel.of(self.config, cores=self.system.cores)
+        self._verdicts = BottleneckWatch(model, agree=AGREE)
         self._started = True
         self._tell_origin(origin)
 
@@ -257,7 +259,7 @@ class Trainer:
         return metrics
 
     def _train(self, last: int) -> dict[str, float]:
-        system, held_out = self.system, self._facts.held_out
+        system, held_out, verdicts = self.system, self._facts.held_out, self._verdicts
         metrics: dict[str, float] = {}
         while self.steps_done < last and not self.stop_requested:
             if self._taken is not None:  # during the start, or between two calls
@@ -268,7 +270,7 @@ class Trainer:
             except StopRequested:  # it was waiting for groups
                 break
             self._log.saver.check()
-            if (verdict := self._verdicts.observe(metrics)) is not None:
+            if (verdict := verdicts.observe(metrics)) is not None:
                 self.console.verdict(kind=verdict.kind, text=verdict.text)
             if self._due(self.config.checkpoint.every_steps, before):
                 self._save(keep_groups=False, wait=False)
@@ -475,7 +477,7 @@ class Trainer:
     @property
     def verdict(self) -> Bottleneck | None:
         """Who limited the last interval of steps, and what to change; None before the first."""
-        return self._verdicts.latest
+        return None if self._verdicts is None else self._verdicts.latest
 
     # ---- inside ----
 

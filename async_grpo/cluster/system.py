@@ -24,6 +24,7 @@ longest):
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,6 +126,8 @@ class Processes:
         failures: System,
     ) -> None:
         session, placement = places.session, places.placement
+        # on CPU all of them run on the driver's machine
+        self.cores = len(os.sched_getaffinity(0)) if placement.device == "cpu" else None
         self.partials = PartialCollector(config, facts.origin.path, listener)
         snapshot = self.partials.snapshot(facts.origin.snapshot())
         self.queue_handle = _queue_process(config, facts, session=session, snapshot=snapshot)
@@ -379,6 +382,11 @@ class System:
             learner=self.learner,
             loop=self.loop if self._queue_open else None,
         )
+
+    @property
+    def cores(self) -> int | None:
+        """Cores that engines and learner ranks share; None where models run on GPUs."""
+        return self._processes.cores
 
     @property
     def verifier_errors(self) -> VerifierErrors:

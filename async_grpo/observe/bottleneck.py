@@ -20,12 +20,15 @@ too high: engines that generate more groups at a time generate each more slowly,
 do not divide a small step evenly.
 
 Invariants: pure functions of metrics that are logged anyway; no advice without a gain of at least
-`WORTH` of the throughput.
+`WORTH` of the throughput, and none that the machine cannot follow; a watch names a limit that
+several intervals agree on, and says so when none does. Sentences promise no figures: those of a
+short interval are not worth it (`predicted_gain` has them).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,9 +36,15 @@ from typing import Literal
 from async_grpo.config.schema import Config
 from async_grpo.runtime.time_ledger import ENGINE_PREFIX, LEARNER_PREFIX, LearnerTime, spent
 
-Kind = Literal["balanced", "learner", "publications", "engines", "verifier", "slots", "tail"]
+Kind = Literal[
+    "balanced", "unclear", "learner", "publications", "engines", "verifier", "slots", "tail"
+]
 LITTLE, WORTH, FULL = 0.10, 0.15, 0.80
 """Shares: less starving is busy, a smaller gain is no advice, engines with more taken are full."""
+IDLE = 0.20
+"""A learner that starves for a larger share is not balanced, whatever else is known."""
+AGREE, PATIENCE = 3, 6
+"""Intervals in a row that name a limit before it is told, and that may disagree before that is."""
 MUCH = 0.15
 """Share of the time of learner or engines that publications may take."""
 AT_MOST = 4
@@ -73,9 +82,11 @@ class ThroughputModel:
     """Groups for which one rollout actor has room."""
     whole: bool = False
     """A group keeps its place until its last verdict; else each response until it ends."""
+    cores: int | None = None
+    """Cores that engines and learner ranks share; None where models run on GPUs."""
 
     @classmethod
-    def of(cls, config: Config) -> ThroughputModel:
+    def of(cls, config: Config, *, cores: int | None = None) -> ThroughputModel:
         """Read the settings from a configuration."""
         responses = config.rollout.group_size + config.algorithm.has_baseline
         return cls(
@@ -86,6 +97,7 @@ class ThroughputModel:
             workers=config.task.verifier.workers,
             responses=responses,
             places=config.cluster.engine.max_num_seqs / responses,
+            cores=cores,
         )
 
 
@@ -155,14 +167,14 @@ def _rest(share: float) -> float:
 def diagnose(setup: ThroughputModel, seen: Interval) -> Bottleneck:
     """Find the bottleneck of an interval."""
     found = _busy(setup, seen) if seen.learner["starved"] < LITTLE else _starved(setup, seen)
-    if found is None or found.predicted_gain < WORTH * seen.rate:
-        text = (
-            f"balanced: learner idle {seen.learner['starved']:.0%}, engines without tickets "
-            f"{seen.engine.get('blocked', 0.0):.0%}; no single change promises more than "
-            f"{WORTH:.0%}"
-        )
-        return Bottleneck("balanced", text, seen.rate)
-    return found
+    if found is not None and (found.kind == "unclear" or found.predicted_gain >= WORTH * seen.rate):
+        return found
+    idle, blocked = seen.learner["starved"], seen.engine.get("blocked", 0.0)
+    shares = f"learner idle {idle:.0%}, engines without tickets {blocked:.0%}"
+    if idle < IDLE:
+        return Bottleneck("balanced", f"balanced: {shares}", seen.rate)
+    text = f"no clear limit: {shares}; no single setting would change much"
+    return Bottleneck("unclear", text, seen.rate)
 
 
 def _busy(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
@@ -171,15 +183,20 @@ def _busy(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
     if published >= MUCH:
         why = f"publications take {published:.0%} of the learner's time"
         return _publications(setup, seen, published, why)
+    busy = (
+        f"learner busy {seen.learner['working']:.0%}, engines without tickets "
+        f"{seen.engine['blocked']:.0%}"
+    )
     factor = min(_engines_limit(setup, seen) / seen.rate, AT_MOST)
-    ranks = math.ceil(setup.ranks * factor)
+    ranks = _within(setup, math.ceil(setup.ranks * factor), beside=seen.actors)
+    if factor >= 1 + WORTH and ranks <= setup.ranks:
+        return _no_room(setup, seen, f"{busy}: another learner rank")
     rate = min(
         seen.rate * factor, seen.rate / _rest(seen.learner["working"] * (1 - setup.ranks / ranks))
     )
     return _verdict(
         "learner",
-        f"learner busy {seen.learner['working']:.0%}, engines without tickets "
-        f"{seen.engine['blocked']:.0%}",
+        busy,
         seen,
         rate,
         {"learner.ranks": ranks},
@@ -216,7 +233,14 @@ def _starved(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
 
 
 def _more_engines(setup: ThroughputModel, seen: Interval, idle: str, limit: float) -> Bottleneck:
-    actors = math.ceil(seen.actors * min(limit / seen.rate, AT_MOST))
+    wanted = math.ceil(seen.actors * min(limit / seen.rate, AT_MOST))
+    actors = _within(setup, wanted, beside=setup.ranks)
+    full = (
+        f"{idle}, the queue is empty and the engines are full ({_taken(setup, seen):.0%} of their "
+        "places taken)"
+    )
+    if actors <= seen.actors < wanted:
+        return _no_room(setup, seen, f"{full}: another rollout actor")
     rate = min(limit, seen.rate * actors / seen.actors)
     advice = {"cluster.rollout_actors.max": actors}
     # Batches at the engines, by Little's law; one in training, and half a one being collected.
@@ -228,8 +252,7 @@ def _more_engines(setup: ThroughputModel, seen: Interval, idle: str, limit: floa
         more = f", with replay.max_staleness {needed} so that all of them have tickets"
     return _verdict(
         "engines",
-        f"{idle}, the queue is empty and the engines are full ({_taken(setup, seen):.0%} of "
-        "their places taken)",
+        full,
         seen,
         rate,
         advice,
@@ -280,6 +303,16 @@ def _publications(setup: ThroughputModel, seen: Interval, share: float, why: str
     )
 
 
+def _within(setup: ThroughputModel, processes: int, *, beside: float) -> int:
+    """Cut a number of processes to the cores that the processes beside them leave."""
+    return processes if setup.cores is None else min(processes, int(setup.cores - beside))
+
+
+def _no_room(setup: ThroughputModel, seen: Interval, what: str) -> Bottleneck:
+    text = f"{what} would help, but has no core of its own on this machine ({setup.cores} cores)"
+    return Bottleneck("unclear", text, seen.rate)
+
+
 def _taken(setup: ThroughputModel, seen: Interval) -> float:
     """Compute the share of the engines' places for groups that is taken (Little's law)."""
     taken_s = seen.generate_s + seen.verify_s if setup.whole else seen.response_s
@@ -294,27 +327,42 @@ def _engines_limit(setup: ThroughputModel, seen: Interval) -> float:
 def _verdict(
     kind: Kind, why: str, seen: Interval, rate: float, advice: dict[str, int], what: str
 ) -> Bottleneck:
-    gain = rate - seen.rate
-    text = f"{why}: {what}; about {gain:+.2g} groups/s ({gain / seen.rate:+.0%})"
-    return Bottleneck(kind, text, seen.rate, gain, advice)
+    return Bottleneck(kind, f"{why}: {what}", seen.rate, rate - seen.rate, advice)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """An interval: the line before it, sums of `RATES` over its steps, and what limited it."""
+
+    first: Mapping[str, float]
+    sums: Counter[str]
+    steps: int
+    kind: Kind
 
 
 class BottleneckWatch:
-    """Judges one interval of learner steps after the other; `latest` is the newest verdict."""
+    """Judges intervals of learner steps; `latest` is the newest verdict."""
 
     def __init__(
-        self, setup: ThroughputModel, *, min_steps: int = MIN_STEPS, min_s: float = MIN_S
+        self,
+        setup: ThroughputModel,
+        *,
+        agree: int = 1,
+        min_steps: int = MIN_STEPS,
+        min_s: float = MIN_S,
     ) -> None:
-        """Set the fewest steps and seconds of an interval."""
-        self._setup = setup
+        """agree: intervals in a row that must name the same limit. min_steps, min_s: of each."""
+        self._setup, self._agree = setup, agree
         self._min_steps, self._min_s = min_steps, min_s
         self._first: Mapping[str, float] | None = None
-        self._sums: dict[str, float] = {}
+        self._sums: Counter[str] = Counter()
         self._steps = 0
+        self._seen: deque[_Seen] = deque(maxlen=agree)
+        self._unheard = 0
         self.latest: Bottleneck | None = None
 
     def observe(self, metrics: Mapping[str, float]) -> Bottleneck | None:
-        """Take the metrics of a learner step; return a verdict when an interval is complete."""
+        """Take the metrics of a learner step; return a verdict when there is a new one."""
         if "time/engine/working" not in metrics or "time/learner/working" not in metrics:
             return None  # no engine has told anything yet, or the step was repeated
         if self._first is None or any(
@@ -322,22 +370,48 @@ class BottleneckWatch:
             for name in metrics
             if name.startswith((LEARNER_PREFIX, ENGINE_PREFIX))
         ):
+            self._seen.clear()
             self._begin(metrics)  # also when the queue's process died, with times of dead actors
             return None
         self._steps += 1
-        for name in RATES:
-            self._sums[name] = self._sums.get(name, 0.0) + metrics.get(name, 0.0)
+        self._sums.update({name: metrics.get(name, 0.0) for name in RATES})
         passed_s = LearnerTime.between(self._first, metrics).total
         if self._steps < self._min_steps or passed_s < self._min_s:
             return None
-        means = {name: total / self._steps for name, total in self._sums.items()}
-        seen = Interval.between(
-            self._first, metrics, means, steps=self._steps, batch=self._setup.batch
-        )
-        self.latest = diagnose(self._setup, seen)
+        alone = self._judge(self._first, metrics, self._sums, self._steps)
+        self._seen.append(_Seen(self._first, self._sums, self._steps, alone.kind))
         self._begin(metrics)
+        return self._agreed(metrics)
+
+    def _agreed(self, metrics: Mapping[str, float]) -> Bottleneck | None:
+        """Judge the last intervals together if they name the same limit; say it if none did."""
+        self._unheard += 1
+        kinds = [one.kind for one in self._seen]
+        if len(kinds) == self._agree and len(set(kinds)) == 1:
+            sums = sum((one.sums for one in self._seen), Counter[str]())
+            steps = sum(one.steps for one in self._seen)
+            together = self._judge(self._seen[0].first, metrics, sums, steps)
+            if together.kind == kinds[0]:
+                self._unheard, self.latest = 0, together
+                return together
+        if self._unheard < PATIENCE:
+            return None
+        text = f"no clear limit: the last intervals disagree ({', '.join(dict.fromkeys(kinds))})"
+        self._unheard, self.latest = 0, Bottleneck("unclear", text, 0.0)
         return self.latest
 
+    def _judge(
+        self,
+        first: Mapping[str, float],
+        last: Mapping[str, float],
+        sums: Mapping[str, float],
+        steps: int,
+    ) -> Bottleneck:
+        means = {name: sums[name] / steps for name in RATES}
+        batch = self._setup.batch
+        seen = Interval.between(first, last, means, steps=steps, batch=batch)
+        return diagnose(self._setup, seen)
+
     def _begin(self, metrics: Mapping[str, float]) -> None:
-        self._first = dict(metrics)
-        self._sums, self._steps = {}, 0
+        self._first, self._sums = dict(metrics), Counter()
+        self._steps = 0

@@ -27,7 +27,7 @@ from async_grpo.errors import EXIT_MEANING
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20310203
-AT_LEAST, PROCESSES, MORE_PROCESSES = 300, 20, 100
+AT_LEAST, PROCESSES, MORE_PROCESSES = 300, 8, 100
 JUNK = (
     [],
     {},

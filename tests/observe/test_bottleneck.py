@@ -60,9 +60,7 @@ def test_the_bottleneck_is_found_and_its_advice_brings_what_it_promises(kind: st
     scenario = CASES[kind]
     verdict = verdict_on(scenario)
     assert verdict.kind == kind, verdict.text
-    assert (
-        f"{verdict.predicted_gain / verdict.rate:+.0%}" in verdict.text and "\n" not in verdict.text
-    )
+    assert "\n" not in verdict.text and "groups/s" not in verdict.text, "it promises no figure"
     before, after = throughput(scenario), throughput(scenario.advised(verdict.advice))
     assert verdict.rate == pytest.approx(before, rel=0.05)
     assert verdict.predicted_gain > 0.3 * before, "a case that shows something"
@@ -144,3 +142,64 @@ def test_one_verdict_per_interval_and_none_from_numbers_that_begin_again() -> No
     again = observed(told[2:5] + told[:6])
     assert [index for index, verdict in enumerate(again) if verdict is not None] == [3 + MIN_STEPS]
     assert observed([{"train/repeated": 1.0}] * 9) == [None] * 9
+
+
+def steady(starved: list[float], *, agree: int) -> list[Bottleneck | None]:
+    """One interval after the other, with these shares of starving."""
+    watch = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16)), agree=agree)
+    before: dict[str, float] = {}
+    found: list[Bottleneck | None] = []
+    for share in starved:
+        told = lines(steps=MIN_STEPS + 1, starved=share, blocked=0.0, length=95.0)
+        moved = [
+            line
+            | {
+                name: value + before.get(name, 0.0)
+                for name, value in line.items()
+                if name.startswith("time/") or name == "replay/trained"
+            }
+            for line in told
+        ]
+        seen = [watch.observe(line) for line in (moved if not before else moved[1:])]
+        found.append(seen[-1])
+        before = moved[-1]
+    return found
+
+
+def test_a_limit_is_told_when_several_intervals_agree_and_their_times_are_taken_together() -> None:
+    told = steady([0.5, 0.5, 0.5, 0.3], agree=3)
+    assert told[:2] == [None, None] and told[2].kind == told[3].kind == "engines"
+    assert "learner idle 50%" in told[2].text and "learner idle 43%" in told[3].text
+
+
+def test_intervals_that_disagree_say_nothing_and_then_that_nothing_is_clear() -> None:
+    told = steady([0.5, 0.0] * 6, agree=3)
+    assert [verdict is None for verdict in told] == [True] * 5 + [False] + [True] * 5 + [False]
+    assert told[5].kind == "unclear" and "the last intervals disagree (" in told[5].text
+    assert told[5].advice == {}
+
+
+def test_advice_stays_within_the_cores_of_the_machine() -> None:
+    full = lines(steps=6, starved=0.5, blocked=0.0, length=95.0)
+    for cores, expected in ((None, 4), (4, 3), (3, None)):
+        watch = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16), cores=cores))
+        verdict = [watch.observe(line) for line in full][-1]
+        assert verdict.advice.get("cluster.rollout_actors.max") == expected, verdict.text
+        if expected is None:
+            assert verdict.kind == "unclear" and "another rollout actor would help" in verdict.text
+    busy = lines(steps=6, starved=0.0, blocked=0.6, length=30.0)
+    watch = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16), cores=2))
+    verdict = [watch.observe(line) for line in busy][-1]
+    assert (verdict.kind, verdict.advice) == ("unclear", {}) and "(2 cores)" in verdict.text
+
+
+def test_a_learner_that_waits_is_not_called_balanced() -> None:
+    """Publications stop the engines, whose places are taken all the same: nothing would help."""
+    idle = lines(steps=6, starved=0.3, blocked=0.2, length=97.0)
+    for line in idle:
+        line["time/engine/paused"] = line["time/engine/blocked"]
+        line["time/engine/blocked"] = 0.0
+    watch = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16)))
+    verdict = [watch.observe(line) for line in idle][-1]
+    assert (verdict.kind, verdict.advice) == ("unclear", {}), verdict.text
+    assert verdict.text.startswith("no clear limit: learner idle 30%")

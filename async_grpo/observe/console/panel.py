@@ -135,7 +135,8 @@ def _rows(facts: Mapping[str, Any], now: float, *, cells: int) -> Iterator[tuple
         if parts:
             yield label, "   ".join(parts), ""
     if verdict := facts["verdict"]:
-        yield "verdict", verdict["text"], "" if verdict["kind"] == "balanced" else "yellow"
+        quiet = verdict["kind"] in ("balanced", "unclear")
+        yield "verdict", verdict["text"], "" if quiet else "yellow"
 
 
 def _named(metrics: Mapping[str, float], label: str) -> list[str]:
