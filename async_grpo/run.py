@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from async_grpo.algo.accuracy import powers_of_two
 from async_grpo.config.load import ConfigError, load_config
@@ -45,11 +47,14 @@ STOPPED_EARLY = "stopped as asked, before there was anything to save; the same c
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what the YAML file says; return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m async_grpo.run",
         description="Asynchronous GRPO training from one YAML file.",
+        epilog="For a run directory: python -m async_grpo.status (how it is doing), "
+        "async_grpo.report (its report as a page), async_grpo.replay (what became of its groups).",
     )
     parser.add_argument("config", help="YAML file, or the name of a recipe: quickstart")
+    parser.add_argument("--version", nargs=0, action=_Version, help="print the version, and exit")
     parser.add_argument("--recipes", nargs=0, action=ListRecipes, help="list the recipes, and exit")
     overrides = "settings that replace those of the file"
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=overrides)
@@ -59,12 +64,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replay", metavar="RUN_DIR", help=replay)
     after = "with --replay: begin at the run's checkpoint of this step"
     parser.add_argument("--after", metavar="STEP", type=int, help=after)
+    parser.given = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_intermixed_args(argv)  # settings may follow --replay
     if not {"", os.getcwd()} & set(sys.path):  # as `python -m` does; `async-grpo` does not
         sys.path.insert(0, os.getcwd())
     console = Console()
     with Signals(console.info) as signals:
         return _run(arguments, console, signals)
+
+
+class _Version(argparse.Action):
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        try:
+            version = metadata.version("async_grpo")
+        except metadata.PackageNotFoundError:  # on PYTHONPATH, as on the nodes of a cluster
+            version = "(not installed)"
+        print(f"async_grpo {version}")
+        sys.exit(0)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong command line with what to write in its place."""
+
+    given: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2 and a sentence."""
+        if (unknown := re.match(r"unrecognized arguments: --([\w.-]+)", message)) is not None:
+            message = self._as_setting(unknown[1])
+        elif "arguments are required" in message:
+            message = (
+                "name a YAML file or a recipe, such as quickstart (--recipes lists them); settings "
+                "may follow: learner.lr=5e-7"
+            )
+        self.exit(2, f"error: {message}\nerror: exit code 2: {EXIT_MEANING[2]}\n")
+
+    def _as_setting(self, option: str) -> str:
+        """Say which settings an option may have meant, with the value that it was given."""
+        from async_grpo.config.docs import settings
+
+        name = option.replace("-", "_")
+        keys = [key for key in settings() if key == name or key.endswith(f".{name}")]
+        at = next(i for i, word in enumerate(self.given) if word.startswith(f"--{option}"))
+        _, separate, value = self.given[at].partition("=")
+        following = "".join(self.given[at + 1 : at + 2])
+        value = value if separate else following if following[:2] != "--" else "..."
+        keys.sort(key=lambda key: key.count("."))
+        meant = " or ".join(f"{key}={value}" for key in keys)
+        said = f"--{option} is no option; settings are written section.key=value"
+        return f"{said}: {meant}" if meant else f"{said}, and --help lists the options"
 
 
 def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> int:

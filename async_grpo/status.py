@@ -16,7 +16,7 @@ from pathlib import Path
 
 from async_grpo.errors import RunError
 from async_grpo.observe.console.console import Screen
-from async_grpo.observe.console.status_file import condition, read_status
+from async_grpo.observe.console.status_file import STATUS, condition, read_status
 
 EVERY_S, PLAIN_EVERY_S = 2.0, 10.0
 
@@ -28,7 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="How a run is doing, seen from another shell.",
     )
     parser.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, help="the run's directory (run.dir)"
+        "run_dir",
+        metavar="RUN_DIR",
+        type=Path,
+        nargs="?",
+        default=Path("runs"),
+        help="the run's directory (run.dir), or one that holds such directories, of which the "
+        "newest is taken (default: runs)",
     )
     parser.add_argument(
         "--follow",
@@ -40,14 +46,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     try:
+        run_dir = newest_run(arguments.run_dir)
         if arguments.json:
-            facts = read_status(arguments.run_dir)
+            facts = read_status(run_dir)
             print(json.dumps(facts | {"condition": condition(facts, now=time.time()).kind}))
             return 0
-        return _show(arguments.run_dir, follow=arguments.follow)
+        return _show(run_dir, follow=arguments.follow)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def newest_run(directory: Path) -> Path:
+    """Find the run directory whose status was written last in a directory of runs; a run directory
+    is itself.
+    """
+    if (directory / STATUS).exists():
+        return directory
+    written = {path.parent: path.stat().st_mtime for path in directory.glob(f"*/{STATUS}")}
+    return max(written, key=lambda path: written[path], default=directory)
 
 
 def _show(run_dir: Path, *, follow: bool) -> int:

@@ -25,7 +25,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,8 @@ class Scale:
     rates: tuple[float, ...] = RATES
     tuning_seeds: tuple[int, ...] = TUNING_SEEDS
     arms: tuple[str, ...] = tuple(ARMS)
+    warm_start: dict[str, int] = field(default_factory=dict)
+    """What differs from the quickstart's warm start."""
 
 
 FULL = Scale()
@@ -131,6 +133,7 @@ SMOKE = Scale(
     rates=(1e-4,),
     tuning_seeds=(100,),
     arms=("naive", "combined"),
+    warm_start={"max_steps": 20, "blur_max_steps": 0},
 )
 
 
@@ -142,6 +145,7 @@ def config_of(job: Job | None, scale: Scale, directory: str) -> Config:
     config["learner"] |= {"ppo_mini_batch_size": scale.batch // 2}
     config["evaluation"] |= {"max_samples": scale.problems, "n": 0}
     config["algorithm"]["clip_schedule"] = {"kind": "constant"}
+    config["model"]["warm_start"] |= scale.warm_start
     if job is not None:
         config["replay"]["max_staleness"] = job.lag
         config["learner"]["lr"] = job.lr

@@ -5,8 +5,10 @@ and the summary are worded.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +19,11 @@ import torch
 from async_grpo.algo.advantages import row_advantages
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
-from async_grpo.errors import FaultBudgetSpent, SetupError, Stalled
+from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, SetupError, Stalled
 from async_grpo.loop import Loop
 from async_grpo.planning import RowMath
 from async_grpo.replay.token_ledger import PLACES
-from async_grpo.run import _explained, summarise
+from async_grpo.run import _explained, main, summarise
 from async_grpo.wire import Batch
 from tests.support.listener import RecordingListener
 from tests.support.loops import GROUPS, LIMIT, ROWS, WEIGHTS, batch_of, config, row
@@ -537,3 +539,35 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
         "next"
     ]
     assert "total_steps" not in early
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["quickstart", "--lr", "3"],
+            "--lr is no option; .*: learner.lr=3 or model.warm_start.lr=3",
+        ),
+        (["quickstart", "--seed=4"], "--seed is no option; .*: seed=4"),
+        (["quickstart", "--no-such"], "--no-such is no option; .*, and --help lists"),
+        ([], "name a YAML file or a recipe, such as quickstart"),
+    ],
+)
+def test_an_option_that_is_a_setting_is_answered_with_the_setting(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and re.match(f"error: {says}", lines[0])
+    assert lines[1:] == [f"error: exit code 2: {EXIT_MEANING[2]}"]
+
+
+def test_version_and_help_name_what_else_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--version", "--help"):
+        with pytest.raises(SystemExit) as ended:
+            main([option])
+        assert ended.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"async_grpo {metadata.version('async_grpo')}" in said
+    assert all(f"async_grpo.{name}" in said for name in ("status", "report", "replay"))

@@ -188,6 +188,16 @@ def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
     )
 
 
+def test_of_a_directory_of_runs_the_newest_is_shown(tmp_path: Path) -> None:
+    for at, name in enumerate(("older", "newest", "oldest")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / STATUS).write_text("{}")
+        os.utime(tmp_path / name / STATUS, (100 + [1, 2, 0][at], 100 + [1, 2, 0][at]))
+    assert status.newest_run(tmp_path) == tmp_path / "newest"
+    assert status.newest_run(tmp_path / "oldest") == tmp_path / "oldest"
+    assert status.newest_run(tmp_path / "none") == tmp_path / "none"
+
+
 def test_the_command_refuses_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
