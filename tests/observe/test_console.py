@@ -101,6 +101,31 @@ def test_plain_output_has_no_control_characters(monkeypatch: pytest.MonkeyPatch)
     assert "/a" * 100 in text, "a row outside a terminal is one line"
 
 
+COPIES = """
+from async_grpo.observe.console.console import Console
+console = Console()
+console.info("a note with " + "words " * 30)
+console.info("its post-mortem is in /tmp/" + "x" * 100 + "/here, look at it")
+console.summary("finished", [
+    ("next", "python -m async_grpo.run /tmp/" + "y" * 90 + "/config.yaml run.total_steps=500"),
+    ("verdict", "learner idle, " + "and engines full " * 12),
+])
+"""
+
+
+def test_on_a_terminal_words_are_whole_and_commands_are_not_broken() -> None:
+    text, code = on_a_terminal(COPIES)
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).splitlines()]
+    assert code == 0
+    assert "its post-mortem is in /tmp/" + "x" * 100 + "/here, look at it" in lines
+    [command] = [line for line in lines if "python -m" in line]
+    assert command.endswith("/config.yaml run.total_steps=500") and len(command) > 140
+    others = [line for line in lines if "words" in line or "engines" in line]
+    assert len(others) == 4 and all(len(line) <= 140 for line in others)
+    assert all(word in ("words", "a", "note", "with") for word in " ".join(others[:2]).split())
+    assert others[3].startswith(" " * 12), "the second line of a row is below the first"
+
+
 def test_phases_report_seconds_and_failures() -> None:
     stream, clock = io.StringIO(), Clock()
     console = Console(stream, clock=clock)

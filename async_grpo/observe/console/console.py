@@ -13,17 +13,17 @@ children write to standard error; the cursor is back when the run has ended.
 from __future__ import annotations
 
 import math
+import re
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, Self, TextIO
 
-import rich.box
 import rich.console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from async_grpo.observe.console.panel import panel, rate
@@ -34,7 +34,9 @@ from async_grpo.runtime.text import visible
 _TERMINAL_INTERVAL_S = 1.0
 _PLAIN_INTERVAL_S = 2.0
 _VERDICT_INTERVAL_S = 30.0
-_PLAIN_WIDTH = 120
+_PLAIN_WIDTH, _NARROWEST = 120, 10
+_COPIED = re.compile(r"(?:^|[\s(])(?:~?/|\.{1,2}/|[a-z+]+:/|python -m )")
+"""Where a path, an address or a command begins."""
 _LONG_PHASE_S = 60.0
 _EXIT_CODES = {"FINISHED": 0, "KILLED": 0, "FAILED": 1}
 
@@ -120,8 +122,25 @@ class Screen:
             live.stop()
 
     def print(self, text: str, *, style: str | None = None) -> None:
-        """Print a line above the panel."""
-        self.out.print(Text(visible(text), style=style or ""), soft_wrap=True)
+        """Print a line above the panel, on a terminal broken between words."""
+        for line in self.broken(visible(text)):
+            self.out.print(Text(line, style=style or ""), soft_wrap=True)
+
+    def broken(self, text: str, *, indent: int = 0) -> list[str]:
+        """Break a text into lines that fit beside `indent` characters. Off a terminal it stays as
+        it is; so does one with a path, an address or a command, which is there to be copied.
+        """
+        if not self.terminal or _COPIED.search(text):
+            return [text]
+        width = max(_NARROWEST, self.out.width - indent)
+        return [
+            part
+            for line in text.split("\n")
+            for part in textwrap.wrap(
+                line, width, break_long_words=False, break_on_hyphens=False, tabsize=4
+            )
+            or [""]
+        ]
 
     def print_panel(self, facts: Mapping[str, Any], *, now: float, title: str = "") -> None:
         """Print the panel once, for good."""
@@ -240,21 +259,16 @@ class Console:
             self._record.event(kind, **facts)
 
     def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Print a two-column table; off a terminal with one line per row, to copy commands."""
-        self._screen.stop()
-        if not self._terminal:
-            width = max((len(visible(name)) for name, _ in rows), default=0)
-            for line in (title, *(f"  {visible(name):{width}}   {value}" for name, value in rows)):
-                self._screen.print(line)
-            return
-        table = Table(
-            title=visible(title), title_justify="left", show_header=False, box=rich.box.SIMPLE
-        )
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
+        """Print a title and rows of a name and a text, which can be copied."""
+        screen = self._screen
+        screen.stop()
+        screen.print(title)
+        width = max((len(visible(name)) for name, _ in rows), default=0)
         for name, value in rows:
-            table.add_row(Text(visible(name)), Text(visible(value)))
-        self._screen.out.print(table)
+            head = f"  {visible(name):{width}}   "
+            for line in screen.broken(visible(value), indent=len(head)):
+                screen.out.print(Text.assemble((head, "dim"), line), soft_wrap=True)
+                head = " " * len(head)
 
     def stopped(self, status: str) -> None:
         """Record that the run ended as FINISHED, FAILED or KILLED, unless `end` has."""
