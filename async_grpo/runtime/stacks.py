@@ -85,7 +85,11 @@ class Look:
 
 
 def home(run_dir: str | Path) -> Path:
-    """Where the processes of the run in this directory register."""
+    """Where the processes of the run in this directory register. Raises ValueError for a
+    `run.dir` with placeholders, of which a directory with such a name would be made.
+    """
+    if "{" in str(run_dir):
+        raise ValueError(f"run.dir {run_dir} is not resolved (config.load.resolve)")
     return Path(run_dir) / "stacks"
 
 

@@ -552,3 +552,8 @@ def test_a_driver_whose_loop_is_stuck_exits_5_with_its_stacks(tmp_path: Path) ->
     )
     [stack] = (tmp_path / "post_mortem").glob("*-stall/stacks/driver-*.txt")
     assert "blocks_the_loop" in stack.read_text()
+
+
+def test_a_directory_with_placeholders_is_refused() -> None:
+    with pytest.raises(ValueError, match="not resolved"):
+        stacks.home("runs/{name}")

@@ -341,7 +341,7 @@ class Run:
         }
         self.config = Config.model_validate(
             {
-                "run": {"total_steps": 9},
+                "run": {"total_steps": 9, "dir": str(directory)},
                 "model": {"path": "m"},
                 "weight_sync": {
                     "self_check": False,
