@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -51,17 +52,27 @@ LIGHT = (
 """Modules of those folders that belong to `make test`."""
 
 
-def system_rank(item: pytest.Item) -> int | None:
-    """Position in `SYSTEM` of the module of a test; None for a test that needs no system."""
-    if item.nodeid.startswith(LIGHT):
+def system_rank(path: str) -> int | None:
+    """Position in `SYSTEM` of a module, or of a test in it; None where no system is needed."""
+    if path.startswith(LIGHT):
         return None
-    return next((rank for rank, place in enumerate(SYSTEM) if item.nodeid.startswith(place)), None)
+    return next((rank for rank, place in enumerate(SYSTEM) if path.startswith(place)), None)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave modules aside that `-m` leaves out as a whole: importing them takes seconds."""
+    path, wanted = collection_path.relative_to(config.rootpath).as_posix(), config.option.markexpr
+    if not collection_path.name.startswith("test_"):
+        return None
+    needs_system = system_rank(path) is not None
+    left_out = "not system" in wanted if needs_system else wanted.startswith("system")
+    return True if left_out else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if system_rank(item) is not None:
+        if system_rank(item.nodeid) is not None:
             item.add_marker("system")
     items.sort(key=_place)
 
@@ -69,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _place(item: pytest.Item) -> int:
     if item.nodeid.startswith(FIRST):
         return -1
-    return len(SYSTEM) if (rank := system_rank(item)) is None else rank
+    return len(SYSTEM) if (rank := system_rank(item.nodeid)) is None else rank
 
 
 @pytest.fixture(scope="module", autouse=True)
