@@ -1,4 +1,4 @@
-"""One run at a time in a run directory: the file `run.lock` in it.
+"""One run at a time in a run directory: the file `lock.json` in it.
 
 Runs in: the driver, with a thread of its own. Hides how the lock of a dead owner is told from that
 of a living one:
@@ -35,7 +35,7 @@ from typing import Any
 from async_grpo.errors import SetupError
 from async_grpo.runtime import lifetime, stacks
 
-LOCK = "run.lock"
+LOCK = "lock.json"
 BEAT_S = 5.0
 SILENT_S = 60.0
 POLL_S = 0.2

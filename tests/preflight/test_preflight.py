@@ -437,4 +437,4 @@ def test_a_gpu_that_is_not_there(
     assert not (tmp_path / "a").exists()
     with pytest.raises(Reached):
         started(good, tmp_path / "b", monkeypatch, cluster={"device": "cpu"})
-    assert not (tmp_path / "b" / "run.lock").exists()
+    assert not (tmp_path / "b" / "lock.json").exists()

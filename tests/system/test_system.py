@@ -327,7 +327,7 @@ def test_a_second_run_in_the_directory_is_refused_before_it_starts_anything(stor
     assert len(story["refused"]) == 2
     for said in story["refused"]:
         assert said.startswith(f"another run uses {story['dir']}: {process}, since ")
-    assert not (story["dir"] / "run.lock").exists(), "both runs have ended"
+    assert not (story["dir"] / "lock.json").exists(), "both runs have ended"
 
 
 def test_nothing_is_left_behind(story):
