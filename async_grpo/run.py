@@ -219,7 +219,7 @@ def _guarded(trainer, console: Console, work: Callable[[], None]) -> int:
             trainer.stop("KILLED")
             console.info(STOPPED_EARLY)
         done, code = True, 0
-    except Exception as error:  # noqa: BLE001 - every error ends the run; those that carry an exit code are explained, the others are bugs
+    except Exception as error:  # noqa: BLE001 - every error ends the run, explained
         code, message = _explained(error)
         _keep_group_ids(trainer, console, error, message)
     finally:

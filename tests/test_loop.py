@@ -26,7 +26,16 @@ from async_grpo.replay.token_ledger import PLACES
 from async_grpo.run import _explained, main, summarise
 from async_grpo.wire import Batch
 from tests.support.listener import RecordingListener
-from tests.support.loops import GROUPS, LIMIT, ROWS, WEIGHTS, batch_of, config, row
+from tests.support.loops import (
+    GROUPS,
+    LIMIT,
+    ROWS,
+    WEIGHTS,
+    batch_of,
+    config,
+    finished_trainer,
+    row,
+)
 
 
 def rows_by_update(plans: Sequence[RankPlan]) -> list[list[PlanRow]]:
@@ -490,26 +499,11 @@ def fake_trainer(
         "goodput/trained": 3000.0,
         "goodput/probes": 1000.0,
     }
-    coordinator = SimpleNamespace(
-        times=SimpleNamespace(count=4, learner_waited=0.4, repeated=1, dropped=0),
-        weight_metrics=lambda: {"weights/probes": 3.0, "weights/drift": 2e-6},
-    )
-    return SimpleNamespace(
-        system=SimpleNamespace(
-            loop=loop,
-            coordinator=coordinator,
-            actors=SimpleNamespace(restarts=0),
-            supervisor=SimpleNamespace(restarts=0),
-            queue_restarts=0,
-            verifier_errors=SimpleNamespace(told={"crash": "crash: killed by signal 9"}),
-        ),
-        config=settings,
-        resumed_at=0,
+    return finished_trainer(
+        loop,
+        settings,
         steps_done=steps,
         total_steps=total,
-        tracker=None,
-        run_dir=Path("/runs/r"),
-        verdict=None,
         evaluations=[
             (0, {"eval/accuracy_greedy": 0.25, "eval/problems": 8.0}),
             (4, {"eval/accuracy_greedy": 0.5, "eval/problems": 8.0}),

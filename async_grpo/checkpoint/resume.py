@@ -51,7 +51,7 @@ def first_evaluation(run_dir: Path) -> tuple[int, dict[str, float]] | None:
                 if '"eval/' in line:
                     row = json.loads(line)
                     return int(row["step"]), row
-    except (FileNotFoundError, ValueError, KeyError):  # a line that was cut off is the last one
+    except (FileNotFoundError, ValueError):  # a line that was cut off is the last one
         pass
     return None
 

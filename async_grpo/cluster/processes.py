@@ -112,7 +112,7 @@ class LearnerProcess:
         )
         if self._listener is not None:
             os.environ["MASTER_LISTEN_FD"] = str(self._listener.detach())
-        from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers' models
+        from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
         from async_grpo.learner.learner import Learner
         from async_grpo.learner.checkpoint import Saving
         from async_grpo.weights.transport import make_sender

@@ -75,7 +75,7 @@ class TrainingSamples:
                 for frame in unpack_frames(await self._queue.payload(step, group_ids))
             ]
             self._listener.samples(await asyncio.to_thread(self._rows, step, groups))
-        except Exception as error:  # noqa: BLE001 - tokenizers raise what they like, and training must not hear of it
+        except Exception as error:  # noqa: BLE001 - not worth the training
             ids = ", ".join(map(str, group_ids))
             self._listener.note(
                 f"no samples of the groups {ids} of step {step}: {last_line(error)}"

@@ -270,7 +270,7 @@ def _import(module: str) -> str:
     """Import it; why that failed, or ""."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything; it is told in words
+    except Exception as error:  # noqa: BLE001 - a user's module, told in words
         trace = traceback.extract_tb(error.__traceback__)
         frames = [one for one in trace if "importlib" not in one.filename]
         at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""

@@ -26,10 +26,14 @@ from async_grpo.runtime.time_ledger import LEARNER_PREFIX, LearnerTime
 ROWS = 3000
 SAMPLE_BYTES = 8 << 20
 _KEPT = re.compile(
-    r"rollout/(score|response_length|response_tokens|truncated|accuracy)|train/(lag_mean|lag_max|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
-    r"|train/lag_[\d-]+/(token_share|row_length|pg_clipfrac|ess)|time/(step|wait|train|publish|learner_idle)|(goodput|time/learner|time/engine)/[a-z_]+"
-    r"|replay/(lag_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts|forfeited|capacity|in_flight)"
-    r"|checkpoint/seconds|cluster/(restarts|learner_restarts|rollout_actors|faults)|weights/(publications|repeated|dropped_engines|until_live_s)"
+    r"rollout/(score|response_length|response_tokens|truncated|accuracy)"
+    r"|train/(lag_mean|lag_max|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
+    r"|train/lag_[\d-]+/(token_share|row_length|pg_clipfrac|ess)|time/(step|wait|train|publish|learner_idle)"
+    r"|(goodput|time/learner|time/engine)/[a-z_]+"
+    r"|replay/(lag_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts"
+    r"|forfeited|capacity|in_flight)"
+    r"|checkpoint/seconds|cluster/(restarts|learner_restarts|rollout_actors|faults)"
+    r"|weights/(publications|repeated|dropped_engines|until_live_s)"
 )
 _TOTALS = (
     "goodput/",

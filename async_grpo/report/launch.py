@@ -32,7 +32,7 @@ def report_on(config: Config, console: Console, tracker: Tracker) -> None:
             console.info(line)
             if written is not None:
                 tracker.log_artifact(written)
-    except Exception as error:  # noqa: BLE001 - what comes after it, the end of the MLflow run, must come
+    except Exception as error:  # noqa: BLE001 - shown; MLflow's run must end
         console.error(_failed(str(error) or type(error).__name__, run_dir))
 
 

@@ -147,7 +147,7 @@ class RolloutActor:
     async def start(self, *, backend: str, label: str) -> None:
         """Load tokenizer, task, verifiers and engine, serving as `label`."""
         early = Engine.begin(self._device, cores=self._cores)
-        from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers' models
+        from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
         from transformers import AutoTokenizer
 
         config = self._config

@@ -103,7 +103,8 @@ def register(role: str, directory: str | Path) -> None:
     logs = [target for descriptor in (1, 2) if os.path.isfile(target := _target(descriptor))]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives: a signal handler cannot open it
+        # open as long as the process lives: a signal handler cannot open it
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115
         facts = {"begun": begun(os.getpid()), "logs": list(dict.fromkeys(logs))}
         file.write(json.dumps(facts) + "\n")
         file.flush()

@@ -40,7 +40,8 @@ _COMMAND = re.compile(r"\\([A-Za-z]+)")
 # Exponents are a number up to 999, a letter with at most two digits before it, a small fraction, or
 # degrees; a second `^` may not follow.
 _EXPONENT = re.compile(
-    r"\^\s*(?:\{\s*(?P<braced>-?[0-9]{1,3}|-?[0-9]{0,2}[A-Za-z]|-?[0-9]/[0-9]|-?\\[dt]?frac\{?[0-9]\}?\{?[0-9]\}?|\\circ)\s*\}"
+    r"\^\s*(?:\{\s*(?P<braced>-?[0-9]{1,3}|-?[0-9]{0,2}[A-Za-z]|-?[0-9]/[0-9]"
+    r"|-?\\[dt]?frac\{?[0-9]\}?\{?[0-9]\}?|\\circ)\s*\}"
     r"|(?P<bare>[0-9](?![0-9])|[A-Za-z]|\\circ))(?!\s*\^)"
 )
 _MAX_DEGREE = 200

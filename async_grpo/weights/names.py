@@ -75,7 +75,8 @@ def checkpoint_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if path.name.startswith("consolidated"):  # the same weights in another layout
             continue
         with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     if not shapes:
         for path in sorted(directory.glob("*.bin")):
             tensors = torch.load(path, map_location="meta", weights_only=True, mmap=True)

@@ -10,7 +10,6 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from async_grpo.run import summarise
 from async_grpo.runtime.text import duration
 from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LearnerTime, TimeByCause
 from async_grpo.wire import Batch
-from tests.support.loops import WEIGHTS, batch_of, config
+from tests.support.loops import WEIGHTS, batch_of, config, finished_trainer
 
 STEPS = 9
 
@@ -109,30 +108,10 @@ class Run:
 
 def summary(loop: Loop, **facts: Any) -> dict[str, str]:
     """The closing table of a run with this loop."""
-    coordinator = SimpleNamespace(
-        times=SimpleNamespace(count=4, learner_waited=0.4, repeated=0, dropped=0),
-        weight_metrics=lambda: {"weights/probes": 0.0, "weights/drift": 0.0},
+    trainer = finished_trainer(
+        loop, config(run={"total_steps": STEPS}), steps_done=STEPS, total_steps=STEPS, **facts
     )
-    system = SimpleNamespace(
-        loop=loop,
-        coordinator=coordinator,
-        actors=SimpleNamespace(restarts=0),
-        supervisor=SimpleNamespace(restarts=0),
-        queue_restarts=0,
-        verifier_errors=SimpleNamespace(told={}),
-    )
-    trainer = {
-        "system": system,
-        "config": config(run={"total_steps": STEPS}),
-        "resumed_at": 0,
-        "steps_done": STEPS,
-        "total_steps": STEPS,
-        "tracker": None,
-        "run_dir": Path("/runs/r"),
-        "verdict": None,
-        "evaluations": [],
-    }
-    return dict(summarise(SimpleNamespace(**trainer | facts), Path("/runs/r/c")))
+    return dict(summarise(trainer, Path("/runs/r/c")))
 
 
 @pytest.fixture

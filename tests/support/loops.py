@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from async_grpo.config.schema import Config
@@ -45,6 +47,32 @@ def config(
             "weight_sync": {"every_steps": every},
         }
     )
+
+
+def finished_trainer(loop: Any, settings: Config, **facts: Any) -> SimpleNamespace:
+    """A trainer that a closing table can be made of. facts: replace what it says by itself."""
+    coordinator = SimpleNamespace(
+        times=SimpleNamespace(count=4, learner_waited=0.4, repeated=1, dropped=0),
+        weight_metrics=lambda: {"weights/probes": 3.0, "weights/drift": 2e-6},
+    )
+    system = SimpleNamespace(
+        loop=loop,
+        coordinator=coordinator,
+        actors=SimpleNamespace(restarts=0),
+        supervisor=SimpleNamespace(restarts=0),
+        queue_restarts=0,
+        verifier_errors=SimpleNamespace(told={"crash": "crash: killed by signal 9"}),
+    )
+    told = {
+        "system": system,
+        "config": settings,
+        "resumed_at": 0,
+        "tracker": None,
+        "run_dir": Path("/runs/r"),
+        "verdict": None,
+        "evaluations": [],
+    }
+    return SimpleNamespace(**told | facts)
 
 
 def row(group: int, index: int) -> RowMeta:

@@ -54,7 +54,8 @@ class SystemMetrics:
                     monitor.collect_metrics()
                     values = monitor.aggregate_metrics()
                     monitor.clear_metrics()
-                except Exception as error:  # noqa: BLE001 - a driver that is gone, a device that was taken away: MLflow's monitors raise what they like
+                except Exception as error:  # noqa: BLE001 - said, and left out
+                    # a driver that is gone, a device that was taken away
                     _log.warning("%s is left out: %s", type(monitor).__name__, error)
                     monitors.remove(monitor)
                     continue

@@ -201,7 +201,7 @@ class Tracker:
     def _start(self) -> None:
         try:
             self.start()
-        except Exception as error:  # noqa: BLE001 - raised again by `ready`, where somebody can act on it
+        except Exception as error:  # noqa: BLE001 - raised again by `ready`
             self._start_error = error
 
     def _append(self, file: Lines, rows: list[dict[str, Any]]) -> bool:
@@ -390,7 +390,7 @@ class _Sender:
         """Send once; return whether it went well. The first failure of a series is shown."""
         try:
             self._send()
-        except Exception as error:  # noqa: BLE001 (counted and shown: tracking never stops training)
+        except Exception as error:  # noqa: BLE001 - counted and shown
             self._failures += 1
             before, self._last_error = self._last_error, one_line(error)
             if not self._tried.is_set() and not self._offline_ok:
