@@ -28,7 +28,8 @@ SAMPLE_BYTES = 8 << 20
 _KEPT = re.compile(
     r"rollout/(score|response_length|response_tokens|truncated|accuracy)"
     r"|train/(lag_mean|lag_max|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
-    r"|train/lag_[\d-]+/(token_share|row_length|pg_clipfrac|ess)|time/(step|wait|train|publish|learner_idle)"
+    r"|train/lag_[\d-]+/(token_share|row_length|pg_clipfrac|ess)"
+    r"|time/(step|wait|train|publish|learner_idle)"
     r"|(goodput|time/learner|time/engine)/[a-z_]+"
     r"|replay/(lag_mean|trained|rejected|expired|failed|unused|skipped|ready|restarts"
     r"|forfeited|capacity|in_flight)"
