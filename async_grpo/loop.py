@@ -139,7 +139,9 @@ class Loop:
         row_state: dict[str, Any] | None = None,
         samples: BatchSamples | None = None,
     ) -> None:
-        """publisher: None to only repeat recorded steps. samples: shows responses of batches."""
+        """Take the parts of a loop. publisher: None to only repeat recorded steps. samples: shows
+        responses.
+        """
         self._config, self._weights = config, weights
         self._queue, self._learner = queue, learner
         self._publisher, self.total_steps = publisher, total_steps

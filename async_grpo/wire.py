@@ -136,7 +136,7 @@ def peek_ticket(frame: Buffer) -> tuple[int, int] | None:
 
 
 def decode_group(frame: Buffer) -> Group:
-    """The whole group; arrays are read-only views into `frame`. Raises WireError."""
+    """Return the whole group; arrays are read-only views into `frame`. Raises WireError."""
     header, view, offset = _open(frame)
     meta = _meta(header, view, offset)
     bounds = [0, *accumulate(row.length for row in meta.rows)]
@@ -184,7 +184,7 @@ def pack_frames(frames: list[Buffer]) -> np.ndarray:
 
 
 def unpack_frames(buffer: Buffer) -> list[memoryview]:
-    """Views of the frames that `pack_frames` joined. Raises WireError."""
+    """Return views of the frames that `pack_frames` joined. Raises WireError."""
     view = _byte_view(buffer)
     if len(view) < _BATCH.size:
         raise WireError(f"a batch of frames needs {_BATCH.size} bytes, got {len(view)}")
@@ -395,7 +395,9 @@ def _times(times: Any) -> dict[str, float]:
 def _arrays(
     view: memoryview, offset: int, prompt_length: int, n_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Views of token ids, log-probs and mask, once the announced lengths agree with the frame's."""
+    """Return views of token ids, log-probs and mask, once the announced lengths agree with the
+    frame's.
+    """
     expected = offset + 4 * prompt_length + 9 * n_tokens
     if expected != len(view):
         raise WireError(
@@ -411,14 +413,16 @@ def _arrays(
 
 
 def _row_of(bad: np.ndarray, bounds: list[int]) -> int:
-    """The rollout of the first bad token."""
+    """Return the rollout of the first bad token."""
     return bisect_right(bounds, int(bad.argmax()))
 
 
 def _list(
     header: dict[str, Any], name: str, types: frozenset[type], count: int | None = None
 ) -> list[Any]:
-    """A flat list of `count` values, all exactly of these types. A boolean is not an integer."""
+    """Return a flat list of `count` values, all exactly of these types. A boolean is not an
+    integer.
+    """
     column = header[name]
     if type(column) is not list or not types.issuperset(map(type, column)):
         raise WireError(
@@ -440,7 +444,7 @@ def _one_of(header: dict[str, Any], name: str, count: int, allowed: frozenset[st
 
 
 def _finite(header: dict[str, Any], name: str, count: int) -> list[float | None]:
-    """A column of finite numbers, or None where a rollout has none."""
+    """Return a column of finite numbers, or None where a rollout has none."""
     column = _list(header, name, _NUMBER_OR_NONE, count)
     # the filter takes None away, and zeros, which are finite
     if not all(map(math.isfinite, filter(None, column))):

@@ -36,7 +36,7 @@ class Groups:
 
     @classmethod
     def of(cls, group_index: Tensor) -> Groups:
-        """Groups of rows with equal values in `group_index` [B]; any values serve."""
+        """Find the groups of rows with equal values in `group_index` [B]; any values serve."""
         _, index, counts = torch.unique(group_index, return_inverse=True, return_counts=True)
         return cls(index, counts.double())
 
@@ -55,7 +55,7 @@ class Groups:
         return self.largest(values) + self.largest(-values)
 
     def expand(self, values: Tensor) -> Tensor:
-        """The value of each row's group: [G] -> [B]."""
+        """Return the value of each row's group: [G] -> [B]."""
         return values[self.index]
 
     def mean(self, values: Tensor) -> Tensor:
@@ -349,8 +349,8 @@ def finish_advantages(
     counted: Tensor | None = None,
     reduce: Collective | None = None,
 ) -> Tensor:
-    """The last two steps, in order: `whiten` if asked for, then clamp to +-advantage_clip (None:
-    off). Raises ValueError for a clip that is not above 0.
+    """Take the last two steps, in order: `whiten` if asked for, then clamp to +-advantage_clip
+    (None: off). Raises ValueError for a clip that is not above 0.
     """
     if advantage_clip is not None and not advantage_clip > 0:
         raise ValueError(

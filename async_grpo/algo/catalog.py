@@ -30,12 +30,12 @@ _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def number(default: float | None, meaning: str, **bounds: float) -> Any:
-    """A constant with its meaning and its range: `gt`, `ge`, `le`."""
+    """Return a constant with its meaning and its range: `gt`, `ge`, `le`."""
     return field(default=default, metadata={"description": meaning, "strict": True, **bounds})
 
 
 def choice(default: str, meaning: str) -> Any:
-    """A constant that is one of the words of its `Literal` annotation."""
+    """Return a constant that is one of the words of its `Literal` annotation."""
     return field(default=default, metadata={"description": meaning})
 
 
@@ -46,7 +46,7 @@ class Constants:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names of the constants."""
+        """Return the names of the constants."""
         return [one.name for one in fields(cls)]  # type: ignore[arg-type]  # a dataclass
 
     def __post_init__(self) -> None:
@@ -241,21 +241,21 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._traits)
 
     def plugins(self) -> dict[str, T]:
-        """The traits of what is not built in."""
+        """Return the traits of what is not built in."""
         return {name: one for name, one in self.items() if name not in self.built_in}
 
     def where(self, holds: Callable[[T], Any]) -> frozenset[str]:
-        """The names whose traits hold."""
+        """Return the names whose traits hold."""
         return frozenset(name for name, traits in self.items() if holds(traits))
 
     def require(self, name: str) -> T:
-        """The traits of `name`. Raises ValueError for an unknown name."""
+        """Return the traits of `name`. Raises ValueError for an unknown name."""
         if name not in self._traits:
             raise ValueError(f"unknown {self.kind} {name!r}; choose one of {sorted(self)}")
         return self._traits[name]
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function of `name`. Raises ValueError for an unknown name."""
+        """Return the function of `name`. Raises ValueError for an unknown name."""
         self.require(name)
         return self._functions[name]
 
@@ -297,7 +297,7 @@ def _enter_options(name: str, options: type[Any] | None) -> None:
 
 
 def make_options(name: str, values: Mapping[str, Any]) -> Any:
-    """The options of a registered function with these values; None where it has none."""
+    """Return the options of a registered function with these values; None where it has none."""
     return Registry.options[name](**values) if name in Registry.options else None
 
 

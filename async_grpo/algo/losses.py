@@ -107,15 +107,17 @@ class Terms:
         return 1 - self.low, 1 + self.high
 
     def row_mean(self, values: Tensor) -> Tensor:
-        """The mean over the valid tokens of its response, on every token."""
+        """Return the mean over the valid tokens of its response, on every token."""
         return row_means(values, self.valid, self.row_index)
 
     def row_sum(self, values: Tensor) -> Tensor:
-        """The sum over its response on every token; masked entries must hold 0."""
+        """Return the sum over its response on every token; masked entries must hold 0."""
         return row_sums(values, self.row_index)
 
     def selected(self) -> Tensor:
-        """`selection`, for a loss with the trait `selects`. Raises ValueError without one."""
+        """Return `selection`, for a loss with the trait `selects`. Raises ValueError without
+        one.
+        """
         if self.selection is None:
             raise ValueError("this loss needs selection, the tensor of select_tokens")
         return self.selection
@@ -426,7 +428,9 @@ def clean_terms(
 
 
 def loss_options(name: str, options: Any) -> Any:
-    """The given constants of a loss, or its defaults. Raises ValueError for another loss's."""
+    """Return the given constants of a loss, or its defaults. Raises ValueError for another
+    loss's.
+    """
     wanted = POLICY_LOSSES.require(name).options
     if options is None:
         return None if wanted is None else wanted()

@@ -92,7 +92,7 @@ class MetricSums:
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> MetricSums:
-        """The sums that `to_wire` wrote."""
+        """Return the sums that `to_wire` wrote."""
         sums = cls()
         sums._sums = {
             name: [float(total), float(count)] for name, (total, count) in wire["sums"].items()
@@ -236,7 +236,7 @@ def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def _weighting(weights: Tensor | None, kept: Tensor | None) -> dict[str, Tensor]:
-    """Importance weights, rejection, and their product."""
+    """Gather importance weights, rejection, and their product."""
     columns: dict[str, Tensor] = {}
     if weights is not None:
         columns |= _with_square("importance_weight", weights)
@@ -249,7 +249,7 @@ def _weighting(weights: Tensor | None, kept: Tensor | None) -> dict[str, Tensor]
 
 
 def _trust_region(diagnostics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The current policy against the anchor, and what was clipped."""
+    """Return the current policy against the anchor, and what was clipped."""
     difference = diagnostics["log_ratio"]
     clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     low, high = diagnostics["clipped_low"], diagnostics["clipped_high"]
@@ -280,7 +280,9 @@ def _mismatch(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def _rows(mask: Tensor, row_index: Tensor | None) -> Tensor | None:
-    """A row number below the number of tokens for each, flat; None for packed without rows."""
+    """Return a row number below the number of tokens for each, flat; None for packed without
+    rows.
+    """
     if row_index is None and mask.dim() != 2:
         return None
     if row_index is None:
@@ -341,8 +343,8 @@ def _add_by_lag(
     *,
     shares: bool = False,
 ) -> None:
-    """Sums of every column [N], in all and per lag bucket, as one matrix product; with `shares`
-    also the share of the entries in each bucket.
+    """Sum every column [N], in all and per lag bucket, as one matrix product; with `shares` also
+    the share of the entries in each bucket.
     """
     names = list(columns)
     valid_one = valid.double().unsqueeze(-1)
@@ -373,7 +375,7 @@ def _add_extremes(
     *,
     least: bool,
 ) -> None:
-    """The largest (or smallest) entry of every column [N], in all and per lag bucket."""
+    """Return the largest (or smallest) entry of every column [N], in all and per lag bucket."""
     mode, nothing = ("amin", torch.inf) if least else ("amax", -torch.inf)
     values = torch.stack([torch.where(valid, column, nothing) for column in columns.values()])
     found = values.new_full((len(columns), len(_LABELS)), nothing)  # [E, K], from [E, N]

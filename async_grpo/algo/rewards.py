@@ -48,7 +48,7 @@ class Shaping:
             self._penalty(0)
 
     def shape(self, rewards: Mapping[str, float], length: int) -> float:
-        """The shaped reward of a response of `length` tokens with these components. Raises
+        """Return the shaped reward of a response of `length` tokens with these components. Raises
         ValueError for a plugin that returns no finite number.
         """
         value = score(rewards, self.weights)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def row_sums(values: Tensor, row_index: Tensor | None = None) -> Tensor:
-    """The sum of its row on every entry, in the shape and type of `values`: [B, T], or packed [N]
-    with `row_index` [N] int64. Masked entries must hold 0. Raises ValueError for packed values
-    without it.
+    """Return the sum of its row on every entry, in the shape and type of `values`: [B, T], or
+    packed [N] with `row_index` [N] int64. Masked entries must hold 0. Raises ValueError for packed
+    values without it.
     """
     if values.dim() == 2 and row_index is None:
         return values.double().sum(-1, keepdim=True).to(values.dtype).expand_as(values)
@@ -33,8 +33,8 @@ def row_sums(values: Tensor, row_index: Tensor | None = None) -> Tensor:
 
 
 def row_means(values: Tensor, valid: Tensor, row_index: Tensor | None = None) -> Tensor:
-    """The mean over the valid entries of its row on every entry; 0 in a row without any. `valid` is
-    bool, in the shape of `values`.
+    """Return the mean over the valid entries of its row on every entry; 0 in a row without any.
+    `valid` is bool, in the shape of `values`.
     """
     lengths = row_sums(valid.to(torch.float64), row_index)
     total = row_sums(torch.where(valid, values, 0), row_index)

@@ -28,8 +28,8 @@ SelectionCollective = Callable[[Tensor], Tensor]
 def token_hashes(
     seed: int, step: int, group_ids: Tensor, rows: Tensor, positions: Tensor
 ) -> Tensor:
-    """A non-negative int64 hash per token of (seed, step, group, row in the group, position in the
-    response), the same on every rank and in every layout; shapes [N] or [B, T], of integers.
+    """Return a non-negative int64 hash per token of (seed, step, group, row in the group, position
+    in the response), the same on every rank and in every layout; shapes [N] or [B, T], of integers.
 
     Each part enters by exclusive or, followed by the mixer of SplitMix64 (Steele, Lea, Flood,
     OOPSLA 2014). Raises ValueError for other shapes or types.
@@ -51,7 +51,7 @@ def token_hashes(
 
 
 def _signed(value: int) -> int:
-    """The low 64 bits as a signed integer."""
+    """Return the low 64 bits as a signed integer."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -82,8 +82,8 @@ def select_tokens(
     reduce: SelectionCollective | None = None,
     gather: SelectionCollective | None = None,
 ) -> Tensor:
-    """The `selection` that `policy_loss(name, ...)` needs, in the shape of `logprobs`: all tokens
-    of this rank, [B, T] or packed [N].
+    """Return the `selection` that `policy_loss(name, ...)` needs, in the shape of `logprobs`: all
+    tokens of this rank, [B, T] or packed [N].
 
     Bool for clip_cov and kl_cov, and for m2po the bound T on every entry, in the type that the loss
     computes in. `hashes` are those of `token_hashes`. `reduce` adds a small float64 tensor up over
@@ -137,7 +137,9 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _covariance(terms: Terms, reduce: SelectionCollective) -> tuple[Tensor, int]:
-    """(A - mean A)(current - mean current) per token, float64, and the count of all ranks."""
+    """Return (A - mean A)(current - mean current) per token, float64, and the count of all
+    ranks.
+    """
     advantages, current = terms.advantages.double(), terms.current.double()
     count, first, second = reduce(
         torch.stack([terms.valid.sum(dtype=torch.float64), advantages.sum(), current.sum()])
@@ -157,7 +159,7 @@ def _lowest(keys: Tensor, hashes: Tensor, *, count: int, gather: SelectionCollec
 
 
 def _order(keys: Tensor, hashes: Tensor) -> Tensor:
-    """Indices that sort by key, then by hash."""
+    """Return indices that sort by key, then by hash."""
     by_hash = hashes.argsort()
     return by_hash[keys[by_hash].argsort(stable=True)]
 

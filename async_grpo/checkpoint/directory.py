@@ -60,14 +60,14 @@ class Origin:
         return None if self.path is None else str(self.path / "learner")
 
     def snapshot(self) -> dict[str, Any] | None:
-        """The queue at that moment."""
+        """Return the queue at that moment."""
         if self.path is None:
             return None
         return json.loads((self.path / "queue.json").read_text(encoding="utf-8"))
 
 
 def path_for(run_dir: Path, step: int) -> Path:
-    """Final directory of the checkpoint after `step` learner steps; nothing is created."""
+    """Return the directory of the checkpoint after `step` learner steps; nothing is created."""
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
@@ -171,7 +171,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def step_of(path: Path) -> int:
-    """The number of learner steps that a checkpoint directory's name states."""
+    """Return the number of learner steps that a checkpoint directory's name states."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise CheckpointError(f"{path} is not named like a checkpoint (step_000123)")
@@ -206,7 +206,7 @@ def set_aside(run_dir: Path, after: int) -> list[Path]:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Steps of the complete checkpoints of a run directory, ascending."""
+    """List the steps of the complete checkpoints of a run directory, ascending."""
     return [step_of(path) for path in _finished(run_dir) if _is_complete(path)]
 
 

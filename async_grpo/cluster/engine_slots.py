@@ -36,7 +36,7 @@ class EngineSlot:
         return self.where.node_id
 
     def next_id(self) -> str:
-        """An actor id that no process had before."""
+        """Make an actor id that no process had before."""
         self.incarnations += 1
         return f"actor-{self.index}.{self.incarnations - 1}"
 
@@ -75,11 +75,11 @@ class EngineSlots:
         return list(self._slots.values())
 
     def get(self, index: int) -> EngineSlot | None:
-        """The slot with this index, unless it was given back."""
+        """Return the slot with this index, unless it was given back."""
         return self._slots.get(index)
 
     def address(self, node_id: str) -> str:
-        """A node's address, also after it is gone."""
+        """Return a node's address, also after it is gone."""
         return self._addresses[node_id]
 
     async def nodes(self) -> list[Node]:

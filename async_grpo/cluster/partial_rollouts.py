@@ -43,7 +43,7 @@ class PartialCollector:
         """File from which rollout actors continue."""
 
     def snapshot(self, snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The checkpoint's queue snapshot, with the facts of its partial rollouts added."""
+        """Return the checkpoint's queue snapshot, with the facts of its partial rollouts added."""
         if self._restored is None or snapshot is None:
             return snapshot
         return {**snapshot, "beginnings": self._restored.starts}

@@ -143,7 +143,7 @@ def describe(nodes: Sequence[Node]) -> str:
 
 
 def _with_taken(node: Node, slots: Sequence[Slot]) -> Node:
-    """The node with the run's own slots reserved, which Ray reports a little late."""
+    """Return the node with the run's own slots reserved, which Ray reports a little late."""
     own = [slot for slot in slots if slot.node_id == node.node_id]
     return replace(
         node,
@@ -168,7 +168,7 @@ def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
 
 
 def _count(config: Config, room: int, asked: str, nodes: list[Node]) -> int:
-    """Number of engines of the start, of those that have room."""
+    """Return how many engines start, of those that have room."""
     actors = config.cluster.rollout_actors
     if room < actors.min:
         raise PlacementError(

@@ -208,7 +208,7 @@ def _other_nodes(session: Session, run_dir: str) -> list[dict[str, Any]]:
 
 
 def _there(node_id: str, run_dir: str, role: str = "") -> Any:
-    """The same look on another node."""
+    """Collect the same evidence on another node."""
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(collect.gather).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
     return task.remote(run_dir, role=role)

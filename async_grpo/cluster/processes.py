@@ -85,7 +85,7 @@ class LearnerProcess:
         self._parts: RankParts | None = None
 
     def address(self) -> tuple[str, int]:
-        """This rank's address, and a port for the rendezvous that nobody else can take."""
+        """Return this rank's address, and a port for the rendezvous that nobody else can take."""
         host = ray.util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
@@ -175,7 +175,7 @@ class LearnerProcess:
         self._parts.sender.release()
 
     def note(self) -> str:
-        """What the user should know about the transport."""
+        """Return what the user should know about the transport."""
         return self._parts.sender.note
 
     def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:

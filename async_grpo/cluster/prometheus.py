@@ -58,5 +58,5 @@ class Exported:
 
 
 def gauge_name(metric: str) -> str:
-    """The name that Ray is given; its endpoint puts `ray_` before it."""
+    """Return the name that Ray is given; its endpoint puts `ray_` before it."""
     return PREFIX + re.sub(r"[^a-zA-Z0-9]+", "_", metric).strip("_")

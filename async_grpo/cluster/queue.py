@@ -47,7 +47,9 @@ class QueueProcess:
         snapshot: dict[str, Any] | None = None,
         run_dir: str | None = None,
     ) -> None:
-        """An error is raised by every call, because Ray would wrap it into a story of its own."""
+        """Open the queue; every call raises what went wrong, for Ray would wrap an error from
+        here.
+        """
         die_with_parent()
         if run_dir is not None:
             stacks.register("queue", stacks.home(run_dir))
@@ -71,7 +73,7 @@ class QueueProcess:
         return self._opened
 
     async def opened(self) -> str | None:
-        """What a resumed queue took over, in words. Raises what went wrong when it was opened."""
+        """Say what a resumed queue took over. Raises what went wrong when it was opened."""
         return None if self._queue.report is None else str(self._queue.report)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +171,7 @@ class QueueProcess:
         return QueueMetrics(await self._queue.metrics(), self._queue.reports())
 
     async def reports(self) -> dict[str, ActorReport]:
-        """The latest report of every rollout actor."""
+        """Return the latest report of every rollout actor."""
         return self._queue.reports()
 
     async def in_flight(self) -> dict[str, list[tuple[int, int, float]]]:
@@ -343,7 +345,7 @@ class ActorQueue:
 
 
 def queue_died(error: BaseException) -> FaultBudgetSpent:
-    """The error of a run whose queue is gone for good."""
+    """Return the error of a run whose queue is gone for good."""
     return FaultBudgetSpent(
         "the replay queue's process died, and more often than cluster.restart_budget "
         f"allows (with replay.journal.enable=false: once): {first_line(error)}"

@@ -105,7 +105,7 @@ class RemoteEngine:
         return await self.handle.partials.remote()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """A few short responses as (prompt, response, log-probs)."""
+        """Return a few short responses as (prompt, response, log-probs)."""
         return await self.handle.probe_sequences.remote()
 
 
@@ -486,7 +486,7 @@ class ActorManager:
         return None
 
     async def _lose(self, node_id: str) -> None:
-        """A node is gone: one fault, whatever was on it."""
+        """Count a lost node as one fault, whatever was on it."""
         slots = [slot for slot in self._slots.all() if slot.node_id == node_id]
         if not slots:
             return

@@ -130,7 +130,7 @@ class EvaluationSamples:
 
 
 def interval(total_steps: int, rows: int, *, each: int) -> int:
-    """Steps between samples of `each` rows, so that a run shows about `rows` at most; 0: never."""
+    """Return the steps between samples of `each` rows for about `rows` at most; 0: never."""
     return -(-total_steps // max(1, rows // each - 1)) if rows else 0
 
 

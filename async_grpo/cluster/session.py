@@ -225,7 +225,7 @@ class Session:
         return self.on_node(ray.get_runtime_context().get_node_id())
 
     def on_node(self, node_id: str) -> dict[str, Any]:
-        """The same for a process on this node."""
+        """Return the options of an actor on this node."""
         return {
             "num_cpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
@@ -288,7 +288,7 @@ def _session_of_its_own() -> Iterator[None]:
 
 @ray.remote
 def _probe_storage(path: str, token: str, node_id: str) -> bool:
-    """Runs on a node: read the driver's file and write one beside it."""
+    """Read the driver's file and write one beside it; runs on a node."""
     probe = Path(path)
     if not probe.is_file() or probe.read_text() != token:
         return False
@@ -298,7 +298,7 @@ def _probe_storage(path: str, token: str, node_id: str) -> bool:
 
 @ray.remote
 def _here() -> None:
-    """Runs on a node that has to show that it can."""
+    """Run on a node, which shows that it takes work."""
 
 
 async def settled(call: Awaitable[Any]) -> Any:

@@ -374,7 +374,7 @@ class System:
         self.event_loop.call_soon_threadsafe(self.evaluations.cancel)
 
     def scene(self) -> Scene:
-        """The parts of the run, for a post-mortem."""
+        """Return the parts of the run, for a post-mortem."""
         return Scene(
             session=self._session,
             queue=self._processes.queue_handle,

@@ -46,7 +46,7 @@ class Calls:
             self._under_way.remove(entry)
 
     def status(self) -> list[dict[str, Any]]:
-        """Calls under way and the last one given up: what, for how many seconds, who is late."""
+        """Return open calls and the last one given up: what, for how many seconds, who is late."""
         asked = [
             (what, since, _ranks(calls))
             for what, since, calls in [*self._under_way, *self._given_up]

@@ -40,7 +40,7 @@ SECTIONS = ("sapo", "dppo", "opmd", "clip_cov", "kl_cov", "m2po")
 
 
 def _names(registry: Registry[Any]) -> Any:
-    """The built-in names as the words of a setting; `plugins` adds a user's."""
+    """Return the built-in names as the words of a setting; `plugins` adds a user's."""
     names: list[Any] = [name for name in registry if name in registry.built_in]
     return Field(json_schema_extra={"enum": names})
 
@@ -233,7 +233,9 @@ class Algorithm(Section):
         return self.use_kl_loss or self.add_token_level_kl
 
     def constants(self, name: str) -> Any:
-        """The constants of what is registered as `name`, None without; its module is imported."""
+        """Return the constants of what is registered as `name`, None without; its module is
+        imported.
+        """
         own = {
             "sapo": self.sapo,
             "dppo": self.dppo,

@@ -79,7 +79,7 @@ def _section_words(inner: dict[str, Any], spec: dict[str, Any]) -> str:
 
 
 def words(spec: dict[str, Any]) -> str:
-    """The values that a JSON-schema fragment admits, in words."""
+    """Return the values that a JSON-schema fragment admits, in words."""
     if "anyOf" in spec:
         options = [words(option) for option in spec["anyOf"] if option.get("type") != "null"]
         return ", or ".join([*options, "null"])
@@ -155,7 +155,7 @@ A run is described by one YAML file and any number of overrides:
 
 
 def render() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     known = settings()
     keys: dict[str, list[Setting]] = defaultdict(list)
     for setting in known.values():

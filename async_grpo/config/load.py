@@ -125,7 +125,7 @@ def _apply_override(data: dict[str, Any], text: str, places: dict[tuple[str, ...
 
 
 def _empty_section(data: dict[str, Any], path: tuple[str, ...]) -> None:
-    """A section whose keys are all commented out reads as null: take it as empty."""
+    """Take a section whose keys are all commented out (read as null) as empty."""
     node: Any = data
     for key in path[:-1]:
         node = node.get(key) if isinstance(node, dict) else None
@@ -139,7 +139,7 @@ def _empty_section(data: dict[str, Any], path: tuple[str, ...]) -> None:
 def _explain(
     error: ValidationError, data: dict[str, Any], places: Mapping[tuple[str, ...], str], file: str
 ) -> str:
-    """The first problem in full, unknown keys first (often the cause), and how many others."""
+    """Say the first problem in full, unknown keys first (often the cause), and how many others."""
     problems = sorted(
         error.errors(include_url=False), key=lambda problem: problem["type"] not in UNKNOWN_KEY
     )
@@ -175,7 +175,7 @@ def _place(path: tuple[str, ...], places: Mapping[tuple[str, ...], str], file: s
 
 
 def _known(path: tuple[Any, ...]) -> Setting:
-    """The setting that holds `path`: itself, or the list or mapping that it lies in."""
+    """Return the setting that holds `path`: itself, or the list or mapping that it lies in."""
     for end in range(len(path), 0, -1):
         found = settings().get(_dotted(path[:end]))
         if found is not None:
@@ -214,7 +214,9 @@ def _suggest(path: tuple[str, ...], value: Any) -> str:
 
 
 def _one_home(homes: list[str], path: tuple[str, ...]) -> str:
-    """The setting meant by a known key in the wrong place; empty where several sections have it."""
+    """Return the setting meant by a known key in the wrong place; empty where several sections have
+    it.
+    """
     near = [name for name in homes if name.split(".")[0] == path[0]] or homes
     shallow = [name for name in near if name.count(".") == min(name.count(".") for name in near)]
     return "` or `".join(shallow) if 1 <= len(shallow) <= 2 else ""

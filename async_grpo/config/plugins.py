@@ -51,13 +51,13 @@ class Known:
     in_queue: frozenset[str] = frozenset()
 
     def estimator(self, config: Config) -> EstimatorTraits:
-        """The traits of the configured estimator."""
+        """Return the traits of the configured estimator."""
         name = config.algorithm.adv_estimator
         found = self.traits["estimator"].get(name)
         return catalog.ESTIMATORS[name] if found is None else EstimatorTraits(**found)
 
     def loss(self, config: Config) -> LossTraits:
-        """The traits of the configured policy loss."""
+        """Return the traits of the configured policy loss."""
         name = config.algorithm.policy_loss
         found = self.traits["policy_loss"].get(name)
         return catalog.POLICY_LOSSES[name] if found is None else LossTraits(**found)
@@ -206,7 +206,7 @@ def _stamp(module: str) -> int:
 
 @lru_cache(maxsize=64)
 def _ask(request: str, path: tuple[str, ...], stamps: tuple[int, ...]) -> str:
-    """The answer of a child process to `request`, as JSON."""
+    """Return the answer of a child process to `request`, as JSON."""
     asked = json.loads(request)
     modules = ", ".join(asked["replay.plugins"] + asked["algorithm.plugins"])
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:

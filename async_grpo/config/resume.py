@@ -81,7 +81,7 @@ class Changes:
         )
 
     def lines(self) -> Iterator[str]:
-        """What to print when a run resumes."""
+        """Return what to print when a run resumes."""
         for change in self.warned:
             yield f"resumed with another {change} ({change.mark.reason})"
         for names, what in (
@@ -98,7 +98,9 @@ class Changes:
 
 @cache
 def marks() -> dict[str, Mark]:
-    """The mark of every key and nullable section by name. Raises ValueError for one without."""
+    """Return the mark of every key and nullable section by name. Raises ValueError for one
+    without.
+    """
     found: dict[str, Mark] = {}
     _collect(Config, "", None, found)
     return found
@@ -168,7 +170,7 @@ def _collect(
 
 
 def _section(annotation: Any) -> type[Section | Constants] | None:
-    """The section class that an annotation (`X` or `X | None`) names, if any."""
+    """Return the section class that an annotation (`X` or `X | None`) names, if any."""
     options = [
         option
         for option in (annotation, *get_args(annotation))

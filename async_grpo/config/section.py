@@ -42,12 +42,12 @@ FREE = Mark("free")
 
 
 def warn(changes: str, *, trains: bool = False) -> Mark:
-    """A key that a resumed run may change, and is told what that `changes`."""
+    """Mark a key that a resumed run may change; the user is told what that `changes`."""
     return Mark("warn", changes, trains)
 
 
 def fixed(reason: str) -> Mark:
-    """A key that a resumed run cannot change."""
+    """Mark a key that a resumed run cannot change."""
     return Mark("fixed", reason, trains=True)
 
 

@@ -71,7 +71,7 @@ else:
 
 
 def automatic(*, device: str, colocated: bool) -> str:
-    """The transport that `weight_sync.backend: auto` means on `device` (`cpu` or `cuda`)."""
+    """Return the transport that `weight_sync.backend: auto` means on `device` (`cpu` or `cuda`)."""
     return next(
         name
         for name, transport in TRANSPORTS.items()

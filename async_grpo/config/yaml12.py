@@ -105,8 +105,8 @@ class YamlError(ValueError):
 
 
 def read(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """The document in `text` (None when empty) and the line, from 1, of every mapping key by its
-    path. Raises YamlError.
+    """Return the document in `text` (None when empty) and the line, from 1, of every mapping key by
+    its path. Raises YamlError.
     """
     try:
         loader = _Loader(text)

@@ -388,7 +388,7 @@ def _remove(draft: Path) -> None:
 
 
 def _gather(value: Any) -> list[Any]:
-    """The values of all ranks."""
+    """Return the values of all ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -93,7 +93,7 @@ class Learner:
         self._reference = self._build_reference(model_dir)
 
     def _build_policy(self, model_dir: str) -> Any:
-        """The DeepSpeed engine around the trained model."""
+        """Return the DeepSpeed engine around the trained model."""
         import deepspeed
 
         learner = self.config.learner
@@ -112,7 +112,9 @@ class Learner:
         return engine
 
     def _build_reference(self, model_dir: str) -> Any:
-        """The reference model; None without one, or where it is the policy without its adapters."""
+        """Return the reference model; None without one, or where it is the policy without its
+        adapters.
+        """
         import deepspeed
 
         settings = self.config.model
@@ -256,7 +258,9 @@ class Learner:
     def _loss(
         self, planned: Sequence[PlanRow], selection: Tensor | None, *, unmoved: bool
     ) -> Tensor:
-        """This rank's share of a micro-batch's loss. unmoved: the weights are the step's first."""
+        """Return this rank's share of a micro-batch's loss. unmoved: the weights are the step's
+        first.
+        """
         one = self._forward(planned, with_entropy=True)
         if planned:
             self._count(one.packed)
@@ -460,5 +464,5 @@ class Learner:
 
 
 def _module(model: Any) -> PolicyModel:
-    """The policy model inside a DeepSpeed engine, or the model itself."""
+    """Return the policy model inside a DeepSpeed engine, or the model itself."""
     return getattr(model, "module", model)

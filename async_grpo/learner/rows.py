@@ -144,7 +144,7 @@ def token_batch(
         return torch.from_numpy(np.repeat(np.array(values or [0], dtype), lengths)).to(device)
 
     def computed(arrays: list[np.ndarray | None]) -> Tensor | None:
-        """The column, or None where a row has no values."""
+        """Return the column, or None where a row has no values."""
         known = [array for array in arrays if array is not None]
         return column(known, np.float32) if known and len(known) == len(arrays) else None
 

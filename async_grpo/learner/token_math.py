@@ -197,8 +197,8 @@ class TokenMath:
     def _weights(
         self, batch: TokenBatch, logprobs: Tensor, anchor: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Importance weights, and which tokens are kept (0 or 1). A loss without ratio is weighed
-        by the current policy's own.
+        """Return importance weights, and which tokens are kept (0 or 1). A loss without ratio is
+        weighed by the current policy's own.
         """
         algorithm = self._algorithm
         importance, rejection = algorithm.importance, algorithm.rejection

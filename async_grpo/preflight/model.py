@@ -106,7 +106,7 @@ def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
 
 
 def _architecture(model: str) -> dict[str, Any]:
-    """The model's `config.json`, of its language model where it has several."""
+    """Return the model's `config.json`, of its language model where it has several."""
     from transformers.utils import cached_file
 
     try:
@@ -292,7 +292,7 @@ def _encoded(config: Config, model: str, tokenizer: Any, problem: Problem) -> li
 
 
 def _start(problem: Problem) -> str:
-    """The beginning of a prompt, of its last message."""
+    """Return the beginning of a prompt, of its last message."""
     text = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
     return repr(shortened(text, 60))
 

@@ -26,7 +26,9 @@ class Retirement:
     """Rule of retirement over the `retired` problems; idle without `settings.retire_at`."""
 
     def __init__(self, settings: QueueSettings, retired: set[int]) -> None:
-        """Raises ValueError for a retired problem that the task does not have."""
+        """Take the settings. Raises ValueError for a retired problem that the task does not
+        have.
+        """
         self._at = settings.retire_at
         self._problem = settings.problem
         self._problems = settings.problems
@@ -43,7 +45,9 @@ class Retirement:
         return self._at is not None and len(self._retired) >= self._problems
 
     def retires(self, meta: GroupMeta) -> int | None:
-        """The problem that this group retires (mean verdict of at least `retire_at`), or None."""
+        """Return the problem that this group retires (mean verdict of at least `retire_at`), or
+        None.
+        """
         if self._at is None:
             return None
         rate, problem = (

@@ -188,7 +188,7 @@ def to_wire(event: Event) -> list[Any]:
 
 
 def from_wire(values: list[Any]) -> Event:
-    """The event that `to_wire` wrote. Raises ValueError for anything else."""
+    """Return the event that `to_wire` wrote. Raises ValueError for anything else."""
     kind = KINDS.get(values[0]) if values and isinstance(values[0], str) else None
     if kind is None or len(values) != 1 + len(kind._fields):
         raise ValueError(f"{str(values)[:80]} is no event")

@@ -61,8 +61,8 @@ class Link:
     until: int | None
 
     def events(self) -> Iterator[tuple[Event, FramePosition | None]]:
-        """The events after the snapshot and the places of their frames. Raises JournalDamage where
-        one is damaged or the segment ends before its successor begins.
+        """Return the events after the snapshot and the places of their frames. Raises JournalDamage
+        where one is damaged or the segment ends before its successor begins.
         """
         path = self.segment.path
         for record in self.segment.records():
@@ -231,7 +231,7 @@ def find_past(
 
 
 def _one_branch(links: list[Link], step: int) -> Iterator[Link]:
-    """The links up to a start of the run that went behind `step`: another branch."""
+    """Return the links up to a start of the run that went behind `step`: another branch."""
     start = links[0].segment.snapshot["start"]
     for link in links:
         snapshot, ledger = link.segment.snapshot, link.segment.snapshot["ledger"]
@@ -278,7 +278,9 @@ class Stretch(Past):
         self.steps = {step: ids for step, ids in self.steps.items() if step >= first}
 
     def meta(self, group_id: int) -> GroupMeta | None:
-        """The group's `GroupMeta`; None where its segment is gone. Raises WireError if damaged."""
+        """Return the group's `GroupMeta`; None where its segment is gone. Raises WireError if
+        damaged.
+        """
         try:
             return self._frames.meta(self.groups[group_id].place, group_id)
         except JournalError:
@@ -296,7 +298,7 @@ class Stretch(Past):
 
 
 def _part(links: list[Link], *, first: int, last: int) -> list[Link]:
-    """The links that tell of these steps. Steps only go back where the run started again."""
+    """Return the links that tell of these steps. Steps only go back where the run started again."""
     begins = [link.segment.snapshot["ledger"]["steps"] for link in links]
     start = max((index for index, steps in enumerate(begins) if steps < first), default=0)
     end = max((index for index, steps in enumerate(begins) if steps <= last), default=-1)
@@ -369,7 +371,9 @@ class History(Visitor):
         return {reason: count for reason, count in counts.items() if count > 0}
 
     def frame(self, group_id: int, attempt: int | None = None) -> bytes:
-        """The result of an attempt, by default the latest one. Raises LookupError without one."""
+        """Return the result of an attempt, by default the latest one. Raises LookupError without
+        one.
+        """
         place = self._place(group_id, attempt)
         try:
             return bytes(self._results.view(place))
@@ -377,14 +381,16 @@ class History(Visitor):
             raise LookupError(f"the result of group {group_id} is gone: {error}") from error
 
     def meta(self, group_id: int, attempt: int | None = None) -> GroupMeta | None:
-        """The result's `GroupMeta`; None where there is none. Raises WireError if damaged."""
+        """Return the result's `GroupMeta`; None where there is none. Raises WireError if
+        damaged.
+        """
         try:
             return self._results.meta(self._place(group_id, attempt), group_id, attempt)
         except (LookupError, JournalError):
             return None
 
     def group(self, group_id: int, attempt: int | None = None) -> Group | None:
-        """The whole group; None where there is no result. Raises WireError if damaged."""
+        """Return the whole group; None where there is no result. Raises WireError if damaged."""
         if self.meta(group_id, attempt) is None:
             return None
         return decode_group(self.frame(group_id, attempt))
@@ -533,7 +539,7 @@ class RecordedQueue:
     """The queue's side of the loop and of the learner, from `<run directory>/journal`."""
 
     def __init__(self, directory: str) -> None:
-        """Raises JournalError for a journal that cannot be read."""
+        """Read the journal. Raises JournalError where it cannot be read."""
         self._history: History = read_history(Path(directory))
 
     async def get_batch(self, step: int) -> Batch | None:

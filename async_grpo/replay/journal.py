@@ -302,13 +302,15 @@ class Segment:
         """The segment and the record after which it goes on; None for the first one of a run."""
 
     def records(self) -> Iterator[JournalRecord]:
-        """Records after the snapshot, up to the end or a cut-off one. Raises JournalDamage."""
+        """Read the records after the snapshot, up to the end or a cut-off one. Raises
+        JournalDamage.
+        """
         while (record := self._next(self.sequence + 1)) is not None:
             self.sequence = record.sequence
             yield record
 
     def payload(self, place: FramePosition) -> memoryview:
-        """The bytes at a place in this segment; fewer when the file is shorter."""
+        """Return the bytes at a place in this segment; fewer when the file is shorter."""
         return memoryview(self._data)[place.offset : place.offset + place.length]
 
     def _next(self, expected: int | None) -> JournalRecord | None:
@@ -392,7 +394,9 @@ class Results:
         self._open: dict[int, Segment] = {}
 
     def view(self, place: FramePosition) -> memoryview:
-        """The bytes at a place. Raises JournalError where its segment is gone or unreadable."""
+        """Return the bytes at a place. Raises JournalError where its segment is gone or
+        unreadable.
+        """
         if place.segment not in self._open:
             segment = Segment(self._directory, place.segment)
             while len(self._open) >= OPEN_SEGMENTS:
@@ -408,8 +412,8 @@ class Results:
         *,
         max_bytes: int | None = None,
     ) -> GroupMeta:
-        """What the frame says beside the tokens. Raises WireError for a damaged frame or one of
-        another group or attempt, JournalError where its segment is gone.
+        """Return what the frame says beside the tokens. Raises WireError for a damaged frame or one
+        of another group or attempt, JournalError where its segment is gone.
         """
         meta = decode_meta(self.view(place), max_bytes=max_bytes)
         if meta.group_id != group_id or attempt not in (None, meta.attempt):

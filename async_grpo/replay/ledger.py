@@ -191,7 +191,7 @@ class Ledger:
         return self.next_group_id - self.first_group_id
 
     def counts(self) -> dict[str, int]:
-        """Groups in each state; they sum to the ids issued."""
+        """Count the groups in each state; they sum to the ids issued."""
         return {state.value: self.closed[state] + len(self.slots.get(state, ())) for state in State}
 
     def history(self, group_ids: Iterable[int]) -> dict[int, dict[str, int | str | None]]:
@@ -207,7 +207,7 @@ class Ledger:
         return found
 
     def remembered(self) -> list[GroupEntry]:
-        """Groups with a slot, in each state in the order of arrival, and groups left over."""
+        """List groups with a slot, in each state in the order of arrival, and groups left over."""
         in_slots = [entry for index in self.slots.values() for entry in index.values()]
         return [*in_slots, *self.unused.values()]
 
@@ -218,15 +218,15 @@ class Ledger:
         return entry.attempt, entry.state, entry.step
 
     def ticket(self, entry: GroupEntry) -> GroupTicket:
-        """The ticket of a group in flight."""
+        """Return the ticket of a group in flight."""
         return GroupTicket(entry.group_id, entry.attempt, entry.policy_version, self.run_epoch)
 
     def held_by(self, actor_id: str) -> list[GroupEntry]:
-        """Groups in flight at an actor."""
+        """List the groups in flight at an actor."""
         return list(self.held.get(actor_id, {}).values())
 
     def check(self) -> None:
-        """The states sum to the ids issued. Raises RuntimeError."""
+        """Check that the states sum to the ids issued. Raises RuntimeError."""
         in_slots = sum(map(len, self.slots.values()))
         if in_slots != len(self.entries) or in_slots + sum(self.closed.values()) != self.issued:
             raise RuntimeError(

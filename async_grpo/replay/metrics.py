@@ -30,18 +30,18 @@ class QueueWaits:
         self._trained_slow: deque[bool] = deque(maxlen=WINDOW)
 
     def answered(self, actor_id: str, *, idle: bool, now: float) -> None:
-        """An actor asked for tickets. `idle`: it holds none and got none."""
+        """Note that an actor asked for tickets. `idle`: it holds none and got none."""
         if idle:
             self._blocked.setdefault(actor_id, now)
         else:
             self.gone(actor_id, now=now)
 
     def gone(self, actor_id: str, *, now: float) -> None:
-        """The actor does not wait any more."""
+        """Note that the actor does not wait any more."""
         self._blocked_s += now - self._blocked.pop(actor_id, now)
 
     def learner_asks(self, now: float) -> None:
-        """The learner asked for a batch."""
+        """Note that the learner asked for a batch."""
         if self._asked_at is None:
             self._asked_at = now
 
@@ -65,9 +65,9 @@ class QueueWaits:
         return self._completed_slow[-1]
 
     def metrics(self, now: float) -> dict[str, float]:
-        """Waits as `replay/...`. `slowest_tenth`: share of slow groups among those trained, per ten
-        times their share of those completed; 0.1 means that slow groups are trained like all
-        others, even while all become slower or faster.
+        """Return waits as `replay/...`. `slowest_tenth`: share of slow groups among those trained,
+        per ten times their share of those completed; 0.1 means that slow groups are trained like
+        all others, even while all become slower or faster.
         """
         waiting = 0.0 if self._asked_at is None else now - self._asked_at
         blocked = self._blocked_s + sum(now - since for since in self._blocked.values())

@@ -44,7 +44,9 @@ class PartialGroups:
         self._known: Mapping[int, PartialStart] = {one.group_id: one for one in beginnings}
 
     def version(self, entry: GroupEntry) -> int | None:
-        """The version under which a waiting group goes on; None if it is issued from scratch."""
+        """Return the version under which a waiting group goes on; None if it is issued from
+        scratch.
+        """
         known = self._known.get(entry.group_id)
         return known.version if known is not None and entry.attempt == known.attempt - 1 else None
 
@@ -93,7 +95,7 @@ def choose(
 
 
 def told(chosen: list[PartialStart], useless: int) -> str:
-    """What became of them, in words."""
+    """Summarise, for the resume note, what became of the partial groups."""
     responses, tokens = sum(one.responses for one in chosen), sum(one.tokens for one in chosen)
     text = f"{responses:,} responses of {len(chosen):,} groups continue from {tokens:,} tokens"
     return text + (f", {useless:,} groups are too old to" if useless else "")

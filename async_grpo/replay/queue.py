@@ -304,7 +304,7 @@ class ReplayQueue:
         return self._ledger
 
     def reports(self) -> dict[str, ActorReport]:
-        """The latest report of every rollout actor."""
+        """Return the latest report of every rollout actor."""
         return self._reports.latest
 
     async def is_over(self) -> bool:

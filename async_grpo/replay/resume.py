@@ -477,7 +477,7 @@ class _Opening:
         return obstacle(past, self.settings, results)
 
     def _writer(self, number: int, last: Segment | None) -> Writer:
-        """Writes the segments after `number`, which go on after what was read of `last`."""
+        """Continue after what was read of `last`, in segments after `number`."""
         return Writer(
             self.directory,
             fsync=self.journal.fsync,

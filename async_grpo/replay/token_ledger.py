@@ -230,7 +230,7 @@ class Tokens:
 
     @classmethod
     def from_snapshot(cls, snapshot: Mapping[str, Any]) -> Tokens:
-        """The ledger that `snapshot` described."""
+        """Return the ledger that `snapshot` described."""
         tokens = cls()
         tokens.totals.update(snapshot["totals"])
         tokens.results, tokens.masked = dict(snapshot["results"]), snapshot["masked"]

@@ -114,7 +114,9 @@ class RolloutActor:
         cores: Sequence[int],
         partials: str | None = None,
     ) -> None:
-        """partials: file with partial responses, for the tickets that continue them."""
+        """Take the actor's settings. partials: file with partial responses, for tickets that
+        continue them.
+        """
         self.actor_id = actor_id
         self._config, self._queue = config, queue
         self._model_dir, self._device = model_dir, device
@@ -261,7 +263,9 @@ class RolloutActor:
         self._changed.set()
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """A few short responses as (prompt, response, log-probs), to compare with the learner."""
+        """Return a few short responses as (prompt, response, log-probs), to compare with the
+        learner.
+        """
         parts = self.parts
         return await probe_sequences(parts.engine, parts.task, self._encode, self._config.rollout)
 
@@ -278,8 +282,8 @@ class RolloutActor:
         await self.parts.engine.check()
 
     async def status(self) -> dict[str, Any]:
-        """Served label, groups with stage and ages in seconds (oldest first), counters and busy
-        verifiers, for post-mortems; also before `start` has returned.
+        """Return the served label, groups with stage and ages in seconds (oldest first), counters
+        and busy verifiers, for post-mortems; also before `start` has returned.
         """
         now, parts = time.monotonic(), self._parts
         return {
@@ -321,9 +325,9 @@ class RolloutActor:
         )
 
     def _room(self) -> int:
-        """Groups to ask for, so that the engine always has one waiting and verified groups do not
-        pile up. A long response keeps its group here, but not the slots of responses that have
-        ended.
+        """Count the groups to ask for, so that the engine always has one waiting and verified
+        groups do not pile up. A long response keeps its group here, but not the slots of responses
+        that have ended.
         """
         queued = sum(work.stage == "queued" for work in self._groups.values())
         unfinished = self.parts.engine.unfinished + queued * self._responses

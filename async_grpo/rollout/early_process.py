@@ -208,7 +208,7 @@ def preload() -> str:
 
 
 def _first(*patterns: Path) -> str:
-    """The first file that matches, or ""."""
+    """Return the first file that matches, or ""."""
     return next((path for pattern in patterns for path in glob.glob(str(pattern))), "")
 
 

@@ -423,7 +423,7 @@ class Engine:
             call.cancel()
 
     def _receipt(self, outcomes: list[dict[str, str]]) -> Receipt:
-        """The receipt of a call: the first failure of a worker, if any."""
+        """Return the receipt of a call: the first failure of a worker, if any."""
         failed: dict[str, Any] = next(filter(None, outcomes), {})
         return Receipt(self.serving, **failed)
 

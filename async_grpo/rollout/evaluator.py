@@ -156,7 +156,7 @@ def _outcome(answer: _Answer, results: list[Score | VerifierError], *, n: int) -
 
 
 def _row(problem: Problem, answer: _Answer, results: list[Score | VerifierError]) -> dict[str, Any]:
-    """The greedy response, for the sample table."""
+    """Return the greedy response, for the sample table."""
     if answer.refused is not None:
         return {"prompt": problem.prompt, "response": "", "tokens": 0, "error": str(answer.refused)}
     result = results[0]
@@ -172,7 +172,9 @@ PROMPTS, CANDIDATES, TOKENS = 4, 64, 16
 async def probe_sequences(
     engine: Engine, task: Task, encode: Callable[[Problem], list[int]], rollout: RolloutConfig
 ) -> list[tuple[list[int], list[int], np.ndarray]]:
-    """A few short responses as (prompt, response, log-probs [L] at the training temperature)."""
+    """Return a few short responses as (prompt, response, log-probs [L] at the training
+    temperature).
+    """
     sampling = Sampling(
         n=1,
         max_tokens=min(rollout.response_length, TOKENS),

@@ -106,7 +106,7 @@ class PartialGeneration:
         return [self._response(index, None) for index in range(count)]
 
     def so_far(self) -> list[Completion]:
-        """The partial responses; empty before the first token."""
+        """Return the partial responses; empty before the first token."""
         grown = {
             request.first + index: one
             for request in self._requests
@@ -208,7 +208,9 @@ class PartialFile:
     """Partial responses of a checkpoint; readable (the file stays open) when that is pruned."""
 
     def __init__(self, path: Path) -> None:
-        """Raises PartialError for another kind of file, OSError if it cannot be read."""
+        """Open the file. Raises PartialError for another kind of file, OSError if it cannot be
+        read.
+        """
         self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - closed by `close`
         try:
             self._rows = self._index(os.fstat(self._file.fileno()).st_size)

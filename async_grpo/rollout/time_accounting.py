@@ -30,7 +30,7 @@ class EngineTime:
         self.is_producing = False
 
     def producing(self, on: bool) -> None:
-        """The actor takes tickets from now on, or no more."""
+        """Note that the actor takes tickets from now on, or no more."""
         self.is_producing = on
         if not on:
             self._stages.clear()
@@ -38,7 +38,7 @@ class EngineTime:
         self._look()
 
     def stage(self, key: tuple[int, int], stage: str | None) -> None:
-        """A group (id, attempt) is at this stage now; None: it is gone."""
+        """Note the stage of a group (id, attempt); None: it is gone."""
         before = self._stages.pop(key, None)
         if before is not None:
             self._count[before] -= 1

@@ -85,7 +85,7 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 
 def owner() -> str:
-    """This process, as a part of a file name."""
+    """Name this process, as a part of a file name."""
     return f"{_processes()}.{os.getpid()}"
 
 

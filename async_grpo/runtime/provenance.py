@@ -30,7 +30,9 @@ _GIT_TIMEOUT_S = 10.0
 
 
 def code_version() -> dict[str, Any]:
-    """The package's `version`, git `commit` and `dirty`; without git the `digest` of its files."""
+    """Return the package's `version`, git `commit` and `dirty`; without git the `digest` of its
+    files.
+    """
     try:
         version = {"version": importlib.metadata.version("async_grpo")}
     except importlib.metadata.PackageNotFoundError:
@@ -98,7 +100,7 @@ def check_origin(manifest: dict[str, Any], *, data: str, tokenizer: str) -> str 
 
 
 def git(*arguments: str) -> str | None:
-    """What git says about the package's directory; None where it has nothing to say."""
+    """Return what git says about the package's directory; None where it has nothing to say."""
     try:
         done = subprocess.run(
             ["git", "-C", str(_PACKAGE), *arguments],
@@ -123,7 +125,7 @@ def _digest(files: list[Path], root: Path) -> str:
 
 
 def load_tokenizer(model_dir: str, *, trust_remote_code: bool) -> Any:
-    """The tokenizer of a model, in a directory or on the hub."""
+    """Return the tokenizer of a model, in a directory or on the hub."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)

@@ -160,7 +160,7 @@ def _named(owner: dict[str, Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What the file says of its owner, {} if it cannot be understood; None without a file."""
+    """Read what the file says of its owner, {} if it cannot be understood; None without a file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

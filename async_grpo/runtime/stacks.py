@@ -126,12 +126,12 @@ def register_child(part: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """What a child with a clean environment needs to register."""
+    """Return what a child with a clean environment needs to register."""
     return {name: os.environ[name] for name in (_DIRECTORY, _ROLE) if name in os.environ}
 
 
 def end(directory: str | Path) -> None:
-    """The run is over: unregister this process and remove the files of all."""
+    """Unregister this process and remove the files of all: the run is over."""
     global _file
     if _file is not None and Path(_file.name).parent == Path(directory):
         faulthandler.unregister(SIGNAL)
@@ -142,7 +142,9 @@ def end(directory: str | Path) -> None:
 
 
 def registered(directory: str | Path, *, role: str = "") -> list[Process]:
-    """Processes of this host, also ended ones: of all roles, or this one with ranks and parts."""
+    """List processes of this host, also ended ones: of all roles, or this one with ranks and
+    parts.
+    """
     found = []
     for path in Path(directory).glob("*@*@*"):
         name, host, pid = path.name.split("@")

@@ -119,7 +119,7 @@ class Signals:
 
 
 def grace_period() -> str | None:
-    """What the user of a Ray job should know about `ray job stop`; None outside a job."""
+    """Say what the user of a Ray job should know about `ray job stop`; None outside a job."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         return None
     seconds = float(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", RAYS_GRACE_S))

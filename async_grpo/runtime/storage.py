@@ -97,6 +97,6 @@ def storage_error(error: BaseException) -> OSError | None:
 
 
 def reason(error: OSError) -> str:
-    """The error in words, with the file where it is known."""
+    """Say the error in words, with the file where it is known."""
     where = f" ({error.filename})" if error.filename else ""
     return f"{error.strerror or error}{where}"

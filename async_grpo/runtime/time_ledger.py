@@ -57,7 +57,9 @@ class LearnerTime:
     def between(
         cls, first: Mapping[str, float], last: Mapping[str, float], *, tokens: float = 0.0
     ) -> LearnerTime:
-        """The time between two logged lines; first: {} for the time since the start of the run."""
+        """Return the time between two logged lines; first: {} for the time since the start of the
+        run.
+        """
         return cls(spent(first, last, LEARNER_PREFIX), tokens)
 
     @property

@@ -48,7 +48,9 @@ _MAX_DEGREE = 200
 
 
 def last_number(text: str) -> str | None:
-    """The last number in the last 10,000 characters, without thousands separators; or None."""
+    """Return the last number in the last 10,000 characters, without thousands separators; or
+    None.
+    """
     found = _NUMBER.findall(text[-_TAIL:])
     return found[-1].replace(",", "") if found else None
 

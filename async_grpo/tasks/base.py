@@ -58,13 +58,15 @@ class Task(Protocol):
         """Identifies data and options: equal fingerprints mean equal problems at equal indices."""
 
     def __len__(self) -> int:
-        """Number of training problems."""
+        """Return the number of training problems."""
 
     def train(self, index: int) -> Problem:
         """Training problem `index`, 0 <= index < len(self); always the same one."""
 
     def evaluation(self, n: int) -> list[Problem]:
-        """The first `n` held-out problems (or all, if fewer), none of them a training problem."""
+        """Return the first `n` held-out problems (or all, if fewer), none of them a training
+        problem.
+        """
 
     def score(self, response: str, reference: Any) -> Score:
         """Score one response. Pure; runs in a verifier child."""

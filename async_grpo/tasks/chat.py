@@ -26,7 +26,7 @@ class PromptOptions(Section):
     """Instruction before the question; null means the task's own, empty means none."""
 
     def prompt(self, question: str, *, system: str) -> Prompt:
-        """The prompt of `question`; `system` is the task's own instruction."""
+        """Return the prompt of `question`; `system` is the task's own instruction."""
         instruction = system if self.system is None else self.system
         if self.style == "chat":
             first = [{"role": "system", "content": instruction}] if instruction else []

@@ -113,7 +113,7 @@ class RowTask(ABC):
 
     @abstractmethod
     def problem(self, row: dict[str, Any]) -> Problem:
-        """The problem of one row. Raises BadRow."""
+        """Return the problem of one row. Raises BadRow."""
 
     @abstractmethod
     def score(self, response: str, reference: Any) -> Score:
@@ -149,7 +149,7 @@ class RowTask(ABC):
         return self._train[index]
 
     def evaluation(self, n: int) -> list[Problem]:
-        """The first `n` held-out problems; see `Task.evaluation`."""
+        """Return the first `n` held-out problems; see `Task.evaluation`."""
         return self._held_out[:n]
 
     @cached_property
@@ -210,7 +210,9 @@ class RowTask(ABC):
 
 
 def _examples(bad: dict[str, list[str]]) -> str:
-    """What is wrong with rows, the most frequent first, each with the places where it begins."""
+    """Say what is wrong with rows, the most frequent first, each with the places where it
+    begins.
+    """
     kinds = sorted(bad.items(), key=lambda entry: -len(entry[1]))
     examples = [f"{listed(places, _SHOWN)}: {what}" for what, places in kinds[:_SHOWN]]
     return "; ".join(examples) + (
@@ -219,7 +221,7 @@ def _examples(bad: dict[str, list[str]]) -> str:
 
 
 def text_of(row: dict[str, Any], key: str) -> str:
-    """The non-empty text under `key`. Raises BadRow."""
+    """Return the non-empty text under `key`. Raises BadRow."""
     if key not in row:
         keys = f" (its keys are {', '.join(map(repr, list(row)[:8]))})" if row else ""
         raise BadRow(f"no key {key!r}{keys}")

@@ -26,7 +26,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(body: bytes) -> Any:
-    """The value of msgpack bytes. Raises ValueError."""
+    """Return the value of msgpack bytes. Raises ValueError."""
     try:
         return msgpack.unpackb(
             body, raw=False, strict_map_key=False, unicode_errors="surrogatepass"

@@ -28,7 +28,7 @@ _PARTS = ("weights", "__len__", "train", "evaluation", "score")
 
 
 def load_task(settings: schema.TaskConfig, seed: int) -> Task:
-    """The configured task with its training data read and checked. Raises TaskError."""
+    """Return the configured task with its training data read and checked. Raises TaskError."""
     task = create_task(settings, seed)
     if len(task) < 1:
         raise TaskError(f"task {settings.name} has no training problem; check task.train")
@@ -36,7 +36,9 @@ def load_task(settings: schema.TaskConfig, seed: int) -> Task:
 
 
 def create_task(settings: schema.TaskConfig, seed: int) -> Task:
-    """The configured task, its data not read (as a verifier child needs it). Raises TaskError."""
+    """Return the configured task, its data not read (as a verifier child needs it). Raises
+    TaskError.
+    """
     path = BUILT_IN.get(settings.name, settings.name)
     module_name, colon, class_name = path.partition(":")
     if not colon or not module_name or not class_name:
@@ -127,7 +129,7 @@ def _feistel(value: int, key: bytes, half: int) -> int:
 
 
 def _described(error: Exception) -> str:
-    """An error of somebody's module on one line, with the place where it was raised."""
+    """Say an error of a user's module on one line, with the place where it was raised."""
     frames, place = traceback.extract_tb(error.__traceback__), ""
     if frames and not isinstance(error, SyntaxError):
         place = f" ({frames[-1].filename}, line {frames[-1].lineno})"

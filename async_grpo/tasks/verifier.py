@@ -193,7 +193,9 @@ class VerifierPool:
         return done
 
     async def _child(self, slot: int) -> _Child:
-        """The child of a slot, started if there is none. Raises VerifierError start or closed."""
+        """Return the child of a slot, started if there is none. Raises VerifierError start or
+        closed.
+        """
         if self._closed:
             raise VerifierError("closed", "the verifier pool has been closed")
         child = self._children[slot]
@@ -270,7 +272,9 @@ class _Child:
         await self._send(pipe.frame(head + b"".join(bodies)), timeout)
 
     async def receive(self, timeout: float) -> list[Any]:
-        """The next message within `timeout` seconds. Raises VerifierError timeout or crash."""
+        """Return the next message within `timeout` seconds. Raises VerifierError timeout or
+        crash.
+        """
         reader = self._process.stdout
         assert reader is not None
         try:
@@ -327,7 +331,7 @@ class _Child:
         return message
 
     async def _gone(self) -> VerifierError:
-        """The error for a child that closed its pipe."""
+        """Return the error for a child that closed its pipe."""
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 code = await self._process.wait()
@@ -357,7 +361,7 @@ def _outcome(message: list[Any], components: list[str]) -> Score | VerifierError
 
 
 def _environment() -> dict[str, str]:
-    """A clean environment in which the child can import what this process can."""
+    """Return a clean environment in which the child can import what this process can."""
     kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
     path = [os.path.abspath(entry) for entry in sys.path]
     return {**kept, **stacks.environment(), **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}

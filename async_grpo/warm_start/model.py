@@ -64,12 +64,12 @@ class WarmStartReport:
     seconds: float
 
     def as_dict(self) -> dict[str, object]:
-        """The report as plain numbers."""
+        """Return the report as plain numbers."""
         return asdict(self)
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """A character-level tokenizer of 64 tokens: padding, end of text and the alphabet.
+    """Return a character-level tokenizer of 64 tokens: padding, end of text and the alphabet.
 
     transformers loads every `qwen2` model's tokenizer as this class: byte-level BPE, here without
     merges, so that an ASCII character is a token. It drops unknown characters; `Encoder` checks
@@ -88,7 +88,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_model(settings: WarmStart, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """A randomly initialised float32 Qwen2 of this size, from torch's global generator."""
+    """Return a randomly initialised float32 Qwen2 of this size, from torch's global generator."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,

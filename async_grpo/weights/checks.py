@@ -87,7 +87,7 @@ class Tolerance:
         return EXACT if self.exact else max(NOISY_MEAN, NOISE_FACTOR * self.noise)
 
     def size(self, difference: Difference) -> float:
-        """The number that `bound` limits."""
+        """Return the number that `bound` limits."""
         return difference.largest if self.exact else difference.mean
 
     def objection(self, difference: Difference) -> str:

@@ -304,8 +304,8 @@ class Coordinator(Generic[Engine]):
 
     @asynccontextmanager
     async def without_learner(self) -> AsyncIterator[None]:
-        """The learner is gone: wait for the end of the publication under way, whatever its result;
-        inside the block, which ends with `relink`, no other begins.
+        """Wait, when the learner is gone, for the end of the publication under way, whatever its
+        result; inside the block, which ends with `relink`, no other begins.
         """
         if self._running is not None:
             await asyncio.wait({self._running})

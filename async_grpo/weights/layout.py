@@ -88,7 +88,7 @@ class Layout:
                 views[index].copy_(weight)
 
     def view(self, buffer: Tensor, entry: TensorEntry) -> Tensor:
-        """The tensor of `entry` inside `buffer`."""
+        """Return the tensor of `entry` inside `buffer`."""
         return (
             buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
         )
@@ -118,8 +118,8 @@ class Layout:
                 raise TransferMismatch(mismatch(index, len(self.buckets), names))
 
     def _views_of(self, buffer: Tensor) -> list[Tensor]:
-        """Views of all tensors, kept for the few buffers that come again and again: making views of
-        small tensors takes as long as filling them.
+        """Return views of all tensors, kept for the few buffers that come again and again: making
+        views of small tensors takes as long as filling them.
         """
         if buffer.data_ptr() not in self._views:
             if len(self._views) == KEPT_VIEWS:  # they keep their buffer alive
@@ -141,7 +141,7 @@ class Layout:
 
 
 def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:
-    """The sentence about a bucket with a wrong checksum."""
+    """Return the sentence about a bucket with a wrong checksum."""
     of = "" if buckets is None else f" of {buckets}"
     return (
         f"bucket {bucket + 1}{of} of the published weights arrived with other bytes than were "

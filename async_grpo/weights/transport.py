@@ -173,7 +173,9 @@ def is_version(label: str) -> bool:
 
 
 def parse_label(label: str) -> Version:
-    """The version that a stamped label names. Raises ValueError for a label that names none."""
+    """Return the version that a stamped label names. Raises ValueError for a label that names
+    none.
+    """
     if not is_version(label):
         raise ValueError(
             f"a token carries the weight version {label!r}, which no publication set; it "

@@ -203,7 +203,7 @@ class IpcEngine(_Reload, WeightTransferEngine[InitInfo, HandleInfo]):
         self._buffer = None
 
     def _map(self, update_info: HandleInfo) -> Tensor:
-        """The learner's copy on this GPU, [nbytes] uint8."""
+        """Return the learner's copy on this GPU, [nbytes] uint8."""
         gpu = str(torch.cuda.get_device_properties(self.device).uuid)
         handles = pickle.loads(update_info.handles)  # of our own learner
         if gpu not in handles:
