@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=overrides)
     dry_run = "print what the run would be and need, and start nothing"
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    assume = "with --dry-run: a cluster that is not here, for example nodes=2,gpus=8,memory=80"
+    parser.add_argument("--assume", metavar="NODES", help=assume)
     replay = "train the learner alone on the batches that this run recorded"
     parser.add_argument("--replay", metavar="RUN_DIR", help=replay)
     after = "with --replay: begin at the run's checkpoint of this step"
@@ -123,6 +125,8 @@ def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> i
                 "--after needs --replay RUN_DIR; a run continues from its newest "
                 "checkpoint by itself, or from checkpoint.resume=PATH"
             )
+        if arguments.assume is not None and not arguments.dry_run:
+            raise ConfigError("--assume goes with --dry-run: a run uses the machines that are here")
         trainer = config.build(console=console)
         if not arguments.dry_run:
             trainer.check()
@@ -132,13 +136,18 @@ def _run(arguments: argparse.Namespace, console: Console, signals: Signals) -> i
     if trainer.stop_requested:
         console.info(STOPPED_EARLY)
         return _end(console, 0, "")
+    work: Callable[[Trainer, Console], None] = _train
     if arguments.dry_run:
-        from async_grpo.preflight.dry_run import dry_run as work
+        work = partial(_dry_run, assume=arguments.assume)
     elif arguments.replay is not None:
         work = partial(_replay, source=arguments.replay, after=arguments.after)
-    else:
-        work = _train
     return _guarded(trainer, console, lambda: work(trainer, console))
+
+
+def _dry_run(trainer: Trainer, console: Console, *, assume: str | None) -> None:
+    from async_grpo.preflight.dry_run import assumed_nodes, dry_run
+
+    dry_run(trainer, console, assumed=None if assume is None else assumed_nodes(assume))
 
 
 def _train(trainer, console: Console) -> None:
@@ -400,7 +409,7 @@ def _checks_and_faults(system: System) -> list[tuple[str, str]]:
         (
             checks["weights/probes"],
             "weights checked",
-            f"{checks['weights/probes']:.0f} times while training; engines and learner "
+            f"{counted(checks['weights/probes'], 'time')} while training; engines and learner "
             f"differ by {checks['weights/drift']:.1e} at most",
         ),
         (

@@ -83,6 +83,7 @@ LIBRARIES = {
     "preflight": "",
     "preflight.model": "transformers",  # the tokenizer
     "preflight.memory": "torch transformers",
+    "preflight.known_models": "transformers",
     "loop": "",
     "planning": "torch",
     "cluster": "ray numpy",

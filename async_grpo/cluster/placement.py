@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
+from async_grpo.runtime.text import counted
 from async_grpo.weights.transport import BUCKETS_IN_FLIGHT, torn_after
 
 CPU_ENGINES = 2
@@ -50,6 +51,10 @@ class Node:
     cores: tuple[int, ...] = ()
     used_cpus: float = 0.0
     used_gpus: float = 0.0
+    real_cpus: int | None = None
+    """CPUs of the machine, where a Ray of our own offers one for each process instead."""
+    gpu_bytes: int | None = None
+    """Memory of each GPU; None: not known."""
 
     @property
     def free_gpus(self) -> int:
@@ -138,7 +143,9 @@ def describe(nodes: Sequence[Node]) -> str:
     for node in nodes:
         reserved = f" ({node.used_cpus:g} and {node.used_gpus:g} reserved)"
         used = reserved if node.used_cpus or node.used_gpus else ""
-        parts.append(f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs{used}")
+        cpus = counted(node.real_cpus or node.cpus, "CPU")
+        memory = f" of {node.gpu_bytes / 2**30:g} GiB" if node.gpu_bytes else ""
+        parts.append(f"{node.address}: {cpus}, {counted(node.gpus, 'GPU')}{memory}{used}")
     return "; ".join(parts) or "no nodes"
 
 
@@ -262,7 +269,7 @@ def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Sl
     free = {node.node_id: node.free_gpus for node in nodes}
     if sum(free.values()) < ranks:
         raise PlacementError(
-            f"the run asks for {ranks} learner ranks with a GPU each: {describe(nodes)}"
+            f"the run asks for {counted(ranks, 'learner rank')} with a GPU each: {describe(nodes)}"
         )
     learners: list[Slot] = []
     while missing := ranks - len(learners):

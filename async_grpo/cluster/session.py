@@ -105,6 +105,7 @@ class Session:
                         cores=tuple(cores) if node["NodeID"] == own else (),
                         used_cpus=cpus - left.get("CPU", 0.0),
                         used_gpus=gpus - left.get("GPU", 0.0),
+                        real_cpus=(os.cpu_count() or 1) if self.local else None,
                     )
                 )
         return sorted(nodes, key=lambda node: (node.node_id != own, node.node_id))
@@ -348,11 +349,16 @@ def survey(*, processes: int) -> Survey:
             return Survey(session.nodes(), address)
         finally:
             session.close()
-    cpus = max(os.cpu_count() or 1, processes)
-    return Survey(
-        [Node(LOCAL, LOCAL, cpus=cpus, gpus=_gpus(), cores=tuple(sorted(os.sched_getaffinity(0))))],
-        None,
+    real = os.cpu_count() or 1
+    here = Node(
+        LOCAL,
+        LOCAL,
+        cpus=max(real, processes),
+        gpus=_gpus(),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        real_cpus=real,
     )
+    return Survey([here], None)
 
 
 def _gpus() -> int:

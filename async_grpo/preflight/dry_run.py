@@ -1,15 +1,18 @@
 """What a run would be: `python -m async_grpo.run CONFIG --dry-run`.
 
 Runs in: the driver. Starts nothing and leaves nothing behind: no process, no run directory. What it
-finds wrong is what a run would refuse; what it warns of, a run would begin with.
+finds wrong is what a run would refuse, and comes last; what it warns of, a run would begin with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.cluster.placement import (
+    Node,
     Placement,
     PlacementError,
     describe,
@@ -23,6 +26,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 from async_grpo.learner.drafts import available_bytes
 from async_grpo.observe.console.console import Console
+from async_grpo.preflight.known_models import known_config, names
 from async_grpo.preflight.memory import (
     ENGINE_CODE,
     LEARNER_CODE,
@@ -36,6 +40,7 @@ from async_grpo.preflight.memory import (
 from async_grpo.preflight.model import known_model
 from async_grpo.rollout.engine import kv_cache_gb
 from async_grpo.runtime.text import counted
+from async_grpo.tasks.data import quiet_hub
 from async_grpo.tasks.registry import load_task
 from async_grpo.weights.transport import resolve_backend
 
@@ -43,49 +48,148 @@ if TYPE_CHECKING:
     from async_grpo.trainer import Trainer
 
 Line = tuple[str, str]
+MOST_NODES = 4096
 
 
-def dry_run(trainer: Trainer, console: Console) -> None:
-    """Print configuration, budget, estimates, placement, warnings. Raises SetupError like a run."""
-    config = trainer.config
-    trainer.check()
-    found = survey(processes=room_for(config))
-    try:
-        placement = place(config, found.nodes)
-    except PlacementError as error:
-        raise SetupError(str(error)) from error
-    backend = resolve_backend(config, device=placement.device, colocated=placement.colocated)
-    refuse(config, device=placement.device, backend=backend)
-    try:
-        shape = shape_of(config, known_model(config, load_task(config.task, config.seed)))
-    except (OSError, ValueError) as error:
+def assumed_nodes(text: str) -> list[Node]:
+    """Read `--assume nodes=2,gpus=8,memory=80`: a cluster that is not here, memory in GiB a GPU,
+    `cpus` a node (64 if not said). Raises SetupError.
+    """
+    values = {"nodes": 1.0, "gpus": 0.0, "memory": 0.0, "cpus": 64.0}
+    for part in text.split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        whole = name != "memory"
+        if name not in values or not re.fullmatch(r"\d+" if whole else r"\d+(\.\d+)?", value):
+            raise SetupError(
+                f"--assume {text}: {part.strip() or 'nothing'!r} is not understood; write for "
+                "example nodes=2,gpus=8,memory=80 (memory: GiB of each GPU; cpus: of each node)"
+            )
+        values[name] = float(value)
+    if not 1 <= values["nodes"] <= MOST_NODES or values["cpus"] < 1:
         raise SetupError(
-            f"the model's configuration cannot be read: {' '.join(str(error).split())}"
-        ) from error
-    engine = engine_memory(
-        config,
-        shape,
-        device=placement.device,
-        kv_cache_gb=kv_cache_gb(config, device=placement.device, backend=backend),
-    )
+            f"--assume {text}: a cluster has 1 to {MOST_NODES} nodes with a CPU or more"
+        )
+    return [
+        Node(
+            f"node {number}",
+            f"node {number}",
+            cpus=values["cpus"],
+            gpus=values["gpus"],
+            gpu_bytes=int(values["memory"] * 2**30) or None,
+        )
+        for number in range(1, int(values["nodes"]) + 1)
+    ]
+
+
+def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = None) -> None:
+    """Print configuration, budget, estimates, placement and warnings, each as far as it is known,
+    and then raise SetupError for what a run would be refused for. assumed: nodes in place of those
+    that are here; what this machine lacks is then a warning.
+    """
+    config = trainer.config
+    refused: list[str] = []
+    checked = _refusal(trainer.check, refused)
+    warnings = [line.removeprefix("note: ") for line in trainer.model_notes or []]
+    if assumed is not None:
+        warnings += [f"on this machine the run would be refused: {why}" for why in refused]
+        refused.clear()
+    found, placement = _found_and_placed(config, assumed, refused)
+    device, backend = _device(config, placement)
+    _refusal(lambda: refuse(config, device=device, backend=backend), refused)
     console.info("# resolved configuration", dump(config).rstrip(), "")
-    console.summary("run", list(_budget(config, trainer.total_steps)))
-    console.summary("memory", list(_memory(config, shape, engine, placement)))
-    console.summary("placement", list(_placement(found, placement, backend, shape, config)))
-    warnings = [*(trainer.model_notes or []), *_warnings(config, shape, engine, placement, found)]
-    console.info(
-        *[f"warning: {line.removeprefix('note: ')}" for line in warnings] or ["no warnings"]
-    )
+    steps = trainer.total_steps if checked else config.run.total_steps
+    console.summary("run", list(_budget(config, steps)))
+    shape, why = _shape(config, unread=not checked)
+    if shape is None:
+        console.summary("memory", [("model", why)])
+    else:
+        engine = engine_memory(
+            config,
+            shape,
+            device=device,
+            kv_cache_gb=kv_cache_gb(config, device=device, backend=backend),
+        )
+        console.summary("memory", list(_memory(config, shape, engine, device)))
+        if why:
+            warnings.append(why)
+        if placement is not None:
+            warnings += _cache_warnings(config, engine)
+            refused += _too_large(config, shape, engine, placement, found)
+            if device == "cpu" and found.cluster is None and assumed is None:
+                warnings += _short_of_memory(config, shape, engine, placement)
+    console.summary("placement", list(_placement(found, placement, backend, assumed is not None)))
+    if placement is not None:
+        warnings += _warnings(config, placement)
+    console.info(*[f"warning: {line}" for line in warnings] or ["no warnings"])
+    refused = list(dict.fromkeys(refused))
+    console.info(*[f"refused: {line}" for line in refused[:-1]])
+    if refused:
+        raise SetupError(refused[-1])
 
 
-def _budget(config: Config, total_steps: int) -> Iterator[Line]:
+def _refusal(check: Callable[[], object], refused: list[str]) -> bool:
+    """Run a check and note what it refuses; whether it passed."""
+    try:
+        check()
+    except (SetupError, ValueError) as error:
+        refused.append(str(error))
+        return False
+    return True
+
+
+def _found_and_placed(
+    config: Config, assumed: list[Node] | None, refused: list[str]
+) -> tuple[Survey, Placement | None]:
+    found, placement = Survey(assumed or [], None), None
+    try:
+        if assumed is None:
+            found = survey(processes=room_for(config))
+        placement = place(config, found.nodes)
+    except (SetupError, PlacementError) as error:
+        refused.append(str(error))
+    return found, placement
+
+
+def _device(config: Config, placement: Placement | None) -> tuple[str, str]:
+    """Return the device and the weight transport; without a placement those that were asked for."""
+    if placement is not None:
+        device, colocated = placement.device, placement.colocated
+    else:
+        device = "cpu" if config.cluster.device == "cpu" else "cuda"
+        colocated = config.cluster.layout == "colocated"
+    return device, resolve_backend(config, device=device, colocated=colocated)
+
+
+def _shape(config: Config, *, unread: bool) -> tuple[Shape | None, str]:
+    """Find the model's shape on disk or the hub, or else among the well-known ones; None, or where
+    the shape is from, in words. unread: the hub or the disk did not have all when it was asked.
+    """
+    path = config.model.path
+    known = known_config(path) if path is not None and not Path(path).is_dir() else None
+    if unread and known is not None:
+        why = f"the model's size is that of {path} in a table of well-known models: not read here"
+        return shape_of(config, known), why
+    try:
+        with quiet_hub():
+            task = load_task(config.task, config.seed) if path is None else None
+            model = None if task is not None else str(Path(path or "").expanduser())
+            return shape_of(config, known_model(config, task) if task is not None else model), ""
+    except (OSError, ValueError) as error:
+        return None, (
+            f"its configuration cannot be read ({' '.join(str(error).split())}), so there is no "
+            "estimate; give model.path a directory with a config.json, or one of "
+            f"{', '.join(names())}"
+        )
+
+
+def _budget(config: Config, total_steps: int | None) -> Iterator[Line]:
     rollout, replay = config.rollout, config.replay
     batch, staleness = rollout.rollout_batch_size, replay.max_staleness
     responses = batch * rollout.group_size
+    count = f"run.epochs {config.run.epochs:g}, steps" if total_steps is None else total_steps
     yield (
         "learner steps",
-        f"{total_steps} of {batch} groups x {rollout.group_size} responses = {responses} "
-        "responses each",
+        f"{count} of {batch} groups x {rollout.group_size} responses = {responses} responses each",
     )
     yield (
         "updates per step",
@@ -113,16 +217,14 @@ def _budget(config: Config, total_steps: int) -> Iterator[Line]:
     )
 
 
-def _memory(
-    config: Config, shape: Shape, engine: EngineMemory, placement: Placement
-) -> Iterator[Line]:
+def _memory(config: Config, shape: Shape, engine: EngineMemory, device: str) -> Iterator[Line]:
     yield (
         "model",
         f"{shape.parameters:,} parameters, {shape.trained:,} trained; {shape.layers} "
         f"layers, vocabulary {shape.vocabulary:,}",
     )
     for stage in range(4):
-        need = learner_memory(config, shape, device=placement.device, stage=stage)
+        need = learner_memory(config, shape, device=device, stage=stage)
         chosen = "  <- learner.zero_stage" if stage == config.learner.zero_stage else ""
         reference = f", reference {_size(need.reference)}" if need.reference else ""
         yield (
@@ -147,25 +249,25 @@ def _memory(
     )
     yield (
         "publication",
-        f"{_size(shape.parameters * element_bytes(config, placement.device))} to every engine",
+        f"{_size(shape.parameters * element_bytes(config, device))} to every engine",
     )
 
 
 def _placement(
-    found: Survey, placement: Placement, backend: str, shape: Shape, config: Config
+    found: Survey, placement: Placement | None, backend: str, assumed: bool
 ) -> Iterator[Line]:
-    addresses = {node.node_id: node.address for node in found.nodes}
-    yield (
-        "machines",
-        f"{describe(found.nodes)}"
-        + (f" (Ray cluster {found.cluster})" if found.cluster else " (Ray would be started here)"),
-    )
+    where = f"Ray cluster {found.cluster}" if found.cluster else "Ray would be started here"
+    yield ("machines", f"{describe(found.nodes)} ({'assumed' if assumed else where})")
+    if placement is None:
+        yield ("device", "none: see the refusal below")
+        return
     yield (
         "device",
         f"{placement.device}, "
         + ("learner and engines share GPUs" if placement.colocated else "learner and engines apart")
         + f"; weights by {backend}",
     )
+    addresses = {node.node_id: node.address for node in found.nodes}
     for label, slots in (("learner rank", placement.learners), ("engine", placement.engines)):
         for index, slot in enumerate(slots):
             cores = f", cores {', '.join(map(str, slot.cores))}" if slot.cores else ""
@@ -176,9 +278,7 @@ def _placement(
             )
 
 
-def _warnings(
-    config: Config, shape: Shape, engine: EngineMemory, placement: Placement, found: Survey
-) -> Iterator[str]:
+def _warnings(config: Config, placement: Placement) -> Iterator[str]:
     rollout, engines = config.rollout, len(placement.engines)
     seats = engines * config.cluster.engine.max_num_seqs
     most = config.max_outstanding * rollout.group_size
@@ -193,6 +293,10 @@ def _warnings(
             f"{config.mini_batch_groups * rollout.group_size} responses of an update do not "
             f"divide by learner.ranks {config.learner.ranks}: some ranks get one more"
         )
+
+
+def _cache_warnings(config: Config, engine: EngineMemory) -> Iterator[str]:
+    most = config.max_outstanding * config.rollout.group_size
     if engine.kv_cache is not None and engine.rows(engine.kv_cache) < min(
         config.cluster.engine.max_num_seqs, most
     ):
@@ -201,8 +305,38 @@ def _warnings(
             f"than cluster.engine.max_num_seqs {config.cluster.engine.max_num_seqs}: longer ones "
             "wait for each other; raise cluster.engine.kv_cache_gb"
         )
-    if placement.device == "cpu" and found.cluster is None:
-        yield from _short_of_memory(config, shape, engine, placement)
+
+
+def _too_large(
+    config: Config, shape: Shape, engine: EngineMemory, placement: Placement, found: Survey
+) -> Iterator[str]:
+    """Compare the estimates with the memory of the GPUs of the slots, where it is known."""
+    memory = {node.node_id: node.gpu_bytes for node in found.nodes}
+    sizes = [
+        [size for slot in slots if (size := memory[slot.node_id]) is not None]
+        for slots in (placement.learners, placement.engines)
+    ]
+    if placement.device != "cuda" or not all(sizes):
+        return
+    rank = learner_memory(config, shape, device="cuda", stage=config.learner.zero_stage).total
+    row = engine.kv_token * engine.longest
+    one = engine.weights + (row if engine.kv_cache is None else max(row, engine.kv_cache))
+    if placement.colocated:
+        rank, one = rank + one, 0
+    share = config.cluster.engine.gpu_memory_utilization
+    if rank > min(sizes[0]):
+        both = "and an engine that share a GPU need" if placement.colocated else "needs"
+        yield (
+            f"a learner rank {both} about {_size(rank)} and a GPU has {_size(min(sizes[0]))}: "
+            f"{'' if config.learner.zero_stage == 3 else 'raise learner.zero_stage, '}use more "
+            "learner.ranks, lower learner.tokens_per_micro_batch, or train adapters (model.lora)"
+        )
+    if one > share * min(sizes[1]):
+        yield (
+            f"an engine needs at least {_size(one)} a GPU (weights and the cache of one response) "
+            f"and has {_size(share * min(sizes[1]))} (cluster.engine.gpu_memory_utilization "
+            f"{share:g} of a GPU): raise cluster.engine.tensor_parallel_size"
+        )
 
 
 def _short_of_memory(

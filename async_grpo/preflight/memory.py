@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from async_grpo.algo.logprobs import CHUNK_BYTES
 from async_grpo.batching import REPEATED
@@ -37,20 +37,22 @@ class Shape:
     head_dim: int
 
 
-def shape_of(config: Config, model_dir: str | None) -> Shape:
-    """Shape of the model in `model_dir`, or of the one to be warm-started (None). Raises SetupError
-    where `model.lora` or `model.freeze` do not fit, OSError or ValueError for an unreadable one.
+def shape_of(config: Config, model: str | PretrainedConfig | None) -> Shape:
+    """Count the parameters of a model by directory, hub name or configuration, or of the one to be
+    warm-started (None). Raises SetupError where `model.lora` or `model.freeze` do not fit, OSError
+    or ValueError for an unreadable one.
     """
+    trust = config.model.trust_remote_code
+    if isinstance(model, str):
+        model = AutoConfig.from_pretrained(model, trust_remote_code=trust)
     with torch.device("meta"):
-        if model_dir is None:
+        if model is None:
             hf = _warm_started(config)
         else:
-            trust = config.model.trust_remote_code
-            loaded = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust)
-            hf = AutoModelForCausalLM.from_config(loaded, trust_remote_code=trust)
+            hf = AutoModelForCausalLM.from_config(model, trust_remote_code=trust)
     parameters = sum(parameter.numel() for parameter in hf.parameters())
     PolicyModel(hf, float32_head=False)  # its head is no layer for adapters
-    adapters.restrict(hf, config.model, seed=config.seed, base=str(model_dir))
+    adapters.restrict(hf, config.model, seed=config.seed, base=str(config.model.path))
     total = sum(parameter.numel() for parameter in hf.parameters())
     trained = sum(parameter.numel() for parameter in hf.parameters() if parameter.requires_grad)
     text = hf.config.get_text_config()

@@ -204,7 +204,7 @@ def test_max_below_room_and_too_many() -> None:
             gpu(1),
             "2 GPUs that a learner rank and an engine share",
         ),
-        ({"device": "cuda"}, cpu(4), "1 learner ranks with a GPU each: 10.0.0.1: 4 CPUs, 0 GPUs"),
+        ({"device": "cuda"}, cpu(4), "1 learner rank with a GPU each: 10.0.0.1: 4 CPUs, 0 GPUs"),
         ({}, [], "the cluster has no nodes"),
         (
             {},

@@ -4,6 +4,7 @@ nothing.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from async_grpo import run
 from async_grpo.config.load import load_config
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack
+from async_grpo.preflight.known_models import known_config, names
 from async_grpo.preflight.memory import (
     BUCKET_ELEMENTS,
     Shape,
@@ -265,3 +267,98 @@ def test_a_dry_run_warns_and_refuses(model, tmp_path, capsys, monkeypatch) -> No
     assert run.main([*base, "model.lora.target_modules=[nowhere]"]) == 2
     assert "nowhere" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture()
+def seven_billion(tmp_path, monkeypatch) -> list[str]:
+    """A run of a model that is not here, on GPUs that are not here."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
+    data = ROOT / "tests" / "data"
+    return [
+        str(ROOT / "configs" / "gsm8k_8gpu.yaml"),
+        f"task.train={data / 'gsm8k_train.jsonl'}",
+        f"task.eval={data / 'gsm8k_test.jsonl'}",
+        "model.path=Qwen/Qwen2.5-7B-Instruct",
+        f"run.dir={tmp_path / 'run'}",
+        "--dry-run",
+    ]
+
+
+@pytest.fixture()
+def no_hub(monkeypatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("We couldn't connect to the hub. Check your internet connection.")
+
+    monkeypatch.setattr("transformers.utils.cached_file", refuse)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", refuse)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_estimates_come_first_and_the_refusals_last(seven_billion, capsys) -> None:
+    assert run.main(seven_billion) == 2
+    out = capsys.readouterr().out
+    assert "# resolved configuration" in out and "7,615,616,512 parameters" in out
+    memory, refused = out.index("learner rank, ZeRO-3"), out.index("refused: `model.path`")
+    asked = "error: the run asks for 4 learner ranks with a GPU each: this machine: "
+    assert memory < refused < out.index(asked)
+    assert f"{asked}{os.cpu_count()} CPU" in out  # those of the machine, not one per process
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_cluster_that_is_not_here_is_assumed(seven_billion, capsys) -> None:
+    assert run.main([*seven_billion, "--assume", "nodes=2,gpus=8,memory=80"]) == 0
+    out = capsys.readouterr().out
+    assert "node 2: 64 CPUs, 8 GPUs of 80 GiB (assumed)" in out
+    assert "warning: on this machine the run would be refused: `model.path`" in out
+    assert "well-known models" in out and "engine 3" in out and "exit code 0" in out
+    assert run.main([*seven_billion, "--assume", "gpus=8,memory=24,cpus=8"]) == 2
+    out = capsys.readouterr().out
+    need = re.search(r"a learner rank needs about ([\d.]+) GiB and a GPU has 24.0 GiB: use", out)
+    total = re.search(r"learner rank, ZeRO-3 +([\d.]+) GiB", out)
+    assert need is not None and total is not None and need[1] == total[1]
+    assert run.main([*seven_billion, "--assume", "gpus=8,memory=15"]) == 2
+    out = capsys.readouterr().out
+    assert "refused: a learner rank needs" in out
+    assert "error: an engine needs at least 14.3 GiB a GPU" in out and "has 13.5 GiB" in out
+    assert run.main([*seven_billion, "--assume", "gpus=2,memory=80"]) == 2
+    assert "4 learner ranks with a GPU each: node 1: 64 CPUs, 2 GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_an_unknown_model_leaves_the_rest(seven_billion, capsys) -> None:
+    other = [*seven_billion, "model.path=someone/unheard-of", "--assume", "gpus=8"]
+    assert run.main(other) == 0
+    out = capsys.readouterr().out
+    assert "there is no estimate" in out and "Qwen2.5-7B" in out and "engine 3" in out
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "gpus", "gpus=eight", "gpus=1.5", "cards=8", "nodes=0", "nodes=100000"]
+)
+def test_an_assumption_that_makes_no_sense(seven_billion, capsys, text) -> None:
+    assert run.main([*seven_billion, "--assume", text]) == 2
+    assert f"error: --assume {text}" in capsys.readouterr().out
+
+
+def test_an_assumption_without_a_dry_run(seven_billion, capsys) -> None:
+    assert run.main([*seven_billion[:-1], "--assume", "gpus=8"]) == 2
+    assert "--assume goes with --dry-run" in capsys.readouterr().out
+
+
+def test_the_published_sizes_of_known_models() -> None:
+    """Parameters as their model cards' files count them."""
+    published = {
+        "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+        "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
+        "/data/Qwen3-4B-Instruct-2507/": 4_022_468_096,
+        "meta-llama/Meta-Llama-3.1-8B-Instruct": 8_030_261_248,
+        "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+        "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    }
+    config = config_of()
+    for name, count in published.items():
+        assert shape_of(config, known_config(name)).parameters == count, name
+    assert known_config("Qwen/Qwen2.5-8B") is None
+    assert all(known_config(name) is not None for name in names())
