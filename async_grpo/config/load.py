@@ -27,6 +27,7 @@ from async_grpo.config.peers import PEERS
 from async_grpo.config.plugins import SettingError
 from async_grpo.config.recipes import locate, suggestion
 from async_grpo.config.schema import Config
+from async_grpo.config.unused import unused
 
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 """What pydantic calls an unknown key of a section and of a loss's constants."""
@@ -60,7 +61,9 @@ def load_config(
         config = Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_explain(error, data, places, str(path))) from None
-    return resolve(config, now=now, cwd=cwd, environ=environ)
+    resolved = resolve(config, now=now, cwd=cwd, environ=environ)
+    _refuse_unused(resolved, places, str(path))
+    return resolved
 
 
 def dump(config: Config) -> str:
@@ -233,6 +236,17 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
 
 def _dotted(path: Sequence[Any]) -> str:
     return single_line(".".join(str(part) for part in path))
+
+
+def _refuse_unused(config: Config, places: Mapping[tuple[str, ...], str], file: str) -> None:
+    stored = Path(config.run.dir) / "config.yaml"  # a run that has begun goes on as it began
+    before, _ = _read_file(stored) if stored.is_file() else ({}, {})
+    overridden = {path for path, place in places.items() if place.startswith("override ")}
+    found = list(unused(config, before=before, overridden=overridden))
+    for path, sentence in found[:1]:
+        more = len(found) - 1
+        others = f" ({more} more problem{'s' if more > 1 else ''} in this configuration.)"
+        raise ConfigError(f"{_place(path, places, file)}: {sentence}{others if more else ''}")
 
 
 # ---- resolving ----

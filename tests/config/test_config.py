@@ -460,7 +460,7 @@ def test_every_rule(overrides: list[str], fragments: list[str], base: Path) -> N
         ["algorithm.clip_schedule={kind: exponential, rate: 1}"],
         ["algorithm.clip_schedule={kind: harmonic, rate: 5}"],
         ["algorithm.importance.level=token", "algorithm.anchor=recomputed"],
-        ["algorithm.kl_loss_coef=0.1"],
+        ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1"],
         ["algorithm.use_kl_loss=true", "model.reference=a/b"],
         ["model.warm_start=null", "model.path=a/b"],
         ["learner.tokens_per_micro_batch=1024"],

@@ -26,6 +26,7 @@ from async_grpo.config.docs import settings
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.config.section import Section
+from async_grpo.config.unused import OWNED
 
 Probe = Callable[[Config], Any]
 _UNSET = object()
@@ -100,10 +101,14 @@ def workplace() -> Path:
     return Path(tempfile.mkdtemp(dir=_empty().name))
 
 
-def load(values: Mapping[str, Any]) -> Config:
-    """The configuration that a user with these keys gets, in a new run directory."""
+OWNERS = {owned.owner for owned in OWNED}
+
+
+def load(values: Mapping[str, Any], *, switched: str | None = None) -> Config:
+    """The configuration that a user with these keys gets, in a new run directory. switched: the key
+    that is given on the command line, with its default if it is not among the values.
+    """
     place = workplace()
-    (place / "config.yaml").write_text("")
     made = any(key.startswith(("model.path", "model.warm_start")) for key in values)
     model = {} if made else {"model.path": "some/model"}
     merged = {**BASE, **model, "run.dir": str(place / "run"), **values}
@@ -111,9 +116,19 @@ def load(values: Mapping[str, Any]) -> Config:
         merged["run.total_steps"] = None
     if merged.get("model.warm_start") is not None:
         merged.pop("model.path", None)
-    return load_config(
-        place / "config.yaml", [f"{key}={json.dumps(value)}" for key, value in merged.items()]
-    )
+    if switched in OWNERS:
+        default = settings()[switched].default
+        overrides = [f"{switched}={json.dumps(merged.pop(switched, default))}"]
+    else:
+        overrides = []
+    written: dict[str, Any] = {}
+    for key, value in sorted(merged.items()):  # a section before its keys
+        node, (*parents, name) = written, key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = dict(value) if isinstance(value, dict) else value
+    (place / "config.yaml").write_text(json.dumps(written))
+    return load_config(place / "config.yaml", overrides)
 
 
 _WITHOUT: dict[tuple[Probe, str], Any] = {}
@@ -124,9 +139,9 @@ def see(wire: Wire) -> Sight:
     """Let the probe look with the value, without, and with the key disconnected."""
     wanted = wire.probe(_given(wire))
     values = wire.without
-    named = wire.probe, json.dumps(values, sort_keys=True)
+    named = wire.probe, json.dumps([values, wire.key in OWNERS and wire.key], sort_keys=True)
     if named not in _WITHOUT:
-        _WITHOUT[named] = wire.probe(load(values))
+        _WITHOUT[named] = wire.probe(load(values, switched=wire.key))
     without = _WITHOUT[named]
     config = _given(wire)
     with disconnected(wire.key):

@@ -1,0 +1,150 @@
+"""Settings that have no effect, because the setting that they belong to is off.
+
+Runs in: the driver. Hides which setting belongs to which. Invariant: one rule for all: a value that
+differs from its default, while its owner is inactive, is refused with both named. Two things pass:
+what the run that is continued has stored, and what a file says for an owner that the command line
+turns off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from async_grpo.algo.catalog import POLICY_LOSSES
+from async_grpo.config.algorithm import SECTIONS
+from async_grpo.config.docs import Setting, settings, show
+from async_grpo.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """Keys (a section stands for all of its keys) that have an effect only where `active` holds,
+    for example with `owner: wanted`.
+    """
+
+    keys: tuple[str, ...]
+    owner: str
+    wanted: str
+    active: Callable[[Config], bool]
+
+
+def _clip_ratio(config: Config) -> bool:
+    algorithm = config.algorithm
+    loss, sides = algorithm.policy_loss, (algorithm.clip_ratio_low, algorithm.clip_ratio_high)
+    clipped = POLICY_LOSSES.where(lambda traits: traits.clipped)
+    return loss not in POLICY_LOSSES.built_in or (loss in clipped and None in sides)
+
+
+def _on(owner: str, *keys: str) -> _Owned:
+    """Say that `keys` belong to the switch `owner`."""
+    return _Owned(keys, owner, "true", lambda config: bool(value_of(config, owner)))
+
+
+def _unlike(owner: str, idle: str, wanted: str, *keys: str) -> _Owned:
+    """Say that `keys` have an effect where `owner` is not `idle`."""
+    return _Owned(keys, owner, wanted, lambda config: value_of(config, owner) != idle)
+
+
+OWNED = (
+    _on("algorithm.use_kl_loss", "algorithm.kl_loss_coef", "algorithm.kl_loss_type"),
+    _on("algorithm.dual_clip_loss", "algorithm.clip_ratio_c"),
+    _on("algorithm.overlong_buffer.enable", "algorithm.overlong_buffer"),
+    _on("algorithm.add_token_level_kl", "algorithm.kl_ctrl.kl_type", "algorithm.kl_ctrl.kl_coef"),
+    _unlike(
+        "algorithm.kl_ctrl.type",
+        "fixed",
+        "adaptive",
+        "algorithm.kl_ctrl.target_kl",
+        "algorithm.kl_ctrl.horizon",
+    ),
+    _unlike(
+        "algorithm.clip_schedule.kind",
+        "constant",
+        "harmonic",
+        "algorithm.clip_schedule.rate",
+        "algorithm.clip_schedule.floor",
+    ),
+    *(
+        _unlike(f"algorithm.{section}.level", "none", "token (or another)", f"algorithm.{section}")
+        for section in ("importance", "rejection")
+    ),
+    *(
+        _Owned(
+            (f"algorithm.{name}",),
+            "algorithm.policy_loss",
+            name,
+            lambda config, name=name: config.algorithm.policy_loss == name,
+        )
+        for name in SECTIONS
+    ),
+    _Owned(
+        ("algorithm.asymre_shift",),
+        "algorithm.adv_estimator",
+        "asymre",
+        lambda config: config.algorithm.adv_estimator == "asymre",
+    ),
+    _Owned(
+        ("algorithm.clip_ratio",),
+        "algorithm.policy_loss",
+        "ppo_clip, without one of clip_ratio_low and clip_ratio_high",
+        _clip_ratio,
+    ),
+    _on("replay.filter_groups.enable", "replay.filter_groups"),
+    _on("replay.filter_groups.zero_variance", "replay.filter_groups.tolerance"),
+    _on("replay.journal.enable", "replay.journal.fsync"),
+    _on(
+        "tracking.mlflow",
+        "tracking.uri",
+        "tracking.experiment",
+        "tracking.offline_ok",
+        "tracking.log_model_max_gb",
+    ),
+)
+
+
+def unused(
+    config: Config, *, before: Mapping[str, Any], overridden: Container[tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Find settings without effect: the path of each, and a sentence that names it and its owner.
+    before: the stored settings of the run that is continued. overridden: paths of overrides.
+    """
+    for owned in OWNED:
+        if owned.active(config):
+            continue
+        for setting in _keys(owned.keys):
+            value = value_of(config, setting.name)
+            passes = _stored(before, setting.path) == value or (
+                tuple(owned.owner.split(".")) in overridden and setting.path not in overridden
+            )
+            if setting.name != owned.owner and not passes and value != setting.default:
+                idle = show(value_of(config, owned.owner))
+                yield (
+                    setting.path,
+                    (
+                        f"`{setting.name}` is {show(value)}, which has no effect while "
+                        f"`{owned.owner}` is {idle}: set `{owned.owner}: {owned.wanted}`, or leave "
+                        "it out."
+                    ),
+                )
+
+
+def value_of(config: Config, name: str) -> Any:
+    """Return the value of a setting by its dotted name."""
+    return reduce(getattr, name.split("."), config)
+
+
+def _keys(names: tuple[str, ...]) -> Iterator[Setting]:
+    for setting in settings().values():
+        inside = any(setting.name == name or setting.name.startswith(f"{name}.") for name in names)
+        if inside and not setting.section:
+            yield setting
+
+
+def _stored(values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    node: Any = values
+    for key in path:
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node
