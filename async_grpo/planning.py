@@ -29,6 +29,7 @@ from async_grpo.algo.aggregation import row_weights
 from async_grpo.algo.catalog import ESTIMATORS, import_plugins
 from async_grpo.algo.filters import zero_variance
 from async_grpo.algo.kl import AdaptiveKL
+from async_grpo.algo.metrics import lag_bucket
 from async_grpo.algo.reward_norm import RunningMoments, normalize_rewards
 from async_grpo.algo.rewards import Shaping, score
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, make_rank_plans, minibatches
@@ -205,7 +206,11 @@ class RowMath:
             "rollout/versions_per_row": sum(newest - oldest + 1 for oldest, newest in spans) / n,
             **durations(batch),
         }
-        out |= _spread("rollout/score", [score(row.rewards, self._weights) for row in metas])
+        scores = [score(row.rewards, self._weights) for row in metas]
+        out |= _spread("rollout/score", scores)
+        lags = [batch.step - 1 - row.min_version for row in metas]
+        for bucket, found in _by_lag(lags, scores).items():
+            out[f"train/lag_{bucket}/score"] = sum(found) / len(found)
         out |= _constant_groups(batch, shaped) | _by_correctness(metas)
         for name in sorted({name for row in metas for name in row.rewards}):
             values = [row.rewards[name] for row in metas if name in row.rewards]
@@ -251,6 +256,14 @@ def durations(batch: Batch) -> dict[str, float]:
         tokens = sum(max(row.length for row in group.rows) - 1 for group in groups)
         out["rollout/tokens_per_s_per_response"] = tokens / decoding
     return out
+
+
+def _by_lag(lags: list[int], values: list[float]) -> dict[str, list[float]]:
+    """Sort the rows' values into buckets of the rows' lags."""
+    found: dict[str, list[float]] = {}
+    for lag, value in zip(lags, values, strict=True):
+        found.setdefault(lag_bucket(lag), []).append(value)
+    return found
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,23 @@ def test_rewards_are_normalised_with_the_named_statistics(
     assert math_.state()["moments"]["count"] == (24 if norm == "running" else 0), (
         "once per learner step, before it is used"
     )
+
+
+def test_the_score_by_lag_goes_by_the_oldest_token() -> None:
+    """Version 0 sampled all: in step 5 the lag is 4. Where later versions finished a response, its
+    first tokens decide.
+    """
+    batch = batch_of(5)
+    first, rest = batch.groups[0], batch.groups[1:]
+    newer = [replace(meta, versions=((3, 1), (4, meta.length - 1))) for meta in first.rows]
+    batch = Batch(5, (replace(first, rows=tuple(newer)), *rest))
+    _, metrics = RowMath(config(), WEIGHTS).values(batch, {})
+    fresh = [score(meta) for meta in newer]
+    stale = [score(meta) for group in rest for meta in group.rows]
+    assert {name: value for name, value in metrics.items() if name.startswith("train/lag_")} == {
+        "train/lag_1/score": pytest.approx(mean(fresh)),
+        "train/lag_3-4/score": pytest.approx(mean(stale)),
+    }
 
 
 def test_rewards_are_clipped_before_any_statistic() -> None:

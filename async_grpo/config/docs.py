@@ -81,8 +81,9 @@ def _section_words(inner: dict[str, Any], spec: dict[str, Any]) -> str:
 def words(spec: dict[str, Any]) -> str:
     """Return the values that a JSON-schema fragment admits, in words."""
     if "anyOf" in spec:
-        options = [words(option) for option in spec["anyOf"] if option.get("type") != "null"]
-        return ", or ".join([*options, "null"])
+        null = [option for option in spec["anyOf"] if option.get("type") == "null"]
+        options = [words(option) for option in spec["anyOf"] if option not in null]
+        return ", or ".join([*options, *["null"][: len(null)]])
     if "enum" in spec:
         return "one of " + ", ".join(spec["enum"])
     if "const" in spec:
@@ -140,8 +141,10 @@ A run is described by one YAML file and any number of overrides:
   replaces the whole value of its key.
 - Scalars follow YAML 1.2: `1e-4` is a number, `on` and `off` are text, only `true` and `false` are
   booleans. A key given twice is an error.
-- An unknown key, a value of the wrong type and a combination that cannot work end the start with
-  one message; nothing is ignored.
+- An unknown key, a value of the wrong type, a combination that cannot work, and a setting without
+  effect because the setting that it belongs to is off (`kl_loss_coef` without `use_kl_loss`) end
+  the start with one message. Two things pass: what the run that is continued has stored, and what
+  the file says for a setting that an override turns off, as in an ablation.
 - A relative `run.dir` is relative to the current directory. In a Ray job the current directory is a
   package that is thrown away, so there it is relative to `$ASYNC_GRPO_HOME`, and where that is not
   set to `~/async_grpo`.

@@ -147,8 +147,8 @@ def _explain(
         error.errors(include_url=False), key=lambda problem: problem["type"] not in UNKNOWN_KEY
     )
     first = problems[0]
-    more = len(problems) - 1
-    path = tuple(first["loc"])
+    path = _at(first)
+    more = len({_at(problem) for problem in problems}) - 1
     place = places.get(tuple(str(part) for part in path if not isinstance(part, int)), file)
     if first["type"] in UNKNOWN_KEY:
         lines = [
@@ -169,6 +169,11 @@ def _explain(
     if more:
         lines[-1] += f" ({more} more problem{'s' if more > 1 else ''} in this configuration.)"
     return "\n".join(lines)
+
+
+def _at(problem: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return where the value is, without the kinds that pydantic tried for it one by one."""
+    return tuple(part for part in problem["loc"] if not re.fullmatch(r"\w+\[.*\]", str(part)))
 
 
 def _place(path: tuple[str, ...], places: Mapping[tuple[str, ...], str], file: str) -> str:

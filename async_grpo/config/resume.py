@@ -62,11 +62,6 @@ class Changes:
         """What it may change, and is told."""
         return [change for change in self.all if change.mark.level == "warn"]
 
-    @property
-    def trains_differently(self) -> bool:
-        """Whether the recorded groups would make other weights, were it only in the last bit."""
-        return any(change.trains for change in self.all)
-
     def refusal(self, checkpoint: Path) -> str:
         """One line on the fixed keys; empty if none was changed."""
         if not self.fixed:
@@ -128,9 +123,7 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
 
 
 def training_digest(config: Config) -> str:
-    """Digest of every setting that decides which weights the learner makes of recorded groups:
-    `compare(...).trains_differently`.
-    """
+    """Digest of every setting that decides which weights the learner makes of recorded groups."""
     values, known = config.model_dump(mode="json"), settings()
     constant = config.learner.schedule == "constant"
     parts = {

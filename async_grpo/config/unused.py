@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from async_grpo.algo.catalog import POLICY_LOSSES
@@ -29,6 +29,10 @@ class _Owned:
     owner: str
     wanted: str
     active: Callable[[Config], bool]
+
+
+def _is_loss(name: str, config: Config) -> bool:
+    return config.algorithm.policy_loss == name
 
 
 def _clip_ratio(config: Config) -> bool:
@@ -72,12 +76,7 @@ OWNED = (
         for section in ("importance", "rejection")
     ),
     *(
-        _Owned(
-            (f"algorithm.{name}",),
-            "algorithm.policy_loss",
-            name,
-            lambda config, name=name: config.algorithm.policy_loss == name,
-        )
+        _Owned((f"algorithm.{name}",), "algorithm.policy_loss", name, partial(_is_loss, name))
         for name in SECTIONS
     ),
     _Owned(

@@ -120,11 +120,6 @@ class RowTask(ABC):
         """Score one response; see `Task.score`."""
 
     @property
-    def bad_rows(self) -> int:
-        """Malformed rows skipped so far, in training and held-out data together."""
-        return sum(self._bad.values())
-
-    @property
     def notes(self) -> list[str]:
         """A line for every source with malformed rows left out, with examples."""
         return list(self._notes)

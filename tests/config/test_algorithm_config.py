@@ -16,6 +16,7 @@ from async_grpo.algo.kl import KL_PENALTIES
 from async_grpo.config.algorithm import SECTIONS, Algorithm
 from async_grpo.config.docs import settings
 from async_grpo.config.load import ConfigError, load_config
+from tests.support.recipes import CONFIGS
 
 M2PO = [
     "algorithm.policy_loss=m2po",
@@ -354,3 +355,23 @@ def test_the_constants_of_single_losses_have_one_value() -> None:
     for name, section in sections.items():
         assert section == losses.loss_options(name, None) == Algorithm().constants(name)
         assert Algorithm.model_validate({name: dataclasses.asdict(section)}) == Algorithm()
+
+
+def test_one_value_of_a_setting_with_two_forms_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(CONFIGS / "grpo.yaml", ["model.lora={target_modules: null}"])
+    assert str(caught.value).endswith(
+        "`model.lora.target_modules` is null; allowed is only all-linear, or a list, not empty, "
+        "each text."
+    )
+
+
+def test_recipes_of_published_methods_have_the_clip_interval_of_their_papers() -> None:
+    kinds = {
+        path.stem: load_config(path).algorithm.clip_schedule.kind
+        for path in sorted(CONFIGS.glob("*.yaml"))
+    }
+    assert {name for name, kind in kinds.items() if kind != "constant"} == {
+        "quickstart",
+        "bounded_clip",
+    }
