@@ -182,11 +182,17 @@ def _train_on(trainer, console: Console) -> None:
         _evaluate_last(trainer, console)
         log_model(trainer.config, console, trainer.tracker, final / "hf")
     rows, loop = summarise(trainer, final), trainer.system.loop
+    trainer.tracker.tag("mlflow.note.content", described(rows))
     trainer.stop("KILLED" if trainer.stop_requested else "FINISHED", ending=(0, ""))
     # nothing is under way any more
     final_account = dict(goodput(loop.latest, scope=_scope(trainer, "whole run")))
     rows = [(label, final_account.get(label, text)) for label, text in rows]
     console.summary("stopped early, resumable" if trainer.stop_requested else "finished", rows)
+
+
+def described(rows: list[tuple[str, str]]) -> str:
+    """Write the closing table as Markdown, for the page of the run in MLflow."""
+    return "\n".join(f"- **{label}**: {text.replace('_', chr(92) + '_')}" for label, text in rows)
 
 
 def _evaluate_last(trainer, console: Console) -> None:

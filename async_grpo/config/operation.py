@@ -85,6 +85,8 @@ class Tracking(Section):
     """Begin although MLflow cannot be reached: its run is created when the server answers, or by
     `python -m async_grpo.report --sync`.
     """
+    metrics: Literal["main", "all"] = "main"
+    """Metrics that MLflow gets: the main ones, or all of `metrics.jsonl` (some 200 charts)."""
     system_metrics: bool = True
     """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every 10 s."""
     log_model_max_gb: Annotated[float, Field(ge=0)] = 1.0

@@ -12,6 +12,7 @@ import torch
 
 from async_grpo.algo.losses import Clip, policy_loss
 from async_grpo.algo.metrics import MetricSums, loss_metrics
+from async_grpo.observe.tracking import shown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -122,3 +123,27 @@ def _begins(name: str, page: set[str]) -> bool:
 def test_the_page_is_read(line: str, names: set[str]) -> None:
     assert names <= explained(f"## `train/`: tokens\n\n{line}\n## else\n`other`")
     assert "train/other" not in explained(f"## `train/`: tokens\n{line}\n## else\n`other`")
+
+
+def alternatives(pattern: str) -> list[str]:
+    """The parts between the bars outside of brackets."""
+    parts, depth = [""], 0
+    for letter in pattern:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "|" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def test_every_name_that_mlflow_shows_is_a_metric() -> None:
+    """A pattern of `shown` that fits no documented metric is a misspelling."""
+    names = {name.replace("<k>", "0") for name in explained(PAGE.read_text(encoding="utf-8"))}
+    names |= {name.replace("train/", "train/lag_0/") for name in names}
+    for pattern in (shown._MAIN.pattern, shown._COUNTED.pattern):
+        for part in alternatives(pattern):
+            inner = re.fullmatch(r"([^()]*)\(([^()?]+)\)", part)
+            ones = [inner[1] + one for one in inner[2].split("|")] if inner else [part]
+            for one in ones:
+                assert any(re.fullmatch(one, name) for name in names), one

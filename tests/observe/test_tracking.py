@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import resource
 import shutil
 import signal
@@ -95,7 +96,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tracker
     first.finish("KILLED")
     second = _tracker(run_dir, resume=first.run_id)
     second.start()
-    second.log(2, {"rollout/score": 0.75})
+    second.log(2, {"rollout/score": 0.75, "replay/ready": 3.0, "train/rho": 1.0})
+    second.tag("mlflow.note.content", "- **verdict**: none")
     second.log_samples(
         [{"prompt": "1+2=", "response": "3" * 10_000}, {"prompt": "1+3=", "error": "none"}]
     )
@@ -113,7 +115,12 @@ def test_mlflow_has_metrics_parameters_samples_and_files(finished: tuple[Tracker
     assert (tracker.errors, tracker.dropped, tracker.unsent) == (0, 0, 0)
     client = MlflowClient(tracker.uri)
     run = client.get_run(tracker.run_id)
-    assert (run.info.status, run.info.run_name) == ("FINISHED", "tracked")
+    assert run.info.status == "FINISHED"
+    assert re.fullmatch(r"tracked-\d{8}-\d{6}", run.info.run_name), "runs are told from each other"
+    experiment = client.get_experiment(run.info.experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    assert run.data.tags["mlflow.note.content"] == "- **verdict**: none"
+    assert "watch/replay/ready" in run.data.metrics and "train/rho" not in run.data.metrics
     assert [point[:2] for point in _history(tracker.uri, tracker.run_id, "rollout/score")] == [
         (0, 0.25),
         (1, 0.5),

@@ -19,6 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.observe.tracking.outbox import METRICS, Outbox, OutboxEntry
+from async_grpo.observe.tracking.shown import shown
 from async_grpo.runtime.text import one_line
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 _PARAMETERS_PER_CALL, _PARAMETER_LENGTH, _TAG_LENGTH = 100, 500, 5000
 _METRICS_PER_CALL = 900
 _RUN_KEY = "async_grpo.key"
+_KIND, _TRAINING = "mlflow.experimentKind", "custom_model_development"
+"""The tag by which MLflow's pages show an experiment under model training."""
+EVERY = "tracking.metrics"
+"""The parameter of a run that says whether MLflow gets all metrics."""
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -147,12 +152,16 @@ class Delivery:
         from mlflow.exceptions import MlflowException
 
         if (found := client.get_experiment_by_name(entry.experiment)) is not None:
+            if _KIND not in found.tags:
+                client.set_experiment_tag(found.experiment_id, _KIND, _TRAINING)
             return found.experiment_id
         # A server decides where its artifacts go; a local database would put them into the working
         # directory.
         location = (self._outbox.run_dir / "mlartifacts").as_uri() if entry.uri is None else None
         try:
-            return client.create_experiment(entry.experiment, artifact_location=location)
+            return client.create_experiment(
+                entry.experiment, artifact_location=location, tags={_KIND: _TRAINING}
+            )
         except MlflowException:
             # Another run created it in between.
             if (found := client.get_experiment_by_name(entry.experiment)) is None:
@@ -187,7 +196,7 @@ class Delivery:
             batch: list[bytes] = []
             points: list[Any] = []
             for line in lines:
-                more = self._points(line)
+                more = self.points(line, entry)
                 if batch and len(points) + len(more) > _METRICS_PER_CALL:
                     self._send_batch(client, entry, batch, points)
                     batch, points = [], []
@@ -219,16 +228,20 @@ class Delivery:
                 self._send_halves(call, items[: len(items) // 2])
                 self._send_halves(call, items[len(items) // 2 :])
 
-    def _points(self, line: bytes) -> list[Any]:
+    def points(self, line: bytes, entry: OutboxEntry) -> list[Any]:
+        """Return what MLflow gets of a line of `metrics.jsonl`."""
         from mlflow.entities import Metric
 
+        every = entry.parameters.get(EVERY) == "all"
         try:
             row = json.loads(line)
             step, when = row.pop("step"), round(row.pop("time") * 1000)
+            values = {key: float(value) for key, value in row.items() if value is not None}
+            names = {key: shown(key, value, every=every) for key, value in values.items()}
             return [
-                Metric(key, float(value), when, step)
-                for key, value in row.items()
-                if value is not None
+                Metric(name, values[key], when, step)
+                for key, name in names.items()
+                if name is not None
             ]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             self._refuse(f"a line of {METRICS} is not a row of metrics: {one_line(error)}")

@@ -30,7 +30,7 @@ from urllib.request import getproxies, proxy_bypass
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.files import Lines, flat_sample, flatten
-from async_grpo.observe.tracking.mlflow_sender import Delivery
+from async_grpo.observe.tracking.mlflow_sender import EVERY, Delivery
 from async_grpo.observe.tracking.outbox import METRICS, SAMPLES, Outbox, OutboxEntry, TrackingError
 from async_grpo.observe.tracking.system_metrics import SystemMetrics
 from async_grpo.runtime.provenance import code_version, git, package_versions
@@ -80,10 +80,11 @@ class Tracker:
         self._system: SystemMetrics | None = None
         if config.tracking.mlflow:
             settings = flatten(config.model_dump(mode="json"))
+            settings[EVERY] = config.tracking.metrics  # what `Delivery` sends by
             entry = OutboxEntry(
                 config.tracking.uri,
                 config.tracking.experiment,
-                config.run.name,
+                _run_name(config.run.name, run_dir),
                 {name: without_password(value) for name, value in settings.items()},
                 begin=self._metrics.size,
                 samples_begin=self._samples.size,
@@ -499,6 +500,15 @@ def write_code_state(run_dir: Path) -> list[Path]:
             written.append(run_dir / DIFF)
     code.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
     return written
+
+
+def _run_name(name: str, run_dir: Path) -> str:
+    """Name the MLflow run so that it is told from others: as its directory, where that says more
+    than the run's name.
+    """
+    if run_dir.name != name and name in run_dir.name:
+        return run_dir.name
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _user() -> str:
