@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +35,7 @@ from async_grpo.observe.tracking.tracker import (
 )
 from async_grpo.report import __main__ as report
 from tests.support.mlflow_server import WITHIN_S, Server, _config, _tracker, _until
+from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -195,6 +197,7 @@ def test_a_run_that_was_killed_is_completed_by_sync_or_by_the_next_one(
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
+from tests.support.models import write_model
 from tests.support.mlflow_server import _tracker, _until
 from async_grpo.observe.tracking.outbox import Outbox
 tracker = _tracker(Path({str(tmp_path)!r}), uri={finished[0].uri!r})
@@ -729,11 +732,48 @@ def test_the_code_of_a_run_is_written_down(tmp_path: Path) -> None:
     )
 
 
-def test_a_model_that_is_too_large_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_registered_model_is_loaded_by_mlflow_and_generates(
+    finished: tuple[Tracker, Path], tmp_path: Path
+) -> None:
+    import mlflow
+
+    model = Path(write_model(tmp_path / "hf"))
+    uri = finished[0].uri
+    config = _config(uri=uri, register_model="adds")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path)})})
+    tracker, said = Tracker(config, run_dir=tmp_path, resume_run_id=None), io.StringIO()
+    tracker.start()
+    log_model(config, Console(said), tracker, model)
+    tracker.finish("FINISHED")
+    assert said.getvalue() == "" and tracker.dropped == 0
+    mlflow.set_tracking_uri(uri)
+    try:
+        loaded = mlflow.pyfunc.load_model("models:/adds/1")
+        answers = loaded.predict(["1+1="], params={"max_new_tokens": 3})
+    finally:
+        mlflow.set_tracking_uri(None)
+    assert len(answers) == 1 and isinstance(answers[0], str)
+
+
+def test_a_model_that_cannot_be_packaged_is_kept_and_said(tmp_path: Path) -> None:
+    config = _config(register_model="adds")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path)})})
+    (tmp_path / "hf").mkdir()
+    sent, said = [], io.StringIO()
+    tracker = SimpleNamespace(log_artifact=lambda path, **how: sent.append((path, how)))
+    log_model(config, Console(said), tracker, tmp_path / "hf")
+    assert sent == [(tmp_path / "hf", {"name": "model", "register": None})]
+    assert "is not registered as adds, since MLflow cannot package it" in said.getvalue()
+
+
+def test_a_model_that_is_too_large_stays_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Sent(list):
         def log_artifact(self, path: Path, **how: str | None) -> None:
             self.append((path, how))
 
+    monkeypatch.setattr(tracking, "package", lambda model, into: None)
     (tmp_path / "weights").write_bytes(bytes(2**20))
     for limit, sent, lines in ((1.0, 1, 0), (0.0005, 0, 1), (0.0, 0, 0)):
         tracker, said = Sent(), io.StringIO()

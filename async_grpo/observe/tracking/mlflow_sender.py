@@ -13,13 +13,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.observe.tracking.outbox import METRICS, Outbox, OutboxEntry
 from async_grpo.observe.tracking.shown import shown
+from async_grpo.runtime.provenance import package_versions
 from async_grpo.runtime.text import one_line
 
 if TYPE_CHECKING:
@@ -292,6 +295,27 @@ class Delivery:
                     raise
                 self._refuse(f"the model could not be registered as {name}: {one_line(error)}")
             del entry.models[name]
+
+
+def package(model: Path, into: Path) -> None:
+    """Write a model of Hugging Face's format as one that `mlflow.pyfunc.load_model` and
+    `mlflow.transformers.load_model` load and generate with. Replaces `into`; raises what MLflow and
+    transformers raise.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import mlflow.transformers
+
+    for name in ("mlflow.transformers", "mlflow.models.model", "mlflow.utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # there is no model card to be found
+    shutil.rmtree(into, ignore_errors=True)
+    versions = package_versions()
+    mlflow.transformers.save_model(
+        transformers_model=str(model),
+        path=str(into),
+        task="text-generation",
+        pip_requirements=[f"{name}=={versions[name]}" for name in ("transformers", "torch")],
+    )
 
 
 def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

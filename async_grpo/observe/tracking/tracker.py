@@ -30,7 +30,7 @@ from urllib.request import getproxies, proxy_bypass
 from async_grpo.config.schema import Config
 from async_grpo.observe.console.console import Console
 from async_grpo.observe.tracking.files import Lines, flat_sample, flatten
-from async_grpo.observe.tracking.mlflow_sender import EVERY, Delivery
+from async_grpo.observe.tracking.mlflow_sender import EVERY, Delivery, package
 from async_grpo.observe.tracking.outbox import METRICS, SAMPLES, Outbox, OutboxEntry, TrackingError
 from async_grpo.observe.tracking.system_metrics import SystemMetrics
 from async_grpo.runtime.provenance import code_version, git, package_versions
@@ -406,7 +406,7 @@ class _Sender:
         return True
 
 
-CODE, DIFF, MODEL = "code.json", "code.diff", "model"
+CODE, DIFF, MODEL, PACKAGED = "code.json", "code.diff", "model", "mlflow_model"
 DIFF_BYTES = 1 << 20
 
 
@@ -479,6 +479,18 @@ def log_model(config: Config, console: Console, tracker: Tracker, directory: Pat
                 f"(tracking.log_model_max_gb is {limit:g}){unregistered}; it is in {directory}"
             )
         return
+    if register is not None:
+        packaged = Path(config.run.dir) / PACKAGED
+        try:
+            package(directory, packaged)
+            directory = packaged
+        # the libraries' own errors have no ancestor in common; the run is trained and saved
+        except Exception as error:  # noqa: BLE001 - shown
+            console.error(
+                f"the model is not registered as {register}, since MLflow cannot package it "
+                f"({one_line(error)}); it is in {directory}"
+            )
+            register = None
     tracker.log_artifact(directory, name=MODEL, register=register)
 
 
