@@ -45,6 +45,8 @@ def _write(data: RunData, window: Window | None, out: Path) -> Path:
 
     draw: dict[str, Callable[[], plots.Figure | None]] = {
         "learning": partial(plots.learning, data),
+        "rewards": partial(plots.rewards, data),
+        "throughput": partial(plots.throughput, data),
         "lag": partial(plots.lag_histogram, data),
         "length_by_lag": partial(plots.length_by_lag, data),
         "clip_ess": partial(plots.clip_and_ess, data),

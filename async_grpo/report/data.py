@@ -26,8 +26,9 @@ from async_grpo.runtime.time_ledger import LEARNER_PREFIX, LearnerTime
 ROWS = 3000
 SAMPLE_BYTES = 8 << 20
 _KEPT = re.compile(
-    r"rollout/(score|response_length|response_tokens|truncated|accuracy)"
-    r"|train/(lag_mean|lag_max|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
+    r"rollout/(score|response_length|response_tokens|truncated|accuracy|reward/.*)"
+    r"|rollout/(all_right|all_wrong|zero_std)_groups"
+    r"|train/(lag_mean|lag_max|loss|entropy|grad_norm|approx_kl|tokens_per_s|ess|pg_clipfrac)"
     r"|train/lag_[\d-]+/(token_share|row_length|pg_clipfrac|ess)"
     r"|time/(step|wait|train|publish|learner_idle)"
     r"|(goodput|time/learner|time/engine)/[a-z_]+"

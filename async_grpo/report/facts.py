@@ -98,18 +98,39 @@ def tiles(data: RunData) -> tuple[str, str, list[tuple[str, str]]]:
     return lead, kind, shown
 
 
+def origin(data: RunData) -> str:
+    """Say when and where the run began, and what trains on what, as far as it is known."""
+    first = next((event for event in data.events if event["kind"] == "start"), {})
+    parts = []
+    if "time" in first:
+        parts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first["time"])))
+    if first.get("host"):
+        parts.append(f"host {first['host']}")
+    made = "a small model made for the task" if data.setting("model.warm_start") is not None else ""
+    if model := data.setting("model.path") or made:
+        parts.append(f"model {model}")
+    if task := data.setting("task.name"):
+        parts.append(f"task {task}")
+    return " · ".join(parts)
+
+
+def verdict(data: RunData) -> str:
+    """Say what limits the run, as a sentence; empty where nothing is known."""
+    text = str((data.status.get("verdict") or {}).get("text", ""))
+    return f"What limits it: {text.removesuffix('.')}." if text else ""
+
+
 def _state(data: RunData) -> tuple[str, str]:
     status = data.status
-    verdict = f" {status['verdict']['text']}" if status.get("verdict") else ""
     if "exit_code" in status:
         code = status["exit_code"]
         message = status.get("message") or EXIT_MEANING.get(code, "")
-        return f"Ended with exit code {code}: {message}.{verdict}", "good" if code == 0 else "bad"
+        return f"Ended with exit code {code}: {message}.", "good" if code == 0 else "bad"
     if not status:
         return "How the run ended is not known.", ""
     state = condition(status, now=time.time())
     if state.kind in ("running", "slow"):
-        return f"Under way ({status['phase']}).{verdict}", ""
+        return f"Under way ({status['phase']}).", ""
     return state.text, "bad"
 
 

@@ -18,7 +18,7 @@ from async_grpo.errors import RunError
 from async_grpo.replay.history import Stretch
 from async_grpo.replay.journal import segments
 from async_grpo.report.data import MetricsRow, RunData
-from async_grpo.report.plots import BLUE, CAUSES, GREEN, GREY, ORANGE, PURPLE, WIDTH
+from async_grpo.report.plots import BLUE, CAUSES, GREY, ORANGE, PURPLE, WIDTH
 from async_grpo.wire import WireError
 
 Span = tuple[float, float]
@@ -205,7 +205,7 @@ def _learner(axis: Axes, window: Window) -> None:
 def _marks(axis: Axes, window: Window) -> None:
     if window.publications:
         spans = [(begin - window.begin, end - begin) for begin, end in window.publications]
-        axis.broken_barh(spans, (0, 1), color=GREEN, alpha=0.8, label="publication", linewidth=0)
+        axis.broken_barh(spans, (0, 1), color=BLUE, alpha=0.8, label="publication", linewidth=0)
     texts = dict.fromkeys(text for _, _, text in window.phases)
     for colour, text in zip((GREY, ORANGE, PURPLE), texts, strict=False):
         phases = [phase for phase in window.phases if phase[2] == text]

@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from async_grpo.report.data import RunData
-from async_grpo.report.facts import NO_SAMPLES, restarts, sample_sections, settings, tiles
+from async_grpo.report.facts import (
+    NO_SAMPLES,
+    origin,
+    restarts,
+    sample_sections,
+    settings,
+    tiles,
+    verdict,
+)
 from async_grpo.runtime.text import visible, without_password
 
 _STYLE = """
@@ -100,9 +108,10 @@ def _header(data: RunData, title: object) -> str:
         f'<div class="tile"><b>{_text(value)}</b><span>{_text(label)}</span></div>'
         for label, value in shown
     )
+    said = f'<p class="lead">{_text(verdict(data))}</p>' if verdict(data) else ""
     return (
-        f'<h1>{_text(title)}</h1><p class="lead {kind}">{_text(lead)}</p><div '
-        f'class="tiles">{boxes}</div>'
+        f"<h1>{_text(title)}</h1><p>{_text(origin(data))}</p>"
+        f'<p class="lead {kind}">{_text(lead)}</p>{said}<div class="tiles">{boxes}</div>'
     )
 
 
@@ -161,9 +170,24 @@ PLOTS = (
         "Reward and held-out accuracy",
         "Above, the mean reward of the groups that each step trained (thin) and its "
         "running mean; with filtered groups it is not the reward of the policy on "
-        "all prompts. Below, accuracy on problems that are never trained, with 95 % "
-        "intervals where they were measured: this says whether it learns.",
+        "all prompts. Below, accuracy on problems that are never trained: dots with 95 % "
+        "intervals are measured, the lines between them are not. This says whether it learns.",
         "No learner step was logged, and nothing was evaluated.",
+    ),
+    Plot(
+        "rewards",
+        "Reward components, and groups that teach little",
+        "Above, the mean of each raw reward component: one that rises while another falls is "
+        "where a policy finds a way around the task. Below, groups whose responses are all right "
+        "or all wrong, which have no advantage, and responses that the limit cut off.",
+        "No learner step told its rewards.",
+    ),
+    Plot(
+        "throughput",
+        "Throughput and step time",
+        "Above, trained response tokens per second. Below, the seconds of a learner step, and of "
+        "those that it waited for groups and trained.",
+        "No learner step told its throughput.",
     ),
     Plot(
         "lag",
@@ -192,10 +216,10 @@ PLOTS = (
     ),
     Plot(
         "health",
-        "Entropy, gradients and step size",
-        "Entropy that falls to 0 early ends exploration; gradient norms above "
-        "learner.grad_clip are cut; the KL of the updates of a step stays below a few "
-        "hundredths.",
+        "Loss, entropy, gradients and step size",
+        "The loss is what was minimised; its size says little. Entropy that falls to 0 early ends "
+        "exploration; gradient norms above learner.grad_clip are cut; the KL of the updates of a "
+        "step stays below a few hundredths.",
         "No learner step was logged.",
     ),
     Plot(

@@ -24,10 +24,13 @@ from async_grpo.runtime.time_ledger import ENGINE_PREFIX, spent
 
 WIDTH = 9.6
 """Inches of every figure."""
-LAGS = ("#3b82c4", "#2aa198", "#6a9a2d", "#c79a1b", "#d9722e", "#c9404f", "#9b4d9e", "#6b6fb5")
+LAGS = ("#3b82c4", "#c79a1b", "#6a9a2d", "#8a63b8", "#d9722e", "#c9404f", "#2aa198", "#5f6673")
 """By lag bucket, from 0 on."""
 BLUE, GREEN, ORANGE = "#3b82c4", "#3f9b62", "#d9722e"
 RED, PURPLE, GREY = "#c9404f", "#8a63b8", "#8b949e"
+SPARSE = 0.25
+"""Share of the steps below which points are not joined: a line would invent what lies between."""
+_COMPONENT = "rollout/reward/"
 FATES = {
     "trained": GREEN,
     "masked": "#9cc46b",
@@ -49,7 +52,7 @@ CAUSES = {
     "starved": ORANGE,
     "blocked": ORANGE,
     "publishing": BLUE,
-    "paused": BLUE,
+    "paused": "#79aad9",
     "checkpointing": PURPLE,
     "verifying": "#c79a1b",
     "evaluating": "#2aa198",
@@ -84,17 +87,21 @@ def _accuracy(axis: Axes, data: RunData) -> None:
     for colour, name in zip(colours, names, strict=False):
         known = [row for row in data.evaluations if name in row.values]
         steps, values = [row.step for row in known], [row.values[name] for row in known]
-        label = name.removeprefix("eval/").replace("accuracy_", "")
-        axis.plot(steps, values, "o-", color=colour, markersize=4, linewidth=1.6, label=label)
+        label = _evaluated(name)
+        axis.plot(steps, values, "o--", color=colour, markersize=4, linewidth=1.0, label=label)
         low, high = f"{name}/low", f"{name}/high"
-        ranged = [row for row in known if low in row.values and high in row.values]
-        if ranged:
-            lowest, highest = ([row.values[end] for row in ranged] for end in (low, high))
-            at = [row.step for row in ranged]
-            axis.fill_between(at, lowest, highest, color=colour, alpha=0.15, linewidth=0)
+        for row in known:
+            if low in row.values and high in row.values:
+                ends = [row.values[low], row.values[high]]
+                axis.plot([row.step] * 2, ends, color=colour, linewidth=3.5, alpha=0.35)
     axis.set_ylim(-0.03, 1.03)
     axis.set_ylabel("held-out accuracy")
     axis.legend(ncols=6, loc="lower right")
+
+
+def _evaluated(name: str) -> str:
+    """Name an evaluation as a reader does: greedy, pass@4."""
+    return name.removeprefix("eval/").replace("accuracy_", "").replace("pass_at_", "pass@")
 
 
 def _is_sampled(name: str) -> bool:
@@ -105,6 +112,49 @@ def _is_sampled(name: str) -> bool:
 def _rank(name: str) -> tuple[int, str]:
     digits = "".join(filter(str.isdigit, name))
     return int(digits or 0), name
+
+
+def rewards(data: RunData) -> Figure | None:
+    """Draw reward components, and the shares of groups and responses that teach little."""
+    names = {key for row in data.rows for key in row.values if key.startswith(_COMPONENT)}
+    components = {name.removeprefix(_COMPONENT): name for name in sorted(names)[: len(LAGS)]}
+    shares = {
+        "groups all right": "rollout/all_right_groups",
+        "groups all wrong": "rollout/all_wrong_groups",
+        "responses cut off": "rollout/truncated",
+    }
+    parts = [(components, "reward component"), (shares, "share")]
+    parts = [
+        (curves, label)
+        for curves, label in parts
+        if any(data.series(name)[0] for name in curves.values())
+    ]
+    if not parts:
+        return None
+    figure, axes = _figure(len(parts), share=True)
+    for axis, (curves, label) in zip(axes, parts, strict=True):
+        _curves(axis, data, curves)
+        axis.set_ylabel(label)
+        _legend_above(axis)
+    return figure
+
+
+def throughput(data: RunData) -> Figure | None:
+    """Draw tokens per second, and the parts of a learner step's time."""
+    steps, speeds = data.series("train/tokens_per_s")
+    times = {"whole": "time/step", "waiting": "time/wait", "training": "time/train"}
+    if not steps:
+        return None
+    figure, axes = _figure(2, share=True)
+    axes[0].plot(steps, speeds, color=BLUE, alpha=0.25, linewidth=0.8)
+    axes[0].plot(steps, smooth(speeds), color=BLUE, linewidth=1.6)
+    axes[0].set_ylim(bottom=0)
+    axes[0].set_ylabel("response tokens/s")
+    _curves(axes[1], data, times)
+    axes[1].set_ylim(bottom=0)
+    axes[1].set_ylabel("seconds per step")
+    _legend_above(axes[1])
+    return figure
 
 
 def lag_histogram(data: RunData) -> Figure | None:
@@ -148,14 +198,16 @@ def clip_and_ess(data: RunData) -> Figure | None:
         return None
     axes[0].set_ylabel("clipped tokens")
     axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    axes[1].set_ylim(min(0.9, axes[1].get_ylim()[0]), 1.005)  # 0.996 is not far from 1
     axes[1].set_ylabel("effective sample size")
     _legend_above(axes[0])
     return figure
 
 
 def health(data: RunData) -> Figure | None:
-    """Draw entropy, gradient norm and KL between updates."""
+    """Draw loss, entropy, gradient norm and KL between updates."""
     labels = {
+        "train/loss": "loss",
         "train/entropy": "entropy (nats)",
         "train/grad_norm": "gradient norm",
         "train/approx_kl": "KL of the updates",
@@ -226,20 +278,29 @@ def _bar(axis: Axes, label: str, parts: dict[str, float], colours: dict[str, str
 
 
 def _by_lag(axis: Axes, data: RunData, name: str) -> bool:
-    """Draw one smoothed line per lag bucket; return whether there was any."""
+    """Draw a line per lag bucket, or dots where few steps have it. Return whether one was drawn."""
     buckets = data.buckets(name)
     for bucket in buckets:
         steps, values = data.series(f"train/lag_{bucket}/{name}")
+        sparse = len(steps) < max(5, SPARSE * len(data.rows))
         axis.plot(
             steps,
-            smooth(values),
+            values if sparse else smooth(values),
+            "o" if sparse else "-",
             linewidth=1.6,
-            marker="o" if len(steps) < 5 else None,
             markersize=3,
             color=lag_colour(bucket),
             label=f"lag {bucket}",
         )
     return bool(buckets)
+
+
+def _curves(axis: Axes, data: RunData, names: dict[str, str]) -> None:
+    """Draw a smoothed line for each (label, metric) that the run has."""
+    for colour, (label, name) in zip(LAGS, names.items(), strict=False):
+        steps, values = data.series(name)
+        if steps:
+            axis.plot(steps, smooth(values), color=colour, linewidth=1.6, label=label)
 
 
 def lag_colour(bucket: str) -> str:

@@ -25,7 +25,7 @@ from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.replay.resume import open_queue
 from async_grpo.report import __main__ as report
 from async_grpo.report.data import ROWS, read_run
-from async_grpo.report.facts import restarts, sample_sections, tiles
+from async_grpo.report.facts import origin, restarts, sample_sections, tiles, verdict
 from async_grpo.report.gantt import Window, _counts, read_window
 from async_grpo.report.launch import report_on, write_report
 from async_grpo.report.plots import lag_colour, smooth, times_by_cause, tokens_by_fate
@@ -35,6 +35,8 @@ from tests.support.journal_life import journal_in, queue_settings
 
 SECTIONS = [
     "learning",
+    "rewards",
+    "throughput",
     "lag",
     "length_by_lag",
     "clip_ess",
@@ -55,6 +57,8 @@ def row(step: int, when: float) -> dict[str, Any]:
         "time": when,
         "rollout/score": 0.5 + step / 1000,
         "rollout/response_length": 7.0,
+        "rollout/reward/correct": 0.5,
+        "rollout/all_right_groups": 0.25,
         "train/lag_mean": 0.8,
         "train/lag_max": 3.0,
         "train/entropy": 1.0 / step,
@@ -250,7 +254,10 @@ def test_steps_that_were_taken_back_do_not_count(run_dir: Path) -> None:
         35, 35
     )[0].values["rollout/score"] > 0
     lead, kind, shown = tiles(data)
-    assert kind == "good" and "exit code 0" in lead and "the engines limit" in lead
+    assert kind == "good" and "exit code 0" in lead
+    assert verdict(data) == "What limits it: the engines limit."
+    began = next(event for event in data.events if event["kind"] == "start")
+    assert origin(data).endswith(f"host {began['host']} · task {EVIL[:25]}")
     assert ("learner steps", "60 of 60") in shown and (
         "held-out accuracy, step 60",
         "40.0% → 90.0%",
