@@ -385,6 +385,7 @@ class Trainer:
     def request_stop(self) -> None:
         """Ask `start` or `train` to end between learner steps (safe in a signal handler)."""
         self._stop_requested.set()
+        self.console.stopping()
         if self._system is not None:
             self._system.request_stop()
 

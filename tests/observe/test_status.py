@@ -4,6 +4,7 @@ the run.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import rich.console
 
 from async_grpo import status
 from async_grpo.errors import SetupError
@@ -258,3 +260,30 @@ def test_a_resumed_run_continues_the_curves(tmp_path: Path) -> None:
     assert read_status(tmp_path)["evaluations"] == [[100, 0.1], [200, 0.2], [300, 0.3]]
     start(range(1, 3))
     assert read_status(tmp_path)["evaluations"] == [] and len(read_status(tmp_path)["reward"]) == 2
+
+
+def headline(progress: Progress, *, width: int) -> str:
+    drawn = panel(progress.facts(), width=width, height=30, now=time.time())
+    out = io.StringIO()
+    rich.console.Console(file=out, width=width).print(drawn)
+    return out.getvalue().splitlines()[0]
+
+
+def test_the_panel_says_that_a_stopped_run_saves() -> None:
+    progress = Progress()
+    progress.logged(3, 10, {"time/step": 1.0})
+    assert "stopping" not in headline(progress, width=120)
+    progress.stopping = time.time()
+    assert "stopping: this step, then a checkpoint" in headline(progress, width=120)
+    progress.logged(4, 10, {"time/step": 1.0})  # the step that was under way
+    assert "stopping" in headline(progress, width=120)
+    progress.enter("evaluating")
+    assert "evaluating" in headline(progress, width=120)
+
+
+def test_the_bar_uses_the_width_of_the_terminal() -> None:
+    progress = Progress()
+    progress.logged(5, 10, {"time/step": 1.0})
+    cells = [headline(progress, width=width).count("━") for width in (80, 120, 160)]
+    assert cells[0] == 10 and cells[0] < cells[1] < cells[2]
+    assert all(len(headline(progress, width=width)) <= width for width in (60, 80, 160, 300))

@@ -270,6 +270,10 @@ class Console:
                 screen.out.print(Text.assemble((head, "dim"), line), soft_wrap=True)
                 head = " " * len(head)
 
+    def stopping(self) -> None:
+        """Show that the run ends after this step, with a checkpoint; safe in a signal handler."""
+        self.progress.stopping = time.time()
+
     def stopped(self, status: str) -> None:
         """Record that the run ended as FINISHED, FAILED or KILLED, unless `end` has."""
         if not self.progress.ended:

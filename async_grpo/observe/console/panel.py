@@ -17,9 +17,10 @@ from rich.text import Text
 
 from async_grpo.runtime.text import visible
 
-WIDEST = 110
-"""Columns: longer lines are hard to read, and would break when a terminal becomes narrower."""
-BAR_CELLS, CURVE_CELLS = 20, 40
+WIDEST_TEXT, WIDEST = 110, 170
+"""Columns: longer sentences are hard to read; bar and curves use the room of a wide terminal."""
+BAR_CELLS, CURVE_CELLS, HEADLINE_CELLS = 20, 64, 60
+"""Least cells of the bar, most of a curve, and what the headline has beside its bar."""
 COMPACT_ROWS, ROOMY_ROWS = 8, 16
 """A terminal with fewer rows gets a single line; one with at least so many, long lines in full."""
 _BARS = "▁▂▃▄▅▆▇█"
@@ -86,15 +87,17 @@ def panel(
     facts: Mapping[str, Any], *, width: int, height: int, now: float, title: str = ""
 ) -> Group | Text:
     """Draw the panel for a terminal of `width` x `height`, or one line where it is too low."""
-    width = max(1, min(width, WIDEST))
+    wide, width = max(1, min(width, WIDEST)), max(1, min(width, WIDEST_TEXT))
     if height < COMPACT_ROWS:
         return _fit(Text(_headline(facts, now, bar=0)), width)
     narrow = width < 60
-    lines = [_fit(Text(_headline(facts, now, bar=0 if narrow else BAR_CELLS), style="bold"), width)]
-    for label, text, style in _rows(facts, now, cells=max(4, min(CURVE_CELLS, (width - 24) // 2))):
+    bar = 0 if narrow else max(BAR_CELLS, wide - HEADLINE_CELLS)
+    lines = [_fit(Text(_headline(facts, now, bar=bar), style="bold"), wide)]
+    for label, text, style in _rows(facts, now, cells=max(4, min(CURVE_CELLS, (wide - 44) // 2))):
         line = Text(f"{label:9} ", style="dim").append_text(Text(visible(text), style=style))
         folds = label == "verdict" or (label != "reward" and height >= ROOMY_ROWS)
-        lines += _folded(line, width) if folds else [_fit(line, width)]
+        fitted = _fit(line, wide if label == "reward" else width)
+        lines += _folded(line, width) if folds else [fitted]
     if title:
         lines.insert(0, _fit(Text(visible(title), style="dim"), width))
     return Group(*lines[: height - 1])

@@ -82,6 +82,9 @@ class Curve:
         return self.points + ([self._sum / self._count] if self._count else [])
 
 
+STOPPING = "stopping: this step, then a checkpoint"
+
+
 class Progress:
     """Collects the progress of one run. clock: Unix seconds."""
 
@@ -89,6 +92,8 @@ class Progress:
         self._clock, self._lock = clock, threading.Lock()
         self.started = clock()
         self._phases: list[tuple[str, float]] = []
+        self.stopping: float | None = None
+        """When the run was asked to end; set in a signal handler, so without the lock."""
         self._phase_before: tuple[str, float] = ("starting", self.started)
         self._step, self._total = 0, 0
         self._step_at: float | None = None
@@ -192,6 +197,8 @@ class Progress:
         """Return everything as plain values."""
         with self._lock:
             text, since = self._phases[-1] if self._phases else self._phase_before
+            if self.stopping is not None and text == "training":
+                text, since = STOPPING, self.stopping
             facts: dict[str, Any] = {
                 "started": self.started,
                 "phase": text,
