@@ -20,7 +20,7 @@ RINGS = (
     "loop rollout learner checkpoint warm_start",  # bodies of processes
     "cluster",  # Ray
     "observe",  # aside, reading only
-    "preflight report status replay.__main__",  # aside, reading only
+    "preflight report status export replay.__main__",  # aside, reading only
     "trainer",  # face
     "run",
 )
@@ -92,6 +92,7 @@ LIBRARIES = {
     "trainer": "",
     "run": "",
     "status": "",
+    "export": "",
 }
 """Third-party libraries per module; the longest matching name counts."""
 
