@@ -32,6 +32,7 @@ SYSTEM = (
     "tests/benchmarks/test_staleness.py",
     "tests/weights/test_nccl.py",
     "tests/rollout/test_engine.py",
+    "tests/evaluate",
     "tests/cluster/",
     "tests/replay/test_queue_kills.py",
     "tests/system/",

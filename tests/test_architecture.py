@@ -21,7 +21,7 @@ RINGS = (
     "cluster",  # Ray
     "observe",  # aside, reading only
     "preflight report status export replay.__main__",  # aside, reading only
-    "trainer",  # face
+    "trainer evaluate",  # face
     "run",
 )
 """Imports go to an earlier ring, or stay inside a package."""
@@ -93,6 +93,7 @@ LIBRARIES = {
     "run": "",
     "status": "",
     "export": "",
+    "evaluate": "torch",
 }
 """Third-party libraries per module; the longest matching name counts."""
 

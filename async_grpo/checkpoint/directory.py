@@ -34,7 +34,7 @@ from typing import Any
 from async_grpo.runtime import storage
 from async_grpo.runtime.storage import FileSum
 
-MANIFEST = "manifest.json"
+MANIFEST, MODEL = "manifest.json", "hf"
 FORMAT_VERSION = 2
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -81,7 +81,7 @@ def begin(run_dir: Path, step: int) -> Path:
     directory = draft_for(run_dir, step)
     if directory.exists():
         shutil.rmtree(directory)
-    for part in ("learner", "hf"):
+    for part in ("learner", MODEL):
         (directory / part).mkdir(parents=True)
     return directory
 

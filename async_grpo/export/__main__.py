@@ -22,7 +22,7 @@ from async_grpo.checkpoint.directory import CheckpointError
 from async_grpo.errors import RunError, SetupError
 from async_grpo.runtime.text import counted
 
-MODEL, ADAPTER = "hf", "hf/adapter"
+ADAPTER = f"{directory.MODEL}/adapter"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def export(source: Path, out: Path, *, merge_lora: bool) -> str:
     has_adapter = any(name.startswith(f"{ADAPTER}/") for name in files)
     if merge_lora and not has_adapter:
         raise SetupError(f"{path} has no adapters to merge: leave --merge-lora out")
-    part = ADAPTER if has_adapter and not merge_lora else MODEL
+    part = ADAPTER if has_adapter and not merge_lora else directory.MODEL
     draft = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,97 @@
+"""The command that evaluates a checkpoint or a model: whose settings count, and real answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_grpo.algo.accuracy import ProblemOutcome, metrics
+from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.config.load import dump, load_config
+from async_grpo.errors import SetupError
+from async_grpo.evaluate.__main__ import rows, settings
+from tests.support.models import write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(12)]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a tiny model on rows of its own, with one checkpoint."""
+    directory = tmp_path_factory.mktemp("runs") / "mine"
+    directory.mkdir()
+    data, held = directory / "train.jsonl", directory / "held.jsonl"
+    for path, those in ((data, ROWS[:2]), (held, ROWS[2:])):
+        path.write_text("".join(json.dumps(row) + "\n" for row in those))
+    (directory / "empty.yaml").write_text("")
+    config = load_config(
+        directory / "empty.yaml",
+        [
+            "run.total_steps=7",
+            f"run.dir={directory}",
+            "model.warm_start={}",
+            f"task={{name: jsonl, train: {data}, eval: {held}}}",
+            "rollout={prompt_length: 8, response_length: 6, rollout_batch_size: 2, group_size: 2}",
+            "cluster.engine.kv_cache_gb=0.01",
+            "evaluation.n=2",
+        ],
+    )
+    (directory / "config.yaml").write_text(dump(config))
+    draft = checkpoint.begin(directory, 7)
+    write_model(draft / "hf")
+    checkpoint.commit(draft, {"step": 7})
+    return directory
+
+
+def test_the_settings_of_the_run_count_unless_replaced(run_dir: Path) -> None:
+    own = settings(str(run_dir), task=None, overrides=[])
+    assert own.task.name == "jsonl" and own.rollout.response_length == 6
+    assert own.model.path == str(run_dir / "checkpoints" / "step_000007" / "hf")
+    assert own.model.warm_start is None and not own.tracking.mlflow
+    other = settings(str(run_dir), task="gsm8k", overrides=["rollout.response_length=5"])
+    assert other.task.name == "gsm8k" and other.task.train != own.task.train
+    assert other.rollout.response_length == 5
+    at = str(run_dir / "checkpoints" / "step_000007")
+    assert settings(at, task=None, overrides=[]).model == own.model
+
+
+def test_a_model_needs_a_task(run_dir: Path) -> None:
+    with pytest.raises(SetupError, match="say what is asked, --task"):
+        settings("some/model", task=None, overrides=[])
+    assert settings("some/model", task="gsm8k", overrides=[]).model.path == "some/model"
+
+
+def test_the_table_says_what_was_measured(run_dir: Path) -> None:
+    config = settings(str(run_dir), task=None, overrides=[])
+    outcome = {"judged": 3, "errors": 0, "greedy_tokens": 4, "sampled_tokens": 8}
+    outcomes = [ProblemOutcome(greedy=True, right=2, **outcome)] * 3
+    outcomes += [ProblemOutcome(greedy=False, right=0, **outcome)]
+    said = dict(rows(config, metrics(outcomes, n=2) | {"eval/seconds": 1.0}))
+    assert said["accuracy, greedy"].startswith("75.0% (95 % interval ")
+    assert said["pass@2"].startswith("75.0%") and "errors" not in said
+    assert said["held-out problems"] == "4 of task jsonl"
+
+
+def test_a_checkpoint_answers_with_an_engine(run_dir: Path) -> None:
+    """The real command, from a directory of its own: numbers alone on stdout, nothing left."""
+    before = sorted(run_dir.rglob("*"))
+    done = subprocess.run(
+        [sys.executable, "-m", "async_grpo.evaluate", str(run_dir), "--json"],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["eval/problems"] == len(ROWS[2:]) and found["eval/errors"] == 0
+    assert 0 <= found["eval/accuracy_greedy"] <= found["eval/accuracy_greedy/high"] <= 1
+    assert {"eval/pass_at_1", "eval/pass_at_2"} <= found.keys()
+    assert "evaluating on 10 held-out problems" in done.stderr
+    assert "WARNING" not in done.stderr and sorted(run_dir.rglob("*")) == before
