@@ -193,7 +193,7 @@ def _train_on(trainer, console: Console) -> None:
 
 def described(rows: list[tuple[str, str]]) -> str:
     """Write the closing table as Markdown, for the page of the run in MLflow."""
-    return "\n".join(f"- **{label}**: {text.replace('_', chr(92) + '_')}" for label, text in rows)
+    return "\n".join(f"- **{label}**: {text}" for label, text in rows)
 
 
 def _evaluate_last(trainer, console: Console) -> None:

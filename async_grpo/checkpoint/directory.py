@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_grpo.errors import SetupError
 from async_grpo.runtime import storage
 from async_grpo.runtime.storage import FileSum
 
@@ -186,6 +187,21 @@ def latest(run_dir: Path) -> Path | None:
         if not (final := replaced.with_name(replaced.name.removesuffix(_REPLACED))).exists():
             replaced.rename(final)
     return next((path for path in reversed(_finished(run_dir)) if _is_complete(path)), None)
+
+
+def find(source: Path) -> Path:
+    """Find the checkpoint that `source` is, or the newest complete one of a run directory. Raises
+    SetupError.
+    """
+    if (source / MANIFEST).is_file():
+        return source
+    newest = latest(source)
+    if newest is None:
+        raise SetupError(
+            f"{source} is no checkpoint and has none: give .../checkpoints/step_N, or a run "
+            "directory with a complete checkpoint"
+        )
+    return newest
 
 
 def set_aside(run_dir: Path, after: int) -> list[Path]:

@@ -81,14 +81,14 @@ def _section_words(inner: dict[str, Any], spec: dict[str, Any]) -> str:
 def words(spec: dict[str, Any]) -> str:
     """Return the values that a JSON-schema fragment admits, in words."""
     if "anyOf" in spec:
-        null = [option for option in spec["anyOf"] if option.get("type") == "null"]
-        options = [words(option) for option in spec["anyOf"] if option not in null]
-        return ", or ".join([*options, *["null"][: len(null)]])
+        return ", or ".join(words(option) for option in spec["anyOf"])
     if "enum" in spec:
         return "one of " + ", ".join(spec["enum"])
     if "const" in spec:
         return f"only {spec['const']}"
     kind = spec.get("type")
+    if kind == "null":
+        return "null"
     if kind in ("integer", "number"):
         bounds = " and ".join(
             f"{sign} {_plain(spec[bound])}" for bound, sign in _BOUNDS.items() if bound in spec

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from async_grpo.algo.catalog import POLICY_LOSSES
@@ -31,15 +31,15 @@ class _Owned:
     active: Callable[[Config], bool]
 
 
-def _is_loss(name: str, config: Config) -> bool:
-    return config.algorithm.policy_loss == name
-
-
-def _clip_ratio(config: Config) -> bool:
-    algorithm = config.algorithm
-    loss, sides = algorithm.policy_loss, (algorithm.clip_ratio_low, algorithm.clip_ratio_high)
+def _is_clipped(config: Config) -> bool:
+    loss = config.algorithm.policy_loss
     clipped = POLICY_LOSSES.where(lambda traits: traits.clipped)
-    return loss not in POLICY_LOSSES.built_in or (loss in clipped and None in sides)
+    return loss in clipped or loss not in POLICY_LOSSES.built_in
+
+
+def _only(owner: str, wanted: str, *keys: str) -> _Owned:
+    """Say that `keys` have an effect where `owner` is `wanted`."""
+    return _Owned(keys, owner, wanted, lambda config: value_of(config, owner) == wanted)
 
 
 def _on(owner: str, *keys: str) -> _Owned:
@@ -75,21 +75,19 @@ OWNED = (
         _unlike(f"algorithm.{section}.level", "none", "token (or another)", f"algorithm.{section}")
         for section in ("importance", "rejection")
     ),
-    *(
-        _Owned((f"algorithm.{name}",), "algorithm.policy_loss", name, partial(_is_loss, name))
-        for name in SECTIONS
-    ),
-    _Owned(
-        ("algorithm.asymre_shift",),
-        "algorithm.adv_estimator",
-        "asymre",
-        lambda config: config.algorithm.adv_estimator == "asymre",
-    ),
+    *(_only("algorithm.policy_loss", name, f"algorithm.{name}") for name in SECTIONS),
+    _only("algorithm.adv_estimator", "asymre", "algorithm.asymre_shift"),
     _Owned(
         ("algorithm.clip_ratio",),
         "algorithm.policy_loss",
-        "ppo_clip, without one of clip_ratio_low and clip_ratio_high",
-        _clip_ratio,
+        "ppo_clip (or another loss with a clip interval)",
+        _is_clipped,
+    ),
+    _Owned(  # the half-width of sides without their own
+        ("algorithm.clip_ratio",),
+        "algorithm.clip_ratio_low",
+        "null (or clip_ratio_high)",
+        lambda config: None in (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high),
     ),
     _on("replay.filter_groups.enable", "replay.filter_groups"),
     _on("replay.filter_groups.zero_variance", "replay.filter_groups.tolerance"),

@@ -27,7 +27,6 @@ from async_grpo.checkpoint import directory
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import EXIT_MEANING, RunError, SetupError
-from async_grpo.export.__main__ import find_checkpoint
 from async_grpo.observe.console.console import Console
 from async_grpo.preflight.model import look
 from async_grpo.replay.rules import Verdict
@@ -96,8 +95,9 @@ def settings(source: str, *, task: str | None, overrides: Sequence[str]) -> Conf
     is_run = (place / "checkpoints").is_dir() or (place / directory.MANIFEST).is_file()
     with tempfile.TemporaryDirectory(prefix="async_grpo-evaluate-") as scratch:
         if is_run:
-            checkpoint = find_checkpoint(place).absolute()
-            base = checkpoint.parent.parent / "config.yaml"
+            checkpoint = directory.find(place).absolute()
+            run_dir = checkpoint.parent.parent
+            base = run_dir / "config.yaml"
             model = str(checkpoint / directory.MODEL)
             if not base.is_file():
                 raise SetupError(
@@ -105,7 +105,8 @@ def settings(source: str, *, task: str | None, overrides: Sequence[str]) -> Conf
                     f"{model} with --task"
                 )
         else:
-            base, model = Path(scratch) / "empty.yaml", source
+            run_dir, model = Path(scratch), source
+            base = run_dir / "empty.yaml"
             base.write_text("", encoding="utf-8")
             if task is None:
                 raise SetupError(f"{source} is no checkpoint: say what is asked, --task gsm8k")
@@ -115,10 +116,10 @@ def settings(source: str, *, task: str | None, overrides: Sequence[str]) -> Conf
             "model.warm_start=null",
             "model.lora=null",
             f"model.path={json.dumps(model)}",
-            f"run.dir={scratch}",
-            "tracking.mlflow=false",
-            *([f"task={{name: {json.dumps(task)}}}"] if task is not None else []),
+            f"run.dir={json.dumps(str(run_dir))}",  # where what the run has stored passes
         ]
+        if task is not None:
+            given += [f"task={{name: {json.dumps(task)}}}", "evaluation.task=null"]
         return load_config(base, [*given, *overrides])
 
 
@@ -155,12 +156,14 @@ async def _answered(config: Config, total: int, console: Console) -> dict[str, f
     try:
         started = time.perf_counter()
         with console.phase(f"evaluating on {total} held-out problems"):
-            async with asyncio.timeout(config.evaluation.timeout_s):
+            async with asyncio.timeout(config.evaluation.timeout_s) as deadline:
                 outcomes, _ = await actor.evaluate(
                     indices=range(total), total=total, label=label, samples=0
                 )
         seconds = time.perf_counter() - started
     except TimeoutError as error:
+        if not deadline.expired():
+            raise
         raise SetupError(
             f"the evaluation took longer than evaluation.timeout_s = "
             f"{config.evaluation.timeout_s:g} s: raise it, or lower evaluation.max_samples"
@@ -203,5 +206,4 @@ def rows(config: Config, found: dict[str, float]) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    code = main()
-    os._exit(code)  # vLLM's client cannot be finalised by an interpreter that ends
+    os._exit(main())  # vLLM's client cannot be finalised by an interpreter that ends

@@ -49,7 +49,7 @@ def export(source: Path, out: Path, *, merge_lora: bool) -> str:
     """Copy the model of a checkpoint to `out`; return a line that says how to load it. Raises
     SetupError.
     """
-    path = find_checkpoint(source)
+    path = directory.find(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SetupError(f"{out} is there already: give a directory that is empty or new")
     try:
@@ -84,21 +84,6 @@ def export(source: Path, out: Path, *, merge_lora: bool) -> str:
         f"{what} of step {directory.step_of(path)}: {counted(len(copied), 'file')}, {size:,.1f} "
         f"MiB, in {out}; load with {load.replace('OUT', repr(str(out)))}"
     )
-
-
-def find_checkpoint(source: Path) -> Path:
-    """Find the checkpoint that `source` is, or the newest complete one of a run directory. Raises
-    SetupError.
-    """
-    if (source / directory.MANIFEST).is_file():
-        return source
-    newest = directory.latest(source)
-    if newest is None:
-        raise SetupError(
-            f"{source} is no checkpoint and has none: give .../checkpoints/step_N, or a run "
-            "directory with a complete checkpoint"
-        )
-    return newest
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from async_grpo.preflight.memory import (
 from async_grpo.preflight.model import known_model
 from async_grpo.rollout.engine import kv_cache_gb
 from async_grpo.runtime.text import counted
+from async_grpo.tasks.base import TaskError
 from async_grpo.tasks.data import quiet_hub
 from async_grpo.tasks.registry import load_task
 from async_grpo.weights.transport import resolve_backend
@@ -131,7 +132,7 @@ def _refusal(check: Callable[[], object], refused: list[str]) -> bool:
     """Run a check and note what it refuses; whether it passed."""
     try:
         check()
-    except (SetupError, ValueError) as error:
+    except (SetupError, ValueError) as error:  # as a run catches them before it starts
         refused.append(str(error))
         return False
     return True
@@ -166,17 +167,17 @@ def _shape(config: Config, *, unread: bool) -> tuple[Shape | None, str]:
     """
     path = config.model.path
     known = known_config(path) if path is not None and not Path(path).is_dir() else None
-    if unread and known is not None:
-        why = f"the model's size is that of {path} in a table of well-known models: not read here"
-        return shape_of(config, known), why
     try:
+        if unread and known is not None:
+            why = f"the model's size is that of {path} in a table of well-known models, not read"
+            return shape_of(config, known), why
         with quiet_hub():
             task = load_task(config.task, config.seed) if path is None else None
             model = None if task is not None else str(Path(path or "").expanduser())
             return shape_of(config, known_model(config, task) if task is not None else model), ""
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TaskError, SetupError) as error:
         return None, (
-            f"its configuration cannot be read ({' '.join(str(error).split())}), so there is no "
+            f"its shape is not known ({' '.join(str(error).split())}), so there is no "
             "estimate; give model.path a directory with a config.json, or one of "
             f"{', '.join(names())}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,12 +53,28 @@ def test_the_settings_of_the_run_count_unless_replaced(run_dir: Path) -> None:
     own = settings(str(run_dir), task=None, overrides=[])
     assert own.task.name == "jsonl" and own.rollout.response_length == 6
     assert own.model.path == str(run_dir / "checkpoints" / "step_000007" / "hf")
-    assert own.model.warm_start is None and not own.tracking.mlflow
+    assert own.model.warm_start is None
     other = settings(str(run_dir), task="gsm8k", overrides=["rollout.response_length=5"])
     assert other.task.name == "gsm8k" and other.task.train != own.task.train
     assert other.rollout.response_length == 5
     at = str(run_dir / "checkpoints" / "step_000007")
     assert settings(at, task=None, overrides=[]).model == own.model
+
+
+def test_what_a_run_has_stored_does_not_stand_in_the_way(run_dir: Path, tmp_path: Path) -> None:
+    """An ablation's leftovers, a registered model, a task of its evaluations; a moved directory."""
+    moved = tmp_path / "moved"
+    shutil.copytree(run_dir, moved)
+    stored = (moved / "config.yaml").read_text()
+    spoiled = stored.replace("kl_loss_coef: 0.001", "kl_loss_coef: 0.5", 1)
+    spoiled = spoiled.replace("register_model: null", "register_model: mine", 1)
+    spoiled = spoiled.replace("evaluation:\n", "evaluation:\n  task: {name: arithmetic}\n", 1)
+    spoiled = spoiled.replace("  before: true\n  task: null\n", "  before: true\n", 1)
+    assert spoiled.count("kl_loss_coef: 0.5") == spoiled.count("register_model: mine") == 1
+    (moved / "config.yaml").write_text(spoiled)
+    own = settings(str(moved), task=None, overrides=[])
+    assert own.algorithm.kl_loss_coef == 0.5 and own.evaluated_task.name == "arithmetic"
+    assert settings(str(moved), task="gsm8k", overrides=[]).evaluated_task.name == "gsm8k"
 
 
 def test_a_model_needs_a_task(run_dir: Path) -> None:

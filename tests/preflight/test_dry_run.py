@@ -362,3 +362,12 @@ def test_the_published_sizes_of_known_models() -> None:
         assert shape_of(config, known_config(name)).parameters == count, name
     assert known_config("Qwen/Qwen2.5-8B") is None
     assert all(known_config(name) is not None for name in names())
+
+
+def test_a_task_that_is_not_there_is_one_sentence(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    given = ["task.name=nosuch", f"run.dir={tmp_path / 'run'}", "--dry-run"]
+    assert run.main([str(ROOT / "configs" / "quickstart.yaml"), *given]) == 2
+    out = capsys.readouterr().out
+    assert "error: there is no task 'nosuch'" in out and "groups x 8 responses" in out
+    assert "engine 0" in out and "Traceback" not in out
