@@ -283,6 +283,10 @@ class PlainQueue:
     async def metrics(self) -> dict[str, float]:
         return {"replay/learner_wait_s": self._waited}
 
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method by its name, as the queue's process does for those of the queue."""
+        return await getattr(self, method)(*arguments)
+
     async def pid(self) -> int:
         """Process id."""
         return os.getpid()

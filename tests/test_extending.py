@@ -4,7 +4,6 @@ configuration, and run.
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import subprocess
@@ -19,7 +18,6 @@ import torch
 
 from async_grpo import wire
 from async_grpo.algo import catalog
-from async_grpo.algo.catalog import Registry
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.importance import importance_weights
 from async_grpo.algo.losses import Clip, policy_loss
@@ -36,6 +34,7 @@ from tests.support.algo_case import tokens
 from tests.support.frames import frame_of
 from tests.support.learners import free_port, set_rank
 from tests.support.models import write_model
+from tests.support.registers import registers_put_back
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "extending.md"
 KINDS = ["soft_clip", "median", "fading", "brevity", "rambling"]
@@ -56,18 +55,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("extending")
     for name, (code, _) in examples().items():
         (directory / f"{name}.py").write_text(code, encoding="utf-8")
-    saved = [
-        (one, {key: copy.copy(value) for key, value in vars(one).items()})
-        for one in catalog.KINDS.values()
-    ]
-    options = dict(Registry.options)
-    sys.path.insert(0, str(directory))
-    yield directory
-    sys.path.remove(str(directory))
-    for one, parts in saved:
-        vars(one).update(parts)
-    Registry.options.clear()
-    Registry.options.update(options)
+    with registers_put_back():
+        sys.path.insert(0, str(directory))
+        yield directory
+        sys.path.remove(str(directory))
     for name in examples():
         sys.modules.pop(name, None)
 

@@ -87,9 +87,7 @@ def place(config: Config, nodes: list[Node]) -> Placement:
     """Place all ranks and, as there is room, `cluster.rollout_actors.min` to `max` engines. Raises
     PlacementError naming the request and what each node has.
     """
-    device = config.cluster.device
-    if device == "auto":
-        device = "cuda" if any(node.gpus >= 1 for node in nodes) else "cpu"
+    device = _device(config, nodes)
     if not nodes:
         raise PlacementError("the cluster has no nodes")
     colocated = device == "cuda" and _shares_gpus(config, nodes)
@@ -108,6 +106,19 @@ def place(config: Config, nodes: list[Node]) -> Placement:
         tuple(engines),
         tuple(1 + size * index for index in range(len(engines))),
     )
+
+
+def least(config: Config, nodes: Sequence[Node]) -> list[dict[str, float]]:
+    """Return the bundles that the run needs to begin, which a cluster that grows is asked for; none
+    for a run on CPU, whose learner stays on the driver's node.
+    """
+    if _device(config, nodes) == "cpu" and not any(asked for _, asked in _needing_gpus(config)):
+        return []
+    bundles = [{"CPU": 1.0, "GPU": 1.0}] * config.learner.ranks
+    if config.cluster.layout == "colocated":
+        return bundles
+    size = float(config.cluster.engine.tensor_parallel_size)
+    return bundles + [{"CPU": 1.0, "GPU": size}] * config.cluster.rollout_actors.min
 
 
 def another(
@@ -164,6 +175,13 @@ def _free_cpus(node: Node) -> float:
     return round(node.cpus - node.used_cpus, 4)
 
 
+def _device(config: Config, nodes: Sequence[Node]) -> str:
+    """Return `cluster.device`; for `auto`, cuda where a node has a GPU."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    return "cuda" if any(node.gpus >= 1 for node in nodes) else "cpu"
+
+
 def _shares_gpus(config: Config, nodes: list[Node]) -> bool:
     """Tell whether learner and engines share GPUs; `auto`: if the ranks take all, and may share."""
     cluster, transport = config.cluster, TRANSPORTS.get(config.weight_sync.backend)
@@ -179,20 +197,25 @@ def _count(config: Config, room: int, asked: str, nodes: list[Node]) -> int:
     actors = config.cluster.rollout_actors
     if room < actors.min:
         raise PlacementError(
-            f"the run asks for {asked} and {actors.min} rollout actors, the cluster has "
+            f"the run asks for {asked} and {counted(actors.min, 'rollout actor')}, the cluster has "
             f"room for {room}: {describe(nodes)}"
         )
     return room if actors.max is None else min(room, actors.max)
 
 
-def _refuse_what_needs_gpus(config: Config, nodes: list[Node]) -> None:
+def _needing_gpus(config: Config) -> list[tuple[str, bool]]:
+    """Return the settings that only GPUs can fulfil, and whether the run has each."""
     size, backend = config.cluster.engine.tensor_parallel_size, config.weight_sync.backend
     transport = TRANSPORTS.get(backend)
-    for setting, asked in (
+    return [
         ("cluster.layout: colocated", config.cluster.layout == "colocated"),
         (f"weight_sync.backend: {backend}", transport is not None and transport.needs_gpu),
         (f"cluster.engine.tensor_parallel_size: {size}", size > 1),
-    ):
+    ]
+
+
+def _refuse_what_needs_gpus(config: Config, nodes: list[Node]) -> None:
+    for setting, asked in _needing_gpus(config):
         if asked:
             raise PlacementError(
                 f"{setting} needs GPUs and the run would be on CPU: {describe(nodes)}"
@@ -215,8 +238,8 @@ def _place_cpu(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot
     share = min(1.0, int(100 * free / processes) / 100)
     if free < 1 or share <= 0:
         raise PlacementError(
-            f"the run asks for {ranks} learner ranks and {here + len(there)} rollout "
-            f"actors on CPU: {describe(nodes)}"
+            f"the run asks for {counted(ranks, 'learner rank')} and "
+            f"{counted(here + len(there), 'rollout actor')} on CPU: {describe(nodes)}"
         )
     slots = [
         Slot(first.node_id, share, 0.0, dealt)
@@ -278,7 +301,7 @@ def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Sl
         learners += [Slot(node_id, 1.0, 1.0)] * taken
         free[node_id] -= taken
     room = [node.node_id for node in nodes for _ in range(free[node.node_id] // size)]
-    asked = f"{ranks} learner ranks with a GPU each, {size} GPUs per engine"
+    asked = f"{counted(ranks, 'learner rank')} with a GPU each, {counted(size, 'GPU')} per engine"
     return learners, [
         Slot(node_id, 1.0, float(size))
         for node_id in room[: _count(config, len(room), asked, nodes)]

@@ -43,7 +43,15 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from async_grpo.cluster.placement import Node, Placement, PlacementError, Slot, describe, place
+from async_grpo.cluster.placement import (
+    Node,
+    Placement,
+    PlacementError,
+    Slot,
+    describe,
+    least,
+    place,
+)
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
 
@@ -111,17 +119,29 @@ class Session:
         return sorted(nodes, key=lambda node: (node.node_id != own, node.node_id))
 
     async def wait_for_room(self, config: Config) -> Placement:
-        """Wait for the placement. Raises SetupError at `cluster.resources_timeout_s`."""
+        """Wait for the placement, and ask a joined cluster for what is missing, so that an
+        autoscaler sees the demand. Raises SetupError at `cluster.resources_timeout_s`.
+        """
         deadline = time.monotonic() + config.cluster.resources_timeout_s
-        while True:
-            nodes = self.nodes()
-            try:
-                return place(config, nodes)
-            except PlacementError as error:
-                growing = not self.local and time.monotonic() < deadline
-                if not growing:
-                    raise SetupError(str(error)) from error
-            await asyncio.sleep(POLL_S)
+        demand: PlacementGroup | None = None
+        try:
+            while True:
+                nodes = self.nodes()
+                try:
+                    return place(config, nodes)
+                except PlacementError as error:
+                    if self.local or time.monotonic() > deadline:
+                        raise SetupError(str(error)) from error
+                if demand is None and (bundles := least(config, nodes)):
+                    demand = placement_group(bundles)
+                    self._groups.append(demand)
+                elif demand is not None and _is_created(demand):
+                    self._remove(demand)  # it holds what `place` is to find free
+                    demand = None
+                await asyncio.sleep(POLL_S)
+        finally:
+            if demand is not None:
+                self._remove(demand)
 
     async def reserve(
         self, slots: list[Slot], *, timeout_s: float, sharers: int = 1
@@ -312,8 +332,13 @@ async def settled(call: Awaitable[Any]) -> Any:
 
 async def _created(group: PlacementGroup) -> None:
     """Wait until all bundles of a placement group are reserved."""
-    while placement_group_table(group)["state"] != "CREATED":
+    while not _is_created(group):
         await asyncio.sleep(RESERVED_POLL_S)
+
+
+def _is_created(group: PlacementGroup) -> bool:
+    """Tell whether all bundles of a placement group are reserved."""
+    return placement_group_table(group)["state"] == "CREATED"
 
 
 def _refuse_silent_head(address: str) -> None:

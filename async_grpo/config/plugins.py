@@ -70,7 +70,7 @@ def check_plugins(config: Config) -> Known:
         "replay.plugins": modules,
         "algorithm.plugins": list(algorithm.plugins),
         "options": algorithm.options,
-        "used": [name for _, _, name in _used(config)],
+        "used": [name for _, _, name in named(config)],
     }
     if modules or algorithm.plugins:
         stamps = tuple(_stamp(name) for name in (*modules, *algorithm.plugins))
@@ -94,8 +94,8 @@ def _built_in() -> dict[str, type[Any]]:
     }
 
 
-def _used(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """(kind, path, name) of every setting that names something registered."""
+def named(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Find the settings that name something registered: (kind, path, name) of each."""
     algorithm, custom = config.algorithm, config.replay.filter_groups.custom
     yield "estimator", ("algorithm", "adv_estimator"), algorithm.adv_estimator
     yield "policy_loss", ("algorithm", "policy_loss"), algorithm.policy_loss
@@ -107,7 +107,7 @@ def _used(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
 
 
 def _unknown_names(config: Config, known: Known) -> Iterator[tuple[tuple[str, ...], str]]:
-    for kind, path, name in _used(config):
+    for kind, path, name in named(config):
         registry = catalog.KINDS[kind]
         names = [*(one for one in registry if one in registry.built_in), *known.traits[kind]]
         modules = "replay.plugins" if kind == "group_filter" else "algorithm.plugins"

@@ -16,6 +16,7 @@ from typing import Any
 from async_grpo.algo.catalog import POLICY_LOSSES
 from async_grpo.config.algorithm import SECTIONS
 from async_grpo.config.docs import Setting, settings, show
+from async_grpo.config.plugins import OPTIONS, named
 from async_grpo.config.schema import Config
 
 
@@ -102,6 +103,15 @@ OWNED = (
     ),
 )
 
+NAMING = (
+    "algorithm.adv_estimator",
+    "algorithm.policy_loss",
+    "algorithm.importance.mode",
+    "algorithm.reward_shaping",
+    "replay.filter_groups.custom",
+)
+"""Settings that choose something registered, to which `algorithm.options.<name>` belongs."""
+
 
 def unused(
     config: Config, *, before: Mapping[str, Any], overridden: Container[tuple[str, ...]]
@@ -127,6 +137,24 @@ def unused(
                         "it out."
                     ),
                 )
+    yield from _unused_options(config, before, overridden)
+
+
+def _unused_options(
+    config: Config, before: Mapping[str, Any], overridden: Container[tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    chosen = {name for _, _, name in named(config)}
+    replaced = any(tuple(owner.split(".")) in overridden for owner in NAMING)
+    for name, values in config.algorithm.options.items():
+        path = (*OPTIONS, name)
+        passes = _stored(before, path) == values or (replaced and path not in overridden)
+        if name not in chosen and not passes:
+            yield (
+                path,
+                f"`{'.'.join(path)}` has no effect while none of "
+                f"{', '.join(f'`{owner}`' for owner in NAMING)} is {show(name)}: set one of them "
+                "to it, or leave it out.",
+            )
 
 
 def value_of(config: Config, name: str) -> Any:

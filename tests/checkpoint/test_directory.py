@@ -111,3 +111,27 @@ def test_later_checkpoints_are_set_aside_and_neither_found_nor_pruned(tmp_path: 
     _write(tmp_path, 50)
     checkpoint.prune(tmp_path, 1)
     assert checkpoint.steps(tmp_path) == [50] and all(path.exists() for path in renamed)
+
+
+def test_a_replacement_that_was_cut_off_leaves_the_old_one_to_be_found(tmp_path: Path) -> None:
+    path = _write(tmp_path, 5, "first")
+    retired = path.with_name(path.name + ".old")
+    path.rename(retired)
+    assert checkpoint.latest(tmp_path) == path and not retired.exists()
+    retired.mkdir()  # of an attempt that was cut off after its last renaming
+    assert _write(tmp_path, 5, "second") == path
+    assert (path / "learner" / "rank0.pt").read_text() == "second" and not retired.exists()
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"format_version": 1, "files": []}'])
+def test_what_is_no_manifest_of_ours_is_refused(tmp_path: Path, text: str) -> None:
+    path = _write(tmp_path, 5)
+    (path / checkpoint.MANIFEST).write_text(text)
+    with pytest.raises(checkpoint.CheckpointError, match="not a manifest of format"):
+        checkpoint.read(path)
+
+
+def test_a_name_tells_the_step_or_is_refused(tmp_path: Path) -> None:
+    assert checkpoint.step_of(tmp_path / "step_000007") == 7
+    with pytest.raises(checkpoint.CheckpointError, match="best is not named like a checkpoint"):
+        checkpoint.step_of(tmp_path / "best")

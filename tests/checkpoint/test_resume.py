@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from async_grpo.checkpoint import directory as checkpoint
-from async_grpo.checkpoint.resume import differences, plan_rerun
+from async_grpo.checkpoint.resume import (
+    changes,
+    differences,
+    find_checkpoint,
+    first_evaluation,
+    last_logged_step,
+    plan_rerun,
+    verified,
+)
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
@@ -88,3 +96,62 @@ def test_settings_that_matter_to_the_learner_are_told_apart(tmp_path: Path) -> N
     )
     assert list(differences(other, tmp_path / "config.yaml")) == ["learner.lr: 1e-06 -> 3e-05"]
     assert list(differences(other, tmp_path / "nothing.yaml")) == []
+
+
+def saved(run_dir: Path, step: int) -> Path:
+    directory = checkpoint.begin(run_dir, step)
+    (directory / "queue.json").write_text("[]")
+    return checkpoint.commit(directory, {"step": step})
+
+
+def settings(run_dir: Path, resume: str) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 9, "dir": str(run_dir)},
+            "model": {"path": "m"},
+            "checkpoint": {"resume": resume},
+        }
+    )
+
+
+def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
+    assert find_checkpoint(settings(tmp_path, "auto"), total_steps=9) is None
+    first, second = saved(tmp_path, 3), saved(tmp_path, 6)
+    assert find_checkpoint(settings(tmp_path, "never"), total_steps=9) is None
+    assert find_checkpoint(settings(tmp_path, "auto"), total_steps=9) == second
+    assert find_checkpoint(settings(tmp_path, str(first)), total_steps=9) == first
+    with pytest.raises(SetupError, match="is of step 6, the run ends at step 5; raise"):
+        find_checkpoint(settings(tmp_path, "auto"), total_steps=5)
+    with pytest.raises(SetupError, match="has no manifest"):
+        find_checkpoint(settings(tmp_path, str(tmp_path)), total_steps=9)
+
+
+def test_a_damaged_checkpoint_is_answered_with_an_older_one(tmp_path: Path) -> None:
+    first, second = saved(tmp_path, 3), saved(tmp_path, 6)
+    assert verified(None) is None and verified(first)["step"] == 3
+    (second / "queue.json").write_text("{}")
+    with pytest.raises(SetupError, match=r"contents of queue\.json .*resume=.*step_000003$"):
+        verified(second)
+    (first / "queue.json").write_text("{}")
+    with pytest.raises(SetupError, match=r"resume=.*step_000006$"):
+        verified(first)
+
+
+def test_a_run_without_a_past_has_no_changes(tmp_path: Path) -> None:
+    assert changes(settings(tmp_path, "auto"), None).refusal(tmp_path) == ""
+    assert changes(settings(tmp_path, "auto"), saved(tmp_path, 3)).refusal(tmp_path) == ""
+
+
+def test_what_the_metrics_file_tells_of_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    assert last_logged_step(tmp_path) == 0 and first_evaluation(tmp_path) is None
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "train/lo')
+    assert last_logged_step(tmp_path) == 0 and first_evaluation(tmp_path) is None
+    file.write_text(
+        '{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "train/loss": 1.0}\n'
+        '{"step": 2, "train/loss": 1.0}\n{"step": 3, "train/lo'
+    )
+    assert last_logged_step(tmp_path) == 2
+    assert first_evaluation(tmp_path) == (0, {"step": 0, "eval/accuracy": 0.5})
+    file.write_text('{"step": 0, "eval/accu')
+    assert first_evaluation(tmp_path) is None

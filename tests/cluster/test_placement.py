@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from async_grpo.cluster.placement import Node, Placement, PlacementError, Slot, another, place
+from async_grpo.cluster.placement import (
+    Node,
+    Placement,
+    PlacementError,
+    Slot,
+    another,
+    least,
+    place,
+)
 from async_grpo.config.schema import Config
 
 
@@ -190,14 +198,14 @@ def test_max_below_room_and_too_many() -> None:
         (
             {"ranks": 4, "layout": "split"},
             gpu(4),
-            "4 learner ranks with a GPU each, 1 GPUs per engine and 1 rollout actors, the "
+            "4 learner ranks with a GPU each, 1 GPU per engine and 1 rollout actor, the "
             "cluster has room for 0",
         ),
         ({"ranks": 2, "size": 4}, gpu(4, 2, 2), None),
         (
             {"ranks": 4, "size": 8},
             gpu(4, 4, 4),
-            "8 GPUs per engine and 1 rollout actors, the cluster has room for 0",
+            "8 GPUs per engine and 1 rollout actor, the cluster has room for 0",
         ),
         (
             {"ranks": 2, "layout": "colocated"},
@@ -209,7 +217,7 @@ def test_max_below_room_and_too_many() -> None:
         (
             {},
             [Node("n0", "10.0.0.1", 0.0, 0.0)],
-            "1 learner ranks and 1 rollout actors on CPU: 10.0.0.1: 0 CPUs",
+            "1 learner rank and 1 rollout actor on CPU: 10.0.0.1: 0 CPUs",
         ),
         (
             {"layout": "colocated"},
@@ -228,6 +236,24 @@ def test_too_small_or_contradictory(
         return
     with pytest.raises(PlacementError, match=message):
         place(config(**settings), nodes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "gpus"),
+    [
+        ({"device": "cuda", "ranks": 2, "rollout_actors": {"min": 3}}, cpu(4), [1, 1, 1, 1, 1]),
+        ({"ranks": 2, "size": 4, "rollout_actors": {"min": 2}}, gpu(1), [1, 1, 4, 4]),
+        ({"size": 2}, cpu(4), [1, 2]),
+        ({"ranks": 2, "layout": "colocated"}, cpu(4), [1, 1]),
+        ({"rollout_actors": {"min": 3}}, cpu(1), []),
+        ({"device": "cpu"}, gpu(8), []),
+    ],
+)
+def test_what_a_cluster_that_grows_is_asked_for(
+    settings: dict[str, Any], nodes: list[Node], gpus: list[int]
+) -> None:
+    bundles = least(config(**settings), nodes)
+    assert bundles == [{"CPU": 1.0, "GPU": float(count)} for count in gpus]
 
 
 def grown(

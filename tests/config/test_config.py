@@ -423,6 +423,23 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["replay.filter_groups={enable: true, metric: ''}"], ["metric` is empty", "score, acc"]),
     (["learner.deepspeed.zero_optimization=3"], ["zero_optimization` is 3", "a mapping"]),
     (
+        ["learner.deepspeed.zero_optimization={offload_param: {device: cpu}}"],
+        ["zero_optimization.offload_param` is given", "set the stage to 3, or leave it out"],
+    ),
+    (["model.freeze=['embed[']"], ["`model.freeze` has 'embed['", "no regular expression"]),
+    (
+        ["model.lora={}", "model.freeze=['embed']"],
+        ["`model.freeze` and `model.lora` are both set", "`model.lora.target_modules`"],
+    ),
+    (
+        ["model.lora={}", "model.reference_refresh_steps=5", "algorithm.use_kl_loss=true"],
+        ["`model.reference_refresh_steps` is 5, but with `model.lora`"],
+    ),
+    (
+        ["replay.order=ready", "replay.on_stale=wait"],
+        ["`replay.order: ready`", "use `replay.on_stale: mask` or `expire`"],
+    ),
+    (
         ["tracking.register_model=adder", "tracking.mlflow=false"],
         ["register_model` is adder", "`tracking.mlflow` is false"],
     ),
@@ -720,3 +737,15 @@ def test_local_models_and_data_become_absolute_unless_inside_a_package(tmp_path:
         environ={"ASYNC_GRPO_HOME": str(tmp_path / "home")},
     )
     assert inside.model.path == "model"
+
+
+def test_the_command_that_writes_the_page_checks_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert docs.main(["--check"]) == 0
+    monkeypatch.setattr(docs, "PAGE", tmp_path / "configuration.md")
+    assert docs.main(["--check"]) == 1
+    assert docs.main([]) == 0 and docs.main(["--check"]) == 0
+    monkeypatch.setattr(docs, "PAGE", tmp_path / "nowhere" / "configuration.md")
+    assert docs.main([]) == 2
+    assert "in a checkout of the source only" in capsys.readouterr().err

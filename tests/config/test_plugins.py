@@ -85,6 +85,13 @@ def importable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["algorithm.reward_shaping=[x]"], ["reward_shaping` is", "`algorithm.plugins` registers"]),
         (LOSS, ["`algorithm.options.my_loss.alpha` is missing", "a number"]),
         (
+            [*LOSS[:1], ALPHA],
+            [
+                "`algorithm.options.my_loss` has no effect while none of `algorithm.adv_estimator`",
+                'is "my_loss"',
+            ],
+        ),
+        (
             [*LOSS, "algorithm.options={my_loss: {alfa: 1}}"],
             ["options.my_loss.al", "my_loss.alpha"],
         ),

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -23,13 +22,12 @@ import yaml
 from async_grpo import run
 from async_grpo.errors import EXIT_MEANING
 from async_grpo.observe.console.status_file import read_status
-from async_grpo.runtime import lifetime
 from tests.support.models import write_model
+from tests.support.processes import left_by, marked
 
 MARK = "ASYNC_GRPO_TEST_MARK"
 HEAD_PORTS = (6379, 8265, 10001, 52365)
 """What `ray start --head` takes unless told otherwise."""
-pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(scope="module")
@@ -80,30 +78,6 @@ def start(config: Path, *overrides: str, mark: str, log: Path) -> subprocess.Pop
 def send(process: subprocess.Popen, number: int, *, group: bool) -> None:
     """Send a signal to the command, or to its process group, as `timeout` and systemd do."""
     (os.killpg if group else os.kill)(process.pid, number)
-
-
-def marked(mark: str) -> list[int]:
-    """Living processes that carry the mark."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if (
-                entry.name.isdigit()
-                and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes()
-            ):
-                found.append(int(entry.name))
-        except OSError:
-            continue  # it ended while we looked, or is not ours
-    return found
-
-
-def segments() -> list[str]:
-    """Shared memory that runs have left; tests beside this one may have some of their own."""
-    return [
-        name
-        for name in os.listdir("/dev/shm")
-        if name.startswith("async_grpo-") and "-test-" not in name
-    ]
 
 
 def command_of(pid: int) -> str:
@@ -222,7 +196,8 @@ def test_sigterm_saves_and_leaves_nothing_behind(config, home, group):
             "the first learner step",
             log,
         )
-        found = listeners(marked(mark))
+        pids = marked(MARK, mark)
+        found = listeners(pids)
         assert len(found) >= 5 and not [entry for entry in found if not is_loopback(entry[0])], (
             found
         )
@@ -239,8 +214,8 @@ def test_sigterm_saves_and_leaves_nothing_behind(config, home, group):
         and f"report: {home / 'run' / 'report' / 'report.html'}" in log.read_text()
     )
     assert "exit code 0" in (home / "run" / "report" / "report.html").read_text()
-    wait_until(lambda: not marked(mark), 20, "the end of all processes", log)
-    assert not segments()
+    wait_until(lambda: not marked(MARK, mark), 20, "the end of all processes", log)
+    assert not left_by(pids)
 
 
 @pytest.mark.slow
@@ -259,10 +234,9 @@ def test_the_same_command_continues_until_the_fault_budget_is_spent(config, home
         wait_until(lambda: "tok/s" in log.read_text(), 240, "the first learner step", log)
         [saved] = (home / "spent" / "checkpoints").iterdir()
         assert f"resumed {saved}" in log.read_text()
-        engines = [pid for pid in marked(mark) if "EngineCore" in command_of(pid)]
-        assert len(engines) == 1, [command_of(pid) for pid in marked(mark)] + [
-            log.read_text()[-3000:]
-        ]
+        pids = marked(MARK, mark)
+        engines = [pid for pid in pids if "EngineCore" in command_of(pid)]
+        assert len(engines) == 1, [*map(command_of, pids), log.read_text()[-3000:]]
         os.kill(engines[0], signal.SIGKILL)
         assert process.wait(timeout=90) == 4, log.read_text()[-3000:]
     finally:
@@ -273,8 +247,8 @@ def test_the_same_command_continues_until_the_fault_budget_is_spent(config, home
         and "restart_budget = 0" in (home / "spent" / "report" / "report.html").read_text()
     )
     assert "restart_budget = 0" in text and re.search(r"exit code 4: .+", text.splitlines()[-1])
-    wait_until(lambda: not marked(mark), 20, "the end of all processes", log)
-    assert not segments()
+    wait_until(lambda: not marked(MARK, mark), 20, "the end of all processes", log)
+    assert not left_by(pids)
 
 
 @pytest.mark.slow
@@ -287,25 +261,25 @@ def test_nothing_outlives_a_killed_driver_and_the_next_start_removes_its_files(c
     process = start(config, f"run.dir={home / 'killed'}", mark=mark, log=log)
     try:
         wait_until(lambda: "tok/s" in log.read_text(), 240, "the first learner step", log)
-        [engine] = [pid for pid in marked(mark) if "EngineCore" in command_of(pid)]
+        [engine] = [pid for pid in marked(MARK, mark) if "EngineCore" in command_of(pid)]
         os.kill(engine, signal.SIGSTOP)
-        tree = {f"{lifetime.owner().partition('.')[0]}.{pid}" for pid in marked(mark)}
+        pids = marked(MARK, mark)
     finally:
         process.kill()
     process.wait(timeout=10)
     wait_until(
-        lambda: not [pid for pid in marked(mark) if "Agent" not in command_of(pid)],
+        lambda: not [pid for pid in marked(MARK, mark) if "Agent" not in command_of(pid)],
         30,
         "the end of all processes of ours",
         log,
     )
     wait_until(
-        lambda: not marked(mark),
+        lambda: not marked(MARK, mark),
         240,
         "the end of Ray's own two agents, which look for their parent now and then",
         log,
     )
-    files = left_by(tree)
+    files = left_by(pids)
     assert files, "a killed run leaves its segments: nothing can be said about who removes them"
 
     mark, log = uuid.uuid4().hex, home / "fourth.txt"
@@ -322,15 +296,7 @@ def test_nothing_outlives_a_killed_driver_and_the_next_start_removes_its_files(c
     finally:
         process.kill()
     assert log.read_text().splitlines()[-1] == f"exit code 0: {EXIT_MEANING[0]}"
-    wait_until(lambda: not marked(mark), 30, "the end of all processes", log)
-
-
-def left_by(owners: set[str]) -> list[Path]:
-    """Files in memory and temporary directories whose names tell that one of these processes made
-    them.
-    """
-    found = [*Path("/dev/shm").iterdir(), *Path(tempfile.gettempdir()).iterdir()]
-    return [path for path in found if any(f"-{owner}-" in path.name for owner in owners)]
+    wait_until(lambda: not marked(MARK, mark), 30, "the end of all processes", log)
 
 
 @pytest.mark.slow
@@ -343,15 +309,15 @@ def test_a_signal_during_the_start_ends_it_with_nothing_left(config, home, momen
     process = start(config, f"run.dir={home / log.stem}", mark=mark, log=log)
     try:
         wait_until(lambda: moment in log.read_text(), 120, moment, log)
-        tree = {f"{lifetime.owner().partition('.')[0]}.{pid}" for pid in marked(mark)}
+        pids = marked(MARK, mark)
         send(process, signal.SIGTERM, group=group)
         assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
     finally:
         process.kill()
     assert "Traceback" not in log.read_text() and run.STOPPED_EARLY in log.read_text()
     assert log.read_text().splitlines()[-1] == f"exit code 0: {EXIT_MEANING[0]}"
-    wait_until(lambda: not marked(mark), 30, "the end of all processes", log)
-    assert not left_by(tree)
+    wait_until(lambda: not marked(MARK, mark), 30, "the end of all processes", log)
+    assert not left_by(pids)
 
 
 @pytest.mark.slow
@@ -370,4 +336,4 @@ def test_a_second_signal_to_the_group_ends_the_run_at_once(config, home):
         process.kill()
     assert "Traceback" not in log.read_text()
     assert re.search(r"exit code (0|143): .+", log.read_text().splitlines()[-1])
-    wait_until(lambda: not marked(mark), 60, "the end of all processes", log)
+    wait_until(lambda: not marked(MARK, mark), 60, "the end of all processes", log)

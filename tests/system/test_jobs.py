@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -28,25 +27,26 @@ from async_grpo import run
 from async_grpo.errors import EXIT_MEANING
 from async_grpo.weights.shared_memory import remove_abandoned_segments
 from tests.support.models import write_model
+from tests.support.processes import free_ports, kill_marked, left_by, marked
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
 CPUS = 4
 CLUSTER, JOB = "ASYNC_GRPO_TEST_CLUSTER", "ASYNC_GRPO_TEST_JOB"
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(240)
 
 
 @dataclass
 class Finished:
-    """A job that has ended: what the command said, the job's own log, and the most processes of it
-    that were seen at once.
+    """A job that has ended: what the command said, the job's own log, and its processes that were
+    seen.
     """
 
     code: int
     said: str
     log: str
-    processes: int
+    processes: set[int]
     name: str
 
     @property
@@ -134,11 +134,10 @@ class Job:
 
     def follow(self, seconds: float) -> Finished:
         """Wait for the end of the job and of all its processes."""
-        most = 0
+        seen: set[int] = set()
 
         def ended() -> bool:
-            nonlocal most
-            most = max(most, len(marked(JOB, self.mark)))
+            seen.update(marked(JOB, self.mark))
             return self.process.poll() is not None
 
         try:
@@ -147,39 +146,8 @@ class Job:
             self.process.kill()
         self.wait_until(lambda: not marked(JOB, self.mark), 30, "the end of the job's processes")
         return Finished(
-            self.process.wait(timeout=5), self.said.read_text(), self.log(), most, self.name
+            self.process.wait(timeout=5), self.said.read_text(), self.log(), seen, self.name
         )
-
-
-def marked(name: str, mark: str) -> list[int]:
-    """Living processes with this environment variable."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if (
-                entry.name.isdigit()
-                and f"{name}={mark}".encode() in (entry / "environ").read_bytes()
-            ):
-                found.append(int(entry.name))
-        except OSError:
-            continue  # it ended while we looked, or is not ours
-    return found
-
-
-def segments() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("async_grpo-")}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now and differ from each other."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
-    finally:
-        for probe in sockets:
-            probe.close()
 
 
 def answers(port: int) -> bool:
@@ -262,11 +230,7 @@ def end(head: subprocess.Popen, mark: str) -> None:
     while marked(CLUSTER, mark) and time.monotonic() < deadline:
         head.poll()
         time.sleep(0.2)
-    for pid in marked(CLUSTER, mark):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    kill_marked(CLUSTER, mark)
     head.wait(timeout=5)
 
 
@@ -323,7 +287,6 @@ def unreadable(job: Finished) -> list[str]:
 
 
 def test_a_submitted_package_trains_and_leaves_its_run_where_it_stays(cluster, package):
-    before = segments()
     job = cluster.submit(*entrypoint("job.yaml"), working_dir=package)
     assert job.code == 0 and f"Job '{job.name}' succeeded" in job.said, job.log
     assert not unreadable(job)
@@ -336,10 +299,10 @@ def test_a_submitted_package_trains_and_leaves_its_run_where_it_stays(cluster, p
     [commands] = [line for line in job.lines if "continues this run" in line]
     assert f"{run_dir}/config.yaml" in commands
 
-    assert job.processes >= 4, (
+    assert len(job.processes) >= 4, (
         "the run's processes were not seen at all, so nothing is known about their end"
     )
-    assert segments() <= before
+    assert not left_by(job.processes)
 
     [unpacked] = (cluster.temp / "session_latest" / "runtime_resources" / "working_dir_files").glob(
         "_ray_pkg_*/"
@@ -392,7 +355,6 @@ LONG = ["run.total_steps=100000", "evaluation.before=false", "tracking.mlflow=fa
 )
 def test_a_stopped_job_saves_within_its_grace_period(cluster, package, moment, name):
     """While it starts, there is nothing to save."""
-    before = segments()
     job = cluster.start(
         *entrypoint("job.yaml", *LONG, f"run.name={name}"),
         working_dir=package,
@@ -413,7 +375,7 @@ def test_a_stopped_job_saves_within_its_grace_period(cluster, package, moment, n
         assert (saved / "manifest.json").is_file()
     else:
         assert run.STOPPED_EARLY in ended.lines
-    assert segments() <= before
+    assert not left_by(ended.processes)
 
 
 @pytest.mark.slow
@@ -421,7 +383,6 @@ def test_a_job_stopped_without_grace_period_leaves_no_process_and_loses_only_tim
     """Its weights in shared memory stay until the next run on that machine; the same submission
     continues.
     """
-    before = segments()
     job = cluster.start(
         *entrypoint("job.yaml", *LONG, "run.name=killed", "checkpoint.every_steps=2"),
         working_dir=package,
@@ -437,9 +398,9 @@ def test_a_job_stopped_without_grace_period_leaves_no_process_and_loses_only_tim
     )
     assert len(marked(JOB, job.mark)) >= 4
     cluster.ray("job", "stop", "--address", cluster.dashboard, job.name, seconds=60)
-    job.follow(60)
+    ended = job.follow(60)
     remove_abandoned_segments()
-    assert segments() <= before
+    assert not left_by(ended.processes)
 
     kept = max(
         int(path.name.removeprefix("step_"))

@@ -1,0 +1,27 @@
+"""Registers as they were before a test that enters something."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from async_grpo.algo import catalog
+from async_grpo.algo.catalog import Registry
+
+
+@contextmanager
+def registers_put_back() -> Iterator[None]:
+    """Forget afterwards what was registered meanwhile."""
+    saved = [
+        (one, {key: copy.copy(value) for key, value in vars(one).items()})
+        for one in catalog.KINDS.values()
+    ]
+    options = dict(Registry.options)
+    try:
+        yield
+    finally:
+        for one, parts in saved:
+            vars(one).update(parts)
+        Registry.options.clear()
+        Registry.options.update(options)
