@@ -4,7 +4,7 @@
 #   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/chaos.md)
 #   ASYNC_GRPO_REPOSITORY=https://...  of `make wheel`: address of the published source, for the links in the metadata
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-system coverage test-all mutants chaos lint types format wheel clean
+.PHONY: help install quickstart test test-system coverage test-all test-light mutants chaos lint types format wheel clean
 
 PYTHON ?= python3
 SET ?= auto
@@ -42,7 +42,15 @@ coverage: install  ## measure which branches the fast tests execute
 		--cov=async_grpo --cov-branch --cov-report=term:skip-covered $(ARGS)
 
 test-all: test test-system  ## run all tests, the slow ones too
-	@$(IN_VENV) python -m pytest -m "slow $(NO_GPU_TESTS)" $(ARGS)
+	@$(IN_VENV) python -m pytest -m "slow and alone $(NO_GPU_TESTS)" $(ARGS)
+	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "slow and not alone $(NO_GPU_TESTS)" $(ARGS)
+
+test-light:  ## run the tests that need no torch, on another Python: PYTHON=python3.13
+	@$(PYTHON) -m venv --clear .venv-light
+	@$(PYTHON) install.py --light | .venv-light/bin/python -m pip install --quiet --requirement /dev/stdin
+	@.venv-light/bin/python -m compileall -q async_grpo benchmarks tests
+	@.venv-light/bin/python -m tests.without_torch
+	@.venv-light/bin/python -m pytest $(ON_BOTH_CORES) -p tests.without_torch -m "not slow and not system and not gpu" $(ARGS)
 
 mutants: install  ## disconnect every setting in turn: a test of it must fail
 	@$(IN_VENV) python -m tests.wiring.mutants $(ARGS)
@@ -63,5 +71,5 @@ wheel: install  ## build dist/*.whl, which has the recipes in it
 	@$(IN_VENV) uv build --quiet --out-dir dist . && ls dist/*
 
 clean:  ## remove .venv, caches and build results (runs/ stays)
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-light build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

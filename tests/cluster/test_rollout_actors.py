@@ -36,7 +36,7 @@ from tests.support.fake_actor import StandIn
 from tests.support.listener import RecordingListener
 from tests.support.models import ModuleOwner
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Client:
@@ -76,7 +76,7 @@ class Fleet:
     def ids(self) -> list[str]:
         return [engine.actor_id for engine in self.manager.alive()]
 
-    async def until(self, condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+    async def until(self, condition: Callable[[], object], what: str, seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, (

@@ -251,6 +251,7 @@ def test_the_same_command_continues_until_the_fault_budget_is_spent(config, home
     assert not left_by(pids)
 
 
+@pytest.mark.alone  # a run that starts beside it would remove the files first
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nothing_outlives_a_killed_driver_and_the_next_start_removes_its_files(config, home):
