@@ -34,6 +34,7 @@ from async_grpo.observe.tracking.tracker import (
     write_code_state,
 )
 from async_grpo.report import __main__ as report
+from async_grpo.runtime import provenance
 from tests.support.mlflow_server import WITHIN_S, Server, _config, _tracker, _until
 from tests.support.models import write_model
 
@@ -730,6 +731,32 @@ def test_the_code_of_a_run_is_written_down(tmp_path: Path) -> None:
     assert (
         not (tmp_path / "code.diff").exists() or earlier not in (tmp_path / "code.diff").read_text()
     )
+
+
+def test_uncommitted_changes_are_written_beside_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, run_dir = tmp_path / "code" / "package", tmp_path / "run"
+    package.mkdir(parents=True)
+    run_dir.mkdir()
+    (package / "a.py").write_text("before\n")
+
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *who, "-C", str(package.parent), *arguments], check=True, timeout=60)
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    monkeypatch.setattr(provenance, "_PACKAGE", package)
+    assert write_code_state(run_dir) == [run_dir / "code.json"]
+    (package / "a.py").write_text("after\n")
+    (package / "b.py").write_text("new\n")
+    assert write_code_state(run_dir) == [run_dir / "code.json", run_dir / "code.diff"]
+    state = json.loads((run_dir / "code.json").read_text())
+    assert state["dirty"] and state["changed"] == ["package/a.py"]
+    assert state["untracked"] == ["b.py"]
+    assert "+after" in (run_dir / "code.diff").read_text()
 
 
 def test_a_registered_model_is_loaded_by_mlflow_and_generates(

@@ -330,6 +330,29 @@ def test_what_is_wrong_with_rows_is_told_by_kind(tmp_path):
         load_task(schema.TaskConfig(name="jsonl", train=str(whole)), 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "says"),
+    [
+        (
+            "gsm8k",
+            {"question": "q", "answer": "three"},
+            "'answer' must end in '#### ' and a number",
+        ),
+        ("math", {"problem": "p", "solution": "obvious"}, "no key 'answer' and no \\\\boxed"),
+        ("jsonl", {"messages": [], "answer": "a"}, "'messages' must be a non-empty list"),
+        (
+            "jsonl",
+            {"messages": [{"role": "user", "content": 1}], "answer": "a"},
+            "must have the texts 'role' and 'content'",
+        ),
+        ("jsonl", "[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_what_each_task_asks_of_a_row(tmp_path, name, row, says):
+    with pytest.raises(TaskError, match=says):
+        load_task(schema.TaskConfig(name=name, train=jsonl(tmp_path / "rows.jsonl", [row])), 0)
+
+
 def test_files_as_editors_leave_them(tmp_path):
     row = json.dumps({"prompt": "p", "answer": "a"}).encode()
     (tmp_path / "rows.jsonl").write_bytes(

@@ -1,0 +1,56 @@
+"""The trainer before its start: what it restores, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.config.schema import Config
+from async_grpo.errors import RunError, SetupError
+from async_grpo.observe.console.console import Console
+from async_grpo.trainer import Trainer
+from tests.support.models import write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def trainer(run_dir: Path, model: str) -> Trainer:
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 9, "dir": str(run_dir)},
+            "model": {"path": model},
+            "task": {"name": "arithmetic"},
+            "rollout": {"prompt_length": 8, "response_length": 6},
+            "evaluation": {"max_samples": 4},
+        }
+    )
+    return Trainer(config, console=Console(io.StringIO()))
+
+
+def test_restore_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path, model: str) -> None:
+    paths = []
+    for step in (3, 6):
+        directory = checkpoint.begin(tmp_path / "run", step)
+        (directory / "queue.json").write_text("{}")
+        paths.append(checkpoint.commit(directory, {"step": step}))
+    with trainer(tmp_path / "run", model) as one:
+        one.check()
+        assert one._checked.checkpoint == paths[1]
+        one.restore(paths[0])
+        assert one._checked.checkpoint == paths[0]
+        with pytest.raises(SetupError, match="has no manifest"):
+            one.restore(tmp_path)
+
+
+def test_what_needs_a_running_system_says_so(tmp_path: Path, model: str) -> None:
+    with (
+        trainer(tmp_path / "run", model) as one,
+        pytest.raises(RunError, match="the run is not started, or stopped already"),
+    ):
+        assert one.system
