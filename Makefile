@@ -37,9 +37,8 @@ test-system: install  ## run the tests that start systems: Ray, engines, learner
 	@$(IN_VENV) python -m pytest -m "system and alone and not slow $(NO_GPU_TESTS)" $(ARGS)
 	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "system and not alone and not slow $(NO_GPU_TESTS)" $(ARGS)
 
-coverage: install  ## measure which branches the fast tests execute
-	@$(IN_VENV) python -m pytest $(ON_BOTH_CORES) -m "not slow and not system $(NO_GPU_TESTS)" \
-		--cov=async_grpo --cov-branch --cov-report=term:skip-covered $(ARGS)
+coverage:  ## run the same as `test`, and print which branches it executes
+	@$(MAKE) --no-print-directory test ARGS="--cov=async_grpo --cov-branch --cov-report=term:skip-covered $(ARGS)"
 
 test-all: test test-system  ## run all tests, the slow ones too
 	@$(IN_VENV) python -m pytest -m "slow and alone $(NO_GPU_TESTS)" $(ARGS)

@@ -42,7 +42,7 @@ from tests.support.journal_life import (
     ready_frames,
 )
 
-MUTATIONS = 4_000
+MUTATIONS = 1_500
 
 
 @pytest.fixture
@@ -343,9 +343,10 @@ def try_damage(story: Story, rng: random.Random, times: int, numbers: list[int])
     return seen
 
 
+@pytest.mark.parametrize("mutations", [200, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("resume", ["checkpoint", "beginning"])
 def test_a_damaged_segment_before_the_last_one_does_not_hide_what_it_lost(
-    folder: Path, resume: str
+    folder: Path, resume: str, mutations: int
 ) -> None:
     total: Counter[str] = Counter()
     for seed in range(3):
@@ -353,14 +354,14 @@ def test_a_damaged_segment_before_the_last_one_does_not_hide_what_it_lost(
         total += try_damage(
             told,
             random.Random(seed),
-            500,
+            mutations,
             [number for number in told.files if told.first <= number],
         )
     assert total["opened"] > 50, total
 
 
 @pytest.mark.parametrize(
-    "mutations", [MUTATIONS, pytest.param(10 * MUTATIONS, marks=pytest.mark.slow)]
+    "mutations", [MUTATIONS, pytest.param(40_000, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
     ("resume", "share"), [(None, 0.6), ("checkpoint", 0.25), ("beginning", 0.15)]
@@ -379,11 +380,11 @@ def test_damaged_files_never_give_a_wrong_group(
         if resume is not None:
             numbers = [number for number in numbers if number < told.first or number == numbers[-1]]
         total += try_damage(told, random.Random(seed), times // seeds, numbers)
-    assert total.total() == times and total["opened"] > 100, total
-    assert total["refused"] > 100 or resume is not None, (
+    assert total.total() == times and total["opened"] > times / 24, total
+    assert total["refused"] > times / 24 or resume is not None, (
         total
     )  # a queue that goes on needs all of it; a run that resumes takes what is good
-    assert total["some groups lost"] > 50 or resume == "beginning", total
+    assert total["some groups lost"] > times / 48 or resume == "beginning", total
 
 
 # ---- other ways to start again ----
