@@ -19,6 +19,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from async_grpo.runtime.stopping import STOPPED_EARLY, Signals, grace_period, stop_early
+
+if __name__ == "__main__" or Path(sys.argv[0]).name == "async-grpo":
+    stop_early()  # what follows takes a second to import
+
 from async_grpo.algo.accuracy import powers_of_two
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.config.recipes import ListRecipes
@@ -33,16 +38,12 @@ from async_grpo.errors import (
 )
 from async_grpo.observe.console.console import Console
 from async_grpo.replay.token_ledger import PLACES
-from async_grpo.runtime.stopping import Signals, grace_period
 from async_grpo.runtime.text import counted, duration, without_colours
 from async_grpo.runtime.time_ledger import LearnerTime
 
 if TYPE_CHECKING:
     from async_grpo.cluster.system import System
     from async_grpo.trainer import Trainer
-
-
-STOPPED_EARLY = "stopped as asked, before there was anything to save; the same command starts again"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

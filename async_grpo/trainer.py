@@ -483,8 +483,7 @@ class Trainer:
     # ---- inside ----
 
     def _run(self, work: Coroutine[Any, Any, Any], *, stoppable: bool = False) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return self._stop_requested.result(future, stoppable=stoppable)
+        return self._stop_requested.run(work, self._loop, stoppable=stoppable)
 
     @property
     def _facts(self) -> Checked:

@@ -7,18 +7,21 @@ waits for gives way within `POLL_S`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-from async_grpo.errors import StopRequested
+from async_grpo.errors import EXIT_MEANING, StopRequested
 from async_grpo.runtime.lifetime import kill_descendants
 
+STOPPED_EARLY = "stopped as asked, before there was anything to save; the same command starts again"
 POLL_S = 0.2
+CANCELLED_S = 10.0
+"""For work that was cancelled to come to its end."""
 SHORT_GRACE_S = 60.0
 RAYS_GRACE_S = 3.0
 
@@ -51,18 +54,43 @@ class Stop:
 
         return checked
 
-    def result(self, future: Future[Any], *, stoppable: bool) -> Any:
-        """Wait for the future; if `stoppable`, cancel it and raise StopRequested once asked."""
+    def run(
+        self, work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop, *, stoppable: bool
+    ) -> Any:
+        """Wait for `work` in the loop of another thread; its result. If `stoppable`, cancel it once
+        asked, wait until it has ended, and raise StopRequested.
+        """
+        begun: list[asyncio.Task[Any]] = []
         done = threading.Event()
-        future.add_done_callback(lambda _: done.set())
+
+        def begin() -> None:
+            begun.append(loop.create_task(work))
+            begun[0].add_done_callback(lambda _: done.set())
+
+        loop.call_soon_threadsafe(begin)
         try:
             while not done.wait(POLL_S):
                 if stoppable:
                     self.check()
-            return future.result()
         except BaseException:
-            future.cancel()
+            # whoever stops the run next must not take away what the work still uses
+            loop.call_soon_threadsafe(lambda: begun[0].cancel())
+            done.wait(CANCELLED_S)
             raise
+        return begun[0].result()
+
+
+def stop_early() -> None:
+    """Let SIGTERM and SIGINT end the process as `Signals` would, while it still imports: nothing
+    has been started, and there is nothing to save.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop_early)
+
+
+def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(1, f"{STOPPED_EARLY}\nexit code 0: {EXIT_MEANING[0]}\n".encode())
+    os._exit(0)
 
 
 class Signals:
@@ -73,7 +101,7 @@ class Signals:
         self._say = say
         self._trainer: Any = None
         self.requested = False
-        self._before: dict[int, Any] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         self._before = {
@@ -83,8 +111,9 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
+        usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, usual[number] if handler is _stop_early else handler)
 
     def attach(self, trainer: Any) -> None:
         """From now on the request goes to this trainer; at once if it has been made already."""

@@ -360,9 +360,7 @@ def test_a_damaged_segment_before_the_last_one_does_not_hide_what_it_lost(
     assert total["opened"] > 50, total
 
 
-@pytest.mark.parametrize(
-    "mutations", [MUTATIONS, pytest.param(40_000, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mutations", [MUTATIONS, pytest.param(40_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("resume", "share"), [(None, 0.6), ("checkpoint", 0.25), ("beginning", 0.15)]
 )

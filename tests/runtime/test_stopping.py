@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -11,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray.exceptions
@@ -27,29 +29,101 @@ from tests.support.waiting import wait_until_gone
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_stoppable_wait_gives_way_and_others_do_not() -> None:
-    stop, waiting, done = stopping.Stop(), Future(), Future()
-    done.set_result(7)
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop in a thread of its own, as the trainer has one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+async def after(seconds: float, value: Any = None) -> Any:
+    await asyncio.sleep(seconds)
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def test_a_stoppable_wait_gives_way_and_others_do_not(loop) -> None:
+    stop = stopping.Stop()
+    assert stop.run(after(0, 7), loop, stoppable=True) == 7
     stop.set()
-    assert stop.result(done, stoppable=False) == 7
     with pytest.raises(StopRequested):
-        stop.result(waiting, stoppable=True)
-    assert waiting.cancelled()
-    later: Future[int] = Future()
-    threading.Timer(2 * stopping.POLL_S, later.set_result, [8]).start()
-    assert stop.result(later, stoppable=False) == 8, "what must be whole is not cut short"
+        stop.run(after(60), loop, stoppable=True)
+    assert stop.run(after(2 * stopping.POLL_S, 8), loop, stoppable=False) == 8, (
+        "what must be whole is not cut short"
+    )
     with pytest.raises(StopRequested):
         stop.watching(pytest.fail)("a line")
 
 
-def test_an_error_of_the_work_is_raised_and_a_stop_asked_meanwhile_ends_the_wait() -> None:
-    stop, failing, waiting = stopping.Stop(), Future(), Future()
-    failing.set_exception(KeyError("no"))
+def test_an_error_of_the_work_is_raised_and_a_stop_asked_meanwhile_ends_the_wait(loop) -> None:
+    stop = stopping.Stop()
     with pytest.raises(KeyError):
-        stop.result(failing, stoppable=True)
+        stop.run(after(0, KeyError("no")), loop, stoppable=True)
     threading.Timer(stopping.POLL_S, stop.set).start()
     with pytest.raises(StopRequested):
-        stop.result(waiting, stoppable=True)
+        stop.run(after(60), loop, stoppable=True)
+
+
+def test_work_that_was_cut_short_has_ended_before_anybody_goes_on(loop) -> None:
+    """Else Ray would be shut down under a start that still makes actors."""
+    stop, told = stopping.Stop(), []
+
+    async def work() -> None:
+        try:
+            stop.set()
+            time.sleep(3 * stopping.POLL_S)  # a call that does not give way, as Ray's are
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.1)
+            told.append("ended")
+
+    with pytest.raises(StopRequested):
+        stop.run(work(), loop, stoppable=True)
+    assert told == ["ended"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_command_is_imported_ends_it_in_order(number: int) -> None:
+    code = (
+        "import runpy, sys, os, signal\n"
+        "from importlib.abc import MetaPathFinder\n"
+        "class Finder(MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'async_grpo.config.load':\n"
+        f"            os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['run', 'none.yaml']\n"
+        "runpy.run_module('async_grpo.run', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == f"{stopping.STOPPED_EARLY}\nexit code 0: {EXIT_MEANING[0]}\n"
+
+
+def test_after_the_run_signals_mean_what_they_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        stopping.stop_early()
+        with stopping.Signals(lambda text: None):
+            pass
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 CHILD = """
