@@ -101,7 +101,7 @@ class Signals:
         self._say = say
         self._trainer: Any = None
         self.requested = False
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         self._before = {
@@ -111,7 +111,10 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+        usual: dict[int, Any] = {
+            signal.SIGTERM: signal.SIG_DFL,
+            signal.SIGINT: signal.default_int_handler,
+        }
         for number, handler in self._before.items():
             signal.signal(number, usual[number] if handler is _stop_early else handler)
 
