@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {error.filename} cannot be read: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def newest_run(directory: Path) -> Path:

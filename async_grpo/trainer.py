@@ -114,6 +114,8 @@ class Trainer:
             evaluated = held_out(self.config, task)
         except (TaskError, ValueError) as error:
             raise SetupError(str(error)) from error
+        except OSError as error:  # a name that no file can have, a disk that does not answer
+            raise SetupError(f"{error.filename} cannot be read: {error.strerror}") from error
         total_steps = self._total_steps(len(task))
         found = find_checkpoint(self.config, total_steps=total_steps)
         self._log.total_steps = total_steps

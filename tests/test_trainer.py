@@ -54,3 +54,11 @@ def test_what_needs_a_running_system_says_so(tmp_path: Path, model: str) -> None
         pytest.raises(RunError, match="the run is not started, or stopped already"),
     ):
         assert one.system
+
+
+def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path: Path, model: str) -> None:
+    with (
+        trainer(tmp_path / ("a" * 300), model) as one,
+        pytest.raises(SetupError, match=r"cannot be read: File name too long$"),
+    ):
+        one.check()

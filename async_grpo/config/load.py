@@ -61,7 +61,10 @@ def load_config(
         config = Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_explain(error, data, places, str(path))) from None
-    resolved = resolve(config, now=now, cwd=cwd, environ=environ)
+    try:
+        resolved = resolve(config, now=now, cwd=cwd, environ=environ)
+    except OSError as error:  # a name that no file can have
+        raise ConfigError(f"{path}: {error.filename}: {error.strerror}.") from None
     _refuse_unused(resolved, places, str(path))
     return resolved
 
@@ -245,7 +248,8 @@ def _dotted(path: Sequence[Any]) -> str:
 
 def _refuse_unused(config: Config, places: Mapping[tuple[str, ...], str], file: str) -> None:
     stored = Path(config.run.dir) / "config.yaml"  # a run that has begun goes on as it began
-    before, _ = _read_file(stored) if stored.is_file() else ({}, {})
+    # `Path.is_file` raises for a name that is too long, which the lock refuses in words
+    before, _ = _read_file(stored) if os.path.isfile(stored) else ({}, {})
     overridden = {path for path, place in places.items() if place.startswith("override ")}
     found = list(unused(config, before=before, overridden=overridden))
     for path, sentence in found[:1]:

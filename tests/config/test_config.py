@@ -749,3 +749,7 @@ def test_the_command_that_writes_the_page_checks_it_too(
     monkeypatch.setattr(docs, "PAGE", tmp_path / "nowhere" / "configuration.md")
     assert docs.main([]) == 2
     assert "in a checkout of the source only" in capsys.readouterr().err
+
+
+def test_a_name_that_no_file_can_have_is_refused_in_a_sentence(base: Path) -> None:
+    assert "File name too long" in refused(base, f"task.train={'a' * 300}", "task.name=gsm8k")

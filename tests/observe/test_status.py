@@ -190,6 +190,13 @@ def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
     )
 
 
+def test_a_name_that_no_file_can_have_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status.main([str(tmp_path / ("a" * 300))]) == 2
+    assert "cannot be read: File name too long" in capsys.readouterr().err
+
+
 def test_of_a_directory_of_runs_the_newest_is_shown(tmp_path: Path) -> None:
     for at, name in enumerate(("older", "newest", "oldest")):
         (tmp_path / name).mkdir()
