@@ -33,6 +33,8 @@ _TOKENIZERS = (
     "tokenizer_config.json",
 )
 """Files of which a tokenizer has at least one, the usual one first."""
+_LFS = b"version https://git-lfs"
+"""How a file begins that Git LFS has not replaced by its contents."""
 _PLAIN_ROPE = (None, "default", "llama3", "mrope")
 """Position embeddings that reach no further than `max_position_embeddings`; the others stretch it.
 """
@@ -84,6 +86,8 @@ def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
         architecture = _architecture(model)
         tokenizer = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     _check_positions(config, model, architecture)
+    if Path(model).is_dir():
+        _check_weights(Path(model))
     try:
         ends = stop_tokens(model, tokenizer.eos_token_id)
     except ValueError as error:
@@ -103,6 +107,30 @@ def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
             _encoded(evaluated, model, tokenizer, problem)
         except SetupError as error:
             raise SetupError(f"evaluation.task: {error}") from error
+
+
+def _check_weights(model: Path) -> None:
+    """Check that a directory holds whole weight files. Raises SetupError."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(model.glob("*.safetensors"))
+    if not files and not any(model.glob("*.bin")):
+        raise SetupError(
+            f"`model.path` is {model}, which has no weights: no *.safetensors and no *.bin file"
+        )
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            with open(file, "rb") as opened:
+                pointer = opened.read(len(_LFS)) == _LFS
+            what = (
+                f"a pointer of Git LFS in the place of the weights: run `git lfs pull` in {model}"
+                if pointer
+                else f"no whole file of weights ({_one_line(error)}): fetch it again"
+            )
+            raise SetupError(f"{file} is {what}") from error
 
 
 def _architecture(model: str) -> dict[str, Any]:

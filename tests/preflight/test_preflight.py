@@ -276,6 +276,21 @@ def test_a_model_that_is_still_to_be_made(good: Path, tmp_path: Path) -> None:
         preflight.look(wanted, task)
 
 
+def test_weights_that_are_not_there_or_not_whole(model: Path) -> None:
+    [file] = model.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "no whole file of weights (" in refused(model) and file.name in refused(model)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    assert f"pointer of Git LFS in the place of the weights: run `git lfs pull` in {model}" in (
+        refused(model)
+    )
+    file.unlink()
+    assert "has no weights: no *.safetensors and no *.bin file" in refused(model)
+    (model / "pytorch_model.bin").write_bytes(b"read by the ranks")
+    assert fit(model) is not None
+
+
 def test_a_trainer_looks_once_and_before_anything_starts(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
