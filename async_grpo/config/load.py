@@ -286,6 +286,11 @@ def resolve(
             f"`run.dir` is {show(config.run.dir)}; allowed is a directory, with {{name}} and "
             "{time} as placeholders."
         )
+    if "://" in config.run.dir:
+        raise ConfigError(
+            f"`run.dir` is {show(config.run.dir)}; allowed is a directory of this machine, or of "
+            "storage that is mounted in its file system."
+        )
     directory = _expand(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], config.run.dir), env)
     if not directory.is_absolute():
         directory = (_home(env) if _throw_away(here) else here) / directory

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from async_grpo.config import schema
 from async_grpo.config.section import Section
-from async_grpo.tasks.base import Problem, Score, parse_options
+from async_grpo.tasks.base import Problem, Score, parse_options, refuse_rows
 
 TRAIN_PROBLEMS = 2**20
 _HELD_OUT_ONE_IN = 8
@@ -36,6 +36,7 @@ class Arithmetic:
 
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
         """`seed` changes only the order of the problems, which is not decided here."""
+        refuse_rows(settings)
         self._max_digits = parse_options(ArithmeticOptions, settings).max_digits
 
     @cached_property

@@ -82,7 +82,7 @@ class WarmsUp(Protocol):
 
 def task_weights(settings: schema.TaskConfig, task: Task) -> dict[str, float]:
     """Weight of every reward component: the configured ones (an unnamed component weighs 0), else
-    the task's own. Raises TaskError for a component that the task does not have.
+    the task's own. Raises TaskError for a component that the task does not have, or no weight.
     """
     if not settings.rewards:
         return dict(task.weights)
@@ -92,7 +92,22 @@ def task_weights(settings: schema.TaskConfig, task: Task) -> dict[str, float]:
             f"task.rewards names {', '.join(unknown)}; the components of this task are "
             f"{', '.join(sorted(task.weights))}"
         )
+    if not any(settings.rewards.values()):
+        raise TaskError(
+            "task.rewards gives every component the weight 0, so no response would be better than "
+            "another; give one of them a weight"
+        )
     return {name: settings.rewards.get(name, 0.0) for name in task.weights}
+
+
+def refuse_rows(settings: schema.TaskConfig) -> None:
+    """Raise TaskError for data of a task that makes its problems itself."""
+    for key, given in (("train", settings.train), ("eval", settings.eval)):
+        if given is not None:
+            raise TaskError(
+                f"task.{key} is {given!r}, but task {settings.name} makes its problems itself; "
+                "leave it out, or choose a task with rows (docs/tasks.md)"
+            )
 
 
 def parse_options(model: type[Options], settings: schema.TaskConfig) -> Options:

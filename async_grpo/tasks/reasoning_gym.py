@@ -21,7 +21,7 @@ from pydantic import Field
 
 from async_grpo.config import schema
 from async_grpo.tasks import answers, safe_answers
-from async_grpo.tasks.base import Problem, Score, TaskError, parse_options
+from async_grpo.tasks.base import Problem, Score, TaskError, parse_options, refuse_rows
 from async_grpo.tasks.chat import TAGS, PromptOptions
 
 _HELD_OUT_SEED = 2**31
@@ -45,6 +45,7 @@ class ReasoningGym:
     weights: ClassVar[dict[str, float]] = {"correct": 1.0}
 
     def __init__(self, settings: schema.TaskConfig, seed: int) -> None:
+        refuse_rows(settings)
         self._options = parse_options(ReasoningGymOptions, settings)
         reserved = sorted({"seed", "size"} & set(self._options.params))
         if reserved:

@@ -753,3 +753,9 @@ def test_the_command_that_writes_the_page_checks_it_too(
 
 def test_a_name_that_no_file_can_have_is_refused_in_a_sentence(base: Path) -> None:
     assert "File name too long" in refused(base, f"task.train={'a' * 300}", "task.name=gsm8k")
+
+
+def test_a_run_directory_is_in_a_file_system(base: Path) -> None:
+    assert '`run.dir` is "s3://bucket/x"; allowed is a directory of this machine' in (
+        refused(base, "run.dir=s3://bucket/x")
+    )

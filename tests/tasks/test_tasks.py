@@ -612,3 +612,18 @@ def test_the_documented_task_works(tmp_path, monkeypatch):
     assert score == Score({"count": 1.0, "ends": 1.0}, 1.0)
     for name in BUILT_IN:
         assert f"`{name}`" in document
+
+
+@pytest.mark.parametrize("key", ["train", "eval"])
+@pytest.mark.parametrize("name", ["arithmetic", "reasoning_gym"])
+def test_a_task_that_makes_its_problems_takes_no_rows(key, name):
+    options = {"dataset": "chain_sum"} if name == "reasoning_gym" else {}
+    settings = schema.TaskConfig(name=name, options=options, **{key: "rows.jsonl"})
+    with pytest.raises(TaskError, match=rf"task\.{key} is 'rows\.jsonl', but task {name} makes"):
+        load_task(settings, 0)
+
+
+def test_weights_that_are_all_nothing_are_refused():
+    task = load_task(schema.TaskConfig(), 0)
+    with pytest.raises(TaskError, match="gives every component the weight 0"):
+        task_weights(schema.TaskConfig(rewards={"correct": 0.0, "format": 0.0}), task)
