@@ -38,7 +38,7 @@ class Evaluation(Section):
         warn("what held-out accuracy means: it cannot be compared with that before"),
     ] = None
     """Evaluate on the held-out problems of another task; null: of the task that is trained."""
-    max_samples: Positive = 1000
+    max_samples: Annotated[int, Field(ge=1, le=100_000)] = 1000
     """Held-out problems per evaluation."""
     n: NonNegative = 1
     """Sampled responses per problem besides the greedy one, for pass@1, 2, 4, ... n; 0: none."""
