@@ -24,7 +24,7 @@ BUILT_IN = {
     "jsonl": "async_grpo.tasks.jsonl:Jsonl",
 }
 _ROUNDS = 6
-_PARTS = ("weights", "__len__", "train", "evaluation", "score")
+_PARTS = ("weights", "fingerprint", "__len__", "train", "evaluation", "score")
 
 
 def load_task(settings: schema.TaskConfig, seed: int) -> Task:
@@ -74,7 +74,9 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
         raise
     except Exception as error:
         raise TaskError(f"task {settings.name} cannot be made: {_described(error)}") from error
-    lacking = [name for name in _PARTS if not hasattr(task, name)]
+    # a property may read the data, which is not for this moment
+    own = {*dir(type(task)), *getattr(task, "__dict__", ())}
+    lacking = [name for name in _PARTS if name not in own]
     if lacking and settings.name not in BUILT_IN:
         raise TaskError(
             f"{settings.name} is no task: it has no {', '.join(lacking)} (docs/tasks.md shows one)"

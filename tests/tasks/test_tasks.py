@@ -400,7 +400,12 @@ def test_options_are_answered_in_words():
         (
             "class Mine:\n    def __init__(self, settings, seed): ...\n    def "
             "train(self, i): ...\n",
-            "own_task:Mine is no task: it has no weights, __len__, evaluation",
+            "own_task:Mine is no task: it has no weights, fingerprint, __len__, evaluation",
+        ),
+        (
+            "class Mine:\n    def __init__(self, settings, seed): ...\n"
+            "    weights = {'correct': 1.0}\n    __len__ = train = evaluation = score = len\n",
+            r"own_task:Mine is no task: it has no fingerprint \(docs/tasks\.md shows one\)",
         ),
     ],
 )
