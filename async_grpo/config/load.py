@@ -291,6 +291,11 @@ def resolve(
             f"`run.dir` is {show(config.run.dir)}; allowed is a directory of this machine, or of "
             "storage that is mounted in its file system."
         )
+    if re.search(r"\$\w", config.run.dir):
+        raise ConfigError(
+            f"`run.dir` is {show(config.run.dir)}, and variables of the environment are not "
+            "replaced: write the path, or begin it with ~."
+        )
     directory = _expand(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], config.run.dir), env)
     if not directory.is_absolute():
         directory = (_home(env) if _throw_away(here) else here) / directory

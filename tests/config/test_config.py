@@ -759,3 +759,4 @@ def test_a_run_directory_is_in_a_file_system(base: Path) -> None:
     assert '`run.dir` is "s3://bucket/x"; allowed is a directory of this machine' in (
         refused(base, "run.dir=s3://bucket/x")
     )
+    assert "variables of the environment are not replaced" in refused(base, "run.dir=$HOME/x")
