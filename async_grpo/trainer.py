@@ -547,12 +547,15 @@ class Trainer:
 
 
 def _check_device(config: Config) -> None:
-    """Refuse `cluster.device: cuda` on a machine without a GPU, unless a cluster is joined, which
-    may have one. Raises SetupError.
+    """Refuse settings that need GPUs on a machine without one, unless a cluster is joined, which
+    may have some. Raises SetupError.
     """
-    if config.cluster.device != "cuda" or os.environ.get("RAY_ADDRESS"):
+    if os.environ.get("RAY_ADDRESS"):
         return
-    from async_grpo.cluster.placement import PlacementError, place, room_for
+    from async_grpo.cluster.placement import PlacementError, needing_gpus, place, room_for
+
+    if config.cluster.device != "cuda" and not any(asked for _, asked in needing_gpus(config)):
+        return
     from async_grpo.cluster.session import survey
 
     try:

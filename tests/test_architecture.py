@@ -81,7 +81,7 @@ LIBRARIES = {
     "warm_start.model": "torch tokenizers transformers safetensors",
     "post_mortem": "",
     "preflight": "",
-    "preflight.model": "transformers",  # the tokenizer
+    "preflight.model": "transformers safetensors",  # the tokenizer
     "preflight.memory": "torch transformers",
     "preflight.known_models": "transformers",
     "loop": "",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.cluster import session
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError, SetupError
 from async_grpo.observe.console.console import Console
@@ -61,4 +64,38 @@ def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path: Path, model: str
         trainer(tmp_path / ("a" * 300), model) as one,
         pytest.raises(SetupError, match=r"cannot be read: File name too long$"),
     ):
+        one.check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"layout": "colocated"}, "cluster.layout: colocated needs GPUs"),
+        ({"engine": {"tensor_parallel_size": 2}}, "tensor_parallel_size: 2 needs GPUs"),
+        ({"device": "cuda"}, "1 learner rank with a GPU each"),
+    ],
+)
+def test_gpus_that_are_not_here_are_missed_before_ray_starts(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(session, "_gpus", lambda: 0)
+    with trainer(tmp_path / "run", model) as one:
+        cluster = Config.model_validate(
+            {"run": {"total_steps": 1}, "model": {"path": model}, "cluster": settings}
+        ).cluster
+        one.config = one.config.model_copy(update={"cluster": cluster})
+        with pytest.raises(SetupError, match=says):
+            one.start()
+        assert not ray.is_initialized() and not (tmp_path / "run").exists()
+
+
+def test_a_config_yaml_that_no_run_wrote_is_not_replaced(tmp_path: Path, model: str) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("# my own notes\n")
+    with trainer(run_dir, model) as one:
+        with pytest.raises(SetupError, match=r"holds a config\.yaml that no run wrote"):
+            one.check()
+        (run_dir / "status.json").write_text("{}")
         one.check()

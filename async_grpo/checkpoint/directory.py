@@ -137,7 +137,7 @@ def read(path: Path) -> dict[str, Any]:
     """Read the manifest and check files' sizes. Raises CheckpointError with what is wrong."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             f"{path} has no {MANIFEST}: it is not a checkpoint, or was never finished"
         ) from error

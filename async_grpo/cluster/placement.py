@@ -112,7 +112,7 @@ def least(config: Config, nodes: Sequence[Node]) -> list[dict[str, float]]:
     """Return the bundles that the run needs to begin, which a cluster that grows is asked for; none
     for a run on CPU, whose learner stays on the driver's node.
     """
-    if _device(config, nodes) == "cpu" and not any(asked for _, asked in _needing_gpus(config)):
+    if _device(config, nodes) == "cpu" and not any(asked for _, asked in needing_gpus(config)):
         return []
     bundles = [{"CPU": 1.0, "GPU": 1.0}] * config.learner.ranks
     if config.cluster.layout == "colocated":
@@ -203,7 +203,7 @@ def _count(config: Config, room: int, asked: str, nodes: list[Node]) -> int:
     return room if actors.max is None else min(room, actors.max)
 
 
-def _needing_gpus(config: Config) -> list[tuple[str, bool]]:
+def needing_gpus(config: Config) -> list[tuple[str, bool]]:
     """Return the settings that only GPUs can fulfil, and whether the run has each."""
     size, backend = config.cluster.engine.tensor_parallel_size, config.weight_sync.backend
     transport = TRANSPORTS.get(backend)
@@ -215,7 +215,7 @@ def _needing_gpus(config: Config) -> list[tuple[str, bool]]:
 
 
 def _refuse_what_needs_gpus(config: Config, nodes: list[Node]) -> None:
-    for setting, asked in _needing_gpus(config):
+    for setting, asked in needing_gpus(config):
         if asked:
             raise PlacementError(
                 f"{setting} needs GPUs and the run would be on CPU: {describe(nodes)}"

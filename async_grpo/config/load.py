@@ -280,22 +280,7 @@ def resolve(
     here = Path(cwd) if cwd is not None else Path.cwd()
     env = os.environ if environ is None else environ
     values = {"name": config.run.name, "time": now.strftime("%Y%m%d-%H%M%S")}
-    unknown = [name for name in re.findall(r"\{([^{}]*)\}", config.run.dir) if name not in values]
-    if unknown or not config.run.dir.strip() or "\0" in config.run.dir:
-        raise ConfigError(
-            f"`run.dir` is {show(config.run.dir)}; allowed is a directory, with {{name}} and "
-            "{time} as placeholders."
-        )
-    if "://" in config.run.dir:
-        raise ConfigError(
-            f"`run.dir` is {show(config.run.dir)}; allowed is a directory of this machine, or of "
-            "storage that is mounted in its file system."
-        )
-    if re.search(r"\$\w", config.run.dir):
-        raise ConfigError(
-            f"`run.dir` is {show(config.run.dir)}, and variables of the environment are not "
-            "replaced: write the path, or begin it with ~."
-        )
+    _check_run_dir(config.run.dir, values)
     directory = _expand(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], config.run.dir), env)
     if not directory.is_absolute():
         directory = (_home(env) if _throw_away(here) else here) / directory
@@ -360,6 +345,10 @@ def _throw_away(path: Path) -> bool:
 # ---- files ----
 
 
+_OF_A_RUN = ("status.json", "lock.json", "metrics.jsonl", "journal", "checkpoints")
+"""What a run has written beside its `config.yaml`, one of them at least."""
+
+
 def preflight_files(config: Config) -> None:
     """Check the files that a resolved `config` names: models (hub names by form only), data, the
     checkpoint to resume, and whether the run directory can be made. Raises ConfigError.
@@ -393,6 +382,13 @@ def preflight_files(config: Config) -> None:
             f"`checkpoint.resume` is {show(resume)}; allowed is auto, never, or the path of an "
             "existing checkpoint."
         )
+    if os.path.exists(run_dir / "config.yaml") and not any(
+        os.path.exists(run_dir / name) for name in _OF_A_RUN
+    ):
+        raise ConfigError(
+            f"`run.dir` is {show(str(run_dir))}, which holds a config.yaml that no run wrote, and "
+            "which a run would replace; choose another directory."
+        )
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -402,6 +398,25 @@ def preflight_files(config: Config) -> None:
             f"`run.dir` is {show(str(run_dir))}, which cannot be created or written: "
             f"{error.strerror}."
         ) from None
+
+
+def _check_run_dir(text: str, values: Mapping[str, str]) -> None:
+    unknown = [name for name in re.findall(r"\{([^{}]*)\}", text) if name not in values]
+    if unknown or not text.strip() or "\0" in text:
+        raise ConfigError(
+            f"`run.dir` is {show(text)}; allowed is a directory, with {{name}} and "
+            "{time} as placeholders."
+        )
+    if "://" in text:
+        raise ConfigError(
+            f"`run.dir` is {show(text)}; allowed is a directory of this machine, or of "
+            "storage that is mounted in its file system."
+        )
+    if re.search(r"\$\w", text):
+        raise ConfigError(
+            f"`run.dir` is {show(text)}, and variables of the environment are not "
+            "replaced: write the path, or begin it with ~."
+        )
 
 
 def _looks_local(text: str) -> bool:

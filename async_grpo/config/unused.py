@@ -93,6 +93,12 @@ OWNED = (
     _on("replay.filter_groups.enable", "replay.filter_groups"),
     _on("replay.filter_groups.zero_variance", "replay.filter_groups.tolerance"),
     _on("replay.journal.enable", "replay.journal.fsync"),
+    _Owned(
+        ("evaluation.temperature",),
+        "evaluation.n",
+        "1 (or more)",
+        lambda config: config.evaluation.n > 0,
+    ),
     _on(
         "tracking.mlflow",
         "tracking.uri",

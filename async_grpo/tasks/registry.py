@@ -48,16 +48,13 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
         )
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (
-            module_name == error.name or module_name.startswith(error.name + ".")
-        ):
-            raise
-        raise TaskError(
-            f"task.name is {settings.name!r}, but there is no module {error.name!r} in the "
-            "working directory"
-        ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing and (module_name == missing or module_name.startswith(missing + ".")):
+            raise TaskError(
+                f"task.name is {settings.name!r}, but there is no module {missing!r} in the "
+                "working directory"
+            ) from error
         raise TaskError(
             f"task.name is {settings.name!r}, whose module {module_name} cannot be "
             f"imported: {_described(error)}"
@@ -130,7 +127,7 @@ def _feistel(value: int, key: bytes, half: int) -> int:
     return left << half | right
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     """Say an error of a user's module on one line, with the place where it was raised."""
     frames, place = traceback.extract_tb(error.__traceback__), ""
     if frames and not isinstance(error, SyntaxError):

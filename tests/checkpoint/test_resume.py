@@ -122,8 +122,9 @@ def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
     assert find_checkpoint(settings(tmp_path, str(first)), total_steps=9) == first
     with pytest.raises(SetupError, match="is of step 6, the run ends at step 5; raise"):
         find_checkpoint(settings(tmp_path, "auto"), total_steps=5)
-    with pytest.raises(SetupError, match="has no manifest"):
-        find_checkpoint(settings(tmp_path, str(tmp_path)), total_steps=9)
+    for nothing in (tmp_path, first / "queue.json"):
+        with pytest.raises(SetupError, match="has no manifest"):
+            find_checkpoint(settings(tmp_path, str(nothing)), total_steps=9)
 
 
 def test_a_damaged_checkpoint_is_answered_with_an_older_one(tmp_path: Path) -> None:

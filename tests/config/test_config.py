@@ -675,6 +675,7 @@ def test_a_new_run_does_not_start_in_the_directory_of_another(
 ) -> None:
     preflight("checkpoint.resume=never")
     (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / "status.json").write_text("{}")
     preflight("checkpoint.resume=auto")
     with pytest.raises(ConfigError, match=r"already holds a run(.|\n)*checkpoint\.resume=auto"):
         preflight("checkpoint.resume=never")

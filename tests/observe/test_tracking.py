@@ -29,6 +29,7 @@ from async_grpo.observe.tracking.system_metrics import SystemMetrics
 from async_grpo.observe.tracking.tracker import (
     Tracker,
     TrackingError,
+    check_server,
     log_model,
     tags,
     write_code_state,
@@ -731,6 +732,15 @@ def test_the_code_of_a_run_is_written_down(tmp_path: Path) -> None:
     assert (
         not (tmp_path / "code.diff").exists() or earlier not in (tmp_path / "code.diff").read_text()
     )
+
+
+@pytest.mark.parametrize("offline_ok", [False, True])
+def test_a_port_that_cannot_be_is_one_sentence(offline_ok: bool) -> None:
+    config = _config(uri="http://me:secret@host:99999", offline_ok=offline_ok)
+    with pytest.raises(TrackingError, match=r"is http://\*\*\*@host:99999: Port out of range"):
+        check_server(config)
+    with pytest.raises(TrackingError, match="no scheme: write http://localhost:5000"):
+        check_server(_config(uri="localhost:5000", offline_ok=offline_ok))
 
 
 def test_uncommitted_changes_are_written_beside_the_commit(

@@ -397,6 +397,8 @@ def test_options_are_answered_in_words():
         ),
         ("def Mine(:\n", r"cannot be imported: SyntaxError: .*own_task\.py, line 1"),
         ("import numpy\nnumpy.nothing\n", "cannot be imported: AttributeError"),
+        ("import no_such_library\n", "cannot be imported: ModuleNotFoundError: No module named"),
+        ("import sys\nsys.exit('usage: --width')\n", "cannot be imported: SystemExit: usage"),
         (
             "class Mine:\n    def __init__(self, settings, seed): ...\n    def "
             "train(self, i): ...\n",

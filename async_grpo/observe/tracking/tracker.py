@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import platform
+import re
 import socket
 import threading
 import time
@@ -432,12 +433,23 @@ def check_server(config: Config) -> None:
     Raises TrackingError, unless `tracking.offline_ok`. Behind a proxy only the start itself tells.
     """
     settings, uri = config.tracking, urlsplit(config.tracking.uri or "")
-    if not settings.mlflow or settings.offline_ok or uri.scheme not in ("http", "https"):
+    if settings.mlflow and re.match(r"[\w.-]+:\d+(/|$)", settings.uri or ""):
+        raise TrackingError(
+            f"`tracking.uri` is {settings.uri}, which has no scheme: write http://{settings.uri}"
+        )
+    if not settings.mlflow or uri.scheme not in ("http", "https"):
+        return
+    try:
+        port = uri.port or (443 if uri.scheme == "https" else 80)
+    except ValueError as error:
+        raise TrackingError(
+            f"`tracking.uri` is {without_password(settings.uri)}: {error}"
+        ) from error
+    if settings.offline_ok:
         return
     host = uri.hostname or ""
     if uri.scheme in getproxies() and not proxy_bypass(host):
         return
-    port = uri.port or (443 if uri.scheme == "https" else 80)
     try:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
