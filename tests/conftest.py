@@ -22,6 +22,8 @@ hypothesis.settings.load_profile("no deadline")
 
 FIRST = "tests/system/test_system.py"
 """The system of `make test`: it begins first, and runs beside the rest."""
+LONG = ("tests/wiring/", "tests/replay/test_journal.py", "tests/learner/", "tests/observe/")
+"""The longest modules and folders without one: early, so that no core waits for them at the end."""
 SYSTEM = (
     "tests/chaos/test_resume.py",
     "tests/chaos/test_chaos.py",
@@ -80,8 +82,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _place(item: pytest.Item) -> int:
     if item.nodeid.startswith(FIRST):
-        return -1
-    return len(SYSTEM) if (rank := system_rank(item.nodeid)) is None else rank
+        return -2
+    if (rank := system_rank(item.nodeid)) is not None:
+        return rank
+    return -1 if item.nodeid.startswith(LONG) else len(SYSTEM)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -334,9 +334,12 @@ def whiten(
     mass = weights.double() if counted is None else weights.double() * (counted != 0)
     count, total = _sum_ranks(torch.stack([mass.sum(), (mass * x).sum()]), reduce).unbind()
     centred = x - total / count.clamp(min=1)
-    squares = _sum_ranks((mass * centred.square()).sum().reshape(1), reduce)
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
-    return torch.where(valid & (count > 1), centred / (std + EPSILON), 0).to(_float_type(values))
+    moments = torch.stack([(mass * centred.square()).sum(), (mass * centred).sum()])
+    squares, rest = _sum_ranks(moments, reduce).unbind()
+    rounding = rest / count.clamp(min=1)  # what the mean has lost: EPSILON would magnify it
+    variance = (squares - count * rounding.square()).clamp(min=0) / (count - 1).clamp(min=1)
+    whitened = (centred - rounding) / (variance.sqrt() + EPSILON)
+    return torch.where(valid & (count > 1), whitened, 0).to(_float_type(values))
 
 
 @torch.no_grad()

@@ -441,6 +441,8 @@ def test_whitening_is_centred_and_survives_little() -> None:
         "one value has no deviation to divide by"
     )
     assert whiten(torch.full((4,), 4096.0), torch.tensor([1, 1, 0, 1])).tolist() == [0, 0, 0, 0]
+    equal = whiten(torch.full((3,), 4096.7, dtype=F64), torch.full((3,), 11))
+    assert equal.abs().max() < 1e-12, "their mean is not quite 4096.7"
     assert whiten(torch.ones(0, 5), torch.ones(0, 5)).shape == (0, 5)
     close(
         finish_advantages(values, torch.ones(3), whiten_advantages=True, advantage_clip=0.5),

@@ -42,7 +42,7 @@ from tests.support.journal_life import (
     ready_frames,
 )
 
-MUTATIONS = 1_500
+MUTATIONS = 600
 
 
 @pytest.fixture
@@ -90,15 +90,16 @@ def test_a_queue_whose_process_dies_goes_on_as_if_it_had_not(
     ), seen_states
 
 
+@pytest.mark.parametrize("runs", [6, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("order", "on_stale"), RULES)
 def test_a_run_resumes_with_every_group_that_its_weights_may_know(
-    folder: Path, order: str, on_stale: str
+    folder: Path, order: str, on_stale: str, runs: int
 ) -> None:
     resumed, ready = Counter(), 0
 
     async def lives() -> None:
         nonlocal ready
-        for seed in range(16):
+        for seed in range(runs):
             life = Life(folder / str(seed), 1000 + seed, order=order, on_stale=on_stale)
             for _ in range(200):
                 await life.call()
@@ -114,10 +115,8 @@ def test_a_run_resumes_with_every_group_that_its_weights_may_know(
             await life.finish()
 
     asyncio.run(lives())
-    assert resumed["from a checkpoint"] > 30 and ready > 30 and resumed["abandoned"], (
-        resumed,
-        ready,
-    )
+    assert min(resumed["from a checkpoint"], ready) > 2 * runs - 2, (resumed, ready)
+    assert resumed["abandoned"], resumed
 
 
 # ---- damaged files ----
@@ -343,7 +342,7 @@ def try_damage(story: Story, rng: random.Random, times: int, numbers: list[int])
     return seen
 
 
-@pytest.mark.parametrize("mutations", [200, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mutations", [80, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("resume", ["checkpoint", "beginning"])
 def test_a_damaged_segment_before_the_last_one_does_not_hide_what_it_lost(
     folder: Path, resume: str, mutations: int
@@ -357,7 +356,7 @@ def test_a_damaged_segment_before_the_last_one_does_not_hide_what_it_lost(
             mutations,
             [number for number in told.files if told.first <= number],
         )
-    assert total["opened"] > 50, total
+    assert total["opened"] > mutations / 4, total
 
 
 @pytest.mark.parametrize("mutations", [MUTATIONS, pytest.param(40_000, marks=pytest.mark.slow)])

@@ -71,9 +71,10 @@ def test_the_table_names_every_data_set_that_evaluates_answers() -> None:
     assert found == safe_answers.LITERALS | safe_answers.EXPRESSIONS
 
 
+@pytest.mark.parametrize("problems", [8, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(safe_answers.LITERALS | safe_answers.EXPRESSIONS))
 def test_hostile_answers_are_scored_like_none_and_solutions_in_full(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, problems: int
 ) -> None:
     here, file = task(name), tmp_path / "touched"
     problem = here.train(0)
@@ -83,7 +84,7 @@ def test_hostile_answers_are_scored_like_none_and_solutions_in_full(
         assert not safe_answers.admitted(text, name), text[:60]
         assert here.score(f"<answer>{text}</answer>", problem.reference) == nothing
     assert not file.exists()
-    for index in range(40):
+    for index in range(problems):
         problem = here.train(index)
         answer = ast.literal_eval(problem.reference)["answer"]
         if safe_answers.admitted(answer, name):
