@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from async_grpo.algo.catalog import ESTIMATORS, POLICY_LOSSES
+from async_grpo.config.deepspeed_keys import unknown_keys
 from async_grpo.config.plugins import Known, check_plugins
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, UNBOUNDED_ORDERS, Config
 from async_grpo.config.section import Section
@@ -286,6 +287,12 @@ def _filter(config: Config, known: Known) -> Iterator[str]:
             "false."
         )
     low, high = groups.accuracy_low, groups.accuracy_high
+    for key, bound, worst in (("accuracy_low", low, 1), ("accuracy_high", high, 0)):
+        if bound == worst:
+            yield (
+                f"`replay.filter_groups.{key}` is {bound:g}, which rejects every group; allowed is "
+                f"{'less than 1' if worst else 'more than 0'}, or null."
+            )
     if low is not None and high is not None and low >= high:
         yield (
             f"`replay.filter_groups.accuracy_low` is {low:g}; it must be below `accuracy_high`, "
@@ -468,6 +475,10 @@ def _learner(config: Config) -> Iterator[str]:
     if not isinstance(zero, dict):
         yield f"`learner.deepspeed.zero_optimization` is {zero!r}; allowed is a mapping."
         return
+    for key, meant in unknown_keys(config.learner.deepspeed):
+        ours = _DECIDED_BY.get(meant or "")
+        known = f"use {ours}" if ours else f"is `{meant}` meant?" if meant else "remove it"
+        yield f"`learner.deepspeed.{key}` is no setting of DeepSpeed: {known}."
     stage = config.learner.zero_stage
     for key, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         if zero.get(key) and stage < lowest:

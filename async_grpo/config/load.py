@@ -88,6 +88,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"The configuration file {path} cannot be read: {reason}.") from None
+    if path.suffix in (".toml", ".ini", ".py"):
+        raise ConfigError(f"{path}: a configuration is YAML (`run:`, then its keys, indented).")
     try:
         data, lines = yaml12.read(text)
     except yaml12.YamlError as error:
@@ -197,6 +199,13 @@ def _known(path: tuple[Any, ...]) -> Setting:
 def _suggest(path: tuple[str, ...], value: Any) -> str:
     """One line that helps with the unknown key `path`."""
     known = settings()
+    if odd := next(
+        (letter for letter in path[-1] if letter != " " and not letter.isprintable()), ""
+    ):
+        return f"There is a character U+{ord(odd):04X} in it: write a plain space, or nothing."
+    if len(path) == 1 and path[0] in known:
+        section, _, key = path[0].rpartition(".")
+        return f"In a file, it is `{key}:` inside `{section}:` (with a dot it is an override)."
     parent = ".".join(path[:-1])
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
     by_leaf: dict[str, list[str]] = {}

@@ -21,12 +21,13 @@ _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
+_MERGE = "tag:yaml.org,2002:merge"
 _SCALARS = (
     ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
     ("tag:yaml.org,2002:int", _INT, list("-+0123456789")),
     ("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789")),
-    ("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"]),
+    (_MERGE, re.compile(r"^<<$"), ["<"]),
 )
 
 
@@ -36,6 +37,8 @@ class _Loader(yaml.SafeLoader):
     def plain_mapping(self, node: yaml.MappingNode) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if key_node.tag == _MERGE:  # of YAML 1.1, in use: `<<: *defaults`
+                continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(
@@ -139,7 +142,7 @@ def _collect_lines(
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             here = (*path, str(key.value))
-            lines.setdefault(here, key.start_mark.line + 1)
+            lines[here] = key.start_mark.line + 1  # what is merged comes first, and counts less
             _collect_lines(value, here, lines)
 
 

@@ -8,6 +8,8 @@ would refuse later is refused here where files alone tell.
 from __future__ import annotations
 
 import json
+import re
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,11 @@ _TOKENIZERS = (
 """Files of which a tokenizer has at least one, the usual one first."""
 _LFS = b"version https://git-lfs"
 """How a file begins that Git LFS has not replaced by its contents."""
+_OTHER_HEAD = re.compile(
+    r"For(MaskedLM|PreTraining|\w*Classification|\w*Answering|MultipleChoice|\w*Prediction"
+    r"|\w*Retrieval|\w*Embedding|MaskedImageModeling|ObjectDetection)$"
+)
+"""Ends of the names of architectures whose head does not predict the next token."""
 _PLAIN_ROPE = (None, "default", "llama3", "mrope")
 """Position embeddings that reach no further than `max_position_embeddings`; the others stretch it.
 """
@@ -45,12 +52,7 @@ def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[st
     model = model_dir or known_model(config, task)
     if model is not None:
         return list(check_fit(config, model, task))
-    for index in _sample(task):
-        if why := unfit(_problem(config, task, index)):
-            raise SetupError(f"task {config.task.name}, training problem {index}: {why}")
-    _check_positions(
-        config, "a warm-started model", {"max_position_embeddings": WARM_START_POSITIONS}
-    )
+    _check_warm_start(config, task)
     return None
 
 
@@ -109,6 +111,40 @@ def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
             raise SetupError(f"evaluation.task: {error}") from error
 
 
+class _Letters:
+    """Stand for the tokenizer of a warm-started model: a character is a token."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self(text)["input_ids"]
+
+
+def _check_warm_start(config: Config, task: Task) -> None:
+    """Check what is known before the model is made. Raises SetupError."""
+    model, letters = "a warm-started model", _Letters()
+    sample = {index: _problem(config, task, index) for index in _sample(task)}
+    for index, problem in sample.items():
+        if why := unfit(problem):
+            raise SetupError(f"task {config.task.name}, training problem {index}: {why}")
+    _check_positions(config, model, {"max_position_embeddings": WARM_START_POSITIONS})
+    # their notes come again when the model is there
+    list(_check_prompts(config, model, sample, letters, None))
+    list(_check_answers(config, list(sample.values()), letters))
+    if config.model.freeze or config.model.lora is not None:
+        _check_trained(config, None)
+    existing = next(path for path in cache_path(config, task).parents if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise SetupError(
+            f"`model.warm_start.cache_dir` needs {existing}, which cannot be written: "
+            f"{error.strerror}"
+        ) from error
+
+
 def _check_weights(model: Path) -> None:
     """Check that a directory holds whole weight files. Raises SetupError."""
     from safetensors import SafetensorError, safe_open
@@ -153,6 +189,12 @@ def _architecture(model: str) -> dict[str, Any]:
         ) from error
     if not isinstance(values, dict):
         raise SetupError(f"`model.path` is {model}, whose config.json is no JSON object")
+    names = [name for name in values.get("architectures") or [] if isinstance(name, str)]
+    if values.get("is_encoder_decoder") or (names and all(map(_OTHER_HEAD.search, names))):
+        raise SetupError(
+            f"`model.path` is {model}, a {', '.join(names) or values.get('model_type')}, which "
+            "does not continue a text: name a causal language model"
+        )
     inner = values.get("text_config")
     return inner if isinstance(inner, dict) else values
 
@@ -274,7 +316,7 @@ def _check_answers(config: Config, sample: list[Problem], tokenizer: Any) -> Ite
         )
 
 
-def _check_trained(config: Config, model: str) -> None:
+def _check_trained(config: Config, model: str | None) -> None:
     """Build the model without its weights, and look for the layers that settings name."""
     from async_grpo.preflight.memory import shape_of
 

@@ -101,9 +101,11 @@ def task_weights(settings: schema.TaskConfig, task: Task) -> dict[str, float]:
 
 
 def refuse_rows(settings: schema.TaskConfig) -> None:
-    """Raise TaskError for data of a task that makes its problems itself."""
+    """Raise TaskError for data of a built-in task that makes its problems itself; a class of one's
+    own that builds on it may have a use for them.
+    """
     for key, given in (("train", settings.train), ("eval", settings.eval)):
-        if given is not None:
+        if given is not None and ":" not in settings.name:
             raise TaskError(
                 f"task.{key} is {given!r}, but task {settings.name} makes its problems itself; "
                 "leave it out, or choose a task with rows (docs/tasks.md)"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 from async_grpo.config import schema
@@ -30,7 +30,7 @@ _PARTS = ("weights", "fingerprint", "__len__", "train", "evaluation", "score")
 def load_task(settings: schema.TaskConfig, seed: int) -> Task:
     """Return the configured task with its training data read and checked. Raises TaskError."""
     task = create_task(settings, seed)
-    if len(task) < 1:
+    if _asked(settings.name, "say how many problems it has", lambda: len(task)) < 1:
         raise TaskError(f"task {settings.name} has no training problem; check task.train")
     return task
 
@@ -83,11 +83,13 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
 
 def held_out(config: schema.Config, task: Task) -> int:
     """Held-out problems of an evaluation: of `task`, or of `evaluation.task`. Raises TaskError."""
+    wanted, pose = config.evaluation.max_samples, "pose its held-out problems"
     if config.evaluation.task is None:
-        return len(task.evaluation(config.evaluation.max_samples))
+        return _asked(config.task.name, pose, lambda: len(task.evaluation(wanted)))
     try:
         evaluated = create_task(config.evaluated_task, config.seed)
-        found = len(evaluated.evaluation(config.evaluation.max_samples))
+        name = config.evaluation.task.name
+        found = _asked(name, pose, lambda: len(evaluated.evaluation(wanted)))
     except TaskError as error:
         raise TaskError(f"evaluation.task: {error}") from error
     if not found:
@@ -125,6 +127,16 @@ def _feistel(value: int, key: bytes, half: int) -> int:
         ).digest()
         left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
     return left << half | right
+
+
+def _asked(name: str, what: str, count: Callable[[], int]) -> int:
+    """Return what `count` counts of task `name`. Raises TaskError for any error of its code."""
+    try:
+        return count()
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(f"task {name} cannot {what}: {_described(error)}") from error
 
 
 def _described(error: BaseException) -> str:

@@ -31,6 +31,8 @@ from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.registry import load_task, problem_index
 
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=%^()<>[]{}.,:;?!'\"_ \n"
+"""The characters that a warm-started model knows, each a token."""
 RECIPE_VERSION = 3
 """Raised whenever the same settings would lead to other weights."""
 
@@ -138,13 +140,22 @@ def _pairs(seed: int, task: Task, start: int, count: int) -> list[tuple[str, str
 
 def unfit(problem: Problem) -> str:
     """Why a model cannot be warm-started on this problem; "" where it can."""
-    if isinstance(problem.prompt, str) and problem.solution is not None:
-        return ""
-    lack = "solutions" if isinstance(problem.prompt, str) else "plain-text prompts"
+    prompt, solution = problem.prompt, problem.solution
+    if isinstance(prompt, str) and solution is not None:
+        return next((unknown(letter) for letter in prompt + solution if letter not in ALPHABET), "")
+    lack = "solutions" if isinstance(prompt, str) else "plain-text prompts"
     return (
         f"the task has no {lack}, on which model.warm_start would train a model: give its problems "
         "a text as prompt and a solution (docs/tasks.md), or set model.path to a model of your own "
         "and model.warm_start=null"
+    )
+
+
+def unknown(character: str) -> str:
+    """Say that a warm-started model has no token for `character`."""
+    return (
+        f"the task uses the character {character!r}, which a warm-started model does not know; "
+        f"set model.path, or use only {ALPHABET!r}"
     )
 
 

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from async_grpo.config.schema import WARM_START_POSITIONS, WarmStart
+from async_grpo.warm_start.cache import ALPHABET, unknown
 
-ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=%^()<>[]{}.,:;?!'\"_ \n"
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 
 # Far from the defaults of large models (0.02 and 10,000 or more): a narrow model over a dozen
@@ -202,10 +202,7 @@ class Encoder:
         try:
             return [self.ids[character] for character in text]
         except KeyError as error:
-            raise ValueError(
-                f"the task uses the character {error.args[0]!r}, which a warm-started model does "
-                f"not know; set model.path, or use only {ALPHABET!r}"
-            ) from error
+            raise ValueError(unknown(error.args[0])) from error
 
 
 class _Trainer:

@@ -208,6 +208,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ],
             ["accuracy_low` is 0.5", "below"],
         ),
+        ([FILTER, "replay.filter_groups.accuracy_low=1"], ["accuracy_low` is 1", "every group"]),
+        ([FILTER, "replay.filter_groups.accuracy_high=0"], ["accuracy_high` is 0", "every group"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

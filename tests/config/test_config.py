@@ -283,6 +283,53 @@ def test_an_unknown_key_is_answered_with_ours(override: str, answer: str, base: 
     assert answer in message
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("learner.lr: 0.1\n", "In a file, it is `lr:` inside `learner:`"),
+        ("learner:\n\u00a0\u00a0lr: 0.1\n", "There is a character U+00A0 in it"),
+        ("learner:\n  l\u200br: 0.1\n", "There is a character U+200B in it"),
+    ],
+)
+def test_a_key_of_a_file_that_looks_right_is_explained(
+    text: str, answer: str, tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text("run:\n  total_steps: 2\n" + text)
+    message = refused(tmp_path / "c.yaml")
+    assert "is not a setting" in message and answer in message
+
+
+def test_another_format_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[run]\ntotal_steps = 2\n")
+    assert "c.toml: a configuration is YAML" in refused(tmp_path / "c.toml")
+
+
+def test_mappings_are_merged_and_a_key_of_ones_own_counts_more(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "run: {total_steps: 2}\nmodel: {path: m}\nlearner: &usual\n  lr: 0.25\n"
+        "task:\n  options:\n    <<: *usual\n    lr: 3\n    other: 4\n"
+    )
+    config = load_config(tmp_path / "c.yaml")
+    assert config.task.options == {"lr": 3, "other": 4}
+    (tmp_path / "c.yaml").write_text("learner: &usual\n  lr: 0.25\nrun:\n  <<: *usual\n")
+    assert "line 2: `run.lr` is not a setting" in refused(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("{gradient_cliping: 1}", "deepspeed.gradient_cliping` is no setting of DeepSpeed: use "
+         "learner.grad_clip."),
+        ("{wall_clock_brekdown: true}", "is `wall_clock_breakdown` meant?"),
+        ("{xyzzy: 1}", "`learner.deepspeed.xyzzy` is no setting of DeepSpeed: remove it."),
+        ("{zero_optimization: {overlap_com: true}}", "zero_optimization.overlap_com` is no setting"
+         " of DeepSpeed: is `overlap_comm` meant?"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_key_of_deepspeed_is_found(override: str, answer: str, base: Path) -> None:
+    assert answer in refused(base, f"learner.deepspeed={override}")
+
+
 def test_peers_keys_lead_to_settings_and_are_not_settings() -> None:
     assert set(PEERS.values()) <= set(settings())
     assert not {

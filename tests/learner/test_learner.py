@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import RowValue
 from async_grpo.cluster.processes import LearnerProcess
+from async_grpo.config.deepspeed_keys import KEYS
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite, StalenessError
 from async_grpo.learner import model as model_module
@@ -342,6 +345,35 @@ def test_deepspeed_keys_of_the_learner_are_refused(models: dict[str, str]) -> No
         "overlap_comm": False,
         "stage3_param_persistence_threshold": 0,
     }
+
+
+class Asked(dict[str, Any]):
+    """Remembers the keys that somebody looked for."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.keys_asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.keys_asked.add(str(key))
+        return super().__contains__(key)
+
+
+def test_every_key_that_deepspeed_has_is_known() -> None:
+    fields = DeepSpeedZeroConfig.model_fields
+    names = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    assert names == KEYS["zero_optimization"]
+    asked = Asked({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
+    DeepSpeedConfig(asked)
+    assert asked.keys_asked and asked.keys_asked <= KEYS[""], asked.keys_asked - KEYS[""]
 
 
 def test_learning_rate_schedules() -> None:

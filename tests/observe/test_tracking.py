@@ -741,6 +741,16 @@ def test_a_port_that_cannot_be_is_one_sentence(offline_ok: bool) -> None:
         check_server(config)
     with pytest.raises(TrackingError, match="no scheme: write http://localhost:5000"):
         check_server(_config(uri="localhost:5000", offline_ok=offline_ok))
+    with pytest.raises(TrackingError, match=r"begins with htp:, .*: is http: meant"):
+        check_server(_config(uri="htp://localhost:5000", offline_ok=offline_ok))
+
+
+def test_a_sqlite_file_needs_its_directory(tmp_path: Path) -> None:
+    check_server(_config(uri=f"sqlite:///{tmp_path}/mlflow.db"))
+    check_server(_config(uri=str(tmp_path / "mlruns")))
+    with pytest.raises(TrackingError, match="there, which is no directory: make it"):
+        check_server(_config(uri=f"sqlite:///{tmp_path}/there/mlflow.db"))
+    assert not (tmp_path / "there").exists()
 
 
 def test_uncommitted_changes_are_written_beside_the_commit(

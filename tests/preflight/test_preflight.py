@@ -276,6 +276,53 @@ def test_a_model_that_is_still_to_be_made(good: Path, tmp_path: Path) -> None:
         preflight.look(wanted, task)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout": {"prompt_length": 3}}, "have more than `rollout.prompt_length` 3 tokens"),
+        ({"rollout": {"response_length": 1}}, "but the shortest answer of the sampled problems"),
+        ({"model": {"freeze": ["nosuchlayer"]}}, "'nosuchlayer', which is found in no parameter"),
+        ({"model": {"lora": {"target_modules": ["nosuchlayer"]}}}, "nosuchlayer"),
+        ({"model": {"warm_start": {"cache_dir": __file__}}}, "cannot be written: Not a directory"),
+        ({"task": {"train": "rows.jsonl"}}, "problem 0: the task uses the character 'É'"),
+    ],
+)
+def test_what_does_not_fit_a_model_that_is_still_to_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"prompt": "É=", "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    lengths = {"prompt_length": 12, "response_length": 12, "rollout_batch_size": 1}
+    wanted = Config.model_validate(
+        {
+            "run": {"total_steps": 2},
+            "model": {"warm_start": {"cache_dir": str(tmp_path)}, **changes.get("model", {})},
+            "task": {"name": "jsonl", **changes["task"]} if "task" in changes else {},
+            "rollout": lengths | changes.get("rollout", {}),
+        }
+    )
+    with pytest.raises(SetupError) as caught:
+        preflight.look(wanted, load_task(wanted.task, wanted.seed))
+    assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification"),
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "T5For"),
+    ],
+)
+def test_a_model_that_does_not_continue_texts(
+    model: Path, values: dict[str, Any], named: str
+) -> None:
+    change(model / "config.json", **values)
+    said = refused(model)
+    assert named in said and "does not continue a text: name a causal language model" in said
+
+
 def test_weights_that_are_not_there_or_not_whole(model: Path) -> None:
     [file] = model.glob("*.safetensors")
     whole = file.read_bytes()

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from async_grpo.config import schema
+from async_grpo.config.schema import Config
 from async_grpo.tasks import answers
 from async_grpo.tasks.arithmetic import TRAIN_PROBLEMS, Arithmetic, is_held_out
 from async_grpo.tasks.base import Score, TaskError, check_score, task_weights
 from async_grpo.tasks.gsm8k import final_answer, has_format
-from async_grpo.tasks.registry import BUILT_IN, create_task, load_task, problem_index
+from async_grpo.tasks.registry import BUILT_IN, create_task, held_out, load_task, problem_index
 
 DATA = Path(__file__).parents[1] / "data"
 GSM8K = schema.TaskConfig(
@@ -417,6 +418,32 @@ def test_a_task_of_ones_own_that_does_not_work(source, message, tmp_path, monkey
     monkeypatch.delitem(sys.modules, "own_task", raising=False)
     with pytest.raises(TaskError, match=message) as caught:
         create_task(schema.TaskConfig(name="own_task:Mine"), 0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("length", "evaluation", "message"),
+    [
+        ("2.5", "[]", "cannot say how many problems it has: TypeError: 'float' object"),
+        ("2", "None", "cannot pose its held-out problems: TypeError: object of type 'NoneType'"),
+        ("2", "{}['x']", r"cannot pose its held-out problems: KeyError: 'x' \(.*counted\.py, line"),
+    ],
+)
+def test_a_task_of_ones_own_that_cannot_be_counted(
+    length, evaluation, message, tmp_path, monkeypatch
+):
+    (tmp_path / "counted.py").write_text(
+        "class Mine:\n    def __init__(self, settings, seed): ...\n    weights = {}\n"
+        f"    fingerprint = ''\n    train = score = None\n    def __len__(self): return {length}\n"
+        f"    def evaluation(self, n): return {evaluation}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "counted", raising=False)
+    config = Config.model_validate(
+        {"run": {"total_steps": 1}, "model": {"path": "m"}, "task": {"name": "counted:Mine"}}
+    )
+    with pytest.raises(TaskError, match=f"^task counted:Mine {message}") as caught:
+        held_out(config, load_task(config.task, 0))
     assert "\n" not in str(caught.value)
 
 

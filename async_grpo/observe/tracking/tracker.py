@@ -12,6 +12,7 @@ unknown code version never stops training.
 
 from __future__ import annotations
 
+import difflib
 import getpass
 import json
 import logging
@@ -37,6 +38,11 @@ from async_grpo.observe.tracking.system_metrics import SystemMetrics
 from async_grpo.runtime.provenance import code_version, git, package_versions
 from async_grpo.runtime.text import one_line, without_password
 
+_SCHEMES = (
+    *("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql"),
+    *("databricks", "databricks-uc", "uc"),
+)
+"""How the addresses of MLflow's own stores begin."""
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 START_TIMEOUT_S = 120.0
@@ -428,6 +434,21 @@ def tags() -> dict[str, str]:
     return found | {f"packages.{name}": version for name, version in package_versions().items()}
 
 
+def _check_store(scheme: str, path: str) -> None:
+    """Refuse a scheme that is misspelt, and a SQLite file in a directory that does not exist."""
+    close = difflib.get_close_matches(scheme, _SCHEMES, n=1, cutoff=0.7)
+    if scheme and close and scheme not in _SCHEMES:
+        raise TrackingError(
+            f"`tracking.uri` begins with {scheme}:, which MLflow does not have: is {close[0]}: "
+            "meant?"
+        )
+    if scheme == "sqlite" and not Path(path[1:]).parent.is_dir():
+        raise TrackingError(
+            f"`tracking.uri` is a SQLite file in {Path(path[1:]).parent}, which is no directory: "
+            "make it, or choose another place"
+        )
+
+
 def check_server(config: Config) -> None:
     """Look whether anything listens where an HTTP `tracking.uri` points, before processes start.
     Raises TrackingError, unless `tracking.offline_ok`. Behind a proxy only the start itself tells.
@@ -437,7 +458,10 @@ def check_server(config: Config) -> None:
         raise TrackingError(
             f"`tracking.uri` is {settings.uri}, which has no scheme: write http://{settings.uri}"
         )
-    if not settings.mlflow or uri.scheme not in ("http", "https"):
+    if not settings.mlflow:
+        return
+    _check_store(uri.scheme.partition("+")[0], uri.path)
+    if uri.scheme not in ("http", "https"):
         return
     try:
         port = uri.port or (443 if uri.scheme == "https" else 80)
