@@ -27,6 +27,8 @@ LONG = ("tests/wiring/", "tests/replay/test_journal.py", "tests/learner/", "test
 SYSTEM = (
     "tests/chaos/test_resume.py",
     "tests/chaos/test_chaos.py",
+    "tests/system/test_jobs.py",
+    "tests/system/test_command_line.py",
     "tests/weights/test_publication.py",
     "tests/cluster/test_rollout_actors.py",
     "tests/weights/test_faults.py",

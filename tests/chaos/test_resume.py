@@ -180,7 +180,7 @@ def both(
     )
 
 
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(3600)
 
 
 def test_every_start_goes_on_from_the_newest_complete_checkpoint(both):

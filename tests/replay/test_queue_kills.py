@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-FEW = 20
+FEW = 10
 SCHEDULES = [
     FEW,
     pytest.param(50, marks=pytest.mark.slow),
@@ -46,5 +46,5 @@ def test_kills_of_queue_and_producers_lose_nothing(count: int, shared_run: dict[
     assert (
         seen["schedules"] == count
         and seen["queue_kills"] >= count
-        and seen["producer_kills"] >= count // 20
+        and seen["producer_kills"] >= max(count // 20, 1)
     ), seen
