@@ -531,8 +531,9 @@ class Trainer:
         try:
             return ensure_warm_start(
                 self.config,
-                progress=self._stop_requested.watching(self.console.info),
+                progress=self.console.info,
                 timeout_s=WARM_START_TIMEOUT_S,
+                check=self._stop_requested.check,
             )
         except WarmStartError as error:
             raise SetupError(str(error)) from error

@@ -45,15 +45,6 @@ class Stop:
         if self._requested.is_set():
             raise StopRequested("the run was asked to end")
 
-    def watching(self, work: Callable[[str], None]) -> Callable[[str], None]:
-        """Wrap `work` to raise StopRequested instead, once the run was asked to end."""
-
-        def checked(text: str) -> None:
-            self.check()
-            work(text)
-
-        return checked
-
     def run(
         self, work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop, *, stoppable: bool
     ) -> Any:

@@ -40,22 +40,30 @@ _REPORT = "warm_start.json"
 _PROGRESS, _REFUSED = "progress: ", "refused: "
 """Begin the lines of the child that are for the user; `_REFUSED` is its last one."""
 _LAST_LINES = 15
+POLL_S = 0.2
+"""How often somebody who waits for the child looks whether to go on."""
 
 
 class WarmStartError(RuntimeError):
     """The model could not be built; the message ends with what the child process printed last."""
 
 
-def ensure_warm_start(config: Config, *, progress: Callable[[str], None], timeout_s: float) -> str:
+def ensure_warm_start(
+    config: Config,
+    *,
+    progress: Callable[[str], None],
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> str:
     """Directory of the warm-started model, cached or built by a child within `timeout_s`;
-    `progress` gets lines. Raises TaskError, and WarmStartError if the child failed or took too
-    long.
+    `progress` gets lines, and what `check` raises ends the child. Raises TaskError, and
+    WarmStartError if the child failed or took too long.
     """
     directory = cache_path(config, load_task(config.task, config.seed))
     if is_cached(directory):
         progress(f"warm start: using {directory}")
         return str(directory)
-    _run_child(config, progress, timeout_s)
+    _run_child(config, progress, timeout_s, check)
     if not is_cached(directory):
         raise WarmStartError(
             f"the warm start ended without a model in {directory}; is something deleting "
@@ -77,7 +85,7 @@ def warm_start(config: Config, *, progress: Callable[[str], None]) -> str:
     directory.parent.mkdir(parents=True, exist_ok=True)
     from async_grpo.warm_start import model as warm_start_model
 
-    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-{os.getpid()}-", dir=directory.parent))
     try:
         report = warm_start_model.train(
             settings,
@@ -112,7 +120,11 @@ def cache_path(config: Config, task: Task) -> Path:
         "fingerprint": task.fingerprint,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
-    return Path(settings.cache_dir).expanduser().absolute() / "warm_start" / digest
+    return _cache(config) / digest
+
+
+def _cache(config: Config) -> Path:
+    return Path(_settings(config).cache_dir).expanduser().absolute() / "warm_start"
 
 
 def is_cached(directory: Path) -> bool:
@@ -169,7 +181,9 @@ def _publish(draft: Path, directory: Path) -> None:
             raise
 
 
-def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float) -> None:
+def _run_child(
+    config: Config, progress: Callable[[str], None], timeout_s: float, check: Callable[[], None]
+) -> None:
     """Run this module as a process until the deadline at most, with all cores in OMP_NUM_THREADS:
     the caller's value is for processes that share the machine, and nothing else runs now.
     """
@@ -201,7 +215,7 @@ def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float
             child.stdin.close()
         except BrokenPipeError:
             last.append("(the process ended before it read its settings)")
-        while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+        while (line := _next_line(lines, deadline, check)) is not None:
             if line.startswith(_PROGRESS):
                 progress(line.removeprefix(_PROGRESS))
             elif line.startswith(_REFUSED):
@@ -217,8 +231,24 @@ def _run_child(config: Config, progress: Callable[[str], None], timeout_s: float
     finally:
         child.kill()
         child.wait()
+        for draft in _cache(config).glob(f"*-{child.pid}-*"):
+            shutil.rmtree(draft, ignore_errors=True)  # of a child that was ended here
     if code != 0:
         raise WarmStartError(f"the warm start failed with exit code {code}{_tail(last)}")
+
+
+def _next_line(
+    lines: queue.Queue[str | None], deadline: float, check: Callable[[], None]
+) -> str | None:
+    """Return the child's next line, None at its end. Raises queue.Empty at the deadline."""
+    while True:
+        check()
+        left = deadline - time.monotonic()
+        try:
+            return lines.get(timeout=max(0.0, min(left, POLL_S)))
+        except queue.Empty:
+            if left <= POLL_S:
+                raise
 
 
 def _read_lines(stream: TextIO, lines: queue.Queue[str | None]) -> None:

@@ -57,8 +57,6 @@ def test_a_stoppable_wait_gives_way_and_others_do_not(loop) -> None:
     assert stop.run(after(2 * stopping.POLL_S, 8), loop, stoppable=False) == 8, (
         "what must be whole is not cut short"
     )
-    with pytest.raises(StopRequested):
-        stop.watching(pytest.fail)("a line")
 
 
 def test_an_error_of_the_work_is_raised_and_a_stop_asked_meanwhile_ends_the_wait(loop) -> None:

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_grpo.config.schema import Config, Model, Run, TaskConfig, WarmStart
+from async_grpo.errors import StopRequested
 from async_grpo.tasks.registry import load_task
 from async_grpo.warm_start import cache as warm_start
 from async_grpo.warm_start import model as warm_start_model
@@ -255,6 +256,20 @@ def test_an_interrupted_build_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         warm_start.warm_start(_config(tmp_path), progress=interrupt)
     assert list((tmp_path / "warm_start").iterdir()) == []
+
+
+def test_a_stop_ends_the_child_whatever_it_does_and_leaves_no_draft(tmp_path: Path) -> None:
+    drafts = tmp_path / "warm_start"
+
+    def check() -> None:
+        if drafts.is_dir() and list(drafts.iterdir()):
+            raise StopRequested("asked")
+
+    with pytest.raises(StopRequested):
+        warm_start.ensure_warm_start(
+            _config(tmp_path), progress=_quiet, timeout_s=300.0, check=check
+        )
+    assert list(drafts.iterdir()) == []
 
 
 def test_unknown_characters_are_named() -> None:
