@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import parameter as ray_parameter
 from ray._private import ray_constants, services
 from ray._private import state as ray_state
@@ -54,10 +55,13 @@ from async_grpo.cluster.placement import (
 )
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
+from async_grpo.runtime.text import one_line
 
 POLL_S = 1.0
 RESERVED_POLL_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
+START_S = 180.0
+"""Longest wait for the node of a Ray that is started here."""
 
 
 @dataclass
@@ -85,14 +89,21 @@ class Session:
                 # Ray replaces a loopback address by the machine's own unless it believes that it
                 # cannot form clusters.
                 ray_constants.ENABLE_RAY_CLUSTER = False
-                with _own_cluster(), _session_of_its_own():
-                    ray.init(
-                        address="local",
-                        num_cpus=cpus,
-                        include_dashboard=False,
-                        _node_ip_address="127.0.0.1",
-                        **options,
-                    )
+                try:
+                    with _own_cluster(), _session_of_its_own():
+                        ray.init(
+                            address="local",
+                            num_cpus=cpus,
+                            include_dashboard=False,
+                            _node_ip_address="127.0.0.1",
+                            **options,
+                        )
+                except Exception as error:  # plain ones among them
+                    logs = Path(get_default_ray_temp_dir()) / "session_latest" / "logs"
+                    raise SetupError(
+                        f"Ray did not start on this machine: {one_line(error)} Its logs are in "
+                        f"{logs}"
+                    ) from error
         return cls(local=not joined)
 
     def nodes(self) -> list[Node]:
@@ -281,17 +292,30 @@ def _own_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _own_cluster() -> Iterator[None]:
-    """Start no autoscaler and no log monitor, which a cluster of one machine does not need, and
-    leave the ports that `ray start` wants to a cluster that may be started beside it.
+    """Start no autoscaler and no log monitor, which a cluster of one machine does not need, leave
+    the ports that `ray start` wants to a cluster that may be started beside it, and wait for a node
+    longer than Ray's 30 seconds, which are few where others use the cores.
     """
-    usual = ray_parameter.RayParams
+    usual, get_node = ray_parameter.RayParams, services.get_node
     ray_parameter.RayParams = partial(
         usual, include_log_monitor=False, no_monitor=True, dashboard_agent_listen_port=0
     )
+    deadline = time.monotonic() + START_S
+
+    def patient(*args: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return get_node(*args, **options)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(RESERVED_POLL_S)
+
+    services.get_node = patient
     try:
         yield
     finally:
-        ray_parameter.RayParams = usual
+        ray_parameter.RayParams, services.get_node = usual, get_node
 
 
 @contextmanager

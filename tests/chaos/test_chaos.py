@@ -26,7 +26,7 @@ VOLLEYS = (
 """Faults of one volley strike one after the other, while the run still recovers from those before.
 """
 
-pytestmark = pytest.mark.timeout(2400)
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.alone]
 
 
 def story(home: Path) -> dict[str, Any]:

@@ -10,6 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
+from ray._private import services
+
+from async_grpo.cluster import session
+from async_grpo.errors import SetupError
 
 SCRIPT = """
 import json, psutil, ray
@@ -38,3 +43,35 @@ def test_a_local_cluster_works_without_autoscaler_and_log_monitor() -> None:
     assert told["answer"] == 42 and told["restored"]
     assert any("raylet" in line for line in told["lines"])
     assert not [line for line in told["lines"] if "log_monitor" in line or "monitor.py" in line]
+
+
+def test_a_node_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [RuntimeError("no such node")] * 3 + ["the node"]
+
+    def get_node(*_: object) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    with session._own_cluster():
+        assert services.get_node("address", "id") == "the node"
+    assert services.get_node is get_node
+    answers.append(RuntimeError("no such node"))
+    monkeypatch.setattr(session, "START_S", -1.0)
+    with session._own_cluster(), pytest.raises(RuntimeError, match="no such node"):
+        services.get_node("address", "id")
+
+
+def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nMore of it.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(SetupError) as caught:
+        session.Session.open(processes=2)
+    said = str(caught.value)
+    assert said.startswith("Ray did not start on this machine: The current node timed out during")
+    assert "session_latest/logs" in said and "\n" not in said
