@@ -294,3 +294,23 @@ def test_the_bar_uses_the_width_of_the_terminal() -> None:
     cells = [headline(progress, width=width).count("━") for width in (80, 120, 160)]
     assert cells[0] == 10 and cells[0] < cells[1] < cells[2]
     assert all(len(headline(progress, width=width)) <= width for width in (60, 80, 160, 300))
+
+
+def test_the_version_that_is_shown_is_the_newest_that_was_published() -> None:
+    now = [100.0]
+    progress = Progress(clock=lambda: now[0])
+
+    def shown() -> tuple[float, float]:
+        facts = progress.facts()
+        return facts["metrics"]["replay/live_version"], facts["published_at"]
+
+    progress.logged(1, 9, {"time/step": 1.0, "replay/live_version": 0.0})
+    progress.published(1)
+    assert shown() == (1.0, 100.0)
+    now[0] = 105.0
+    progress.logged(2, 9, {"time/step": 1.0, "replay/live_version": 0.0})
+    assert shown() == (1.0, 100.0), "the metrics of a step are of before its publication"
+    progress.logged(3, 9, {"time/step": 1.0, "replay/live_version": 2.0})
+    assert shown() == (2.0, 105.0)
+    progress.published(1)
+    assert shown() == (1.0, 105.0), "a learner that went back publishes an earlier version"

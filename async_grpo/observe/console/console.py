@@ -251,6 +251,7 @@ class Console:
 
     def published(self, version: int, seconds: float) -> None:
         """Record that a version became live, `seconds` after it was staged."""
+        self.progress.published(version)
         self.event("publication", version=version, begin=time.time() - seconds)
 
     def event(self, kind: str, /, **facts: Any) -> None:

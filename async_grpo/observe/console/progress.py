@@ -148,6 +148,13 @@ class Progress:
             if "time/step" in metrics:
                 self._logged_step(now, step, metrics)
 
+    def published(self, version: int) -> None:
+        """Take the version that has just become live."""
+        with self._lock:
+            self._version, self._published = float(version), self._clock()
+            if "replay/live_version" in self._metrics:
+                self._metrics["replay/live_version"] = self._version
+
     def end(self, code: int, message: str) -> None:
         """Keep how the run ended."""
         with self._lock:
@@ -174,8 +181,10 @@ class Progress:
         }
         if "rollout/score" in self._metrics:
             self._reward.add(self._metrics["rollout/score"])
-        if (version := metrics.get("replay/live_version", self._version)) != self._version:
+        if (version := metrics.get("replay/live_version", self._version)) > self._version:
             self._version, self._published = version, now
+        elif "replay/live_version" in self._metrics:  # measured before the newest publication
+            self._metrics["replay/live_version"] = self._version
         kept = {
             name: value
             for name, value in metrics.items()
