@@ -94,6 +94,14 @@ OWNED = (
     _on("replay.filter_groups.zero_variance", "replay.filter_groups.tolerance"),
     _on("replay.journal.enable", "replay.journal.fsync"),
     _Owned(
+        tuple(f"model.warm_start.blur_{key}" for key in ("accuracy", "sampled_accuracy", "noise")),
+        "model.warm_start.blur_max_steps",
+        "60 (or another limit)",
+        lambda config: (
+            config.model.warm_start is None or config.model.warm_start.blur_max_steps > 0
+        ),
+    ),
+    _Owned(
         ("evaluation.temperature",),
         "evaluation.n",
         "1 (or more)",

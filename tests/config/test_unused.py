@@ -11,7 +11,12 @@ from async_grpo.config.load import ConfigError, dump, load_config
 from async_grpo.config.unused import unused, value_of
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = ["run.total_steps=2", "evaluation.n=0", "model.warm_start={}", "rollout.group_size=4"]
+BASE = [
+    "run.total_steps=2",
+    "evaluation.n=0",
+    "model.warm_start={blur_max_steps: 0}",
+    "rollout.group_size=4",
+]
 KL, FILTER = "algorithm.use_kl_loss=true", "replay.filter_groups.enable=true"
 IN_REWARD, SIDES = "algorithm.add_token_level_kl=true", "algorithm.clip_ratio_low=0.1"
 RECOMPUTED = "algorithm.anchor=recomputed"
@@ -52,6 +57,13 @@ CASES = {
         "algorithm.adv_estimator",
         ["algorithm.adv_estimator=asymre", "algorithm.policy_loss=asymre"],
     ),
+    **{
+        f"model.warm_start.blur_{key}=0.4": (
+            "model.warm_start.blur_max_steps",
+            ["model.warm_start.blur_max_steps=5"],
+        )
+        for key in ("accuracy", "sampled_accuracy", "noise")
+    },
     "evaluation.temperature=0.5": ("evaluation.n", ["evaluation.n=2"]),
     "replay.filter_groups.metric=acc": ("replay.filter_groups.enable", [FILTER]),
     "replay.filter_groups.max_num_gen_batches=2": ("replay.filter_groups.enable", [FILTER]),

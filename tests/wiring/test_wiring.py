@@ -4,10 +4,20 @@ is disconnected.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.support.registers import registers_put_back
 from tests.support.wiring import Wire, keys, load, see
 from tests.wiring.table import EQUIVALENT, WIRES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registers() -> Iterator[None]:
+    """Other modules compare what is registered with what is built in."""
+    with registers_put_back():
+        yield
 
 
 @pytest.mark.parametrize("wire", [pytest.param(wire, id=wire.key) for wire in WIRES])
