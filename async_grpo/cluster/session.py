@@ -101,8 +101,8 @@ class Session:
                 except Exception as error:  # plain ones among them
                     logs = Path(get_default_ray_temp_dir()) / "session_latest" / "logs"
                     raise SetupError(
-                        f"Ray did not start on this machine: {one_line(error)} Its logs are in "
-                        f"{logs}"
+                        f"Ray did not start on this machine ({one_line(error).rstrip('.')}); its "
+                        f"logs are in {logs}"
                     ) from error
         return cls(local=not joined)
 

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -72,10 +73,11 @@ def ensure_warm_start(
     return str(directory)
 
 
-def warm_start(config: Config, *, progress: Callable[[str], None]) -> str:
+def warm_start(config: Config, *, progress: Callable[[str], None], draft_of: str = "") -> str:
     """Directory with a Qwen2 model (safetensors, float32), its tokenizer and `warm_start.json`
-    (what was done), built in this process unless cached. Raises ValueError if the task has no
-    solutions or uses characters that the model does not know.
+    (what was done), built in this process unless cached. `draft_of` is in the name of the draft's
+    directory, for whoever ends this process. Raises ValueError if the task has no solutions or uses
+    characters that the model does not know.
     """
     settings = _settings(config)
     task = load_task(config.task, config.seed)
@@ -85,7 +87,7 @@ def warm_start(config: Config, *, progress: Callable[[str], None]) -> str:
     directory.parent.mkdir(parents=True, exist_ok=True)
     from async_grpo.warm_start import model as warm_start_model
 
-    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-{os.getpid()}-", dir=directory.parent))
+    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-{draft_of}-", dir=directory.parent))
     try:
         report = warm_start_model.train(
             settings,
@@ -190,9 +192,9 @@ def _run_child(
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     threads = str(len(os.sched_getaffinity(0)))
-    deadline = time.monotonic() + timeout_s
+    deadline, token = time.monotonic() + timeout_s, uuid.uuid4().hex
     child = subprocess.Popen(
-        [sys.executable, "-m", "async_grpo.warm_start"],
+        [sys.executable, "-m", "async_grpo.warm_start", token],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -231,7 +233,7 @@ def _run_child(
     finally:
         child.kill()
         child.wait()
-        for draft in _cache(config).glob(f"*-{child.pid}-*"):
+        for draft in _cache(config).glob(f"*-{token}-*"):
             shutil.rmtree(draft, ignore_errors=True)  # of a child that was ended here
     if code != 0:
         raise WarmStartError(f"the warm start failed with exit code {code}{_tail(last)}")
@@ -266,6 +268,10 @@ def main() -> None:
     die_with_parent()
     config = Config.model_validate_json(sys.stdin.read())
     try:
-        warm_start(config, progress=lambda text: print(f"{_PROGRESS}{text}", flush=True))
+        warm_start(
+            config,
+            progress=lambda text: print(f"{_PROGRESS}{text}", flush=True),
+            draft_of=sys.argv[1],
+        )
     except ValueError as error:  # the task does not fit: nothing that a traceback would explain
         print(f"{_REFUSED}{' '.join(str(error).split())}", flush=True)

@@ -73,5 +73,7 @@ def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPat
     with pytest.raises(SetupError) as caught:
         session.Session.open(processes=2)
     said = str(caught.value)
-    assert said.startswith("Ray did not start on this machine: The current node timed out during")
+    assert said.startswith(
+        "Ray did not start on this machine (The current node timed out during startup)"
+    )
     assert "session_latest/logs" in said and "\n" not in said
