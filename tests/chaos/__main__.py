@@ -77,6 +77,8 @@ def one_part(kinds: list[str], *, first: int, seed: int, out: Path) -> bool:
             run.note_belongings()
             end(run)
             counts = account.check(run, batch=case.R)
+            if "kill driver" in kinds:
+                account.continued_in_recorded_steps(run)
             _nothing_left(run)
             account.mlflow_has_all(server.uri, run, counts["steps"])
             _write(out, part=first, seed=seed, faults=len(kinds), starts=run.starts, **counts)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 
 import torch
@@ -15,8 +16,20 @@ from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.replay.history import read_history
 from tests.chaos.harness import Run
 
+SAME_BITS = re.compile(r"the weights are the same bits at (\d+) of (\d+)")
 NOT_LOST = ("ready", "training", "trained", "unused")
 """Where a completed group may be: `unused` are those that were ready when the run was ended."""
+
+
+def continued_in_recorded_steps(run: Run) -> None:
+    """What a killed driver had trained after its last checkpoint is trained again, and gives the
+    same weights. Raises AssertionError.
+    """
+    text = run.log.read_text()
+    found = [tuple(map(int, match)) for match in SAME_BITS.findall(text)]
+    assert "resumed " in text and found, text[-4000:]
+    assert all(same == compared for same, compared in found), found
+    assert any(same > 0 for same, _ in found), found
 
 
 def check(run: Run, *, batch: int) -> dict[str, int]:

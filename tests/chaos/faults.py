@@ -31,7 +31,7 @@ KINDS = (
     "fill disk",
     "kill MLflow",
 )
-SHORT = KINDS[:9]
+SHORT = tuple(kind for kind in KINDS[:9] if kind != "kill driver")
 READY_S, RECOVERY_S, START_S = 300.0, 600.0, 900.0
 HOLD_S = 20.0
 FULL = "No space left on device"
