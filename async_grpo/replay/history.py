@@ -177,7 +177,7 @@ class Past(Visitor):
         self.weighed: dict[int, tuple[int, int]] = {}
         """Learner step -> tokens of its batch with weight in the loss, and without."""
         self.results: dict[int, GroupEntry] = {}
-        """Group -> as it was when its latest result came; in the order of completion."""
+        """Group -> as it was when its latest result came."""
         self.last: Segment | None = None
 
     def begins(self, segment: Segment) -> None:

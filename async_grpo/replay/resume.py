@@ -166,8 +166,7 @@ def roll_back(
             entry = past.results.get(group_id, entry)
             entry = entry or GroupEntry(group_id, 1, step, State.WAITING)
         kept.append(_taken_over(entry, step, settings, results, report))
-    completed = {group_id: place for place, group_id in enumerate(past.results)}
-    kept.sort(key=lambda entry: completed[entry.group_id] if entry.state == State.READY else -1)
+    kept.sort(key=_completed)
     _keep_what_can_be_trained(kept, settings, report)
     then = {
         "steps": step,
@@ -186,6 +185,13 @@ def roll_back(
     ledger = _started_again(end, then, kept, lost=lost_steps)
     report.ready = len(ledger.slots[State.READY])
     return ledger, report
+
+
+def _completed(entry: GroupEntry) -> tuple[int, ...]:
+    """Key that sorts ready groups as they were completed, which is as the journal has their
+    results, and keeps all others as they are, before them.
+    """
+    return entry.place or () if entry.state == State.READY else ()
 
 
 def _started_again(

@@ -364,20 +364,12 @@ class Life:
         assert ready.items() <= kept.items() and (changes or ready == kept), (
             f"{ready} are ready, not {kept}"
         )
-        taken = (
-            {row[0] for row in checkpoint.snapshot["ledger"]["groups"] if row[3] == "training"}
-            if checkpoint
-            else set()
-        )  # these come last
         completed = [
             group_id
             for group_id, attempt in self.frames
             if (group_id, attempt) in {(i, a) for i, (a, _) in ready.items()}
         ]
-        order = [
-            [group_id for group_id in some if group_id not in taken] for some in (ready, completed)
-        ]
-        assert order[0] == order[1], f"{order[0]} are ready, completed were {order[1]}"
+        assert list(ready) == completed, f"{list(ready)} are ready, completed were {completed}"
         again |= {
             group_id: attempt for group_id, (attempt, _) in kept.items() if group_id not in ready
         }
