@@ -32,7 +32,7 @@ from async_grpo.preflight.model import look
 from async_grpo.replay.rules import Verdict
 from async_grpo.rollout.actor import RolloutActor
 from async_grpo.tasks.base import TaskError
-from async_grpo.tasks.registry import held_out, load_task
+from async_grpo.tasks.registry import HELD_OUT, create_task, held_out
 from async_grpo.weights.transport import Version, resolve_backend
 
 SHOWN_BYTES = 4000
@@ -90,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def settings(source: str, *, task: str | None, overrides: Sequence[str]) -> Config:
-    """Put the settings of an evaluation together. Raises ConfigError, SetupError."""
+    """Put the settings of an evaluation together, the evaluated task as `task`. Raises ConfigError,
+    SetupError.
+    """
     place = Path(source).expanduser()
     is_run = (place / "checkpoints").is_dir() or (place / directory.MANIFEST).is_file()
     with tempfile.TemporaryDirectory(prefix="async_grpo-evaluate-") as scratch:
@@ -119,17 +121,20 @@ def settings(source: str, *, task: str | None, overrides: Sequence[str]) -> Conf
             f"run.dir={json.dumps(str(run_dir))}",  # where what the run has stored passes
         ]
         if task is not None:
-            given += [f"task={{name: {json.dumps(task)}}}", "evaluation.task=null"]
-        return load_config(base, [*given, *overrides])
+            asked = {"name": task} | ({"eval": HELD_OUT[task]} if task in HELD_OUT else {})
+            given += [f"task={json.dumps(asked)}", "evaluation.task=null"]
+        config = load_config(base, [*given, *overrides])
+    evaluation = config.evaluation.model_copy(update={"task": None})
+    return config.model_copy(update={"task": config.evaluated_task, "evaluation": evaluation})
 
 
 def evaluate(config: Config, console: Console) -> dict[str, float]:
     """Answer the held-out problems; the metrics `eval/...`. Raises SetupError, TaskError."""
-    task = load_task(config.task, config.seed)
+    task = create_task(config.task, config.seed)  # which may have no training data
     total = held_out(config, task)
     if not total:
         raise SetupError(f"task {config.task.name} has no held-out problems: set task.eval")
-    console.info(*(look(config, task) or []))
+    console.info(*(look(config, task, of_evaluation=True) or []))
     with _quiet():
         return asyncio.run(_answered(config, total, console))
 
@@ -151,7 +156,9 @@ async def _answered(config: Config, total: int, console: Console) -> dict[str, f
     label = Version(0, 0).label
     with console.phase("starting the engine"):
         await actor.start(
-            backend=resolve_backend(config, device=device, colocated=False), label=label
+            backend=resolve_backend(config, device=device, colocated=False),
+            label=label,
+            only_evaluates=True,
         )
     try:
         started = time.perf_counter()

@@ -26,7 +26,7 @@ from async_grpo.tasks.registry import create_task
 from async_grpo.warm_start.cache import cache_path, is_cached, unfit
 
 SAMPLE = 256
-"""Prompts that are looked at, spread evenly over the training problems."""
+"""Prompts that are looked at, spread evenly over the problems."""
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -47,11 +47,13 @@ _PLAIN_ROPE = (None, "default", "llama3", "mrope")
 """
 
 
-def look(config: Config, task: Task, *, model_dir: str | None = None) -> list[str] | None:
+def look(
+    config: Config, task: Task, *, model_dir: str | None = None, of_evaluation: bool = False
+) -> list[str] | None:
     """Check model and prompts as `check_fit`; None while the model is still to be made."""
     model = model_dir or known_model(config, task)
     if model is not None:
-        return list(check_fit(config, model, task))
+        return list(check_fit(config, model, task, of_evaluation=of_evaluation))
     _check_warm_start(config, task)
     return None
 
@@ -80,8 +82,12 @@ def known_model(config: Config, task: Task) -> str | None:
     return str(local) if local.exists() else config.model.path
 
 
-def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
-    """Check that `model` and the prompts of `task` fit; lines for the user. Raises SetupError."""
+def check_fit(
+    config: Config, model: str, task: Task, *, of_evaluation: bool = False
+) -> Iterator[str]:
+    """Check that `model` and the prompts of `task` fit; lines for the user. Raises SetupError.
+    of_evaluation: look at held-out problems, since nothing is trained.
+    """
     if isinstance(task, RowTask):
         yield from task.notes
     with quiet_hub():
@@ -97,7 +103,7 @@ def check_fit(config: Config, model: str, task: Task) -> Iterator[str]:
     rows = architecture.get("vocab_size")
     if isinstance(rows, int):
         _check_vocabulary(model, tokenizer, rows, ends)
-    sample = {index: _problem(config, task, index) for index in _sample(task)}
+    sample = _held_out_sample(config, task) if of_evaluation else _sample(config, task)
     yield from _check_prompts(config, model, sample, tokenizer, rows)
     yield from _check_answers(config, list(sample.values()), tokenizer)
     if config.model.freeze or config.model.lora is not None:
@@ -124,10 +130,10 @@ class _Letters:
 def _check_warm_start(config: Config, task: Task) -> None:
     """Check what is known before the model is made. Raises SetupError."""
     model, letters = "a warm-started model", _Letters()
-    sample = {index: _problem(config, task, index) for index in _sample(task)}
-    for index, problem in sample.items():
+    sample = _sample(config, task)
+    for place, problem in sample.items():
         if why := unfit(problem):
-            raise SetupError(f"task {config.task.name}, training problem {index}: {why}")
+            raise SetupError(f"task {config.task.name}, {place}: {why}")
     _check_positions(config, model, {"max_position_embeddings": WARM_START_POSITIONS})
     # their notes come again when the model is there
     list(_check_prompts(config, model, sample, letters, None))
@@ -254,35 +260,35 @@ def _check_vocabulary(model: str, tokenizer: Any, rows: int, ends: list[int]) ->
 
 
 def _check_prompts(
-    config: Config, model: str, sample: dict[int, Problem], tokenizer: Any, rows: int | None
+    config: Config, model: str, sample: dict[str, Problem], tokenizer: Any, rows: int | None
 ) -> Iterator[str]:
     limit = config.rollout.prompt_length
-    too_long: list[tuple[int, int, Problem]] = []
-    for index, problem in sample.items():
+    too_long: list[tuple[int, str, Problem]] = []
+    for place, problem in sample.items():
         ids = _encoded(config, model, tokenizer, problem)
         if isinstance(rows, int) and max(ids, default=0) >= rows:
             raise SetupError(
-                f"model and tokenizer of {model} do not fit: training problem {index} has "
+                f"model and tokenizer of {model} do not fit: {place} has "
                 f"token id {max(ids)}, the model has {rows} "
                 "(vocab_size in config.json): use the tokenizer that the model was trained with"
             )
         if not ids:
             raise SetupError(
-                f"training problem {index} of task {config.task.name} is an empty prompt: "
+                f"{place} of task {config.task.name} is an empty prompt: "
                 "there is no token to begin with"
             )
         if len(ids) > limit:
-            too_long.append((len(ids), index, problem))
+            too_long.append((len(ids), place, problem))
     if not too_long:
         return
-    longest, index, problem = max(too_long, key=lambda entry: entry[0])
+    longest, place, problem = max(too_long, key=lambda entry: entry[0])
     found = (
         f"{len(too_long)} of {len(sample)} sampled prompts have more than `rollout.prompt_length` "
-        f"{limit} tokens, training problem {index} has {longest} ({_start(problem)})"
+        f"{limit} tokens, {place} has {longest} ({_start(problem)})"
     )
     if len(too_long) > config.task.max_bad_fraction * len(sample):
         raise SetupError(
-            f"{found}: raise rollout.prompt_length, take them out of task.train, or leave them out "
+            f"{found}: raise rollout.prompt_length, take them out of the data, or leave them out "
             f"(task.max_bad_fraction, now {config.task.max_bad_fraction:g})"
         )
     yield (
@@ -328,19 +334,26 @@ def _check_trained(config: Config, model: str | None) -> None:
         ) from error
 
 
-def _sample(task: Task) -> range:
-    """At most `SAMPLE` training problems, spread evenly."""
-    return range(0, len(task), -(-len(task) // SAMPLE))
+def _sample(config: Config, task: Task) -> dict[str, Problem]:
+    """At most `SAMPLE` training problems, spread evenly, by their names."""
+    found = {}
+    for index in range(0, len(task), -(-len(task) // SAMPLE)):
+        place = f"training problem {index}"
+        try:
+            found[place] = task.train(index)
+        except Exception as error:
+            raise SetupError(
+                f"task {config.task.name} cannot pose {place}: {type(error).__name__}: "
+                f"{_one_line(error)}"
+            ) from error
+    return found
 
 
-def _problem(config: Config, task: Task, index: int) -> Problem:
-    try:
-        return task.train(index)
-    except Exception as error:
-        raise SetupError(
-            f"task {config.task.name} cannot pose training problem {index}: "
-            f"{type(error).__name__}: {_one_line(error)}"
-        ) from error
+def _held_out_sample(config: Config, task: Task) -> dict[str, Problem]:
+    """At most `SAMPLE` problems of the evaluation, spread evenly, by their names."""
+    problems = task.evaluation(config.evaluation.max_samples)
+    step = max(1, -(-len(problems) // SAMPLE))
+    return {f"held-out problem {n}": problems[n] for n in range(0, len(problems), step)}
 
 
 def _encoded(config: Config, model: str, tokenizer: Any, problem: Problem) -> list[int]:

@@ -41,7 +41,7 @@ from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.text import first_line, shortened
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.chat import prompt_ids
-from async_grpo.tasks.registry import load_task, problem_index
+from async_grpo.tasks.registry import create_task, load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
 from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, encode_group
@@ -146,8 +146,10 @@ class RolloutActor:
             raise RuntimeError(f"{self.actor_id} has not loaded its engine; call start() first")
         return self._parts
 
-    async def start(self, *, backend: str, label: str) -> None:
-        """Load tokenizer, task, verifiers and engine, serving as `label`."""
+    async def start(self, *, backend: str, label: str, only_evaluates: bool = False) -> None:
+        """Load tokenizer, task, verifiers and engine, serving as `label`. only_evaluates: the task
+        may have no training data.
+        """
         early = Engine.begin(self._device, cores=self._cores)
         from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
         from transformers import AutoTokenizer
@@ -156,8 +158,9 @@ class RolloutActor:
         tokenizer = AutoTokenizer.from_pretrained(
             self._model_dir, trust_remote_code=config.model.trust_remote_code
         )
-        task = load_task(config.task, config.seed)
-        if not isinstance(task.train(0).prompt, str) and tokenizer.chat_template is None:
+        task = (create_task if only_evaluates else load_task)(config.task, config.seed)
+        posed = task.evaluation(1)[0] if only_evaluates else task.train(0)
+        if not isinstance(posed.prompt, str) and tokenizer.chat_template is None:
             raise SetupError(
                 f"task {config.task.name} asks in chat messages, but the tokenizer of "
                 f"{self._model_dir} has no chat template; use an instruction-tuned model, or the "

@@ -23,6 +23,8 @@ BUILT_IN = {
     "reasoning_gym": "async_grpo.tasks.reasoning_gym:ReasoningGym",
     "jsonl": "async_grpo.tasks.jsonl:Jsonl",
 }
+HELD_OUT = {"gsm8k": "openai/gsm8k:main:test", "math": "HuggingFaceH4/MATH-500:default:test"}
+"""Held-out rows of an evaluation that names no more than the task."""
 _ROUNDS = 6
 _PARTS = ("weights", "fingerprint", "__len__", "train", "evaluation", "score")
 

@@ -13,8 +13,10 @@ import pytest
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.load import dump, load_config
+from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.evaluate.__main__ import rows, settings
+from async_grpo.evaluate.__main__ import evaluate, rows, settings
+from async_grpo.observe.console.console import Console
 from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +82,32 @@ def test_what_a_run_has_stored_does_not_stand_in_the_way(run_dir: Path, tmp_path
 def test_a_model_needs_a_task(run_dir: Path) -> None:
     with pytest.raises(SetupError, match="say what is asked, --task"):
         settings("some/model", task=None, overrides=[])
-    assert settings("some/model", task="gsm8k", overrides=[]).model.path == "some/model"
+    known = settings("some/model", task="gsm8k", overrides=[])
+    assert known.model.path == "some/model" and known.task.eval == "openai/gsm8k:main:test"
+    own = settings("some/model", task="gsm8k", overrides=["task.eval=rows.jsonl"])
+    assert (own.task.train, own.task.eval) == (None, "rows.jsonl")
+
+
+@pytest.mark.parametrize("task", ["jsonl", "math"])
+def test_held_out_problems_are_looked_at_without_training_data(
+    run_dir: Path, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, held = str(run_dir / "checkpoints" / "step_000007" / "hf"), run_dir / "held.jsonl"
+    with pytest.raises(SetupError, match=f"task {task} has no held-out problems: set task.eval"):
+        evaluate(settings(model, task=task, overrides=["task.eval=null"]), Console())
+    if task == "math":
+        return
+    asked = [f"task.eval={held}", "rollout.response_length=5"]
+    with pytest.raises(SetupError, match=r"held-out problem 8 has 5 "):
+        short = settings(model, task=task, overrides=[*asked, "rollout.prompt_length=2"])
+        evaluate(short, Console())
+
+    async def answered(config: Config, total: int, console: Console) -> dict[str, float]:
+        return {"total": total}
+
+    monkeypatch.setattr("async_grpo.evaluate.__main__._answered", answered)
+    found = evaluate(settings(model, task=task, overrides=asked), Console())
+    assert found == {"total": len(ROWS) - 2}
 
 
 def test_the_table_says_what_was_measured(run_dir: Path) -> None:
@@ -95,10 +122,12 @@ def test_the_table_says_what_was_measured(run_dir: Path) -> None:
 
 
 def test_a_checkpoint_answers_with_an_engine(run_dir: Path) -> None:
-    """The real command, from a directory of its own: numbers alone on stdout, nothing left."""
+    """The real command, from a directory of its own and without training data: numbers alone on
+    stdout, nothing left.
+    """
     before = sorted(run_dir.rglob("*"))
     done = subprocess.run(
-        [sys.executable, "-m", "async_grpo.evaluate", str(run_dir), "--json"],
+        [sys.executable, "-m", "async_grpo.evaluate", str(run_dir), "--json", "task.train=null"],
         check=False,
         cwd=ROOT,
         capture_output=True,

@@ -344,7 +344,7 @@ def test_a_trainer_looks_once_and_before_anything_starts(
     looked: list[str] = []
     monkeypatch.setattr(
         "async_grpo.preflight.model.check_fit",
-        lambda config, model, task: looked.append(model) or iter([]),
+        lambda config, model, task, **_: looked.append(model) or iter([]),
     )
     trainer = Trainer(
         Config.model_validate(
