@@ -145,9 +145,9 @@ A run is described by one YAML file and any number of overrides:
   effect because the setting that it belongs to is off (`kl_loss_coef` without `use_kl_loss`) end
   the start with one message. Two things pass: what the run that is continued has stored, and what
   the file says for a setting that an override turns off, as in an ablation.
-- A relative `run.dir` is relative to the current directory. In a Ray job the current directory is a
-  package that is thrown away, so there it is relative to `$ASYNC_GRPO_HOME`, and where that is not
-  set to `~/async_grpo`.
+- A relative `run.dir` is relative to the current directory. In a Ray job with `--working-dir` the
+  current directory is a package that is thrown away, so there it is relative to
+  `$ASYNC_GRPO_HOME`, and where that is not set to `~/async_grpo`.
 - The column `resume` says whether a run that continues from a checkpoint may have another value:
   `free` yes; `warn` yes, and one line says what it changes; `fixed` no, the start ends with exit
   code 2. With `warn*` the learner computes something else from then on, so learner steps that were

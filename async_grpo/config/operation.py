@@ -45,8 +45,8 @@ class Evaluation(Section):
     temperature: Annotated[float, Field(gt=0)] | None = None
     """Temperature of the sampled responses; null: that of training, `rollout.temperature`."""
     timeout_s: Seconds = 600.0
-    """Longest time one evaluation may take. One before or after training ends the run then, one
-    beside it is given up with a note.
+    """Longest time one evaluation may take. One before training ends the run then; one beside or
+    after it is given up with a line.
     """
 
 
@@ -86,7 +86,7 @@ class Tracking(Section):
     `python -m async_grpo.report --sync`.
     """
     metrics: Literal["main", "all"] = "main"
-    """Metrics that MLflow gets: the main ones, or all of `metrics.jsonl` (some 200 charts)."""
+    """Metrics that MLflow gets: the main ones, or all of `metrics.jsonl` (some 235 charts)."""
     system_metrics: bool = True
     """Send load, memory, disk, network and GPUs of the driver's machine to MLflow every 10 s."""
     log_model_max_gb: Annotated[float, Field(ge=0)] = 1.0

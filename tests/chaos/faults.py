@@ -294,7 +294,8 @@ class Chaos:
             self.run.side.folder / "full",
         )
 
-        def blow() -> None:
+        def blow() -> float:
+            at = time.monotonic()  # writing takes long enough for engines to finish their groups
             if is_mount(filler.parent):
                 subprocess.run(
                     ["dd", "if=/dev/zero", f"of={filler}", "bs=1M"],
@@ -303,6 +304,7 @@ class Chaos:
                     timeout=60,
                 )
             sign.touch()
+            return at
 
         said = run.text().count(FULL)
 

@@ -142,7 +142,7 @@ def condition(facts: dict[str, Any], *, now: float) -> Condition:
         return Condition(
             "killed",
             f"{where} is gone without saying how it ended: it was killed about {ago(age)} "
-            "ago; the same command continues the run",
+            f"ago; python -m async_grpo.run {facts['run_dir']}/config.yaml continues the run",
         )
     if age > SILENT_S:
         return Condition(
