@@ -33,6 +33,7 @@ from async_grpo.checkpoint.resume import (
 )
 from async_grpo.checkpoint.saver import Saver, saver_of
 from async_grpo.cluster.connection import Connection
+from async_grpo.cluster.placement import without_engines
 from async_grpo.config.load import dump, preflight_files, resolve
 from async_grpo.config.resume import Changes
 from async_grpo.config.schema import Config
@@ -109,9 +110,9 @@ class Trainer:
             task = load_task(self.config.task, self.config.seed)
             weights = task_weights(self.config.task, task)
             check_metric_and_journal(self.config, list(weights))
+            evaluated = held_out(self.config, task)
             if self.model_notes is None:  # once: a trainer is checked more than once
                 self.model_notes = look(self.config, task)
-            evaluated = held_out(self.config, task)
         except (TaskError, ValueError) as error:
             raise SetupError(str(error)) from error
         except OSError as error:  # a name that no file can have, a disk that does not answer
@@ -133,8 +134,7 @@ class Trainer:
         """Start the run's processes, check the weight transport, and resume, if there is a past."""
         if self._started:
             return
-        if self._connection is not None:
-            raise RunError("the start failed; call stop, and build a new trainer")
+        self._refuse_second_start()
         self._own_directory()
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         begun = self.console.begin_run()
@@ -173,20 +173,28 @@ class Trainer:
         origin = Origin(self._facts.checkpoint, manifest["step"] if manifest else 0)
         self._start_system(model_dir, origin, saver)
         tracker.tag("run_epoch", str(self.system.run_epoch))
-        self.console.info(*tracker.ready())
+        self.console.info(*tracker.ready(check=self._stop_requested.check))
         model = ThroughputModel.of(self.config, cores=self.system.cores)
         self._verdicts = BottleneckWatch(model, agree=AGREE)
         self._started = True
         self._tell_origin(origin)
 
-    def _own_directory(self) -> None:
+    def _refuse_second_start(self) -> None:
+        """Raise RunError where this trainer has joined or started Ray before."""
+        if self._thread.ident is not None:
+            raise RunError(
+                "this trainer has run, or its start failed: call its stop, and build another one"
+            )
+
+    def _own_directory(self, *, learner_only: bool = False) -> None:
         """Check everything, and take the run directory. Raises SetupError where another run has
         it.
         """
         self.check()
         check_server(self.config)
-        _check_device(self.config)
-        if self._lock.acquire(note=self.console.info, check=self._stop_requested.check):
+        _check_device(without_engines(self.config) if learner_only else self.config)
+        found = self._lock.acquire(note=self.console.info, check=self._stop_requested.check)
+        if checkpoint.finish_replacing(self.run_dir) or found:
             self.check()  # the run before may have gone on until now
 
     def _lost(self, why: str) -> None:
@@ -198,7 +206,9 @@ class Trainer:
     def _connect(self, *, learner_only: bool = False) -> Connection:
         """Join or start Ray; from the main thread."""
         self._thread.start()
-        self._connection = Connection(self.config, self._loop, learner_only=learner_only)
+        self._connection = Connection(
+            self.config, self._loop, check=self._stop_requested.check, learner_only=learner_only
+        )
         return self._connection
 
     def _start_system(self, model_dir: str, origin: Origin, saver: Saver) -> None:
@@ -336,14 +346,13 @@ class Trainer:
         Returns which weights are the recorded ones, bit for bit. Raises SetupError for what cannot
         be repeated.
         """
-        if self._connection is not None:
-            raise RunError("a replay is a run of its own; build another trainer")
+        self._refuse_second_start()
         source = Path(source).expanduser().resolve()
         if source == self.run_dir:
             raise SetupError(
                 f"a replay writes its own metrics: set run.dir to another directory than {source}"
             )
-        self._own_directory()
+        self._own_directory(learner_only=True)
         course = plan_rerun(source, after=after, until=self.total_steps)
         for line in differences(self.config, source / "config.yaml"):
             self.console.info(f"other than recorded: {line}")
@@ -351,9 +360,6 @@ class Trainer:
             f"steps {course.first} to {course.last}, "
             + (f"from {course.checkpoint}" if course.checkpoint else "from the initial model")
         )
-        # of an earlier replay: they are compared with each other
-        (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)
-        (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         return self._repeat(source, course)
 
     def _repeat(self, source: Path, course: Course) -> Comparison:
@@ -363,6 +369,9 @@ class Trainer:
         self._log.total_steps = course.last
         model_dir = self._model_dir()
         connection = self._connect(learner_only=True)
+        # of an earlier replay: they are compared with each other
+        (self.run_dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         self._rerun = Rerun(
             self.config,
             total_steps=self.total_steps,
@@ -419,6 +428,8 @@ class Trainer:
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(timeout=10)
+                if not self._thread.is_alive():
+                    self._loop.close()
             self._lock.release()
             self.console.stopped(status)
 

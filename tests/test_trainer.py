@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from async_grpo.checkpoint import directory as checkpoint
+from async_grpo.checkpoint.resume import Course
 from async_grpo.cluster import session
 from async_grpo.config.schema import Config
 from async_grpo.errors import RunError, SetupError
@@ -99,3 +100,62 @@ def test_a_config_yaml_that_no_run_wrote_is_not_replaced(tmp_path: Path, model: 
             one.check()
         (run_dir / "status.json").write_text("{}")
         one.check()
+
+
+def test_an_evaluation_task_without_held_out_problems_is_one_sentence(
+    tmp_path: Path, model: str
+) -> None:
+    with trainer(tmp_path / "run", model) as one:
+        evaluation = Config.model_validate(
+            {
+                "run": {"total_steps": 1},
+                "model": {"path": model},
+                "evaluation": {"task": {"name": "gsm8k"}},
+            }
+        ).evaluation
+        one.config = one.config.model_copy(update={"evaluation": evaluation})
+        with pytest.raises(SetupError, match=r"no held-out problems \(set evaluation.task.eval\)"):
+            one.check()
+
+
+def test_a_start_that_failed_before_ray_is_repeated_and_a_stopped_trainer_is_not(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*_: object, **__: object) -> None:
+        raise SetupError("no Ray here")
+
+    monkeypatch.setattr("async_grpo.trainer.verified", lambda path: 1 / 0)
+    with trainer(tmp_path / "run", model) as one:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                one.start()
+        one.stop("FAILED")
+        monkeypatch.setattr("async_grpo.trainer.verified", lambda path: None)
+        monkeypatch.setattr("async_grpo.trainer.Connection", connect)
+        with pytest.raises(SetupError, match="no Ray here"):
+            one.start()
+        one.stop("FAILED")
+        assert one._loop.is_closed()
+        with pytest.raises(RunError, match="build another one"):
+            one.start()
+
+
+def test_a_replay_that_failed_at_its_start_is_repeated(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves nothing that looks like somebody else's directory."""
+
+    def connect(*_: object, **__: object) -> None:
+        raise SetupError("no Ray here")
+
+    source = tmp_path / "source"
+    (source / "journal").mkdir(parents=True)
+    monkeypatch.setattr("async_grpo.trainer.plan_rerun", lambda *_, **__: Course(1, 2, None))
+    monkeypatch.setattr("async_grpo.trainer.differences", lambda *_: [])
+    monkeypatch.setattr("async_grpo.trainer.Connection", connect)
+    for _ in range(2):
+        with (
+            pytest.raises(SetupError, match="no Ray here"),
+            trainer(tmp_path / "run", model) as one,
+        ):
+            one.replay(source)

@@ -180,13 +180,21 @@ def step_of(path: Path) -> int:
 
 
 def latest(run_dir: Path) -> Path | None:
-    """Find the newest complete checkpoint, or None, while no run writes there: one that was about
-    to be replaced when the run ended gets its name back.
+    """Find the newest complete checkpoint, or None; also one that was about to be replaced."""
+    half = {path.with_suffix(""): path for path in _half_replaced(run_dir)}
+    named = sorted([*_finished(run_dir), *half], key=step_of)
+    found = [half.get(path, path) for path in named]
+    return next((path for path in reversed(found) if _is_complete(path)), None)
+
+
+def finish_replacing(run_dir: Path) -> bool:
+    """Give a checkpoint that was about to be replaced when the run ended its name back, while no
+    run writes there; whether there was one.
     """
-    for replaced in (run_dir / "checkpoints").glob(f"step_*{_REPLACED}"):
-        if not (final := replaced.with_name(replaced.name.removesuffix(_REPLACED))).exists():
-            replaced.rename(final)
-    return next((path for path in reversed(_finished(run_dir)) if _is_complete(path)), None)
+    replaced = _half_replaced(run_dir)
+    for path in replaced:
+        path.rename(path.with_suffix(""))
+    return bool(replaced)
 
 
 def find(source: Path) -> Path:
@@ -253,10 +261,16 @@ def _finished(run_dir: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
 
 
+def _half_replaced(run_dir: Path) -> list[Path]:
+    """Find what has been put aside for a checkpoint that did not come."""
+    found = (run_dir / "checkpoints").glob(f"step_*{_REPLACED}")
+    return [path for path in found if not path.with_suffix("").exists()]
+
+
 def _is_complete(path: Path) -> bool:
     try:
         read(path)
-    except CheckpointError:
+    except (CheckpointError, OSError):  # it may be replaced or removed meanwhile
         return False
     return True
 

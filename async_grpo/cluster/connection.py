@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import ModuleType
 
 from async_grpo.cluster.placement import room_for
@@ -24,17 +24,28 @@ class Connection:
     """A start's connection to Ray, made at once, until `close`. `key` names its memory segments."""
 
     def __init__(
-        self, config: Config, event_loop: asyncio.AbstractEventLoop, *, learner_only: bool = False
+        self,
+        config: Config,
+        event_loop: asyncio.AbstractEventLoop,
+        *,
+        check: Callable[[], None],
+        learner_only: bool = False,
     ) -> None:
-        """Join or start Ray while `event_loop`, in another thread, imports. Raises SetupError."""
+        """Join or start Ray while `event_loop`, in another thread, imports. check: called while
+        Ray's node is waited for; what it raises ends the start. Raises SetupError.
+        """
         from async_grpo.cluster.session import Session
 
         self._config, self.key = config, uuid.uuid4().hex[:8]
         self._stacks = stacks.home(config.run.dir)
         importing = asyncio.run_coroutine_threadsafe(_import_system(), event_loop)
         processes = config.learner.ranks + 1 if learner_only else room_for(config)
-        self.session = Session.open(processes=processes)
-        importing.result()
+        self.session = Session.open(processes=processes, check=check)
+        try:
+            importing.result()
+        except BaseException:
+            self.session.close()  # nobody else has it
+            raise
         stacks.end(self._stacks)  # of a start that was killed
         stacks.register("driver", self._stacks)
         self.remove_leftovers()

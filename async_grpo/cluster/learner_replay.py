@@ -13,14 +13,18 @@ settings and ranks the weights are the same bits.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import ray
 
 from async_grpo.cluster.learner_group import LearnerGroup
-from async_grpo.cluster.processes import CALL_TIMEOUT_S, MAX_CALLS
+from async_grpo.cluster.placement import without_engines
+from async_grpo.cluster.processes import MAX_CALLS
+from async_grpo.cluster.queue import REOPEN_TIMEOUT_S
 from async_grpo.cluster.session import Session
 from async_grpo.config.schema import Config
+from async_grpo.errors import Stalled
 from async_grpo.loop import Comparison, Loop, StepListener
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.weights.transport import Version
@@ -54,7 +58,7 @@ class Rerun:
     ) -> Comparison:
         """Train steps of the journal in `source`. checkpoint: the learner's; None: the model."""
         config = self._config
-        placement = await session.wait_for_room(config)
+        placement = await session.wait_for_room(without_engines(config))
         options = await session.reserve(
             list(placement.learners), timeout_s=config.cluster.resources_timeout_s
         )
@@ -75,10 +79,11 @@ class Rerun:
         )
         await learner.start(checkpoint)
         await learner.connect([])
-        recorded = await asyncio.wait_for(queue.digests.remote(), CALL_TIMEOUT_S)
+        batches = RecordedBatches(queue)
+        recorded = await batches.digests()
         self.loop = Loop(
             config,
-            queue=RecordedBatches(queue),
+            queue=batches,
             learner=learner,
             publisher=None,
             weights=self._weights,
@@ -109,8 +114,21 @@ class RecordedBatches:
 
     async def get_batch(self, step: int) -> Batch:
         """Return the recorded batch. Raises SetupError where the journal has none."""
-        return await asyncio.wait_for(self._handle.get_batch.remote(step), CALL_TIMEOUT_S)
+        return await self._asked(self._handle.get_batch.remote(step))
+
+    async def digests(self) -> dict[int, str]:
+        """Return the recorded digests of the weights, by version."""
+        return await self._asked(self._handle.digests.remote())
 
     async def metrics(self) -> dict[str, float]:
         """Return nothing: a journal has no queue to measure."""
         return {}
+
+    @staticmethod
+    async def _asked(reference: Awaitable[Any]) -> Any:
+        try:
+            return await asyncio.wait_for(reference, REOPEN_TIMEOUT_S)
+        except TimeoutError as error:
+            raise Stalled(
+                f"the recorded journal could not be read within {REOPEN_TIMEOUT_S:g} s"
+            ) from error

@@ -108,6 +108,22 @@ def place(config: Config, nodes: list[Node]) -> Placement:
     )
 
 
+def without_engines(config: Config) -> Config:
+    """Return the settings for placing a learner alone, whatever the engines would need."""
+    cluster, sync = config.cluster, config.weight_sync
+    changes = {
+        "layout": "split",
+        "engine": cluster.engine.model_copy(update={"tensor_parallel_size": 1}),
+        "rollout_actors": cluster.rollout_actors.model_copy(update={"min": 0}),
+    }
+    return config.model_copy(
+        update={
+            "cluster": cluster.model_copy(update=changes),
+            "weight_sync": sync.model_copy(update={"backend": "auto"}),
+        }
+    )
+
+
 def least(config: Config, nodes: Sequence[Node]) -> list[dict[str, float]]:
     """Return the bundles that the run needs to begin, which a cluster that grows is asked for; none
     for a run on CPU, whose learner stays on the driver's node.

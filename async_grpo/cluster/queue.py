@@ -54,7 +54,6 @@ class QueueProcess:
         if run_dir is not None:
             stacks.register("queue", stacks.home(run_dir))
         self._settings, self._journal = settings, journal
-        self._discards = 0
         self._waiting = 0
         """Actors whose `acquire` waits for tickets."""
         self._opened: ReplayQueue | Exception
@@ -147,14 +146,13 @@ class QueueProcess:
         run_epoch = self._queue.ledger.run_epoch
         journal = replace(
             self._journal,
-            start=f"{self._journal.start}.{self._discards + 1}",
+            start=_next_start(self._queue.start),
             lost_steps="discard",
             reason=why,
             fresh=False,
         )
         settings = replace(self._settings, trained_steps=step)
         self._opened = queue = open_queue(settings, journal, snapshot=snapshot)
-        self._discards += 1
         queue.raise_epoch(above=run_epoch, step=step)
         return str(queue.report), queue.ledger.run_epoch
 
@@ -187,6 +185,12 @@ class QueueProcess:
         return os.getpid()
 
 
+def _next_start(start: str) -> str:
+    """Name a start for the next learner that goes back: `s`, `s.1`, `s.2`."""
+    process, _, number = start.partition(".")
+    return f"{process}.{int(number or 0) + 1}"
+
+
 class DriverQueue:
     """The queue as the loop sees it."""
 
@@ -194,6 +198,9 @@ class DriverQueue:
         self._handle = handle
         self.reports = ActorReports()
         """Latest reports of all rollout actors; a restarted queue forgets those of dead ones."""
+        self._reading = 0
+        """Calls under way for which the queue reads its journal, and answers nobody meanwhile."""
+        self._read_until = 0.0
 
     async def get_batch(self, step: int) -> Batch | None:
         """Take the batch of a learner step, or None while the queue has none."""
@@ -232,13 +239,11 @@ class DriverQueue:
 
     async def digests(self) -> dict[int, str]:
         """Return the recorded digests of the weights, by version."""
-        return await self._call(self._handle.call.remote("digests"), timeout_s=REOPEN_TIMEOUT_S)
+        return await self._reads(self._handle.call.remote("digests"))
 
     async def obstacle(self, *, after: int, until: int) -> str:
         """Say why recorded steps cannot be trained again, or ""."""
-        return await self._call(
-            self._handle.obstacle.remote(after, until), timeout_s=REOPEN_TIMEOUT_S
-        )
+        return await self._reads(self._handle.obstacle.remote(after, until))
 
     async def progress(self) -> dict[str, int]:
         """Return learner steps done, the step in training and the run epoch."""
@@ -248,9 +253,7 @@ class DriverQueue:
         self, *, step: int, snapshot: dict[str, Any] | None, why: str
     ) -> tuple[str, int]:
         """Take back the learner steps after `step`; a summary, and the new run epoch."""
-        return await self._call(
-            self._handle.discard.remote(step, snapshot, why), timeout_s=REOPEN_TIMEOUT_S
-        )
+        return await self._reads(self._handle.discard.remote(step, snapshot, why))
 
     async def history(self, group_ids: list[int]) -> dict[int, dict[str, Any]]:
         """Return what became of these groups."""
@@ -284,14 +287,32 @@ class DriverQueue:
         """Close the journal; in order, groups under way become unused."""
         await self._call(self._handle.call.remote("close", orderly=orderly))
 
-    @staticmethod
-    async def _call(reference: Awaitable[Any], *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def _reads(self, reference: Awaitable[Any]) -> Any:
+        """Await a call for which the queue reads its journal. Other calls have as much time until
+        it has answered, and theirs from then on.
+        """
+        self._reading += 1
         try:
-            return await asyncio.wait_for(reference, timeout_s)
-        except TimeoutError as error:
-            raise Stalled(f"the replay queue did not answer within {timeout_s:g} s") from error
+            return await self._call(reference, timeout_s=REOPEN_TIMEOUT_S)
+        finally:
+            self._reading -= 1
+            self._read_until = time.monotonic()
+
+    async def _call(self, reference: Awaitable[Any], *, timeout_s: float | None = None) -> Any:
+        limit_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
+        asked, begun = asyncio.ensure_future(reference), time.monotonic()
+        try:
+            while not asked.done():
+                now, held_up = time.monotonic(), self._reading > 0 and timeout_s is None
+                begun = now if held_up else max(begun, self._read_until)
+                if (left := begun + limit_s - now) <= 0:
+                    raise Stalled(f"the replay queue did not answer within {limit_s:g} s")
+                await asyncio.wait({asked}, timeout=left)
+            return asked.result()
         except ray.exceptions.RayActorError as error:
             raise queue_died(error) from error
+        finally:
+            asked.cancel()
 
 
 class ActorQueue:

@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,7 +54,7 @@ from async_grpo.cluster.placement import (
     place,
 )
 from async_grpo.config.schema import Config
-from async_grpo.errors import SetupError
+from async_grpo.errors import SetupError, StopRequested
 from async_grpo.runtime.text import one_line
 
 POLL_S = 1.0
@@ -72,8 +72,10 @@ class Session:
     _groups: list[PlacementGroup] = field(default_factory=list)
 
     @classmethod
-    def open(cls, *, processes: int) -> Session:
-        """Join the cluster of RAY_ADDRESS, or start one for `processes` on loopback."""
+    def open(cls, *, processes: int, check: Callable[[], None] = lambda: None) -> Session:
+        """Join the cluster of RAY_ADDRESS, or start one for `processes` on loopback. check: called
+        while the node is waited for; what it raises ends the start. Raises SetupError.
+        """
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         # Ray's agents notice late that all others are gone.
@@ -82,15 +84,14 @@ class Session:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         with _own_sigterm():
             if joined:
-                _refuse_silent_head(os.environ["RAY_ADDRESS"])
-                ray.init(address="auto", **options)
+                _join(options)
             else:
                 cpus = max(os.cpu_count() or 1, processes)
                 # Ray replaces a loopback address by the machine's own unless it believes that it
                 # cannot form clusters.
                 ray_constants.ENABLE_RAY_CLUSTER = False
                 try:
-                    with _own_cluster(), _session_of_its_own():
+                    with _own_cluster(check), _session_of_its_own():
                         ray.init(
                             address="local",
                             num_cpus=cpus,
@@ -98,6 +99,9 @@ class Session:
                             _node_ip_address="127.0.0.1",
                             **options,
                         )
+                except StopRequested:
+                    ray.shutdown()
+                    raise
                 except Exception as error:  # plain ones among them
                     logs = Path(get_default_ray_temp_dir()) / "session_latest" / "logs"
                     raise SetupError(
@@ -235,7 +239,14 @@ class Session:
                 answer = _probe_storage.options(num_cpus=0, scheduling_strategy=where).remote(
                     str(own), token, node.node_id
                 )
-                seen = await asyncio.wait_for(answer, timeout_s)
+                try:
+                    seen = await asyncio.wait_for(answer, timeout_s)
+                except ray.exceptions.RayTaskError as error:  # also of the class of its cause
+                    raise SetupError(
+                        f"node {node.address} cannot use run.dir {directory} "
+                        f"({one_line(error.cause)}); every process of the run must be able to read "
+                        "and write there"
+                    ) from error
                 if not seen or not own.with_name(f"{own.name}-{node.node_id}").exists():
                     raise SetupError(
                         f"node {node.address} does not see {directory} as the driver does; with "
@@ -291,7 +302,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _own_cluster() -> Iterator[None]:
+def _own_cluster(check: Callable[[], None]) -> Iterator[None]:
     """Start no autoscaler and no log monitor, which a cluster of one machine does not need, leave
     the ports that `ray start` wants to a cluster that may be started beside it, and wait for a node
     longer than Ray's 30 seconds, which are few where others use the cores.
@@ -309,6 +320,7 @@ def _own_cluster() -> Iterator[None]:
             except RuntimeError:
                 if time.monotonic() > deadline:
                     raise
+                check()
                 time.sleep(RESERVED_POLL_S)
 
     services.get_node = patient
@@ -363,6 +375,20 @@ async def _created(group: PlacementGroup) -> None:
 def _is_created(group: PlacementGroup) -> bool:
     """Tell whether all bundles of a placement group are reserved."""
     return placement_group_table(group)["state"] == "CREATED"
+
+
+def _join(options: Mapping[str, Any]) -> None:
+    """Join the cluster of RAY_ADDRESS. Raises SetupError."""
+    address = os.environ["RAY_ADDRESS"]
+    _refuse_silent_head(address)
+    try:
+        ray.init(address="auto", **options)
+    except Exception as error:  # plain ones among them
+        raise SetupError(
+            f"RAY_ADDRESS is {address}, and that cluster cannot be joined "
+            f"({one_line(error).rstrip('.')}); Ray and Python must be those of the cluster; start "
+            "one, or unset RAY_ADDRESS"
+        ) from error
 
 
 def _refuse_silent_head(address: str) -> None:

@@ -131,6 +131,8 @@ def training_digest(config: Config) -> str:
         for name, mark in marks().items()
         if mark.trains and not (constant and name in _LENGTH)
     }
+    if parts["replay.order"] == known["replay.order"].default:
+        del parts["replay.order"]  # as in digests of before it counted
     plain = {
         name: value is not None if known[name].section else value
         for name, value in parts.items()

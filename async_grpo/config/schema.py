@@ -329,7 +329,8 @@ class Replay(Section):
     max_staleness: Annotated[NonNegative, warn("how old a trained token may be", trains=True)] = 1
     """Strict bound on the lag of every trained token, in learner steps; 0 is synchronous."""
     order: Annotated[
-        Literal["oldest", "fifo", "ready"], warn("which groups are trained first, from here on")
+        Literal["oldest", "fifo", "ready"],
+        warn("which groups are trained first, from here on", trains=True),
     ] = "oldest"
     """Ready groups leave by oldest ticket, by smallest id, or as they were completed."""
     on_stale: Annotated[

@@ -2,8 +2,8 @@
 
 Runs in: a process of its own, without Ray and without a learner; nothing is written. Hides how the
 settings of a checkpoint's run are taken over. Exit code 2 with one sentence for what cannot be
-evaluated. Invariant: problems, prompts, sampling and scores are those of a run's own evaluations,
-which the same code (`rollout.evaluator`) answers.
+evaluated, 4 where engine or verifiers end. Invariant: problems, prompts, sampling and scores are
+those of a run's own evaluations, which the same code (`rollout.evaluator`) answers.
 
     SOURCE is a checkpoint or run directory   its run's settings; --task and overrides replace them
     SOURCE is a model                         --task says what is asked
@@ -17,6 +17,7 @@ import json
 import os
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,13 +27,15 @@ from async_grpo.algo.accuracy import metrics
 from async_grpo.checkpoint import directory
 from async_grpo.config.load import ConfigError, load_config
 from async_grpo.config.schema import Config
-from async_grpo.errors import EXIT_MEANING, RunError, SetupError
+from async_grpo.errors import EXIT_MEANING, FaultBudgetSpent, RunError, SetupError
 from async_grpo.observe.console.console import Console
 from async_grpo.preflight.model import look
 from async_grpo.replay.rules import Verdict
 from async_grpo.rollout.actor import RolloutActor
+from async_grpo.rollout.engine import EngineError
 from async_grpo.tasks.base import TaskError
 from async_grpo.tasks.registry import HELD_OUT, create_task, held_out
+from async_grpo.tasks.verifier import VerifierError
 from async_grpo.weights.transport import Version, resolve_backend
 
 SHOWN_BYTES = 4000
@@ -77,8 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             config = settings(arguments.source, task=arguments.task, overrides=arguments.overrides)
             found = evaluate(config, console)
-        except (ConfigError, TaskError, RunError) as error:
-            code = error.exit_code if isinstance(error, RunError) else 2
+        except Exception as error:  # noqa: BLE001 - said, and the process ends
+            code = _exit_code(error)
+            if code == RunError.exit_code:
+                traceback.print_exc()
             console.error(str(error))
             console.error(f"exit code {code}: {EXIT_MEANING[code]}")
             return code
@@ -87,6 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             console.summary(f"evaluated {config.model.path}", rows(config, found))
     return 0
+
+
+def _exit_code(error: Exception) -> int:
+    """Return the code of an error; 1 for one that nobody foresaw."""
+    if isinstance(error, RunError):
+        return error.exit_code
+    if isinstance(error, (ConfigError, TaskError)):
+        return SetupError.exit_code
+    if isinstance(error, (EngineError, VerifierError)):
+        return FaultBudgetSpent.exit_code
+    return RunError.exit_code
 
 
 def settings(source: str, *, task: str | None, overrides: Sequence[str]) -> Config:
@@ -140,11 +156,15 @@ def evaluate(config: Config, console: Console) -> dict[str, float]:
 
 
 async def _answered(config: Config, total: int, console: Console) -> dict[str, float]:
-    device = config.cluster.device
-    if device == "auto":
-        import torch
+    import torch
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, has_gpu = config.cluster.device, torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise SetupError(
+            "`cluster.device` is cuda, and this machine has no GPU: say cluster.device=auto"
+        )
+    if device == "auto":
+        device = "cuda" if has_gpu else "cpu"
     actor = RolloutActor(
         config,
         actor_id="evaluation",

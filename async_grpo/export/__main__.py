@@ -49,14 +49,14 @@ def export(source: Path, out: Path, *, merge_lora: bool) -> str:
     """Copy the model of a checkpoint to `out`; return a line that says how to load it. Raises
     SetupError.
     """
-    path = directory.find(source)
+    path, out = directory.find(source), out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SetupError(f"{out} is there already: give a directory that is empty or new")
     try:
-        files = directory.verify(path)["files"]
+        manifest = directory.verify(path)
     except (CheckpointError, OSError) as error:
         raise SetupError(f"{path} cannot be exported: {error}") from error
-    has_adapter = any(name.startswith(f"{ADAPTER}/") for name in files)
+    has_adapter = any(name.startswith(f"{ADAPTER}/") for name in manifest["files"])
     if merge_lora and not has_adapter:
         raise SetupError(f"{path} has no adapters to merge: leave --merge-lora out")
     part = ADAPTER if has_adapter and not merge_lora else directory.MODEL
@@ -81,7 +81,7 @@ def export(source: Path, out: Path, *, merge_lora: bool) -> str:
     )
     what = "adapters" if part == ADAPTER else "model"
     return (
-        f"{what} of step {directory.step_of(path)}: {counted(len(copied), 'file')}, {size:,.1f} "
+        f"{what} of step {manifest['step']}: {counted(len(copied), 'file')}, {size:,.1f} "
         f"MiB, in {out}; load with {load.replace('OUT', repr(str(out)))}"
     )
 

@@ -188,7 +188,7 @@ def _busy(setup: ThroughputModel, seen: Interval) -> Bottleneck | None:
         f"{seen.engine['blocked']:.0%}"
     )
     factor = min(_engines_limit(setup, seen) / seen.rate, AT_MOST)
-    ranks = _within(setup, math.ceil(setup.ranks * factor), beside=seen.actors)
+    ranks = max(setup.ranks, _within(setup, math.ceil(setup.ranks * factor), beside=seen.actors))
     if factor >= 1 + WORTH and ranks <= setup.ranks:
         return _no_room(setup, seen, f"{busy}: another learner rank")
     rate = min(

@@ -24,6 +24,7 @@ from async_grpo.cluster.session import Survey, survey
 from async_grpo.config.load import dump
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
+from async_grpo.learner.adapters import UntrainableError
 from async_grpo.learner.drafts import available_bytes
 from async_grpo.observe.console.console import Console
 from async_grpo.preflight.known_models import known_config, names
@@ -175,6 +176,8 @@ def _shape(config: Config, *, unread: bool) -> tuple[Shape | None, str]:
             task = load_task(config.task, config.seed) if path is None else None
             model = None if task is not None else str(Path(path or "").expanduser())
             return shape_of(config, known_model(config, task) if task is not None else model), ""
+    except UntrainableError as error:
+        return None, f"no estimate: {error}"
     except (OSError, ValueError, TaskError, SetupError) as error:
         return None, (
             f"its shape is not known ({' '.join(str(error).split())}), so there is no "

@@ -18,7 +18,7 @@ from typing import Any
 from async_grpo.config.schema import WARM_START_POSITIONS, Config
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine import stop_tokens
-from async_grpo.runtime.text import ERROR_CHARS, shortened
+from async_grpo.runtime.text import ERROR_CHARS, counted, shortened
 from async_grpo.tasks.base import Problem, Task
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.data import RowTask, quiet_hub
@@ -152,10 +152,18 @@ def _check_warm_start(config: Config, task: Task) -> None:
 
 
 def _check_weights(model: Path) -> None:
-    """Check that a directory holds whole weight files. Raises SetupError."""
+    """Check that a directory holds whole weight files, those that its index names where it has one.
+    Raises SetupError.
+    """
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(model.glob("*.safetensors"))
+    index = model / "model.safetensors.index.json"
+    files = _indexed(index) if index.is_file() else sorted(model.glob("*.safetensors"))
+    if lacking := [file.name for file in files if not file.exists()]:
+        others = f" and {counted(len(lacking) - 1, 'other')}" if lacking[1:] else ""
+        raise SetupError(
+            f"{model} lacks {lacking[0]}{others}, which {index.name} names: fetch the model again"
+        )
     if not files and not any(model.glob("*.bin")):
         raise SetupError(
             f"`model.path` is {model}, which has no weights: no *.safetensors and no *.bin file"
@@ -173,6 +181,15 @@ def _check_weights(model: Path) -> None:
                 else f"no whole file of weights ({_one_line(error)}): fetch it again"
             )
             raise SetupError(f"{file} is {what}") from error
+
+
+def _indexed(index: Path) -> list[Path]:
+    """Return the files that an index of weights names. Raises SetupError."""
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SetupError(f"{index} cannot be read: {_one_line(error)}; fetch it again") from error
+    return sorted(index.with_name(name) for name in names)
 
 
 def _architecture(model: str) -> dict[str, Any]:
@@ -328,6 +345,8 @@ def _check_trained(config: Config, model: str | None) -> None:
 
     try:
         shape_of(config, model)
+    except SetupError:  # what `model.freeze` or `model.lora` names
+        raise
     except (OSError, ValueError) as error:
         raise SetupError(
             f"`model.path` is {model}, of which no model can be made: {_one_line(error)}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from async_grpo.algo.filters import accuracy
+from async_grpo.errors import SetupError
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.partial import PartialGroups
 from async_grpo.replay.rules import QueueSettings, fair_share
@@ -26,7 +27,7 @@ class Retirement:
     """Rule of retirement over the `retired` problems; idle without `settings.retire_at`."""
 
     def __init__(self, settings: QueueSettings, retired: set[int]) -> None:
-        """Take the settings. Raises ValueError for a retired problem that the task does not
+        """Take the settings. Raises SetupError for a retired problem that the task does not
         have.
         """
         self._at = settings.retire_at
@@ -34,9 +35,9 @@ class Retirement:
         self._problems = settings.problems
         self._retired = retired
         if self._at is not None and retired and max(retired) >= self._problems:
-            raise ValueError(
+            raise SetupError(
                 f"problem {max(retired)} was retired, but the task has {self._problems} "
-                "problems: not the same data"
+                "problems: not the same data; continue with task.train as it was"
             )
 
     @property

@@ -375,6 +375,11 @@ class ReplayQueue:
         for number in old:
             ledger.segment_steps.pop(number, None)
 
+    @property
+    def start(self) -> str:
+        """Name of the start of the run that the journal's newest segment belongs to."""
+        return str(self._facts["start"])
+
     def record(
         self, event: events.Event, *, meta: GroupMeta | None = None, frame: bytes | None = None
     ) -> None:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_grpo.errors import JournalDamage, JournalError
+from async_grpo.errors import JournalDamage, JournalError, SetupError
 from async_grpo.replay.admission import free_again
 from async_grpo.replay.events import Drop
 from async_grpo.replay.history import Link, Past, Visitor, find_past, read
@@ -344,7 +344,7 @@ def open_queue(
 
     snapshot: what the checkpoint kept (`ReplayQueue.snapshot`, and the `beginnings` of responses).
     `queue.report` says what was taken over. Raises JournalError for a journal that cannot be read,
-    ValueError for a snapshot of another learner step.
+    SetupError for a snapshot of another learner step or format.
     """
     if snapshot is not None:
         _check_snapshot(snapshot, settings)
@@ -525,13 +525,14 @@ def _process(facts: dict[str, Any]) -> str:
 
 def _check_snapshot(snapshot: dict[str, Any], settings: QueueSettings) -> None:
     if snapshot.get("format") != JOURNAL_FORMAT:
-        raise ValueError(
+        raise SetupError(
             f"the checkpoint's queue is of format {snapshot.get('format')}, this program "
-            f"reads {JOURNAL_FORMAT}"
+            f"reads {JOURNAL_FORMAT}: continue the run with the version that wrote it"
         )
     steps = (snapshot["ledger"]["steps"], snapshot["ledger"]["training_step"])
     if settings.trained_steps not in steps:
-        raise ValueError(
+        raise SetupError(
             f"the checkpoint's queue is of step {steps[0]} (in training: {steps[1]}) and the "
-            f"learner of step {settings.trained_steps}: they are not from the same checkpoint"
+            f"learner of step {settings.trained_steps}: they are not from the same checkpoint; "
+            "name another one (checkpoint.resume)"
         )

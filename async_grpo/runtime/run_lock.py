@@ -56,12 +56,16 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def acquire(self, *, note: Callable[[str], None], check: Callable[[], None]) -> bool:
-        """Take the lock, also from a dead owner; whether there was an owner.
+        """Take the lock, also from a dead owner; whether there was an owner. Holding it already is
+        no error.
 
         note: gets a sentence before a wait for the heartbeat of an owner that cannot be seen from
         here; `check` is called meanwhile, and what it raises ends the wait. Raises SetupError where
         another run holds the lock, or where the file cannot be written.
         """
+        if self._thread is not None:
+            return False
+        self._closing.clear()
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             found = self._take(note, check)

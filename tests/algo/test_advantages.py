@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -107,12 +108,15 @@ def slow_returns(rewards: list[float], mask: list[int], gamma: float) -> list[fl
 
 
 def slow_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    valid = values[mask != 0].tolist()
-    return (
-        torch.where(mask != 0, (values - mean(valid)) / (std(valid) + 1e-6), 0)
-        if len(valid) > 1
-        else torch.zeros_like(values)
-    )
+    """In fractions: what a mean in floating point loses would be magnified where all are equal."""
+    valid = [Fraction(value) for value in values[mask != 0].tolist()]
+    out = torch.zeros(values.shape, dtype=F64)
+    if len(valid) > 1:
+        centre = sum(valid) / len(valid)
+        squares = sum((value - centre) ** 2 for value in valid) / (len(valid) - 1)
+        whitened = [float(value - centre) / (math.sqrt(squares) + 1e-6) for value in valid]
+        out[mask != 0] = torch.tensor(whitened, dtype=F64)
+    return out.to(values.dtype)
 
 
 rows_with_groups = st.lists(

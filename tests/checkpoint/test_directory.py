@@ -117,6 +117,9 @@ def test_a_replacement_that_was_cut_off_leaves_the_old_one_to_be_found(tmp_path:
     path = _write(tmp_path, 5, "first")
     retired = path.with_name(path.name + ".old")
     path.rename(retired)
+    _write(tmp_path, 4)
+    assert checkpoint.latest(tmp_path) == retired, "who only reads renames nothing"
+    assert checkpoint.finish_replacing(tmp_path) and not checkpoint.finish_replacing(tmp_path)
     assert checkpoint.latest(tmp_path) == path and not retired.exists()
     retired.mkdir()  # of an attempt that was cut off after its last renaming
     assert _write(tmp_path, 5, "second") == path

@@ -17,6 +17,7 @@ from async_grpo.cluster.placement import (
     another,
     least,
     place,
+    without_engines,
 )
 from async_grpo.config.schema import Config
 
@@ -351,3 +352,23 @@ def test_on_cpu_an_engine_that_is_asked_for_may_share_cores() -> None:
     assert another(config(), start, cpu(2), start.engines, crowd=True) is None, (
         "Ray has no CPU left"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes"),
+    [
+        ({"layout": "split"}, gpu(1)),
+        ({"backend": "nccl"}, gpu(1)),
+        ({"size": 4, "rollout_actors": {"min": 3}}, gpu(1)),
+        ({"size": 2}, cpu(4)),
+        ({"layout": "colocated"}, cpu(4)),
+    ],
+)
+def test_a_learner_alone_needs_no_room_for_engines(
+    settings: dict[str, Any], nodes: list[Node]
+) -> None:
+    with pytest.raises(PlacementError):
+        place(config(**settings), nodes)
+    alone = without_engines(config(**settings))
+    assert len(place(alone, nodes).learners) == 1
+    assert [one["GPU"] for one in least(alone, gpu(1))] == [1.0]

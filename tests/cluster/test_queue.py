@@ -8,12 +8,14 @@ import asyncio
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from async_grpo.cluster import learner_replay
 from async_grpo.cluster import queue as queue_module
 from async_grpo.cluster.queue import QueueProcess
-from async_grpo.errors import JournalError, SetupError
+from async_grpo.errors import JournalError, SetupError, Stalled
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.wire import unpack_frames
@@ -108,3 +110,53 @@ async def test_the_recorded_batches_are_served_by_their_process(tmp_path):
     assert await recorded.digests() == {}
     with pytest.raises(SetupError, match="no learner step 2"):
         await recorded.get_batch(2)
+
+
+class SlowQueue:
+    """A handle whose queue reads its journal until `read` is set, and answers nobody meanwhile."""
+
+    def __init__(self) -> None:
+        self.read = asyncio.Event()
+        self.call = self.reports = self
+        self.deaf = False
+
+    async def remote(self, *_: object) -> dict[str, Any]:
+        await self.read.wait()
+        if self.deaf:
+            await asyncio.Event().wait()
+        return {}
+
+
+async def test_who_waits_while_the_queue_reads_its_journal_has_as_long(monkeypatch):
+    monkeypatch.setattr(queue_module, "CALL_TIMEOUT_S", 0.1)
+    handle = SlowQueue()
+    queue = queue_module.DriverQueue(handle)
+    calls = [queue.counts(), queue.digests(), queue.verifier_errors(), queue.forfeit("a")]
+    waiting = [asyncio.create_task(call) for call in calls]
+    await asyncio.sleep(0.5)
+    assert not any(call.done() for call in waiting)
+    handle.read.set()
+    assert await asyncio.gather(*waiting) == [{}, {}, {}, None]
+    handle.deaf = True
+    with pytest.raises(Stalled, match=r"did not answer within 0\.1 s"):
+        await asyncio.wait_for(queue.counts(), 30)
+
+
+async def test_a_recorded_journal_that_is_not_read_in_time_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(learner_replay, "REOPEN_TIMEOUT_S", 0.05)
+
+    class Handle:
+        digests = get_batch = SlowQueue()
+
+    batches = learner_replay.RecordedBatches(Handle())
+    for call in (batches.digests(), batches.get_batch(1)):
+        with pytest.raises(Stalled, match="journal could not be read within"):
+            await call
+
+
+def test_every_start_of_a_learner_that_goes_back_has_a_name_of_its_own():
+    assert [queue_module._next_start(name) for name in ("s", "s.1", "s.9")] == [
+        "s.1",
+        "s.2",
+        "s.10",
+    ]

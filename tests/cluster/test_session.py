@@ -14,7 +14,9 @@ import ray
 from ray._private import services
 
 from async_grpo.cluster import session
-from async_grpo.errors import SetupError
+from async_grpo.cluster.placement import Node
+from async_grpo.errors import SetupError, StopRequested
+from async_grpo.runtime.stopping import Stop
 
 SCRIPT = """
 import json, psutil, ray
@@ -55,12 +57,12 @@ def test_a_node_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
         return answer
 
     monkeypatch.setattr(services, "get_node", get_node)
-    with session._own_cluster():
+    with session._own_cluster(lambda: None):
         assert services.get_node("address", "id") == "the node"
     assert services.get_node is get_node
     answers.append(RuntimeError("no such node"))
     monkeypatch.setattr(session, "START_S", -1.0)
-    with session._own_cluster(), pytest.raises(RuntimeError, match="no such node"):
+    with session._own_cluster(lambda: None), pytest.raises(RuntimeError, match="no such node"):
         services.get_node("address", "id")
 
 
@@ -77,3 +79,56 @@ def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPat
         "Ray did not start on this machine (The current node timed out during startup)"
     )
     assert "session_latest/logs" in said and "\n" not in said
+
+
+def test_a_stop_ends_the_wait_for_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_node(*_: object) -> None:
+        raise RuntimeError("no such node")
+
+    def init(**_: object) -> None:
+        services.get_node("address", "id")
+
+    stop = Stop()
+    stop.set()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(StopRequested):
+        session.Session.open(processes=2, check=stop.check)
+
+
+def test_a_cluster_that_cannot_be_joined_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise RuntimeError("Version mismatch: the cluster was started with:\n    Ray: 2.50.0")
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(SetupError) as caught:
+        session.Session.open(processes=2)
+    said = str(caught.value)
+    assert said.startswith("RAY_ADDRESS is auto, and that cluster cannot be joined (Version")
+    assert "\n" not in said
+
+
+async def test_a_node_that_may_not_use_the_run_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause = PermissionError(13, "Permission denied", str(tmp_path))
+    error = ray.exceptions.RayTaskError("_probe_storage", "trace", cause).as_instanceof_cause()
+
+    class Probe:
+        def options(self, **_: object) -> Probe:
+            return self
+
+        async def remote(self, *_: object) -> bool:
+            raise error
+
+    monkeypatch.setattr(session, "_probe_storage", Probe())
+    monkeypatch.setattr(session, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    opened = session.Session(local=True)
+    monkeypatch.setattr(opened, "nodes", lambda: [Node("n0", "10.0.0.7", 1.0, 0.0)])
+    with pytest.raises(
+        SetupError, match=r"node 10\.0\.0\.7 cannot use run\.dir .*Permission denied"
+    ):
+        await opened.check_shared_storage(str(tmp_path), {"n0"}, timeout_s=10.0)
+    assert not list(tmp_path.iterdir())

@@ -87,6 +87,7 @@ TRAINS = FIXED | {
     "cluster.device",
     "replay.max_staleness",
     "replay.on_stale",
+    "replay.order",
     *(
         f"rollout.{key}"
         for key in (
@@ -313,3 +314,15 @@ def test_a_trainer_refuses_a_checkpoint_of_other_fixed_settings(
         with pytest.raises(SetupError, match=f"`{key}` is .*step_000002 was made with") as caught:
             Trainer(load_config(tmp_path / "c.yaml", [override, *more])).check()
         assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_order_that_is_the_default_leaves_digests_as_they_were() -> None:
+    marked = {name for name, mark in marks().items() if mark.trains}
+    assert "replay.order" in marked
+    digests = [
+        resume.training_digest(config(replay={"order": order, "on_stale": "mask"}))
+        for order in ("oldest", "fifo", "ready")
+    ]
+    assert len(set(digests)) == 3 and digests[0] == resume.training_digest(
+        config(replay={"on_stale": "mask"})
+    )

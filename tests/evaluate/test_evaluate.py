@@ -9,14 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from async_grpo.algo.accuracy import ProblemOutcome, metrics
 from async_grpo.checkpoint import directory as checkpoint
 from async_grpo.config.load import dump, load_config
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
+from async_grpo.evaluate import __main__ as command
 from async_grpo.evaluate.__main__ import evaluate, rows, settings
 from async_grpo.observe.console.console import Console
+from async_grpo.rollout.engine import EngineError
+from async_grpo.tasks.verifier import VerifierError
 from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,3 +145,26 @@ def test_a_checkpoint_answers_with_an_engine(run_dir: Path) -> None:
     assert {"eval/pass_at_1", "eval/pass_at_2"} <= found.keys()
     assert "evaluating on 10 held-out problems" in done.stderr
     assert "WARNING" not in done.stderr and sorted(run_dir.rglob("*")) == before
+
+
+def test_what_ends_an_evaluation_is_a_sentence_and_a_code(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def ends(error: Exception) -> tuple[int, str]:
+        def evaluate(*_: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(command, "evaluate", evaluate)
+            code = command.main([str(run_dir)])
+        return code, capfd.readouterr().out
+
+    code, said = ends(EngineError("the engine is gone"))
+    assert code == 4 and "error: the engine is gone" in said and "error: exit code 4: " in said
+    assert ends(VerifierError("it hangs"))[0] == 4
+    assert ends(SetupError("no rows"))[0] == 2
+    code, said = ends(KeyError("a bug"))
+    assert code == 1 and "exit code 1: an unexpected error" in said
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main([str(run_dir), "cluster.device=cuda"]) == 2
+    assert "this machine has no GPU: say cluster.device=auto" in capfd.readouterr().out

@@ -72,3 +72,14 @@ def test_what_is_refused_leaves_nothing(tmp_path, capsys, spoil, sentence) -> No
 def test_there_is_nothing_to_merge(tmp_path, capsys) -> None:
     assert main([str(saved(tmp_path, 1)), str(tmp_path / "out"), "--merge-lora"]) == 2
     assert "no adapters to merge" in capsys.readouterr().err
+
+
+def test_a_checkpoint_by_another_name_into_the_current_directory(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    aside = saved(tmp_path / "run", 4).rename(tmp_path / "best")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main([str(aside), "."]) == 0
+    assert "model of step 4" in capsys.readouterr().out
+    assert (tmp_path / "here" / "config.json").is_file()

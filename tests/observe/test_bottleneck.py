@@ -203,3 +203,14 @@ def test_a_learner_that_waits_is_not_called_balanced() -> None:
     verdict = [watch.observe(line) for line in idle][-1]
     assert (verdict.kind, verdict.advice) == ("unclear", {}), verdict.text
     assert verdict.text.startswith("no clear limit: learner idle 30%")
+
+
+@pytest.mark.parametrize(("cores", "actors"), [(1, 1.0), (2, 2.0)])
+def test_a_machine_whose_cores_are_all_engines_gets_a_verdict_too(
+    cores: int, actors: float
+) -> None:
+    busy = lines(steps=6, starved=0.0, blocked=0.05, length=95.0)
+    for line in busy:
+        line["cluster/rollout_actors"] = actors
+    watch = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16), cores=cores))
+    assert [watch.observe(line) for line in busy][-1] is not None

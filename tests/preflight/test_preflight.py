@@ -500,3 +500,27 @@ def test_a_gpu_that_is_not_there(
     with pytest.raises(Reached):
         started(good, tmp_path / "b", monkeypatch, cluster={"device": "cpu"})
     assert not (tmp_path / "b" / "lock.json").exists()
+
+
+def test_the_files_that_an_index_names_must_be_there_and_others_need_not(model: Path) -> None:
+    whole = model / "model.safetensors"
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    shutil.copy(whole, model / names[0])
+    whole.rename(model / names[1])
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": names[0], "b": names[1]}}))
+    (model / "consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert fit(model) is not None
+    (model / names[1]).unlink()
+    assert f"lacks {names[1]}, which {index.name} names: fetch the model again" in refused(model)
+    index.write_text("{}")
+    assert f"{index} cannot be read" in refused(model)
+
+
+def test_layers_that_no_pattern_names_are_told_without_blaming_the_model(model: Path) -> None:
+    wanted = config(model)
+    wanted = wanted.model_copy(
+        update={"model": wanted.model.model_copy(update={"freeze": ["nosuch"]})}
+    )
+    with pytest.raises(SetupError, match=r"^model\.freeze"):
+        list(check_fit(wanted, str(model), load_task(wanted.task, wanted.seed)))

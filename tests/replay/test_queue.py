@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
-from async_grpo.errors import NoSignal, StalenessError
+from async_grpo.errors import NoSignal, SetupError, StalenessError
 from async_grpo.replay import events, ledger
 from async_grpo.replay import queue as queue_module
 from async_grpo.replay.limits import MAX_FAILED_GROUPS
@@ -411,8 +411,10 @@ async def test_a_snapshot_continues_for_a_learner_before_or_after_the_step_in_tr
         GroupTicket(*ticket, run_epoch=1) for ticket in expected
     ]
     assert (await restored.counts())["trained"] == 2 * learner_step
-    with pytest.raises(ValueError, match="not from the same checkpoint"):
+    with pytest.raises(SetupError, match="not from the same checkpoint"):
         open_queue(queue_settings(trained_steps=2), snapshot=snapshot)
+    with pytest.raises(SetupError, match="continue the run with the version that wrote it"):
+        open_queue(queue_settings(), snapshot=snapshot | {"format": 99})
     smaller = open_queue(queue_settings(max_staleness=0), snapshot=snapshot)
     assert (
         ids(await take(smaller, 9)) == [(0, 2), (1, 2)] and (await smaller.counts())["waiting"] == 2
@@ -962,7 +964,7 @@ async def test_a_snapshot_keeps_the_retired_problems() -> None:
     assert ids(tickets)[:2] == [(2, 2), (3, 2)]  # issued before: unaffected
     assert not {problem(ticket.group_id) for ticket in tickets[2:]} & {problem(1), problem(3)}
     assert (await restored.metrics())["replay/retired"] == 2.0
-    with pytest.raises(ValueError, match="not the same data"):
+    with pytest.raises(SetupError, match="not the same data"):
         open_queue(
             replace(retiring(problems=1), trained_steps=1),
             snapshot={**snapshot, "ledger": snapshot["ledger"] | {"retired": [3]}},

@@ -193,3 +193,17 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match=r"cannot be written: .*; set run.dir to a directory"):
         take(RunLock(tmp_path / "file", lost=print))
+
+
+def test_a_lock_that_was_released_is_taken_again_with_its_heartbeat(lock, tmp_path: Path) -> None:
+    """As by a start that failed and is repeated in a notebook."""
+    one, path = lock(), tmp_path / "run" / run_lock.LOCK
+    take(one)
+    assert take(one) is False, "held already"
+    one.release()
+    take(one)
+    os.utime(path, (0, 0))
+    deadline = time.monotonic() + 30
+    while path.stat().st_mtime == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert path.stat().st_mtime > 0

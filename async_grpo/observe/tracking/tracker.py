@@ -49,6 +49,7 @@ START_TIMEOUT_S = 120.0
 """Longest wait for MLflow at the start; a new database takes two seconds or more."""
 FINISH_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+POLL_S = 0.1
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
 _log = logging.getLogger(__name__)
@@ -117,9 +118,13 @@ class Tracker:
         """Call `start` in a thread; `ready` waits for it."""
         self._starting.start()
 
-    def ready(self) -> list[str]:
-        """Wait for `begin` and raise its error; return lines that say where to look at the run."""
-        self._starting.join()
+    def ready(self, *, check: Callable[[], None] = lambda: None) -> list[str]:
+        """Wait for `begin` and raise its error; return lines that say where to look at the run.
+        check: called meanwhile; what it raises ends the wait.
+        """
+        while self._starting.is_alive():
+            self._starting.join(POLL_S)
+            check()
         if self._start_error is not None:
             raise self._start_error
         return [f"MLflow: {self._sender.where()}"] if self._sender is not None else []
