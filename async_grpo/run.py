@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -343,7 +344,7 @@ def _keep_group_ids(trainer, console: Console, error: BaseException, message: st
         return
     console.info(
         f"their ids are in {path}; look at one with: python -m async_grpo.replay "
-        f"{trainer.run_dir} --group ID --text"
+        f"{shlex.quote(str(trainer.run_dir))} --group ID --text"
     )
 
 
@@ -443,13 +444,14 @@ def _checks_and_faults(system: System) -> list[tuple[str, str]]:
 def _next_steps(trainer: Trainer, checkpoint: Path) -> list[tuple[str, str]]:
     """Say where the results are, and with which commands to go on."""
     config, tracker, command = trainer.config, trainer.tracker, "python -m async_grpo"
+    run_dir = str(trainer.run_dir)
     rows = [("checkpoint", f"{checkpoint} (Hugging Face format in hf/)")]
     if tracker is not None and tracker.summary is not None:
         rows.append(("MLflow", tracker.summary))
     if config.replay.journal.enable:
         shows = "shows what was generated and trained"
-        rows.append(("groups", f"{command}.replay {trainer.run_dir} {shows}"))
-    again = f"{trainer.run_dir}/config.yaml{_longer(trainer)}"
+        rows.append(("groups", f"{command}.replay {shlex.quote(run_dir)} {shows}"))
+    again = shlex.quote(f"{run_dir}/config.yaml") + _longer(trainer)
     rows.append(("next", f"{command}.run {again} continues this run"))
     if config.replay.max_staleness:
         text = "the same run with replay.max_staleness=0 is synchronous: engines and learner take "

@@ -8,20 +8,24 @@ import io
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rich.console
 
 from async_grpo import status
+from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.observe.console.panel import panel, sparkline
+from async_grpo.observe.console.panel import _headline, panel, sparkline
 from async_grpo.observe.console.progress import CURVE_POINTS, Curve, Progress
 from async_grpo.observe.console.status_file import STATUS, StatusFile, condition, read_status
 from async_grpo.observe.console.timeline import EARLIER, TIMELINE, Timeline, read_timeline
+from async_grpo.run import _next_steps
 
 
 class Clock:
@@ -314,3 +318,25 @@ def test_the_version_that_is_shown_is_the_newest_that_was_published() -> None:
     assert shown() == (2.0, 105.0)
     progress.published(1)
     assert shown() == (1.0, 105.0), "a learner that went back publishes an earlier version"
+
+
+def test_commands_can_be_copied_where_a_name_has_spaces(facts: dict[str, object]) -> None:
+    killed = facts | {"begun": facts["begun"] + 1, "run_dir": "/tmp/my run"}
+    text = condition(killed, now=facts["written"]).text
+    assert "/tmp/my run/config.yaml" in shlex.split(text)
+    trainer = SimpleNamespace(
+        config=Config.model_validate({"run": {"total_steps": 3}, "model": {"path": "m"}}),
+        tracker=None,
+        run_dir=Path("/tmp/my run"),
+        steps_done=3,
+        total_steps=3,
+    )
+    rows = dict(_next_steps(trainer, Path("/tmp/my run/checkpoints/step_000003")))
+    assert "/tmp/my run" in shlex.split(rows["groups"])
+    assert shlex.split(rows["next"])[3:5] == ["/tmp/my run/config.yaml", "run.total_steps=6"]
+
+
+def test_a_run_that_has_ended_is_not_expected_to_end(facts: dict[str, object]) -> None:
+    under_way = facts | {"phase": "training", "eta_s": 7.0}
+    assert "ETA 0:07" in _headline(under_way, facts["written"], bar=0)
+    assert "ETA" not in _headline(under_way | {"exit_code": 0}, facts["written"], bar=0)

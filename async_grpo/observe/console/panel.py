@@ -112,7 +112,7 @@ def _headline(facts: Mapping[str, Any], now: float, *, bar: int) -> str:
             done = round(bar * min(1.0, step / total))
             parts.append("━" * done + "─" * (bar - done))
     if step and phase == "training":
-        if (eta := facts.get("eta_s")) is not None:
+        if (eta := facts.get("eta_s")) is not None and "exit_code" not in facts:
             parts.append(f"ETA {duration(eta)}" if step < total else "done")
     else:
         parts.append(f"{visible(phase)} {duration(now - facts['phase_since'])}")

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import socket
 import threading
 import time
@@ -142,7 +143,8 @@ def condition(facts: dict[str, Any], *, now: float) -> Condition:
         return Condition(
             "killed",
             f"{where} is gone without saying how it ended: it was killed about {ago(age)} "
-            f"ago; python -m async_grpo.run {facts['run_dir']}/config.yaml continues the run",
+            f"ago; python -m async_grpo.run {shlex.quote(facts['run_dir'] + '/config.yaml')} "
+            "continues the run",
         )
     if age > SILENT_S:
         return Condition(

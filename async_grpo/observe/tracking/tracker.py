@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import socket
 import threading
 import time
@@ -335,7 +336,7 @@ class _Sender:
             self._note(
                 f"MLflow does not have all of this run: {self.unsent} rows of {METRICS} "
                 f"are not sent{reason}; send the rest with: "
-                f"python -m async_grpo.report --sync {self._run_dir}"
+                f"python -m async_grpo.report --sync {shlex.quote(str(self._run_dir))}"
             )
 
     def conclude(self, status: Status) -> None:
@@ -353,7 +354,7 @@ class _Sender:
     def where(self) -> str:
         """Say where the MLflow run is, and how to look at it."""
         uri = without_password(self.uri)
-        local = f"; look at it with: mlflow ui --backend-store-uri {uri}"
+        local = f"; look at it with: mlflow ui --backend-store-uri {shlex.quote(uri)}"
         where = f" at {uri}" if uri.startswith("http") else local
         return f"run {self.run_id}{where}" if self.run_id else f"not reached yet{where}"
 
