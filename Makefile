@@ -46,7 +46,7 @@ test-all: test test-system  ## run all tests, the slow ones too
 
 test-light:  ## run the tests that need no torch, on another Python: PYTHON=python3.13
 	@$(PYTHON) -m venv --clear .venv-light
-	@$(PYTHON) install.py --light | .venv-light/bin/python -m pip install --quiet --requirement /dev/stdin
+	@$(PYTHON) install.py --light | .venv-light/bin/python -m pip install --quiet --requirement /dev/stdin "setuptools>=77"
 	@.venv-light/bin/python -m compileall -q async_grpo benchmarks tests
 	@.venv-light/bin/python -m tests.without_torch
 	@.venv-light/bin/python -m pytest $(ON_BOTH_CORES) -p tests.without_torch -m "not slow and not system and not gpu" $(ARGS)

@@ -9,12 +9,15 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
 import async_grpo
 
 MISSING = ("torch", "vllm", "deepspeed", "peft")
+NEEDING = ("rollout/test_early_process.py",)
+"""Modules of tests that need one of them in processes of their own."""
 _WORDS = tuple(f"No module named '{name}" for name in MISSING)
 
 
@@ -22,6 +25,11 @@ def _skip(report: pytest.CollectReport | pytest.TestReport, path: object) -> Non
     if report.failed and any(word in str(report.longrepr) for word in _WORDS):
         report.outcome = "skipped"
         report.longrepr = (str(path), 0, "Skipped: it needs torch")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave the modules of `NEEDING` out."""
+    return True if collection_path.as_posix().endswith(NEEDING) else None
 
 
 @pytest.hookimpl(wrapper=True)

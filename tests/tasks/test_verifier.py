@@ -264,16 +264,20 @@ async def test_output_of_task_code_stays_out_of_the_protocol(pool):
     assert await value(pool, "pid") == before
 
 
-async def test_large_and_odd_text_crosses_and_unsendable_references_do_not(pool):
-    long = "ä" * 5_000_000
-    outcomes = await pool.score_many(
-        [(f"length {long}", None)] * 3
-        + [("length \ud800\n", None), ("echo 1", object()), ("echo 1", 2**70)]
-    )
-    assert [outcome.rewards["value"] for outcome in outcomes[:4]] == [5e6, 5e6, 5e6, 2.0]
-    assert [outcome.reason for outcome in outcomes[4:]] == ["not_sendable"] * 2
-    with pytest.raises(VerifierError, match="not_sendable"):
-        await pool.score("x" * (20 * 2**20), None)
+async def test_large_and_odd_text_crosses_and_unsendable_references_do_not():
+    pool, long = VerifierPool(settings(timeout_s=120.0), seed=0, cpu=None), "ä" * 5_000_000
+    await pool.start()
+    try:
+        outcomes = await pool.score_many(
+            [(f"length {long}", None)] * 3
+            + [("length \ud800\n", None), ("echo 1", object()), ("echo 1", 2**70)]
+        )
+        assert [outcome.rewards["value"] for outcome in outcomes[:4]] == [5e6, 5e6, 5e6, 2.0]
+        assert [outcome.reason for outcome in outcomes[4:]] == ["not_sendable"] * 2
+        with pytest.raises(VerifierError, match="not_sendable"):
+            await pool.score("x" * (20 * 2**20), None)
+    finally:
+        await pool.close()
 
 
 async def test_a_busy_parent_does_not_blame_the_child():
