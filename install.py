@@ -68,6 +68,8 @@ DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 FREE_GB = {"cpu": 6, "gpu": 16}
 PROBE_SECONDS = 180
 INSTALL_SECONDS = 3600
+LEAST_DRIVER = {"12": "525", "13": "580"}
+"""First NVIDIA driver that runs programs of a CUDA version, by NVIDIA's table of compatibility."""
 
 NETWORK = (
     r"dns error|error sending request|Failed to fetch|[Cc]onnection "
@@ -336,6 +338,11 @@ def make_venv(kind: str) -> None:
             f"Triton compiles GPU kernels at run time and needs gcc and Python.h: {compiler_hint()}"
         )
     before, now = installed(), state(kind)
+    place, foreign = VENV.resolve(), before.get("root", now["root"]) != now["root"]
+    if VENV.is_symlink() and foreign:
+        raise InstallError(
+            f".venv is a link to {place}, the environment of {before['root']}: remove the link"
+        )
     # pip comes last when an environment is made: without it the making was interrupted.
     usable = PYTHON.exists() and (VENV / "bin" / "pip").exists()
     if not usable or (before and (before["set"], before["root"]) != (now["set"], now["root"])):
@@ -343,7 +350,7 @@ def make_venv(kind: str) -> None:
         # here.
         base = Path(sys.base_prefix) / "bin" / f"python{version}"
         run(
-            [str(base if base.exists() else sys.executable), "-m", "venv", "--clear", str(VENV)],
+            [str(base if base.exists() else sys.executable), "-m", "venv", "--clear", str(place)],
             env=dict(os.environ),
             deadline_s=300,
         )
@@ -396,10 +403,13 @@ def install_packages(kind: str, pins: dict, sources: Sources) -> None:
 
 
 def check(kind: str) -> None:
-    """Load torch once and say what it sees."""
+    """Load torch, for the gpu set also touch a GPU, and say what it sees: devices are counted
+    without the driver's help, so a count says nothing about a driver that is too old.
+    """
+    touch = "; torch.zeros(1, device='cuda') if torch.cuda.device_count() else 0"
     code = (
-        "import torch; print(torch.__version__, torch.version.cuda or 'CPU', "
-        "torch.cuda.device_count())"
+        "import torch; print('torch', torch.__version__, torch.version.cuda or 'CPU', "
+        f"torch.cuda.device_count(), flush=True){touch if kind == 'gpu' else ''}"
     )
     done = subprocess.run(
         [str(PYTHON), "-c", code],
@@ -409,21 +419,25 @@ def check(kind: str) -> None:
         timeout=300,
         cwd=ROOT,
     )
-    if done.returncode:
-        raise InstallError(
-            f"torch does not load: {done.stderr.strip().splitlines()[-1]}; make clean, "
-            "then make install"
-        )
-    version, cuda, gpus = done.stdout.split()[-3:]
+    seen = re.search(r"^torch (\S+) (\S+) (\d+)$", done.stdout, re.MULTILINE)
+    last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no output"
+    if not seen:
+        raise InstallError(f"torch does not load: {last}; make clean, then make install")
+    version, cuda, gpus = seen.groups()
     print(
         f"      torch {version}, " + (f"CUDA {cuda}, {gpus} GPU(s)" if kind == "gpu" else "CPU"),
         flush=True,
     )
-    if kind == "gpu" and gpus == "0":
+    if kind == "gpu" and (done.returncode or gpus == "0"):
+        least = LEAST_DRIVER.get(cuda.partition(".")[0])
+        driver = f"NVIDIA driver {least} or newer" if least else "a newer NVIDIA driver"
+        what = f"cannot use a GPU ({last})" if done.returncode else "sees no GPU"
         raise InstallError(
-            f"torch sees no GPU: it needs an NVIDIA driver for CUDA {cuda} (`nvidia-smi` "
-            "shows yours): update it, or make install SET=cpu"
+            f"torch {what}: the packages are built for CUDA {cuda}, which needs {driver} "
+            "(`nvidia-smi` shows yours): update it, or make install SET=cpu"
         )
+    if done.returncode:
+        raise InstallError(f"torch does not load: {last}; make clean, then make install")
 
 
 def install(kind: str) -> None:

@@ -25,6 +25,7 @@ def load_installer():
 
 
 installer = load_installer()
+POPEN = subprocess.Popen
 
 
 @pytest.fixture
@@ -280,6 +281,69 @@ def test_an_environment_is_emptied_only_when_it_cannot_be_used(
         **installer.state("cpu"),
         "packages": "",
     }  # from here until the end it counts as incomplete
+
+
+def test_a_link_to_another_checkouts_environment_is_left_alone(checkout, monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(installer, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(installer, "FREE_GB", {"cpu": 0})
+    other = tmp_path / "other"
+    installer.VENV.rename(other)
+    installer.VENV.symlink_to(other)
+    installer.STAMP.write_text(installer.json.dumps({**installer.state("cpu"), "root": "/theirs"}))
+    with pytest.raises(installer.InstallError, match=r"a link to .*other.* of /theirs: remove"):
+        installer.make_venv("cpu")
+    assert not commands and (other / "bin" / "python").exists()
+
+
+def test_an_environment_of_ones_own_may_lie_behind_a_link(checkout, monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(installer, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(installer, "FREE_GB", {"cpu": 0})
+    other = tmp_path / "other"
+    installer.VENV.rename(other)
+    installer.VENV.symlink_to(other)
+    (other / "bin" / "pip").unlink()
+    installer.make_venv("cpu")
+    assert commands[0][-1] == str(other)  # venv cannot make an environment in place of a link
+
+
+def torch_that(checkout, script):
+    python = checkout / ".venv" / "bin" / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+
+
+TOO_OLD = (
+    "RuntimeError: The NVIDIA driver on your system is too old (found version 12040). Please update"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "script", "says"),
+    [
+        ("gpu", f"echo torch 2.13.0 13.0 8; echo '{TOO_OLD}' >&2; exit 1", "12040.* 13.0.*580 or"),
+        ("gpu", "echo torch 2.13.0 12.9 0", "sees no GPU.*CUDA 12.9.*driver 525 or newer.*SET=cpu"),
+        ("gpu", "echo torch 2.13.0 14.1 0", "CUDA 14.1, which needs a newer NVIDIA driver"),
+        ("cpu", "echo 'ImportError: libtorch.so' >&2; exit 1", "does not load: ImportError: libt"),
+        ("gpu", "exit 1", "does not load: no output"),
+    ],
+)
+def test_a_torch_that_cannot_work_is_one_sentence(checkout, monkeypatch, kind, script, says):
+    monkeypatch.setattr(installer.subprocess, "Popen", POPEN)
+    torch_that(checkout, script)
+    with pytest.raises(installer.InstallError, match=says):
+        installer.check(kind)
+
+
+def test_the_check_touches_a_gpu_and_says_what_it_saw(checkout, monkeypatch, capsys):
+    monkeypatch.setattr(installer.subprocess, "Popen", POPEN)
+    torch_that(checkout, 'echo "$2" > code; echo torch 2.13.0 13.0 8')
+    installer.check("gpu")
+    assert "torch 2.13.0, CUDA 13.0, 8 GPU(s)" in capsys.readouterr().out
+    assert "torch.zeros(1, device='cuda')" in (checkout / "code").read_text()
+    installer.check("cpu")
+    assert "torch.zeros" not in (checkout / "code").read_text()
 
 
 @pytest.mark.parametrize(
