@@ -174,7 +174,10 @@ class Trainer:
         self._start_system(model_dir, origin, saver)
         tracker.tag("run_epoch", str(self.system.run_epoch))
         self.console.info(*tracker.ready(check=self._stop_requested.check))
-        model = ThroughputModel.of(self.config, cores=self.system.cores)
+        system = self.system
+        model = ThroughputModel.of(
+            self.config, max_num_seqs=system.max_num_seqs, cores=system.cores
+        )
         self._verdicts = BottleneckWatch(model, agree=AGREE)
         self._started = True
         self._tell_origin(origin)

@@ -54,7 +54,7 @@ async def _measured(config: Config, model: str, groups: int) -> Row:
         seed=1,
     )
     os.sched_setaffinity(0, everywhere)
-    under_way = -(-config.cluster.engine.max_num_seqs // rollout.group_size) + 1
+    under_way = -(-engine.max_num_seqs // rollout.group_size) + 1
     done: list[tuple[float, int, list[list[int]]]] = []
     ids = iter(range(10**9))
 

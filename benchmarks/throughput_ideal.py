@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from async_grpo.config.schema import Config
+from async_grpo.rollout.engine_arguments import CPU_MAX_NUM_SEQS
 from benchmarks.scenario import Scenario
 from benchmarks.simulator import simulate
 
@@ -49,7 +50,8 @@ def simulated_idle(
     """Share of the time that the learner waits. tokens_per_s: of a full engine, so that each of its
     responses has a part of it.
     """
-    slots = max(1, config.cluster.engine.max_num_seqs // config.rollout.group_size)
+    places = config.cluster.engine.max_num_seqs or CPU_MAX_NUM_SEQS
+    slots = max(1, places // config.rollout.group_size)
     scenario = MeasuredLengths(
         max_staleness=staleness,
         rollout_batch_size=config.rollout.rollout_batch_size,

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from async_grpo.config.checks import speculation_on_cpu
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
@@ -370,6 +371,8 @@ def refuse(config: Config, *, device: str, backend: str) -> None:
             "publication; use rollout.seeded=off, weight_sync.kv_cache=keep, or "
             "replay.max_staleness=0."
         )
+    if device == "cpu" and (refused := next(speculation_on_cpu(config), None)):
+        raise SetupError(refused)
     least = torn_after(deadlines) + deadlines.resume_s
     if TRANSPORTS[backend].pushes and deadlines.acknowledge_s <= least:
         raise SetupError(

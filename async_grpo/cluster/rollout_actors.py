@@ -79,6 +79,8 @@ class RemoteEngine:
     localize: Callable[[Announcement], Awaitable[Announcement]]
     acknowledged: str = ""
     """Label of the last weights that the engine took."""
+    max_num_seqs: int = 0
+    """Responses that it generates at the same time; known once it has started."""
 
     async def connect(self, payload: dict[str, Any]) -> Receipt:
         """Prepare the engine for publications."""
@@ -330,7 +332,7 @@ class ActorManager:
     async def _load(self, engine: RemoteEngine) -> None:
         seconds = self._config.watchdog.start_timeout_s
         try:
-            await asyncio.wait_for(
+            engine.max_num_seqs = await asyncio.wait_for(
                 engine.handle.start.remote(backend=self._spec.backend, label=UNPUBLISHED), seconds
             )
         except TimeoutError as error:

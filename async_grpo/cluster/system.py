@@ -389,6 +389,11 @@ class System:
         return self._processes.cores
 
     @property
+    def max_num_seqs(self) -> int:
+        """Responses that an engine generates at the same time, as the engines have it."""
+        return max(engine.max_num_seqs for engine in self.actors.alive())
+
+    @property
     def verifier_errors(self) -> VerifierErrors:
         """What went wrong in verifiers, by kind."""
         return self._processes.verifier_errors

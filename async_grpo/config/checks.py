@@ -17,6 +17,7 @@ from async_grpo.config.plugins import Known, check_plugins
 from async_grpo.config.schema import REFUSED_DEEPSPEED_KEYS, UNBOUNDED_ORDERS, Config
 from async_grpo.config.section import Section
 from async_grpo.config.transports import TRANSPORTS, Transport
+from async_grpo.config.vllm_keys import SPECULATION, refused_arguments
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -516,9 +517,22 @@ def _cluster(config: Config) -> Iterator[str]:
             f"`cluster.rollout_actors.min` is {actors.min}; it must not exceed "
             f"`cluster.rollout_actors.max`, {actors.max}."
         )
+    for name, why in refused_arguments(cluster.engine.vllm):
+        yield f"`cluster.engine.vllm.{name}` {why}."
+    if cluster.device == "cpu":
+        yield from speculation_on_cpu(config)
     yield from _transport(config)
     if cluster.layout == "colocated":
         yield from _colocated(config, config.learner.ranks)
+
+
+def speculation_on_cpu(config: Config) -> Iterator[str]:
+    """Find arguments of speculative decoding, with which vLLM samples wrongly on CPU."""
+    for name in sorted(SPECULATION & config.cluster.engine.vllm.keys()):
+        yield (
+            f"`cluster.engine.vllm.{name}` is given, and engines are on CPU, where vLLM's "
+            "speculative decoding does not sample from the model's distribution: remove it."
+        )
 
 
 def _transport(config: Config) -> Iterator[str]:

@@ -125,16 +125,26 @@ class EngineConfig(Section):
 
     tensor_parallel_size: Positive = 1
     """GPUs per engine."""
-    max_num_seqs: Positive = 256
-    """Responses generated at the same time by one engine."""
+    max_num_seqs: Positive | None = None
+    """Responses generated at the same time by one engine; null: 256 on CPU, on a GPU what vLLM
+    chooses by its memory (1024 from 70 GiB, else 256).
+    """
     kv_cache_gb: Annotated[float, Field(gt=0)] | None = None
     """KV cache per engine GPU or process in GiB; null: 0.25 on CPU, 4 on a GPU that the learner
     shares, else vLLM's own choice.
     """
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that an engine may use."""
+    """Share of a GPU's memory that an engine may use. On a GPU that the learner shares it takes
+    what it needs: its weights, `kv_cache_gb` and 3 GiB.
+    """
     enforce_eager: bool | None = None
     """Run the engine without compilation; null: true on CPU, false on GPU."""
+    vllm: Annotated[dict[str, Any], warn("how engines compute, so the rounding of log-probs")] = (
+        Field({})
+    )
+    """Further arguments of vLLM's `AsyncEngineArgs`, such as `{quantization: fp8}`; those that
+    this project sets itself are refused.
+    """
 
 
 class Cluster(Section):

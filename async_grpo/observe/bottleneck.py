@@ -86,8 +86,10 @@ class ThroughputModel:
     """Cores that engines and learner ranks share; None where models run on GPUs."""
 
     @classmethod
-    def of(cls, config: Config, *, cores: int | None = None) -> ThroughputModel:
-        """Read the settings from a configuration."""
+    def of(cls, config: Config, *, max_num_seqs: int, cores: int | None = None) -> ThroughputModel:
+        """Read the settings from a configuration. max_num_seqs: of an engine, which may be vLLM's
+        own choice.
+        """
         responses = config.rollout.group_size + config.algorithm.has_baseline
         return cls(
             batch=config.rollout.rollout_batch_size,
@@ -96,7 +98,7 @@ class ThroughputModel:
             ranks=config.learner.ranks,
             workers=config.task.verifier.workers,
             responses=responses,
-            places=config.cluster.engine.max_num_seqs / responses,
+            places=max_num_seqs / responses,
             cores=cores,
         )
 

@@ -39,7 +39,7 @@ from async_grpo.preflight.memory import (
     shape_of,
 )
 from async_grpo.preflight.model import known_model
-from async_grpo.rollout.engine import kv_cache_gb
+from async_grpo.rollout.engine_arguments import kv_cache_gb, max_num_seqs
 from async_grpo.runtime.text import counted
 from async_grpo.tasks.base import TaskError
 from async_grpo.tasks.data import quiet_hub
@@ -115,7 +115,7 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
         if why:
             warnings.append(why)
         if placement is not None:
-            warnings += _cache_warnings(config, engine)
+            warnings += _cache_warnings(config, engine, device)
             refused += _too_large(config, shape, engine, placement, found)
             if device == "cpu" and found.cluster is None and assumed is None:
                 warnings += _short_of_memory(config, shape, engine, placement)
@@ -284,7 +284,7 @@ def _placement(
 
 def _warnings(config: Config, placement: Placement) -> Iterator[str]:
     rollout, engines = config.rollout, len(placement.engines)
-    seats = engines * config.cluster.engine.max_num_seqs
+    seats = engines * (max_num_seqs(config, device=placement.device) or 0)
     most = config.max_outstanding * rollout.group_size
     if seats > most:
         yield (
@@ -299,15 +299,16 @@ def _warnings(config: Config, placement: Placement) -> Iterator[str]:
         )
 
 
-def _cache_warnings(config: Config, engine: EngineMemory) -> Iterator[str]:
+def _cache_warnings(config: Config, engine: EngineMemory, device: str) -> Iterator[str]:
     most = config.max_outstanding * config.rollout.group_size
-    if engine.kv_cache is not None and engine.rows(engine.kv_cache) < min(
-        config.cluster.engine.max_num_seqs, most
-    ):
+    seats = max_num_seqs(config, device=device)
+    if engine.kv_cache is None or seats is None:
+        return
+    if (rows := engine.rows(engine.kv_cache)) < min(seats, most):
         yield (
-            f"the KV cache holds {engine.rows(engine.kv_cache)} responses of full length, fewer "
-            f"than cluster.engine.max_num_seqs {config.cluster.engine.max_num_seqs}: longer ones "
-            "wait for each other; raise cluster.engine.kv_cache_gb"
+            f"the KV cache holds {rows} responses of full length, fewer than "
+            f"cluster.engine.max_num_seqs {seats}: longer ones wait for each other; raise "
+            "cluster.engine.kv_cache_gb"
         )
 
 

@@ -125,7 +125,6 @@ class RolloutActor:
         self._parts: Parts | None = None
         self._baselines = int(config.algorithm.has_baseline)  # greedy, per group
         self._responses = config.rollout.group_size + self._baselines
-        self._slots = config.cluster.engine.max_num_seqs
         self._groups: dict[tuple[int, int], _GroupWork] = {}
         self._outbox: list[tuple[_GroupWork, bytes]] = []
         self._outbox_filled = asyncio.Event()
@@ -146,9 +145,9 @@ class RolloutActor:
             raise RuntimeError(f"{self.actor_id} has not loaded its engine; call start() first")
         return self._parts
 
-    async def start(self, *, backend: str, label: str, only_evaluates: bool = False) -> None:
-        """Load tokenizer, task, verifiers and engine, serving as `label`. only_evaluates: the task
-        may have no training data.
+    async def start(self, *, backend: str, label: str, only_evaluates: bool = False) -> int:
+        """Load tokenizer, task, verifiers and engine, serving as `label`; the responses that the
+        engine generates at the same time. only_evaluates: the task may have no training data.
         """
         early = Engine.begin(self._device, cores=self._cores)
         from async_grpo.runtime import light_imports  # noqa: F401, I001 - before transformers
@@ -191,6 +190,7 @@ class RolloutActor:
             cpu=others,
         )
         self._parts = Parts(engine, tokenizer, task, verifiers, evaluator)
+        return engine.max_num_seqs
 
     async def run(self) -> None:
         """Produce groups until the queue closes. Raises when the engine or the queue is gone."""
@@ -333,9 +333,10 @@ class RolloutActor:
         that have ended.
         """
         queued = sum(work.stage == "queued" for work in self._groups.values())
-        unfinished = self.parts.engine.unfinished + queued * self._responses
-        free = -(-(self._slots - unfinished) // self._responses)
-        return max(0, min(free, self._slots - len(self._groups)) + 1)
+        engine = self.parts.engine
+        unfinished = engine.unfinished + queued * self._responses
+        free = -(-(engine.max_num_seqs - unfinished) // self._responses)
+        return max(0, min(free, engine.max_num_seqs - len(self._groups)) + 1)
 
     def _start_group(self, ticket: GroupTicket) -> None:
         now = time.monotonic()

@@ -33,6 +33,7 @@ from async_grpo.config.schema import Config, Deadlines
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
 from async_grpo.rollout.early_process import EarlyProcess, environment
+from async_grpo.rollout.engine_arguments import engine_arguments
 from async_grpo.runtime.lifetime import own_directory
 from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
 from async_grpo.wire import VersionSpan
@@ -125,7 +126,6 @@ def _ended(parent: Any) -> list[CompletionOutput]:
 
 
 HEALTH_S = 0.5
-CPU_KV_CACHE_GB, SHARED_GPU_KV_CACHE_GB = 0.25, 4.0
 
 
 class EngineError(RuntimeError):
@@ -203,7 +203,9 @@ class Engine:
     ) -> Engine:
         """Load `model_dir` on `cpu` or `cuda`, serving as `label`. early: from `begin`."""
         early = early or cls.begin(device)
+        from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.core_client import AsyncMPClient
 
@@ -213,14 +215,25 @@ class Engine:
                 "this vLLM cannot pause with requests kept, or not say what becomes of "
                 "their caches; install the version of packages.toml"
             )
-        arguments = _engine_arguments(
-            config, model_dir=model_dir, device=device, backend=backend, seed=seed
+        shared = device == "cuda" and TRANSPORTS[backend].colocated
+        arguments = engine_arguments(
+            config,
+            model_dir=model_dir,
+            device=device,
+            backend=backend,
+            seed=seed,
+            gpu_bytes=_gpu_bytes() if shared else None,
         )
-        args = AsyncEngineArgs(**arguments)
+        transfer = WeightTransferConfig(backend=TRANSPORTS[backend].vllm_name)
+        args = AsyncEngineArgs(**arguments, weight_transfer_config=transfer)
         counted = CountedRequests()
         with _temporary_files() as directory, early.offered() if early else nullcontext():
             llm = await asyncio.to_thread(
-                AsyncLLM.from_engine_args, args, stat_loggers=[counted.logger()]
+                AsyncLLM.from_engine_args,
+                args,
+                # without it vLLM takes the least of its limits, whatever the GPU
+                usage_context=UsageContext.OPENAI_API_SERVER,
+                stat_loggers=[counted.logger()],
             )
         engine = cls(
             llm,
@@ -238,6 +251,11 @@ class Engine:
         """Launch the engine's process before `start` needs it (CPU only), on these cores or any."""
         _set_environment(device)
         return EarlyProcess(cores=cores) if device == "cpu" else None
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Responses that it generates at the same time."""
+        return self._llm.vllm_config.scheduler_config.max_num_seqs
 
     @property
     def serving_version(self) -> int:
@@ -499,6 +517,13 @@ def _temporary_files() -> Iterator[Path]:
         raise
 
 
+def _gpu_bytes() -> int:
+    """Memory of the GPU that the engine will use, without touching it."""
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_total_memory()
+
+
 def _set_environment(device: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -510,48 +535,6 @@ def _set_environment(device: str) -> None:
         # compiling small sampler functions would take 18 s at the first request
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def kv_cache_gb(config: Config, *, device: str, backend: str) -> float | None:
-    """KV cache per engine GPU or process in GiB; None where vLLM chooses."""
-    if config.cluster.engine.kv_cache_gb is not None:
-        return config.cluster.engine.kv_cache_gb
-    if device == "cpu":
-        return CPU_KV_CACHE_GB
-    return SHARED_GPU_KV_CACHE_GB if TRANSPORTS[backend].colocated else None
-
-
-def _engine_arguments(
-    config: Config, *, model_dir: str, device: str, backend: str, seed: int
-) -> dict[str, Any]:
-    from vllm.config.weight_transfer import WeightTransferConfig
-
-    settings, cpu = config.cluster.engine, device == "cpu"
-    dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16"
-    memory = kv_cache_gb(config, device=device, backend=backend)
-    arguments: dict[str, Any] = {
-        "model": model_dir,
-        "dtype": dtype,
-        "seed": seed,
-        "max_model_len": config.rollout.prompt_length + config.rollout.response_length,
-        "max_num_seqs": settings.max_num_seqs,
-        "skip_tokenizer_init": True,
-        "trust_remote_code": config.model.trust_remote_code,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "disable_log_stats": True,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "enforce_eager": cpu if settings.enforce_eager is None else settings.enforce_eager,
-        "weight_transfer_config": WeightTransferConfig(backend=TRANSPORTS[backend].vllm_name),
-        "worker_extension_cls": "async_grpo.weights.worker.WorkerExtension",
-        "kv_cache_memory_bytes": None if memory is None else int(memory * 2**30),
-    }
-    if config.model.lm_head_fp32:
-        arguments["hf_overrides"] = {"head_dtype": "float32"}
-    if cpu:
-        arguments |= {"distributed_executor_backend": "uni", "block_size": 32}
-    return arguments
 
 
 def _completion(output: CompletionOutput, first_token: float) -> Completion:

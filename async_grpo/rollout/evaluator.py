@@ -73,7 +73,7 @@ class EngineEvaluator:
         problems = await asyncio.to_thread(self._task.evaluation, total)  # may read data
         n = self._config.evaluation.n
         # so few that training groups come soon after
-        slots = asyncio.Semaphore(max(1, 2 * self._config.cluster.engine.max_num_seqs // (n + 1)))
+        slots = asyncio.Semaphore(max(1, 2 * self._engine.max_num_seqs // (n + 1)))
         judged = await asyncio.gather(
             *[self._one(problems[index], label, slots) for index in indices]
         )

@@ -188,6 +188,8 @@ class Parts:
     right if the problem's number says so.
     """
 
+    max_num_seqs = 5
+
     def __init__(self, labels: tuple[str, ...] = ("v0.3",)) -> None:
         self.labels, self.asked, self.running, self.most = labels, [], 0, 0
         self.closed = False
@@ -232,7 +234,6 @@ def config(**evaluation: Any) -> Config:
             "model": {"path": "m"},
             "rollout": {"prompt_length": 4, "response_length": 8, "temperature": 0.7},
             "evaluation": evaluation,
-            "cluster": {"engine": {"max_num_seqs": 5}},
         }
     )
 

@@ -76,13 +76,12 @@ def test_a_run_whose_learner_and_engines_are_both_busy_is_balanced() -> None:
     )
 
 
-def config(**engine: int) -> Config:
+def config() -> Config:
     return Config.model_validate(
         {
             "run": {"total_steps": 9},
             "model": {"path": "m"},
             "rollout": {"rollout_batch_size": 4, "group_size": 8},
-            "cluster": {"engine": engine},
         }
     )
 
@@ -117,7 +116,7 @@ def lines(*, steps: int, starved: float, blocked: float, length: float) -> list[
 
 
 def observed(told: list[dict[str, float]]) -> list[Bottleneck | None]:
-    observer = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16)))
+    observer = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16))
     return [observer.observe(line) for line in told]
 
 
@@ -146,7 +145,7 @@ def test_one_verdict_per_interval_and_none_from_numbers_that_begin_again() -> No
 
 def steady(starved: list[float], *, agree: int) -> list[Bottleneck | None]:
     """One interval after the other, with these shares of starving."""
-    watch = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16)), agree=agree)
+    watch = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16), agree=agree)
     before: dict[str, float] = {}
     found: list[Bottleneck | None] = []
     for share in starved:
@@ -182,13 +181,13 @@ def test_intervals_that_disagree_say_nothing_and_then_that_nothing_is_clear() ->
 def test_advice_stays_within_the_cores_of_the_machine() -> None:
     full = lines(steps=6, starved=0.5, blocked=0.0, length=95.0)
     for cores, expected in ((None, 4), (4, 3), (3, None)):
-        watch = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16), cores=cores))
+        watch = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16, cores=cores))
         verdict = [watch.observe(line) for line in full][-1]
         assert verdict.advice.get("cluster.rollout_actors.max") == expected, verdict.text
         if expected is None:
             assert verdict.kind == "unclear" and "another rollout actor would help" in verdict.text
     busy = lines(steps=6, starved=0.0, blocked=0.6, length=30.0)
-    watch = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16), cores=2))
+    watch = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16, cores=2))
     verdict = [watch.observe(line) for line in busy][-1]
     assert (verdict.kind, verdict.advice) == ("unclear", {}) and "(2 cores)" in verdict.text
 
@@ -199,7 +198,7 @@ def test_a_learner_that_waits_is_not_called_balanced() -> None:
     for line in idle:
         line["time/engine/paused"] = line["time/engine/blocked"]
         line["time/engine/blocked"] = 0.0
-    watch = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16)))
+    watch = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16))
     verdict = [watch.observe(line) for line in idle][-1]
     assert (verdict.kind, verdict.advice) == ("unclear", {}), verdict.text
     assert verdict.text.startswith("no clear limit: learner idle 30%")
@@ -212,5 +211,5 @@ def test_a_machine_whose_cores_are_all_engines_gets_a_verdict_too(
     busy = lines(steps=6, starved=0.0, blocked=0.05, length=95.0)
     for line in busy:
         line["cluster/rollout_actors"] = actors
-    watch = BottleneckWatch(ThroughputModel.of(config(max_num_seqs=16), cores=cores))
+    watch = BottleneckWatch(ThroughputModel.of(config(), max_num_seqs=16, cores=cores))
     assert [watch.observe(line) for line in busy][-1] is not None

@@ -170,7 +170,9 @@ def test_all_places_agree_on_idle_and_on_tokens_per_second(run: Run, tmp_path: P
     assert metrics["tokens_trained_per_s"] == pytest.approx(tokens / wall)
 
     # the verdict, which begins at the first line
-    watch = BottleneckWatch(ThroughputModel.of(config()), min_steps=STEPS - 1, min_s=0.0)
+    watch = BottleneckWatch(
+        ThroughputModel.of(config(), max_num_seqs=256), min_steps=STEPS - 1, min_s=0.0
+    )
     told = [watch.observe(row | {"rollout/tokens_per_s_per_response": 1.0}) for row in rows]
     idle = (starved - rows[0]["time/learner/starved"]) / (rows[-1]["time"] - rows[0]["time"])
     assert told[-1] is not None and f"learner idle {idle:.0%}" in told[-1].text

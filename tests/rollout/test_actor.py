@@ -209,7 +209,7 @@ def test_long_responses_hold_their_own_places_only() -> None:
 
     async def scenario() -> list[tuple[int, int]]:
         actor = actor_of(parts)
-        actor._slots, parts.acquire, parts.per_group, told = 8, acquire, 2, []
+        parts.max_num_seqs, parts.acquire, parts.per_group, told = 8, acquire, 2, []
         running = asyncio.create_task(actor.run())
         for parts.per_group in (2, 1, 0):
             asked = -1

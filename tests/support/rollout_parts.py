@@ -49,6 +49,7 @@ class Parts:
     """
 
     serving_version = 0
+    max_num_seqs = 256
     hangs = only_greedy_fails = False
     per_group = 2
 

@@ -317,7 +317,7 @@ def gathered(config: Config) -> list[str]:
 
 def modelled(config: Config) -> ThroughputModel:
     """What the diagnosis of the bottleneck knows of the configuration."""
-    return ThroughputModel.of(config)
+    return ThroughputModel.of(config, max_num_seqs=16)
 
 
 def _wires(probe: Callable[[Config], Any], table: list[tuple[Any, ...]]) -> list[Wire]:

@@ -38,6 +38,8 @@ class Parts:
 
     serving_version, unfinished, serving = 0, 0, LABEL
 
+    max_num_seqs = 256
+
     def __init__(self) -> None:
         self.tickets = [GroupTicket(0, 1, 0), GroupTicket(1, 1, 0)]
         self.sampled: Counter[str] = Counter()
@@ -197,6 +199,8 @@ def _vllm() -> dict[str, ModuleType]:
         "vllm.config": {},
         "vllm.config.weight_transfer": {"WeightTransferConfig": _Arguments},
         "vllm.engine": {},
+        "vllm.usage": {},
+        "vllm.usage.usage_lib": {"UsageContext": SimpleNamespace(OPENAI_API_SERVER="server")},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": _Arguments},
         "vllm.v1": {},
         "vllm.v1.engine": {},
@@ -252,7 +256,6 @@ WIRES = [
     Wire("task.verifier.on_error", "zero", acted),
     Wire("evaluation.n", 3, acted),
     Wire("evaluation.temperature", 0.3, acted),
-    Wire("cluster.engine.max_num_seqs", 8, acted),
     Wire("task.verifier.workers", 2, verified),
     Wire("task.verifier.timeout_s", 33.0, verified),
     Wire("task.verifier.memory_mb", 1024, verified),
@@ -265,6 +268,7 @@ WIRES = [
     Wire("cluster.engine.kv_cache_gb", 2.5, served),
     Wire("cluster.engine.gpu_memory_utilization", 0.5, served),
     Wire("cluster.engine.enforce_eager", True, served),
+    Wire("cluster.engine.vllm", {"kv_cache_dtype": "fp8"}, served),
     Wire("weight_sync.kv_cache", "keep", served),
     Wire("weight_sync.deadlines.pause_s", 41.0, served),
     Wire("weight_sync.deadlines.resume_s", 42.0, served),

@@ -35,7 +35,7 @@ class System:
     """A system whose steps cost nothing. `seen`: what it was asked."""
 
     run_epoch = 0
-    cores = None
+    cores, max_num_seqs = None, 16
 
     def __init__(self, facts: Any, listener: Any, seen: list[Any], *, disk: bool) -> None:
         self.seen, self._disk, self._listener, self.steps_done = seen, disk, listener, 0

@@ -57,6 +57,8 @@ def _asked(config: Config, task: Any) -> list[Any]:
     asked: list[Any] = []
 
     class Parts:
+        max_num_seqs = 256
+
         async def generate(self, prompt: Any, *_: Any, **__: Any) -> list[Completion]:
             asked.append(prompt)
             raise TaskError("enough")

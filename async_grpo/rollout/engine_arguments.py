@@ -1,0 +1,113 @@
+"""What vLLM is started with: arithmetic on settings and the memory of a GPU.
+
+Runs in: rollout actors, and the driver for estimates; without vLLM and torch. Invariants: arguments
+of `cluster.engine.vllm` come last and are none of ours (`config.vllm_keys`); an engine that shares
+its GPU with a learner rank asks for no more memory than it needs, for vLLM starts only where what
+it asks for is free at that moment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config.schema import Config
+from async_grpo.config.transports import TRANSPORTS
+from async_grpo.errors import SetupError
+
+CPU_KV_CACHE_GB, SHARED_GPU_KV_CACHE_GB = 0.25, 4.0
+CPU_MAX_NUM_SEQS = 256
+BATCHED_TOKENS = 8192
+"""Tokens of one forward pass of an engine on a GPU; vLLM's own 2048 is made for short delays."""
+ENGINE_BYTES = 3 * 2**30
+"""What an engine on a GPU takes beside weights and KV cache: CUDA's context, kernels, activations
+of a forward pass, CUDA graphs. An estimate.
+"""
+
+
+def kv_cache_gb(config: Config, *, device: str, backend: str) -> float | None:
+    """KV cache per engine GPU or process in GiB; None where vLLM chooses."""
+    if config.cluster.engine.kv_cache_gb is not None:
+        return config.cluster.engine.kv_cache_gb
+    if device == "cpu":
+        return CPU_KV_CACHE_GB
+    return SHARED_GPU_KV_CACHE_GB if TRANSPORTS[backend].colocated else None
+
+
+def max_num_seqs(config: Config, *, device: str) -> int | None:
+    """Responses that one engine generates at the same time; None where vLLM chooses, by its GPU."""
+    chosen = config.cluster.engine.max_num_seqs
+    return CPU_MAX_NUM_SEQS if chosen is None and device == "cpu" else chosen
+
+
+def engine_arguments(
+    config: Config,
+    *,
+    model_dir: str,
+    device: str,
+    backend: str,
+    seed: int,
+    gpu_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Build the keywords of vLLM's AsyncEngineArgs, but for the weight transfer. gpu_bytes: memory
+    of a GPU that the engine shares with a learner rank. Raises SetupError where the engine's part
+    of it is too small.
+    """
+    settings, cpu = config.cluster.engine, device == "cpu"
+    dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16"
+    memory = kv_cache_gb(config, device=device, backend=backend)
+    arguments: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": config.rollout.prompt_length + config.rollout.response_length,
+        "max_num_seqs": max_num_seqs(config, device=device),
+        "skip_tokenizer_init": True,
+        "trust_remote_code": config.model.trust_remote_code,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        # Left to itself, vLLM takes Ray's executor inside a placement group, which wants a bundle
+        # for each GPU; an actor has one bundle with all of them.
+        "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else "uni",
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enforce_eager": cpu if settings.enforce_eager is None else settings.enforce_eager,
+        "worker_extension_cls": "async_grpo.weights.worker.WorkerExtension",
+        "kv_cache_memory_bytes": None if memory is None else int(memory * 2**30),
+    }
+    if config.model.lm_head_fp32:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    if cpu:
+        arguments["block_size"] = 32
+    else:
+        arguments["max_num_batched_tokens"] = BATCHED_TOKENS
+    if gpu_bytes is not None:
+        arguments["gpu_memory_utilization"] = shared_gpu_share(
+            config, weights=weight_bytes(model_dir), kv_cache_gb=memory or 0.0, gpu_bytes=gpu_bytes
+        )
+    return arguments | settings.vllm
+
+
+def shared_gpu_share(config: Config, *, weights: int, kv_cache_gb: float, gpu_bytes: int) -> float:
+    """Return the share of a GPU's memory that an engine needs beside a learner rank. Raises
+    SetupError where it is more than `cluster.engine.gpu_memory_utilization`.
+    """
+    need, most = weights + kv_cache_gb * 2**30 + ENGINE_BYTES, gpu_bytes
+    limit = config.cluster.engine.gpu_memory_utilization
+    if need > limit * most:
+        gib = [f"{count / 2**30:.1f}" for count in (need, weights, ENGINE_BYTES, limit * most)]
+        raise SetupError(
+            f"an engine that shares its GPU needs {gib[0]} GiB (weights {gib[1]}, "
+            f"cluster.engine.kv_cache_gb {kv_cache_gb:g}, the rest {gib[2]}) and may use {gib[3]} "
+            f"(cluster.engine.gpu_memory_utilization {limit:g} of the GPU): lower kv_cache_gb, or "
+            "raise gpu_memory_utilization"
+        )
+    return need / most
+
+
+def weight_bytes(model_dir: str) -> int:
+    """Size of a model's weight files, of safetensors if there are any; 0 if it is not here."""
+    directory = Path(model_dir)
+    files = list(directory.glob("*.safetensors")) or list(directory.glob("*.bin"))
+    return sum(file.stat().st_size for file in files)

@@ -1,0 +1,108 @@
+"""What vLLM is started with: compared with vLLM's own choices where it has some."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from vllm.config import ParallelConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.executor import ray_utils
+
+from async_grpo.config.schema import Config
+from async_grpo.config.vllm_keys import _BY_OURS, _OWN, NAMES, SPECULATION
+from async_grpo.errors import SetupError
+from async_grpo.rollout.engine_arguments import engine_arguments, shared_gpu_share
+
+GIB = 2**30
+
+
+def arguments(
+    *, device: str = "cuda", backend: str = "nccl", gpu_bytes: int | None = None, **engine: Any
+) -> dict[str, Any]:
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": "m"},
+            "rollout": {"prompt_length": 8, "response_length": 8},
+            "cluster": {"engine": engine},
+        }
+    )
+    return engine_arguments(
+        config, model_dir="m", device=device, backend=backend, seed=1, gpu_bytes=gpu_bytes
+    )
+
+
+@pytest.fixture
+def in_placement_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As inside a rollout actor: Ray runs, and the actor has a bundle of a placement group."""
+    monkeypatch.setattr(ray_utils, "ray_is_available", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "get_current_placement_group", lambda: object())
+
+
+@pytest.mark.parametrize(("size", "backend"), [(1, "uni"), (2, "mp"), (8, "mp")])
+def test_an_engine_in_a_placement_group_spawns_its_workers_itself(
+    in_placement_group: None, size: int, backend: str
+) -> None:
+    chosen = arguments(tensor_parallel_size=size)["distributed_executor_backend"]
+    config = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend=chosen)
+    assert config.distributed_executor_backend == backend
+
+
+def test_left_to_itself_vllm_would_take_rays_executor(in_placement_group: None) -> None:
+    assert ParallelConfig(tensor_parallel_size=2).distributed_executor_backend == "ray"
+
+
+def test_every_argument_is_one_of_vllms_and_the_table_of_names_is_vllms() -> None:
+    names = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert names == NAMES
+    assert set(arguments()) | set(arguments(device="cpu", backend="shared_memory")) <= names
+    assert SPECULATION | _BY_OURS.keys() | _OWN.keys() <= names
+    assert not _BY_OURS.keys() & _OWN.keys()
+
+
+def test_no_argument_that_is_given_can_be_given_by_the_user_but_for_sizes() -> None:
+    free = set(arguments()) - _BY_OURS.keys() - _OWN.keys()
+    assert free == {"max_num_batched_tokens"}
+
+
+def test_a_gpu_has_vllms_own_number_of_responses_and_larger_batches() -> None:
+    gpu, cpu = arguments(), arguments(device="cpu", backend="shared_memory")
+    assert (gpu["max_num_seqs"], gpu["max_num_batched_tokens"]) == (None, 8192)
+    assert (cpu["max_num_seqs"], "max_num_batched_tokens" in cpu) == (256, False)
+    assert arguments(max_num_seqs=5)["max_num_seqs"] == 5
+
+
+def test_arguments_of_the_user_come_last() -> None:
+    given = {"max_num_batched_tokens": 16384, "quantization": "fp8"}
+    assert given.items() <= arguments(vllm=given).items()
+
+
+@pytest.mark.parametrize(("gpu_gb", "share"), [(80, 8 / 80), (24, 8 / 24)])
+def test_on_a_shared_gpu_an_engine_asks_for_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_gb: int, share: float
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    with open(tmp_path / "m" / "a.safetensors", "wb") as file:
+        file.truncate(GIB)
+    found = arguments(backend="ipc", gpu_bytes=gpu_gb * GIB)  # 1 + 4 + 3 GiB
+    assert found["gpu_memory_utilization"] == pytest.approx(share)
+    assert found["kv_cache_memory_bytes"] == 4 * GIB
+    assert arguments(backend="nccl")["gpu_memory_utilization"] == 0.9
+
+
+def test_a_part_of_a_shared_gpu_that_is_too_small_is_refused() -> None:
+    config = Config.model_validate(
+        {
+            "run": {"total_steps": 1},
+            "model": {"path": "m"},
+            "cluster": {"engine": {"gpu_memory_utilization": 0.25}},
+        }
+    )
+    with pytest.raises(SetupError, match=r"needs 7.0 GiB \(weights 1.0, .*3.*may use 6.0 "):
+        shared_gpu_share(config, weights=GIB, kv_cache_gb=3.0, gpu_bytes=24 * GIB)
