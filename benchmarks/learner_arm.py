@@ -150,14 +150,14 @@ class Bare:
     def __init__(self, model: str, batch: Batch) -> None:
         from transformers import AutoModelForCausalLM
 
-        from async_grpo.learner.model import ATTENTION
+        from async_grpo.learner.attention import ATTENTION
         from async_grpo.learner.packing import pack
 
         self._model = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation=ATTENTION
         ).train()
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0
+            self._model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0, fused=True
         )
         self._batches = []
         for planned in batch.plan.updates[0]:

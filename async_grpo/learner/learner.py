@@ -30,6 +30,7 @@ from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batch
 from async_grpo.config.schema import Config
 from async_grpo.errors import NonFinite
 from async_grpo.learner import adapters, checkpoint, zero
+from async_grpo.learner.attention import takes_segments
 from async_grpo.learner.model import PolicyModel, load_model
 from async_grpo.learner.packing import Packed, pack
 from async_grpo.learner.rows import (
@@ -89,21 +90,33 @@ class Learner:
         self._math = TokenMath(config, self._collectives)
         self._grad_norm: float | None = None
         self.engine = self._build_policy(model_dir)
+        self._segmented = takes_segments(self._torch_device, self._dtype, self._head_dim())
         self._published = Published(self.engine.module.hf, keeps=self.rank == 0 or not self.sharded)
         self._reference = self._build_reference(model_dir)
+
+    def _head_dim(self) -> int:
+        """Width of an attention head of the policy."""
+        text = self.engine.module.hf.config.get_text_config()
+        return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
     def _build_policy(self, model_dir: str) -> Any:
         """Return the DeepSpeed engine around the trained model."""
         import deepspeed
 
         learner = self.config.learner
-        settings = zero.deepspeed_config(self.config, dtype=self._dtype, world_size=self.world_size)
+        settings = zero.deepspeed_config(
+            self.config, dtype=self._dtype, world_size=self.world_size, device=self.device
+        )
         model = self._load(model_dir, gradient_checkpointing=learner.gradient_checkpointing)
         adapters.restrict(model.hf, self.config.model, seed=self.config.seed, base=model_dir)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         beta1, beta2 = learner.betas
         optimizer = torch.optim.AdamW(
-            trained, lr=learner.lr, betas=(beta1, beta2), weight_decay=learner.weight_decay
+            trained,
+            lr=learner.lr,
+            betas=(beta1, beta2),
+            weight_decay=learner.weight_decay,
+            fused=True,  # else temporary tensors of the optimizer's size
         )
         if learner.zero_stage == 0:
             optimizer.register_step_pre_hook(self._clip_gradients)
@@ -134,7 +147,10 @@ class Learner:
         if not self.sharded:
             return model.to(self._torch_device)
         engine = deepspeed.initialize(
-            model=model, config=zero.reference_config(dtype=self._dtype, world_size=self.world_size)
+            model=model,
+            config=zero.reference_config(
+                dtype=self._dtype, world_size=self.world_size, device=self.device
+            ),
         )[0]
         engine.eval()
         return engine
@@ -280,11 +296,14 @@ class Learner:
         Without rows a dummy token takes the same path with weight 0: ZeRO-3 compares the order of
         backward hooks between ranks, which depends on the outputs that the loss uses.
         """
-        packed = pack([self._rows[row.key].tokens for row in planned], self._torch_device)
+        packed = self._pack([self._rows[row.key].tokens for row in planned])
         logprobs, entropy = self.engine(packed, self.config.rollout.temperature, with_entropy)
         ordered = [planned[position] for position in packed.order if planned]
         batch = token_batch(ordered, [self._rows[row.key] for row in ordered], self._torch_device)
         return Pass(packed, batch, logprobs, entropy)
+
+    def _pack(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> Packed:
+        return pack(rows, self._torch_device, segmented=self._segmented)
 
     def _count(self, packed: Packed) -> None:
         """train/padding: share of attention positions that hold no token; train/shared_prompts:
@@ -368,7 +387,7 @@ class Learner:
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         with torch.no_grad():
             for chunk in passes:
-                packed = pack([rows[index] for index in chunk], self._torch_device)
+                packed = self._pack([rows[index] for index in chunk])
                 values = model(packed, temperature, False)[0].cpu().numpy()
                 if chunk:
                     order = [chunk[k] for k in packed.order]

@@ -13,89 +13,56 @@ no padding, and attention sees each row alone. Invariants:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from torch.autograd.function import once_differentiable
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.algo.logprobs import token_logprobs
-from async_grpo.learner.packing import LengthBucket, Packed, RowLayout
+from async_grpo.learner.attention import ATTENTION
+from async_grpo.learner.packing import Packed
 
-ATTENTION = "async_grpo_varlen"
+CHECKPOINTING = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
 # Logits are scaled inside these models' own forward, which the head below replaces.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
-def varlen_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    row_layout: RowLayout | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Compute causal attention inside each packed row, with Hugging Face's attention interface.
+def _mm_float32(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply half-precision matrices into float32; only GPUs do it without copies."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
-    query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, N, H, D]. Raises ValueError for other
-    kinds of attention.
+
+class _Float32Logits(torch.autograd.Function):
+    """Logits [n, V] in float32 of half-precision hidden states [n, H] and weights [V, H]. Products
+    of half-precision numbers are exact in float32, so this rounds as float32 copies would; the
+    gradients are computed in half precision, as those of any other layer.
     """
-    if row_layout is None or attention_mask is not None:
-        raise ValueError(
-            f"{ATTENTION} needs the row boundaries of a packed sequence and no attention mask"
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return _mm_float32(hidden, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        rounded = gradient.to(weight.dtype)
+        return (
+            rounded @ weight if ctx.needs_input_grad[0] else None,
+            rounded.t() @ hidden if ctx.needs_input_grad[1] else None,
         )
-    if softcap is not None or s_aux is not None:
-        raise ValueError(
-            "attention with logit soft-capping or attention sinks is not supported; train "
-            "another model"
-        )
-    longest = row_layout.buckets[0].width
-    if sliding_window is not None and longest > sliding_window:
-        raise ValueError(
-            f"a row of {longest} tokens is longer than the model's sliding window of "
-            f"{sliding_window}; shorten the rows"
-        )
-    # of [N, heads, D], one for each bucket
-    queries, keys, values = (
-        row_layout.spread(states[0].transpose(0, 1)) for states in (query, key, value)
-    )
-    parts = zip(queries, keys, values, row_layout.buckets, strict=True)
-    return row_layout.collect([_attend(*part, scaling) for part in parts])[None], None
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bucket: LengthBucket, scaling: float | None
-) -> Tensor:
-    """Attention of one bucket [rows * width, heads, D] -> [rows * width, H, D]. Padding lies behind
-    each row, where causality hides it.
-    """
-    query, key, value = (
-        states.unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2)
-        for states in (query, key, value)
-    )
-    groups = query.shape[1] // key.shape[1]
-    # Only the half-precision kernels group heads without falling back to an implementation that
-    # stores width x width scores.
-    grouped = groups > 1 and query.dtype != torch.float32
-    if groups > 1 and not grouped:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    out = F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
-    )
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-AttentionInterface.register(ATTENTION, varlen_attention)
 
 
 class LogprobHead(nn.Module):
     """The language-model head, from hidden states straight to log-probs, with the replaced layer's
-    parameter names. float32: of logits, whatever the weights; a float32 copy lives during the call.
+    parameter names. float32: of logits, whatever the weights; on CPU a float32 copy of the weights
+    lives during the call.
     """
 
     def __init__(self, linear: nn.Linear, *, float32: bool) -> None:
@@ -115,12 +82,17 @@ class LogprobHead(nn.Module):
         """Log-probs [M] of `targets` [M] from `hidden` [M, H], and their entropies [M] or None."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if self._float32:
+        mixed = self._float32 and hidden.is_cuda and hidden.dtype != torch.float32
+        if self._float32 and not mixed:
             hidden, weight = hidden.float(), weight.float()
-            bias = None if bias is None else bias.float()
+        if self._float32 and bias is not None:
+            bias = bias.float()
 
         def project(part: Tensor) -> Tensor:
-            return F.linear(part, weight, bias)
+            if not mixed:
+                return F.linear(part, weight, bias)
+            logits: Tensor = _Float32Logits.apply(part, weight)
+            return logits if bias is None else logits + bias
 
         return token_logprobs(
             hidden,
@@ -181,7 +153,7 @@ def load_model(
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if gradient_checkpointing:
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
     return PolicyModel(hf, float32_head=float32_head)
 
 

@@ -9,6 +9,12 @@ one to prompt q:
                  p p p c c . .                               its bucket
                  q q d d d
 
+On a GPU one kernel takes rows of any length (`Segments`), and there is no padding: every row's keys
+are its prompt and its answer, and its queries those of them whose result no other row gives:
+
+    keys         p p p a a a a | q q d d d | p p p b b | p p p c c
+    queries      p p p a a a a | q q d d d |       b b |       c c      the last ones of the keys
+
 Invariants: a token looks at the tokens of its row before it and at no others; attention's result
 for a prompt is taken from the prompt's first row, all of whose copies agree; the gradient of a
 shared token is the sum over its copies. Every index is used once in each direction, so that sums
@@ -56,12 +62,35 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
+class Segments:
+    """R rows for a kernel that takes rows of any length. keys, queries [R + 1] int32: where each
+    row's begin, and the end of the last; most_keys, most_queries: of any row. token [N]: whose
+    query each is; query [N]: which one is a token's.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    most_keys: int
+    most_queries: int
+    token: Tensor
+    query: Tensor
+
+    def ask(self, states: Tensor) -> Tensor:
+        """Bring states of the tokens [N, ...] into the order of the queries."""
+        return _Permuted.apply(states, self.token, self.query)
+
+    def answer(self, results: Tensor) -> Tensor:
+        """Bring results of the queries [N, ...] into the order of the tokens."""
+        return _Permuted.apply(results, self.query, self.token)
+
+
+@dataclass(frozen=True, slots=True)
 class RowLayout:
     """Where attention finds the rows, among A positions.
 
     take [A]: the token at each position, 0 for padding. own [N]: the position whose result a token
-    gets. foreign [A]: positions that are no token's own. tokens: the rows' lengths together, each
-    with its prompt.
+    gets. foreign [A]: positions that are no token's own. buckets, or segments: the rows, one behind
+    the other. tokens: the rows' lengths together, each with its prompt. longest: of a row.
     """
 
     take: Tensor
@@ -69,16 +98,22 @@ class RowLayout:
     foreign: Tensor
     copies: tuple[Copies, ...]
     buckets: tuple[LengthBucket, ...]
+    segments: Segments | None
     tokens: int
+    longest: int
 
     @property
     def positions(self) -> int:
         """A."""
-        return sum(bucket.positions for bucket in self.buckets)
+        return len(self.take)
+
+    def keys(self, states: Tensor) -> Tensor:
+        """Spread states of the tokens [N, ...] to the positions [A, ...]."""
+        return _Spread.apply(states, self)
 
     def spread(self, states: Tensor) -> tuple[Tensor, ...]:
         """Spread states of the tokens [N, ...] to each bucket's positions [rows * width, ...]."""
-        return _Spread.apply(states, self).split([bucket.positions for bucket in self.buckets])
+        return self.keys(states).split([bucket.positions for bucket in self.buckets])
 
     def collect(self, results: Sequence[Tensor]) -> Tensor:
         """Collect the tokens' results [N, ...] from those of each bucket's positions."""
@@ -103,6 +138,20 @@ class _Spread(torch.autograd.Function):
             )
             out[copies.start : copies.stop] += others.sum(1)
         return out, None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows of a tensor in another order; back, in the order of before."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return states.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(0, ctx.inverse), None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -137,9 +186,12 @@ class Packed:
     order: tuple[int, ...]
 
 
-def pack(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> Packed:
+def pack(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device, *, segmented: bool = False
+) -> Packed:
     """Pack (prompt, response) rows; the last response token is a target only. Without rows the pack
-    is one dummy token, so that a rank without work runs the same collectives.
+    is one dummy token, so that a rank without work runs the same collectives. segmented: for a
+    kernel that takes rows of any length.
     """
     if not rows:
         rows = [(np.zeros(1, np.int64), np.zeros(1, np.int64))]
@@ -175,7 +227,11 @@ def pack(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) ->
         predictors=_tensor(predictors, device),
         targets=_tensor(targets, device),
         layout=_layout(
-            tokens, [(places, len(rows[order[places[0]]][0])) for places in prompts], at, device
+            tokens,
+            [(places, len(rows[order[places[0]]][0])) for places in prompts],
+            at,
+            device,
+            segmented=segmented,
         ),
         order=tuple(order),
     )
@@ -190,11 +246,17 @@ def _layout(
     prompts: Sequence[tuple[list[int], int]],
     count: int,
     device: torch.device,
+    *,
+    segmented: bool,
 ) -> RowLayout:
     """tokens: of each row, longest first. prompts: the rows of each and its length, in the order in
     which they begin the pack.
     """
-    buckets = _buckets([len(part) for part in tokens])
+    if segmented:
+        tokens, prompts = _asking(tokens, prompts)
+        buckets = [LengthBucket(1, len(part)) for part in tokens]
+    else:
+        buckets = _buckets([len(part) for part in tokens])
     starts: list[int] = []
     positions = 0
     for bucket in buckets:
@@ -225,8 +287,45 @@ def _layout(
         own=torch.from_numpy(own).to(device),
         foreign=torch.from_numpy(foreign).to(device),
         copies=tuple(copies),
-        buckets=buckets,
+        buckets=() if segmented else tuple(buckets),
+        segments=_segments(starts, take, foreign, device) if segmented else None,
         tokens=sum(map(len, tokens)),
+        longest=len(tokens[0]),
+    )
+
+
+def _asking(
+    tokens: Sequence[np.ndarray], prompts: Sequence[tuple[list[int], int]]
+) -> tuple[list[np.ndarray], list[tuple[list[int], int]]]:
+    """Leave out rows of which another row gives all results: answers of one token, which is a
+    target only, to a prompt that has another row.
+    """
+    asking = {
+        place
+        for places, length in prompts
+        for place in places
+        if place == places[0] or len(tokens[place]) > length
+    }
+    number = {place: index for index, place in enumerate(sorted(asking))}
+    kept = [([number[place] for place in places if place in number], n) for places, n in prompts]
+    return [tokens[place] for place in number], kept
+
+
+def _segments(
+    starts: Sequence[int], take: np.ndarray, foreign: np.ndarray, device: torch.device
+) -> Segments:
+    token = take[~foreign]
+    query = np.empty_like(token)
+    query[token] = np.arange(len(token))
+    keys = np.array([*starts, len(take)], np.int32)
+    queries = np.concatenate([[0], np.cumsum(~foreign)])[keys].astype(np.int32)
+    return Segments(
+        keys=torch.from_numpy(keys).to(device),
+        queries=torch.from_numpy(queries).to(device),
+        most_keys=int(np.diff(keys).max()),
+        most_queries=int(np.diff(queries).max()),
+        token=torch.from_numpy(token).to(device),
+        query=torch.from_numpy(query).to(device),
     )
 
 
@@ -242,7 +341,7 @@ def _runs(
     return runs
 
 
-def _buckets(lengths: list[int]) -> tuple[LengthBucket, ...]:
+def _buckets(lengths: list[int]) -> list[LengthBucket]:
     """Cut descending lengths where a row is at most half as long as the bucket's first, or would
     bring its padding above SPARE_POSITIONS.
     """
@@ -254,4 +353,4 @@ def _buckets(lengths: list[int]) -> tuple[LengthBucket, ...]:
                 continue
         buckets.append(LengthBucket(rows=last - first, width=lengths[first]))
         first, spare = last, 0
-    return tuple(buckets)
+    return buckets

@@ -35,13 +35,15 @@ def start(device: str, *, timeout_s: float) -> None:
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     else:
-        torch.cuda.set_device(device)
+        prepare_gpu(device)
     import deepspeed
-    from deepspeed.ops import __compatible_ops__
 
-    # Otherwise DeepSpeed compiles a shared-memory collective at this point, which needs a compiler
-    # and ninja; gloo does the same work.
-    __compatible_ops__["deepspeed_shm_comm"] = False
+    if cpu:  # on a GPU the list of its operations would probe compilers for seconds
+        from deepspeed.ops import __compatible_ops__
+
+        # Otherwise DeepSpeed compiles a shared-memory collective at this point, which needs a
+        # compiler and ninja; gloo does the same work.
+        __compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed calls collectives by names that torch has deprecated; every call would print a
     # warning.
     warnings.filterwarnings(
@@ -60,6 +62,14 @@ def start(device: str, *, timeout_s: float) -> None:
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
     )
+
+
+def prepare_gpu(device: str) -> None:
+    """Choose the GPU, and attention kernels that take rows of any shape as they come: cuDNN's build
+    a plan for every new shape, tens of milliseconds each, and packs hardly ever repeat one.
+    """
+    torch.cuda.set_device(device)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _store(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
@@ -87,7 +97,9 @@ def _store(rank: int, ranks: int, timeout: timedelta) -> dist.TCPStore:
     )
 
 
-def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
+def deepspeed_config(
+    config: Config, *, dtype: torch.dtype, world_size: int, device: str
+) -> dict[str, Any]:
     """Build the policy's DeepSpeed configuration. Raises ValueError for keys the learner sets."""
     learner = config.learner
     refused = sorted(path for path in _paths(learner.deepspeed) if path in REFUSED_DEEPSPEED_KEYS)
@@ -115,7 +127,7 @@ def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> 
         # the optimizer.
         "gradient_clipping": learner.grad_clip if learner.zero_stage > 0 else 0.0,
         "bf16": {"enabled": bf16},
-        "zero_optimization": {"stage": learner.zero_stage, "overlap_comm": False},
+        "zero_optimization": {"stage": learner.zero_stage, **_overlap(device)},
         "steps_per_print": 10**9,
     }
     if bf16:
@@ -123,16 +135,21 @@ def deepspeed_config(config: Config, *, dtype: torch.dtype, world_size: int) -> 
     return _merged(ours, learner.deepspeed)
 
 
-def reference_config(*, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
+def reference_config(*, dtype: torch.dtype, world_size: int, device: str) -> dict[str, Any]:
     """Build the DeepSpeed configuration of a frozen model, sharded by stage 3."""
     return {
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": dtype == torch.bfloat16},
-        "zero_optimization": {"stage": 3, "overlap_comm": False},
+        "zero_optimization": {"stage": 3, **_overlap(device)},
         "steps_per_print": 10**9,
     }
+
+
+def _overlap(device: str) -> dict[str, bool]:
+    """Leave it to DeepSpeed whether a GPU communicates beside computing; gloo cannot."""
+    return {"overlap_comm": False} if device == "cpu" else {}
 
 
 def gathered(

@@ -250,6 +250,8 @@ def test_gradient_checkpointing_and_a_chunked_head_change_nothing(
     with open_learner(config_of(models, 3, gradient_checkpointing=True), models, case) as learner:
         assert_history(train(learner, case, [split(range(12), 2)]), history)
         assert_close(copy_weights(learner), weights)
+        # without temporary tensors, and on a GPU in one kernel
+        assert all(group["fused"] for group in learner.engine.optimizer.param_groups)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -338,13 +340,15 @@ def test_deepspeed_keys_of_the_learner_are_refused(models: dict[str, str]) -> No
             update={"learner": config.learner.model_copy(update={"deepspeed": keys})}
         )
         with pytest.raises(ValueError, match=name):
-            deepspeed_config(config, dtype=torch.float32, world_size=1)
-    merged = deepspeed_config(config_of(models, 2), dtype=torch.float32, world_size=2)
+            deepspeed_config(config, dtype=torch.float32, world_size=1, device="cpu")
+    merged = deepspeed_config(config_of(models, 2), dtype=torch.float32, world_size=2, device="cpu")
     assert merged["zero_optimization"] == {
         "stage": 2,
         "overlap_comm": False,
         "stage3_param_persistence_threshold": 0,
     }
+    gpu = deepspeed_config(config_of(models, 2), dtype=torch.bfloat16, world_size=2, device="cuda")
+    assert "overlap_comm" not in gpu["zero_optimization"]  # DeepSpeed knows when it pays
 
 
 class Asked(dict[str, Any]):

@@ -1,0 +1,237 @@
+"""Attention by segments against attention by buckets: results, gradients, and what the kernel is
+told. On CPU a double stands for the kernel, which runs on GPUs only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from async_grpo.learner import attention, zero
+from async_grpo.learner.attention import takes_segments, varlen_attention
+from async_grpo.learner.model import _Float32Logits, load_model
+from async_grpo.learner.packing import Packed, pack
+from tests.support.wiring import tiny_model
+
+CPU = torch.device("cpu")
+groups = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def rows_of(shapes: list[tuple[int, list[int]]], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Rows in any order; every token id is another one, but for prompts that rows share."""
+    rows = []
+    for number, (length, responses) in enumerate(shapes):
+        prompt = np.arange(length) + 1000 * (number + 1)
+        rows += [(prompt, np.arange(n) + 100_000 * (len(rows) + n + 1)) for n in responses]
+    return [rows[index] for index in np.random.default_rng(seed).permutation(len(rows))]
+
+
+def double(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    most_queries: int,
+    most_keys: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What the kernel computes, row by row: causality is aligned at the end of queries and keys."""
+    assert window_size == (-1, 0) and queries.dtype == keys.dtype == torch.int32
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    asked, found = queries.diff(), keys.diff()
+    assert queries[0] == keys[0] == 0
+    assert queries[-1] == len(query) and keys[-1] == len(key) == len(value)
+    assert (asked >= 1).all() and (asked <= found).all()
+    assert (most_queries, most_keys) == (asked.max(), found.max())
+    times, out = query.shape[1] // key.shape[1], []
+    for row in range(len(asked)):
+        q = query[queries[row] : queries[row + 1]]
+        k, v = (
+            states[keys[row] : keys[row + 1]].repeat_interleave(times, 1) for states in (key, value)
+        )
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+        hidden = torch.ones(len(q), len(k)).triu(len(k) - len(q) + 1).bool()
+        out.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        )
+    return torch.cat(out)
+
+
+def attended(packed: Packed, states: list[Tensor], *, scaling: float | None) -> list[Tensor]:
+    """Result [N, H, D], and gradients of a fixed function of it."""
+    leaves = [one.clone().requires_grad_() for one in states]
+    ready = [one.transpose(0, 1)[None] for one in leaves]
+    out, _ = varlen_attention(nn.Module(), *ready, None, scaling=scaling, row_layout=packed.layout)
+    (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos()).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@given(
+    shapes=groups,
+    seed=st.integers(0, 99),
+    heads=st.sampled_from([(2, 2), (4, 2), (4, 1)]),
+    scaling=st.sampled_from([None, 0.3]),
+)
+@settings(max_examples=60)
+def test_segments_give_what_buckets_give(
+    shapes: list[tuple[int, list[int]]], seed: int, heads: tuple[int, int], scaling: float | None
+) -> None:
+    rows = rows_of(shapes, seed)
+    segments, buckets = pack(rows, CPU, segmented=True), pack(rows, CPU)
+    assert torch.equal(segments.input_ids, buckets.input_ids)
+    assert torch.equal(segments.predictors, buckets.predictors)
+    count, generator = segments.input_ids.numel(), torch.Generator().manual_seed(seed)
+    states = [
+        torch.randn(count, number, 8, generator=generator, dtype=torch.float64)
+        for number in (heads[0], heads[1], heads[1])
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "varlen_attn", double)
+        found = attended(segments, states, scaling=scaling)
+    for one, other in zip(found, attended(buckets, states, scaling=scaling), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_model_gives_the_same_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(
+        tiny_model(),
+        dtype=torch.float32,
+        longest_row=128,
+        gradient_checkpointing=True,
+        trust_remote_code=False,
+        float32_head=False,
+    ).train()
+    rng, found = np.random.default_rng(0), []
+    prompts = [rng.integers(3, 60, length) for length in (9, 4)]
+    rows = [(prompts[n % 2], rng.integers(3, 60, length)) for n, length in enumerate([1, 30, 7, 2])]
+    monkeypatch.setattr(attention, "varlen_attn", double)
+    for segmented in (True, False):
+        model.zero_grad()
+        logprobs, _ = model(pack(rows, CPU, segmented=segmented), 1.0, False)
+        (logprobs * torch.arange(len(logprobs)).cos()).sum().backward()
+        found.append([logprobs, *(parameter.grad for parameter in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@given(shapes=groups, seed=st.integers(0, 99))
+@settings(max_examples=60)
+def test_segments_have_no_padding_and_ask_once_for_every_token(
+    shapes: list[tuple[int, list[int]]], seed: int
+) -> None:
+    rows = rows_of(shapes, seed)
+    packed = pack(rows, CPU, segmented=True)
+    layout, segments = packed.layout, packed.layout.segments
+    assert layout.buckets == () and layout.positions == layout.tokens == segments.keys[-1]
+    assert layout.longest == max(len(prompt) + len(response) - 1 for prompt, response in rows)
+    assert sorted(segments.token.tolist()) == list(range(packed.input_ids.numel()))
+    assert segments.token[segments.query].tolist() == list(range(packed.input_ids.numel()))
+
+
+def test_an_answer_of_one_token_to_a_shared_prompt_asks_nothing() -> None:
+    prompt = np.arange(5)
+    rows = [(prompt, np.arange(n)) for n in (1, 3, 1)] + [(prompt + 9, np.arange(1))]
+    segments = pack(rows, CPU, segmented=True).layout.segments
+    assert segments.keys.diff().tolist() == [7, 5]  # the second prompt's only row asks for itself
+    assert segments.queries.diff().tolist() == [7, 5]
+    assert pack([], CPU, segmented=True).layout.segments.keys.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "taken"),
+    [
+        ("cuda", torch.bfloat16, 64, True),
+        ("cuda", torch.float16, 256, True),
+        ("cuda", torch.float32, 64, False),
+        ("cuda", torch.bfloat16, 320, False),
+        ("cuda", torch.bfloat16, 100, False),
+        ("cpu", torch.bfloat16, 64, False),
+    ],
+)
+def test_segments_are_for_gpus_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, head_dim: int, taken: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert takes_segments(torch.device(device), dtype, head_dim) is taken
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not takes_segments(torch.device(device), dtype, head_dim)
+
+
+def test_a_gpu_does_without_cudnns_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        zero.prepare_gpu("cuda:0")
+        assert chosen == ["cuda:0"] and not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_float32_logits_are_those_of_float32_copies(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
+        for n in (7, 50)
+    )
+    copies = [one.detach().float().requires_grad_() for one in (hidden, weight)]
+    logits, wanted = _Float32Logits.apply(hidden, weight), copies[0] @ copies[1].t()
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-5)
+    for one in (logits, wanted):
+        one.log_softmax(-1)[:, 3].sum().backward()
+    for one, other in zip((hidden, weight), copies, strict=True):
+        torch.testing.assert_close(one.grad.float(), other.grad, atol=1e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_the_kernel_aligns_causality_at_the_end() -> None:
+    query = torch.randn(2, 1, 64, device="cuda", dtype=torch.bfloat16)
+    key, value = (torch.randn(5, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    bounds = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (2, 5)]
+    given = {"scale": None, "window_size": (-1, 0), "enable_gqa": False}
+    found = attention.varlen_attn(query, key, value, *bounds, 2, 5, **given)
+    cpu = [one.float().cpu() for one in (query, key, value)]
+    wanted = double(*cpu, *(bound.cpu() for bound in bounds), 2, 5, **given)
+    torch.testing.assert_close(found.float().cpu(), wanted, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 4), (14, 2)])
+def test_on_a_gpu_segments_give_what_buckets_give(heads: tuple[int, int]) -> None:
+    device = torch.device("cuda")
+    rows = rows_of([(300, [700, 1, 2, 90]), (17, [1, 400, 400]), (1, [1])], 3)
+    generator, packs = torch.Generator().manual_seed(1), []
+    for segmented in (True, False):
+        packs.append(pack(rows, device, segmented=segmented))
+    states = [
+        torch.randn(packs[0].input_ids.numel(), number, 64, generator=generator).to(
+            device, torch.bfloat16
+        )
+        for number in (heads[0], heads[1], heads[1])
+    ]
+
+    def on_gpu(packed: Packed) -> list[Tensor]:
+        leaves = [one.clone().requires_grad_() for one in states]
+        ready = [one.transpose(0, 1)[None] for one in leaves]
+        out, _ = varlen_attention(nn.Module(), *ready, None, row_layout=packed.layout)
+        out.float().sin().sum().backward()
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    for one, other in zip(*map(on_gpu, packs), strict=True):
+        torch.testing.assert_close(one, other, atol=3e-2, rtol=3e-2)
