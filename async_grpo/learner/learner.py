@@ -107,7 +107,9 @@ class Learner:
         settings = zero.deepspeed_config(
             self.config, dtype=self._dtype, world_size=self.world_size, device=self.device
         )
-        model = self._load(model_dir, gradient_checkpointing=learner.gradient_checkpointing)
+        model = self._load(
+            model_dir, settings, gradient_checkpointing=learner.gradient_checkpointing
+        )
         adapters.restrict(model.hf, self.config.model, seed=self.config.seed, base=model_dir)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         beta1, beta2 = learner.betas
@@ -134,7 +136,10 @@ class Learner:
         is_base = settings.lora is not None and settings.reference is None
         if is_base or not self.config.algorithm.uses_reference:
             return None
-        model = self._load(settings.reference or model_dir, gradient_checkpointing=False)
+        frozen = zero.reference_config(
+            dtype=self._dtype, world_size=self.world_size, device=self.device
+        )
+        model = self._load(settings.reference or model_dir, frozen, gradient_checkpointing=False)
         model.requires_grad_(False).eval()
         shapes = [zero.full_shape(parameter) for parameter in model.parameters()]
         policy = [shape for _, shape, _ in self._published.metadata()]
@@ -146,16 +151,14 @@ class Learner:
             )
         if not self.sharded:
             return model.to(self._torch_device)
-        engine = deepspeed.initialize(
-            model=model,
-            config=zero.reference_config(
-                dtype=self._dtype, world_size=self.world_size, device=self.device
-            ),
-        )[0]
+        engine = deepspeed.initialize(model=model, config=frozen)[0]
         engine.eval()
         return engine
 
-    def _load(self, directory: str, *, gradient_checkpointing: bool) -> PolicyModel:
+    def _load(
+        self, directory: str, settings: dict[str, Any], *, gradient_checkpointing: bool
+    ) -> PolicyModel:
+        """Load a model. settings: DeepSpeed's, by which stage 3 divides it."""
         return load_model(
             directory,
             dtype=self._dtype,
@@ -163,6 +166,7 @@ class Learner:
             gradient_checkpointing=gradient_checkpointing,
             trust_remote_code=self.config.model.trust_remote_code,
             float32_head=self.config.model.lm_head_fp32,
+            sharded=settings if self.sharded else None,
         )
 
     def begin(self, plan: RankPlan) -> dict[RowKey, float]:

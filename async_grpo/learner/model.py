@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.algo.logprobs import token_logprobs
+from async_grpo.learner import zero
 from async_grpo.learner.attention import ATTENTION
 from async_grpo.learner.packing import Packed
 
@@ -110,7 +111,7 @@ class PolicyModel(nn.Module):
     def __init__(self, hf: PreTrainedModel, *, float32_head: bool) -> None:
         super().__init__()
         self.hf = hf
-        self.vocab_size = hf.get_output_embeddings().weight.shape[0]
+        self.vocab_size = zero.full_shape(hf.get_output_embeddings().weight)[0]
         hf.set_output_embeddings(LogprobHead(hf.get_output_embeddings(), float32=float32_head))
 
     def forward(
@@ -137,17 +138,19 @@ def load_model(
     gradient_checkpointing: bool,
     trust_remote_code: bool,
     float32_head: bool,
+    sharded: dict[str, Any] | None = None,
 ) -> PolicyModel:
     """Load a causal language model for packed training, dropout off. longest_row: tokens of prompt
-    and response. Raises ValueError for architectures whose log-probs would be wrong.
+    and response. sharded: DeepSpeed's settings, of stage 3, by which all ranks together hold the
+    model from the beginning. Raises ValueError for architectures whose log-probs would be wrong.
     """
-    hf = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=dtype,
-        attn_implementation=ATTENTION,
-        trust_remote_code=trust_remote_code,
-        low_cpu_mem_usage=True,
-    )
+    with zero.divided(sharded):
+        hf = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
     _check_supported(hf, longest_row)
     for module in hf.modules():
         if isinstance(module, nn.Dropout):

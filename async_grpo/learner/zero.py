@@ -13,7 +13,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -145,6 +145,25 @@ def reference_config(*, dtype: torch.dtype, world_size: int, device: str) -> dic
         "zero_optimization": {"stage": 3, **_overlap(device)},
         "steps_per_print": 10**9,
     }
+
+
+@contextmanager
+def divided(settings: dict[str, Any] | None) -> Iterator[None]:
+    """Inside, a model that transformers loads is divided over the ranks layer by layer, where
+    `settings` are DeepSpeed's of stage 3: no rank ever holds all of it. Collective. None: no
+    division.
+    """
+    if settings is None:
+        yield
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    kept = HfDeepSpeedConfig(settings)  # transformers looks at it as long as it lives, anywhere
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del kept
 
 
 def _overlap(device: str) -> dict[str, bool]:

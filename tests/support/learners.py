@@ -257,20 +257,20 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_ranks(main: Callable[..., None], *arguments: Any, seconds: float) -> None:
-    """`main(rank, *arguments)` in two processes; the first failure of either is raised here."""
+def run_ranks(main: Callable[..., None], *arguments: Any, seconds: float, ranks: int = 2) -> None:
+    """`main(rank, *arguments)` in as many processes; the first failure is raised here."""
     forkserver.context()
     context = torch.multiprocessing.start_processes(
         forkserver.InThisEnvironment(main),
         arguments,
-        nprocs=2,
+        nprocs=ranks,
         join=False,
         start_method="forkserver",
     )
     deadline = time.monotonic() + seconds
     try:
         while not context.join(timeout=1.0, grace_period=2.0):
-            assert time.monotonic() < deadline, f"the two ranks did not finish within {seconds:g} s"
+            assert time.monotonic() < deadline, f"the ranks did not finish within {seconds:g} s"
     finally:
         for process in context.processes:
             process.kill()

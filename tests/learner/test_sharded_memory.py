@@ -1,0 +1,115 @@
+"""Memory of learner ranks that hold a model together (ZeRO-3): while it is loaded, while its
+weights are read for a publication, and for a reference beside it. Measured as anonymous memory,
+without the pages of the weight files, which the system shares and may drop.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from async_grpo.learner import zero
+from async_grpo.learner.model import PolicyModel, load_model
+from async_grpo.learner.weights import Published
+from tests.support.learners import free_port, run_ranks, set_rank
+
+M_MMAP_THRESHOLD = -3
+SLACK = 12 * 2**20
+"""Python objects and modules that are imported meanwhile."""
+BUCKET = 2**21
+
+
+class Peak:
+    """Largest growth of this process's anonymous memory inside the block, in bytes."""
+
+    def __enter__(self) -> Peak:
+        self._before = self.bytes = _anonymous()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self._over.wait(0.003):
+            self.bytes = max(self.bytes, _anonymous())
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, _anonymous()) - self._before
+
+
+def _anonymous() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+
+def _loaded(directory: str, world: int) -> PolicyModel:
+    return load_model(
+        directory,
+        dtype=torch.float32,
+        longest_row=64,
+        gradient_checkpointing=False,
+        trust_remote_code=False,
+        float32_head=False,
+        sharded={
+            "train_batch_size": world,
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "overlap_comm": False},
+        },
+    )
+
+
+def rank_main(rank: int, world: int, port: int, small: str, large: str) -> None:
+    # the allocator keeps freed memory of smaller pieces, which is not what is measured
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
+    torch.set_num_threads(1)
+    set_rank(rank, world, port)
+    zero.start("cpu", timeout_s=120)
+    _loaded(small, world)  # imports
+    zero._GATHER_BYTES = BUCKET
+    with Peak() as loading:
+        model = _loaded(large, world)
+    shapes = [torch.Size(zero.full_shape(parameter)).numel() for parameter in model.parameters()]
+    share, largest = 4 * sum(shapes) // world, 4 * max(shapes)
+    assert share > 3 * (largest + SLACK), "the model is too small to tell"
+    with Peak() as publishing:
+        names = [name for name, _ in Published(model.hf, keeps=False).named()]
+    assert len(names) == len(shapes)
+    found = {"loading": loading.bytes, "publishing": publishing.bytes}
+    print(f"rank {rank} of {world}: share {share}, largest {largest}, {found}", flush=True)
+    assert share < loading.bytes < share + 2 * largest + SLACK
+    assert publishing.bytes < BUCKET + largest + SLACK
+
+
+def write(path: Path, *, hidden: int, layers: int) -> str:
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    model.to_empty(device="cpu").save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+    ids="{} ranks".format,
+)
+def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, world: int) -> None:
+    small = write(tmp_path / "small", hidden=64, layers=1)
+    large = write(tmp_path / "large", hidden=256, layers=12 * world)
+    run_ranks(rank_main, world, free_port(), small, large, seconds=200, ranks=world)
