@@ -9,8 +9,8 @@ one to prompt q:
                  p p p c c . .                               its bucket
                  q q d d d
 
-On a GPU one kernel takes rows of any length (`Segments`), and there is no padding: every row's keys
-are its prompt and its answer, and its queries those of them whose result no other row gives:
+On a GPU one kernel takes rows of any length (`RowSegments`), and there is no padding: every row's
+keys are its prompt and its answer, and its queries those of them whose result no other row gives:
 
     keys         p p p a a a a | q q d d d | p p p b b | p p p c c
     queries      p p p a a a a | q q d d d |       b b |       c c      the last ones of the keys
@@ -62,7 +62,7 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class RowSegments:
     """R rows for a kernel that takes rows of any length. keys, queries [R + 1] int32: where each
     row's begin, and the end of the last; most_keys, most_queries: of any row. token [N]: whose
     query each is; query [N]: which one is a token's.
@@ -98,7 +98,7 @@ class RowLayout:
     foreign: Tensor
     copies: tuple[Copies, ...]
     buckets: tuple[LengthBucket, ...]
-    segments: Segments | None
+    segments: RowSegments | None
     tokens: int
     longest: int
 
@@ -313,13 +313,13 @@ def _asking(
 
 def _segments(
     starts: Sequence[int], take: np.ndarray, foreign: np.ndarray, device: torch.device
-) -> Segments:
+) -> RowSegments:
     token = take[~foreign]
     query = np.empty_like(token)
     query[token] = np.arange(len(token))
     keys = np.array([*starts, len(take)], np.int32)
     queries = np.concatenate([[0], np.cumsum(~foreign)])[keys].astype(np.int32)
-    return Segments(
+    return RowSegments(
         keys=torch.from_numpy(keys).to(device),
         queries=torch.from_numpy(queries).to(device),
         most_keys=int(np.diff(keys).max()),

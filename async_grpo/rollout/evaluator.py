@@ -166,7 +166,7 @@ def _row(problem: Problem, answer: _Answer, results: list[Score | VerifierError]
     return row | {"error": str(result)}
 
 
-PROMPTS, CANDIDATES, TOKENS = 4, 64, 16
+PROMPTS, CANDIDATES, TOKENS = 16, 64, 32
 
 
 async def probe_sequences(

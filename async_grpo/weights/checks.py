@@ -5,7 +5,9 @@ Runs in: the driver.
     LoadPathCheck   of every engine before it serves: weights that are visibly perturbed must move
                     its log-probs as they move the learner's (tensors that do not arrive, or arrive
                     in the wrong place, show), and its sampled responses must come with the
-                    log-probs that the learner computes
+                    log-probs that the learner computes. In half precision the true weights are
+                    published before them, which shows how far engine and learner differ by
+                    rounding, and the movements are compared
     DriftProbe      after every `verify_every`-th publication each engine scores a few fixed
                     responses, as ordinary requests between the others; compared with what the
                     learner computed when it staged the version that labels the answer. An answer
@@ -13,8 +15,8 @@ Runs in: the driver.
                     engine is asked again after the next publication
 
 `Tolerance` says which differences are rounding: in float32 less than 1e-4, in bfloat16 some
-hundredths per token, measured on the true weights when the run starts. The perturbation has to move
-log-probs by several times the tolerance: a check that could not fail shows nothing.
+hundredths per token, measured on the true weights; rounding has no direction. The perturbation has
+to move log-probs by many times the noise: a check that could not fail shows nothing.
 
 Invariants: an engine that passed the load-path check serves perturbed weights until real ones are
 published, and no ticket exists before that; a drift probe delays no publication and no step, its
@@ -24,7 +26,7 @@ findings end the run at the next boundary.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -37,10 +39,18 @@ from async_grpo.weights.fan_out import EngineHandle
 from async_grpo.weights.transport import SELF_CHECK, Announcement, Staged, TokenSequence
 
 SELF_CHECK_SCALES = (0.05, 0.1, 0.2, 0.4)
-"""Perturbations tried in turn until one moves log-probs by more than CONTRAST x the tolerance."""
+"""Perturbations tried in turn until one moves log-probs far enough."""
 CONTRAST = 4.0
 EXACT = 1e-4
 NOISY_MEAN, NOISY_CORRELATION, NOISE_FACTOR = 0.03, 0.95, 4.0
+LARGEST_NOISE, LEAST_NOISE = 0.15, 1e-3
+"""Most that rounding explains, as a mean difference of log-probs, and least that is expected."""
+LEAST_BIAS = 0.02
+"""Mean difference with its sign that is always allowed."""
+MOVEMENT_CORRELATION, MOVEMENT_SHARE = 0.9, 0.25
+"""Least correlation of the movements of engine and learner, and the mean difference between them as
+a share of the learner's movement.
+"""
 KEPT_VERSIONS = 4
 """Newest versions whose log-probs of the learner are kept for answers of the drift probe."""
 
@@ -48,12 +58,16 @@ KEPT_VERSIONS = 4
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Largest and mean absolute difference of two lists of log-probs, and their correlation; not a
-    number if an entry is not.
+    number if an entry is not. bias: mean difference with its sign, and `error` its standard error.
+    spread: standard deviation of the second list.
     """
 
     largest: float
     mean: float
     correlation: float
+    bias: float = 0.0
+    error: float = 0.0
+    spread: float = 0.0
 
     @classmethod
     def of(cls, served: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> Difference:
@@ -64,11 +78,14 @@ class Difference:
         )
         if not len(ours):
             return cls(0.0, 0.0, 1.0)
-        apart, varies = np.abs(ours - theirs), len(ours) > 1 and ours.std() > 0 and theirs.std() > 0
+        apart, varies = ours - theirs, len(ours) > 1 and ours.std() > 0 and theirs.std() > 0
         return cls(
-            float(apart.max()),
-            float(apart.mean()),
+            float(np.abs(apart).max()),
+            float(np.abs(apart).mean()),
             float(np.corrcoef(ours, theirs)[0, 1]) if varies else 1.0,
+            float(apart.mean()),
+            float(apart.std() / len(apart) ** 0.5),
+            float(theirs.std()),
         )
 
 
@@ -98,16 +115,67 @@ class Tolerance:
                 f"log-probs differ by {size:.2g} {'at worst' if self.exact else 'on average'}, "
                 f"and {self.bound:.2g} is allowed"
             )
-        if not self.exact and not difference.correlation >= NOISY_CORRELATION:
+        # log-probs that hardly vary do not correlate either way
+        tells = not self.exact and not difference.spread <= CONTRAST * self.bound
+        if tells and not difference.correlation >= NOISY_CORRELATION:
             return (
                 f"log-probs correlate by {difference.correlation:.2f} only, and "
                 f"{NOISY_CORRELATION} is the least"
             )
         return ""
 
+    def measure(self, difference: Difference) -> str:
+        """Take a difference under the same weights as noise; or say why it is none."""
+        if not difference.mean <= LARGEST_NOISE:
+            return (
+                f"log-probs differ by {difference.mean:.2g} on average, and rounding explains "
+                f"{LARGEST_NOISE}"
+            )
+        allowed = max(LEAST_BIAS, difference.mean / 2, CONTRAST * difference.error)
+        if not abs(difference.bias) <= allowed:
+            return (
+                f"log-probs differ by {difference.bias:+.2g} on average, all in one direction, "
+                f"which rounding does not ({allowed:.2g} is allowed)"
+            )
+        self.noise = max(self.noise, difference.mean)
+        return ""
+
+    def objection_to_movement(self, apart: Difference, moved: Difference) -> str:
+        """Say what is wrong with an engine's movement, or "". apart: of engine's and learner's
+        movements. moved: of the learner's log-probs.
+        """
+        if not apart.mean <= MOVEMENT_SHARE * moved.mean:
+            return (
+                f"a perturbation moves the learner's log-probs by {moved.mean:.2g} on average, and "
+                f"the engine's otherwise, by {apart.mean:.2g} (allowed: "
+                f"{MOVEMENT_SHARE * moved.mean:.2g})"
+            )
+        if not apart.correlation >= MOVEMENT_CORRELATION:
+            return (
+                f"the movements of log-probs correlate by {apart.correlation:.2f} only, and "
+                f"{MOVEMENT_CORRELATION} is the least"
+            )
+        return ""
+
+    @property
+    def least_movement(self) -> float:
+        """Movement above which a perturbation tells right from wrong weights."""
+        if self.exact:
+            return CONTRAST * self.bound
+        return CONTRAST / MOVEMENT_SHARE * max(self.noise, LEAST_NOISE)
+
     def shows(self, moved: Difference) -> bool:
         """Whether a perturbation that moves log-probs so far tells right from wrong weights."""
-        return self.size(moved) > CONTRAST * self.bound
+        return self.size(moved) > self.least_movement
+
+
+Scores = dict[str, list[np.ndarray]]
+"""Log-probs of the fixed responses, each [L], by engine."""
+AFTER_PERTURBATION = "after a test publication of perturbed weights"
+
+
+def _minus(rows: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [row - other for row, other in zip(rows, others, strict=True)]
 
 
 class SelfCheckFailed(TransferMismatch):
@@ -160,34 +228,74 @@ class LoadPathCheck:
             await self._learner.release()
 
     async def _perturb_and_compare(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
+        tolerance = self._tolerance
+        origin = None if tolerance.exact else await self._noise(engines)
+        objections: dict[str, str] = {}
         for scale in self._scales:
-            staged = await self._learner.stage_perturbed(
-                SELF_CHECK, scale=scale, sequences=self.sequences
-            )
-            await self._deliver(engines, staged.announcement)
-            differences = {}
-            for engine in engines:
-                scored = await self._within(engine, engine.score(self.sequences))
-                differences[engine.actor_id] = Difference.of(
-                    [row for _, row in scored], staged.logprobs
-                )
-            moved = Difference.of(staged.logprobs, staged.before)
-            self._object(differences, "after a test publication of perturbed weights")
-            if self._tolerance.shows(moved):
+            moved, apart = await self._moved(engines, scale, origin)
+            objections = {
+                actor_id: tolerance.objection(one)
+                if tolerance.exact
+                else tolerance.objection_to_movement(one, moved)
+                for actor_id, one in apart.items()
+            }
+            shows = tolerance.shows(moved)
+            if shows and not any(objections.values()):
                 # later checks start here, and may need more: the tolerance may grow with the noise
                 self._scales = tuple(other for other in SELF_CHECK_SCALES if other >= scale)
-                self.passed |= set(differences)
-                worst = max(self._tolerance.size(difference) for difference in differences.values())
+                self.passed |= set(apart)
                 return {
-                    "weights/self_check_error": worst,
-                    "weights/self_check_moved": self._tolerance.size(moved),
+                    "weights/self_check_error": max(map(tolerance.size, apart.values())),
+                    "weights/self_check_moved": tolerance.size(moved),
                 }
+            if tolerance.exact or not np.isfinite(moved.mean):
+                self._object(objections, AFTER_PERTURBATION)
+        if shows:
+            self._object(objections, AFTER_PERTURBATION)
         raise SelfCheckFailed(
-            f"the test perturbation moved log-probs by {self._tolerance.size(moved):.2g} "
-            "only, too little to tell whether weights arrive (engine "
-            f"and learner may differ by {self._tolerance.bound:.2g}); set "
-            "weight_sync.self_check: false to start without the check"
+            f"the test perturbation moved log-probs by {tolerance.size(moved):.2g} only, too "
+            "little to tell whether weights arrive (more than "
+            f"{tolerance.least_movement:.2g} would); set weight_sync.self_check: false to start "
+            "without the check"
         )
+
+    async def _noise(self, engines: Sequence[EngineHandle]) -> Scores:
+        """Publish the true weights, measure the noise, and return the log-probs of each engine."""
+        scores, staged = await self._scores(engines, 0.0)
+        self._object(
+            {
+                actor_id: self._tolerance.measure(Difference.of(served, staged.logprobs))
+                for actor_id, served in scores.items()
+            },
+            "after a test publication of the true weights",
+        )
+        return scores
+
+    async def _moved(
+        self, engines: Sequence[EngineHandle], scale: float, origin: Scores | None
+    ) -> tuple[Difference, dict[str, Difference]]:
+        """Perturb the weights: how far the learner's log-probs move, and how far the engines' are
+        from the learner's: their movements from `origin`, where it is given.
+        """
+        scores, staged = await self._scores(engines, scale)
+        expected = staged.logprobs
+        if origin is not None:
+            expected = _minus(expected, staged.before)
+            scores = {actor: _minus(rows, origin[actor]) for actor, rows in scores.items()}
+        apart = {actor: Difference.of(rows, expected) for actor, rows in scores.items()}
+        return Difference.of(staged.logprobs, staged.before), apart
+
+    async def _scores(self, engines: Sequence[EngineHandle], scale: float) -> tuple[Scores, Staged]:
+        """Publish weights to these engines alone; their log-probs of the sequences."""
+        staged = await self._learner.stage_perturbed(
+            SELF_CHECK, scale=scale, sequences=self.sequences
+        )
+        await self._deliver(engines, staged.announcement)
+        scores = {}
+        for engine in engines:
+            scored = await self._within(engine, engine.score(self.sequences))
+            scores[engine.actor_id] = [row for _, row in scored]
+        return scores, staged
 
     async def sampler(self, engines: Sequence[EngineHandle]) -> dict[str, float]:
         """Compare the log-probs that come with sampled responses, at the training temperature and
@@ -202,13 +310,16 @@ class LoadPathCheck:
             differences[engine.actor_id] = Difference.of(
                 [served for _, _, served in answers], expected
             )
-        self._object(differences, "of the responses that it samples")
-        self._tolerance.noise = max(difference.mean for difference in differences.values())
-        return {"weights/self_check_sampler_error": self._tolerance.noise}
+        tolerance = self._tolerance
+        found = {actor_id: tolerance.objection(one) for actor_id, one in differences.items()}
+        self._object(found, "of the responses that it samples")
+        error = max(difference.mean for difference in differences.values())
+        tolerance.noise = max(tolerance.noise, error)
+        return {"weights/self_check_sampler_error": error}
 
-    def _object(self, differences: dict[str, Difference], when: str) -> None:
-        for actor_id, difference in differences.items():
-            if objection := self._tolerance.objection(difference):
+    def _object(self, objections: Mapping[str, str], when: str) -> None:
+        for actor_id, objection in objections.items():
+            if objection:
                 raise SelfCheckFailed(
                     f"engine {actor_id} and the learner disagree {when}: {objection}. Weights do "
                     f"not arrive where they should over {self._backend}, or the engine computes "

@@ -75,6 +75,7 @@ WARNED = {
     "weight_sync.every_steps",
     "weight_sync.kv_cache",
     "cluster.device",
+    "cluster.engine.vllm",
     *(name for name in marks() if name.startswith("evaluation.task")),
 }
 TRAINS = FIXED | {

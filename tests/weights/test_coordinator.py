@@ -494,11 +494,11 @@ def test_self_check_allows_rounding_and_looks_harder_when_it_hides_the_test() ->
     async def scenario() -> None:
         run = Fixture(config(self_check=True), moves=1.2, exact=False)
         run.members[0].noise = 0.02
-        measured = await run.coordinator.start(
-            0
-        )  # the first perturbation moves 0.09 on average, less than four times the 0.03 allowed
-        assert run.members[0].received == [SELF_CHECK, SELF_CHECK, "v0.0"]
-        assert measured["weights/self_check_moved"] == pytest.approx(0.18, rel=1e-3)
+        measured = await run.coordinator.start(0)
+        # the true weights; then perturbations that move 0.09, 0.18 and 0.36, of which the last is
+        # more than 16 times the noise
+        assert run.members[0].received == [SELF_CHECK] * 4 + ["v0.0"]
+        assert measured["weights/self_check_moved"] == pytest.approx(0.36, rel=1e-3)
         assert measured["weights/self_check_sampler_error"] == pytest.approx(0.02, rel=1e-3)
         assert run.learner.weight == 1.0
 
@@ -506,7 +506,7 @@ def test_self_check_allows_rounding_and_looks_harder_when_it_hides_the_test() ->
 
 
 @pytest.mark.parametrize(
-    ("noise", "exact"), [(1e-3, True), (float("nan"), True), (0.1, False), (float("nan"), False)]
+    ("noise", "exact"), [(1e-3, True), (float("nan"), True), (0.2, False), (float("nan"), False)]
 )
 def test_self_check_refuses_wrong_logprobs(noise: float, exact: bool) -> None:
     async def scenario() -> None:
@@ -522,9 +522,12 @@ def test_self_check_refuses_wrong_logprobs(noise: float, exact: bool) -> None:
     ("moves", "message"),
     [(0.0, "too little to tell"), (1e-4, "too little to tell"), (float("nan"), "disagree")],
 )
-def test_self_check_refuses_a_perturbation_that_shows_nothing(moves: float, message: str) -> None:
+@pytest.mark.parametrize("exact", [True, False])
+def test_self_check_refuses_a_perturbation_that_shows_nothing(
+    moves: float, message: str, exact: bool
+) -> None:
     async def scenario() -> None:
-        run = Fixture(config(self_check=True), moves=moves)
+        run = Fixture(config(self_check=True), moves=moves, exact=exact)
         with pytest.raises(SelfCheckFailed, match=message):
             await run.coordinator.start(0)
 
@@ -536,10 +539,12 @@ def test_a_newcomer_is_checked_when_the_noise_has_raised_the_bound() -> None:
         run = Fixture(config(self_check=True), moves=2.0, exact=False)
         run.members[0].noise = 0.025
         await run.coordinator.start(0)
-        newcomer = FakeEngine("b0", run.events)
+        assert run.members[0].received == [SELF_CHECK] * 4 + ["v0.0"]
+        newcomer = FakeEngine("b0", run.events, noise=0.04)
         await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
         assert newcomer.received == [SELF_CHECK] * 3 + ["v0.0"], (
-            "what showed enough at the start is not enough for a bound of 0.1"
+            "the true weights, and what showed enough at the start, which is not enough for a "
+            "newcomer with more noise"
         )
 
     asyncio.run(scenario())
