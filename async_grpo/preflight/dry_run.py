@@ -111,12 +111,12 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
             device=device,
             kv_cache_gb=kv_cache_gb(config, device=device, backend=backend),
         )
-        console.summary("memory", list(_memory(config, shape, engine, device)))
+        console.summary("memory", list(_memory(config, shape, engine, device, backend)))
         if why:
             warnings.append(why)
         if placement is not None:
             warnings += _cache_warnings(config, engine, device)
-            refused += _too_large(config, shape, engine, placement, found)
+            refused += _too_large(config, shape, engine, placement, found, backend)
             if device == "cpu" and found.cluster is None and assumed is None:
                 warnings += _short_of_memory(config, shape, engine, placement)
     console.summary("placement", list(_placement(found, placement, backend, assumed is not None)))
@@ -221,28 +221,37 @@ def _budget(config: Config, total_steps: int | None) -> Iterator[Line]:
     )
 
 
-def _memory(config: Config, shape: Shape, engine: EngineMemory, device: str) -> Iterator[Line]:
+def _memory(
+    config: Config, shape: Shape, engine: EngineMemory, device: str, backend: str
+) -> Iterator[Line]:
     yield (
         "model",
         f"{shape.parameters:,} parameters, {shape.trained:,} trained; {shape.layers} "
         f"layers, vocabulary {shape.vocabulary:,}",
     )
     for stage in range(4):
-        need = learner_memory(config, shape, device=device, stage=stage)
+        need = learner_memory(config, shape, device=device, stage=stage, backend=backend)
         chosen = "  <- learner.zero_stage" if stage == config.learner.zero_stage else ""
-        reference = f", reference {_size(need.reference)}" if need.reference else ""
+        more = [
+            (need.reference, "reference"),
+            (need.publication, "publication"),
+            (need.context, "CUDA and NCCL about"),
+        ]
+        rest = "".join(f", {what} {_size(count)}" for count, what in more if count)
         yield (
             f"learner rank, ZeRO-{stage}",
             (
                 f"{_size(need.total)}: weights {_size(need.weights)}, gradients "
                 f"{_size(need.gradients)}, optimizer {_size(need.optimizer)}, "
                 f"buckets {_size(need.buckets)}, activations about "
-                f"{_size(need.activations)}{reference}{chosen}"
+                f"{_size(need.activations)}{rest}{chosen}"
             ),
         )
     yield (
         "engine",
-        f"weights {_size(engine.weights)}, KV cache {_size(engine.kv_token)} a token, "
+        f"weights {_size(engine.weights)}, "
+        + (f"CUDA, graphs and activations about {_size(engine.rest)}, " if engine.rest else "")
+        + f"KV cache {_size(engine.kv_token)} a token, "
         + (
             f"{_size(engine.kv_cache)} in all: room for {engine.rows(engine.kv_cache)} "
             f"responses of {engine.longest} tokens"
@@ -313,7 +322,12 @@ def _cache_warnings(config: Config, engine: EngineMemory, device: str) -> Iterat
 
 
 def _too_large(
-    config: Config, shape: Shape, engine: EngineMemory, placement: Placement, found: Survey
+    config: Config,
+    shape: Shape,
+    engine: EngineMemory,
+    placement: Placement,
+    found: Survey,
+    backend: str,
 ) -> Iterator[str]:
     """Compare the estimates with the memory of the GPUs of the slots, where it is known."""
     memory = {node.node_id: node.gpu_bytes for node in found.nodes}
@@ -323,9 +337,11 @@ def _too_large(
     ]
     if placement.device != "cuda" or not all(sizes):
         return
-    rank = learner_memory(config, shape, device="cuda", stage=config.learner.zero_stage).total
+    stage = config.learner.zero_stage
+    rank = learner_memory(config, shape, device="cuda", stage=stage, backend=backend).total
     row = engine.kv_token * engine.longest
-    one = engine.weights + (row if engine.kv_cache is None else max(row, engine.kv_cache))
+    cache = row if engine.kv_cache is None else max(row, engine.kv_cache)
+    one = engine.weights + cache + engine.rest
     if placement.colocated:
         rank, one = rank + one, 0
     share = config.cluster.engine.gpu_memory_utilization
@@ -338,7 +354,8 @@ def _too_large(
         )
     if one > share * min(sizes[1]):
         yield (
-            f"an engine needs at least {_size(one)} a GPU (weights and the cache of one response) "
+            f"an engine needs at least {_size(one)} a GPU (weights {_size(engine.weights)}, "
+            f"CUDA {_size(engine.rest)}, the cache of one response {_size(row)}) "
             f"and has {_size(share * min(sizes[1]))} (cluster.engine.gpu_memory_utilization "
             f"{share:g} of a GPU): raise cluster.engine.tensor_parallel_size"
         )

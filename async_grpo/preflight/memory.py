@@ -8,7 +8,7 @@ measured on packed rows of a Qwen2 model with SwiGLU.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -16,8 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from async_grpo.algo.logprobs import CHUNK_BYTES
 from async_grpo.batching import REPEATED
 from async_grpo.config.schema import Config
+from async_grpo.config.transports import TRANSPORTS
 from async_grpo.learner import adapters
 from async_grpo.learner.model import PolicyModel
+from async_grpo.rollout.engine_arguments import ENGINE_BYTES
+from async_grpo.weights.transport import PACKED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +93,23 @@ not, so on more positions than tokens.
 """
 LOGIT_CHUNKS = 3
 """Pieces of logits that live at once in the backward pass."""
+GPU_CONTEXT = 2**30
+"""CUDA's context, kernels and workspaces of a process, and the same again for NCCL's buffers where
+there are several ranks. An estimate.
+"""
+FRAGMENTATION = 0.03
+"""Share of what a GPU process holds that its allocator cannot give out again. An estimate."""
+LIVE_PARAMETERS = SUB_GROUP = 1_000_000_000
+"""DeepSpeed's own `stage3_max_live_parameters` and `sub_group_size`."""
+PACKS = 4
+"""Packs of a broadcast that lie on rank 0's GPU: two under way, each copied and joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerMemory:
     """Bytes of one rank: weights, gradients, the optimizer's states, DeepSpeed's buckets (at most),
-    a micro-batch's activations and the reference.
+    a micro-batch's activations, the reference, weights on their way to engines, and what the
+    libraries take on a GPU.
     """
 
     weights: int
@@ -104,6 +118,8 @@ class LearnerMemory:
     buckets: int
     activations: int
     reference: int
+    publication: int = 0
+    context: int = 0
 
     @property
     def total(self) -> int:
@@ -120,6 +136,8 @@ class EngineMemory:
     kv_token: int
     longest: int
     """Tokens of the longest row."""
+    rest: int = 0
+    """Of the libraries on a GPU, activations and CUDA graphs."""
 
     def rows(self, kv_cache: int) -> int:
         """Responses of full length whose cache fits at the same time."""
@@ -132,22 +150,49 @@ def element_bytes(config: Config, device: str) -> int:
     return 4 if dtype == "float32" or (dtype == "auto" and device == "cpu") else 2
 
 
-def learner_memory(config: Config, shape: Shape, *, device: str, stage: int) -> LearnerMemory:
-    """Peak of one rank; ZeRO 1 shards the optimizer's states, 2 gradients too, 3 weights too."""
+def learner_memory(
+    config: Config, shape: Shape, *, device: str, stage: int, backend: str = ""
+) -> LearnerMemory:
+    """Peak of rank 0; ZeRO 1 shards the optimizer's states, 2 gradients too, 3 weights too. With
+    ZeRO-3, buckets are the layers that are whole for their turn, and the flat gradients of an
+    optimizer's piece. backend: the weight transport.
+    """
     ranks, size = config.learner.ranks, element_bytes(config, device)
     sharded = [ranks if stage >= least else 1 for least in (1, 2, 3)]
     master = MASTER if stage > 0 else 0
     zero = config.learner.deepspeed.get("zero_optimization", {})
     bucket = int(zero.get("reduce_bucket_size", BUCKET_ELEMENTS)) if stage > 0 else 0
+    buckets = min(bucket, shape.trained) * size
+    if stage == 3 and ranks > 1:
+        live = int(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS))
+        buckets += min(live, shape.trained + shape.frozen) * size
+        piece = int(zero.get("sub_group_size", SUB_GROUP))
+        buckets += min(piece, shape.trained // ranks) * GRADIENT
     has_reference = config.algorithm.uses_reference and config.model.lora is None
-    return LearnerMemory(
+    need = LearnerMemory(
         weights=(shape.trained + shape.frozen) * size // sharded[2],
         gradients=shape.trained * GRADIENT // sharded[1],
         optimizer=shape.trained * (master + MOMENTS) // sharded[0],
-        buckets=min(bucket, shape.trained) * size,
+        buckets=buckets,
         activations=activation_bytes(config, shape, size=size),
         reference=shape.parameters * size // sharded[2] if has_reference else 0,
+        publication=_publication_bytes(shape, size=size, backend=backend),
     )
+    if device == "cpu":
+        return need
+    context = GPU_CONTEXT * (2 if ranks > 1 else 1) + int(need.total * FRAGMENTATION)
+    return replace(need, context=context)
+
+
+def _publication_bytes(shape: Shape, *, size: int, backend: str) -> int:
+    """On rank 0's GPU: a copy that the engine beside it reads, or the packs of a broadcast."""
+    transport, whole = TRANSPORTS.get(backend), shape.parameters * size
+    if transport is None or not transport.needs_gpu:
+        return 0
+    if transport.colocated:
+        return whole
+    largest = max(shape.vocabulary * shape.hidden * size, PACKED_BYTES)
+    return min(PACKS * largest, 2 * whole)
 
 
 def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
@@ -181,4 +226,5 @@ def engine_memory(
         kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
         kv_token=2 * shape.layers * heads * shape.head_dim * size,
         longest=config.rollout.prompt_length + config.rollout.response_length,
+        rest=0 if device == "cpu" else ENGINE_BYTES,
     )

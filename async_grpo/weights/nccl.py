@@ -35,6 +35,7 @@ from async_grpo.errors import SetupError
 from async_grpo.weights.layout import Layout, to_wire
 from async_grpo.weights.nccl_watchdog import WatchedGroup, within
 from async_grpo.weights.transport import (
+    PACKED_BYTES,
     Announcement,
     TornTransfer,
     TransferStuck,
@@ -43,7 +44,6 @@ from async_grpo.weights.transport import (
     torn_after,
 )
 
-PACKED_BYTES = 2**28
 ABORT_S = 10.0
 COPY_SHARE = 0.1
 """A staging copy up to this share of a GPU's memory lies there, a larger one in pinned memory."""

@@ -36,6 +36,8 @@ SELF_CHECK = "self-check"
 """Label of the self-check's perturbed weights: no ticket exists then, so no token has it."""
 
 
+PACKED_BYTES = 2**28
+"""Tensors that are sent in one piece, where they are pushed; a larger one goes alone."""
 BUCKETS_IN_FLIGHT = 2
 """Buckets that vLLM puts on its streams before it waits for the first: a call that returns says
 nothing about its own bucket.

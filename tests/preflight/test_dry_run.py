@@ -320,9 +320,42 @@ def test_a_cluster_that_is_not_here_is_assumed(seven_billion, capsys) -> None:
     assert run.main([*seven_billion, "--assume", "gpus=8,memory=15"]) == 2
     out = capsys.readouterr().out
     assert "refused: a learner rank needs" in out
-    assert "error: an engine needs at least 14.3 GiB a GPU" in out and "has 13.5 GiB" in out
+    assert "error: an engine needs at least 17.3 GiB a GPU (weights 14.2 GiB, CUDA 3.0 GiB" in out
+    assert "has 13.5 GiB" in out
     assert run.main([*seven_billion, "--assume", "gpus=2,memory=80"]) == 2
     assert "4 learner ranks with a GPU each: node 1: 64 CPUs, 2 GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k_1gpu", "reasoning_gym_1gpu"])
+def test_what_promises_24_gigabytes_fits_them(recipe: str) -> None:
+    path = ROOT / "configs" / f"{recipe}.yaml"
+    assert "24 GB or more" in path.read_text().splitlines()[0]
+    config = load_config(path, [])
+    shape = shape_of(config, known_config(config.model.path))
+    stage = config.learner.zero_stage
+    rank = learner_memory(config, shape, device="cuda", stage=stage, backend="ipc")
+    engine = engine_memory(
+        config, shape, device="cuda", kv_cache_gb=config.cluster.engine.kv_cache_gb
+    )
+    cards = 24e9  # of which the driver keeps some
+    assert rank.total + engine.weights + engine.kv_cache + engine.rest < 0.95 * cards
+
+
+def test_a_gpu_needs_more_than_the_states() -> None:
+    """Layers that are whole for their turn, what is published, and what the libraries take."""
+    config = config_of(model={"dtype": "bfloat16"}, learner={"ranks": 8, "zero_stage": 3})
+    gib = 2**30
+    cpu, gpu = (
+        learner_memory(config, SEVEN, device=device, stage=3, backend=backend)
+        for device, backend in (("cpu", "shared_memory"), ("cuda", "nccl"))
+    )
+    one = 7_000_000_000 // 8
+    assert gpu.buckets == 2 * BUCKET_ELEMENTS + 2 * 10**9 + 4 * one
+    assert (cpu.publication, cpu.context) == (0, 0)
+    assert gpu.publication == 4 * 152_000 * 4096 * 2  # packs of the largest tensor
+    assert 2 * gib < gpu.context < 2 * gib + 0.03 * gpu.total
+    shared = learner_memory(config, SEVEN, device="cuda", stage=3, backend="ipc")
+    assert shared.publication == 2 * SEVEN.parameters
 
 
 @pytest.mark.usefixtures("no_hub")
