@@ -11,7 +11,6 @@ run behind; a checkpoint is taken between learner steps only.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.observe.run_log import RunLog
 from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking, check_server
+from async_grpo.preflight.devices import check_device, refuse_too_large
 from async_grpo.preflight.model import check_metric_and_journal, look
 from async_grpo.report.launch import report_on
 from async_grpo.runtime.run_lock import RunLock
@@ -195,7 +195,7 @@ class Trainer:
         """
         self.check()
         check_server(self.config)
-        _check_device(without_engines(self.config) if learner_only else self.config)
+        check_device(without_engines(self.config) if learner_only else self.config)
         found = self._lock.acquire(note=self.console.info, check=self._stop_requested.check)
         if checkpoint.finish_replacing(self.run_dir) or found:
             self.check()  # the run before may have gone on until now
@@ -231,6 +231,9 @@ class Trainer:
 
         async def start() -> None:
             places = await reserve(config, connection.session)
+            if places.placement.device == "cuda":
+                memory = await asyncio.to_thread(connection.session.gpu_memory)
+                refuse_too_large(config, model_dir, places, memory)
             self._system = System(config, facts, places=places, listener=self._log, saver=saver)
             await self._system.start()
 
@@ -559,21 +562,3 @@ class Trainer:
         self.evaluations.append((step, result))
         self._log.logged(step, result)
         self._log.samples([{"step": step, "source": "evaluation", **sample} for sample in samples])
-
-
-def _check_device(config: Config) -> None:
-    """Refuse settings that need GPUs on a machine without one, unless a cluster is joined, which
-    may have some. Raises SetupError.
-    """
-    if os.environ.get("RAY_ADDRESS"):
-        return
-    from async_grpo.cluster.placement import PlacementError, needing_gpus, place, room_for
-
-    if config.cluster.device != "cuda" and not any(asked for _, asked in needing_gpus(config)):
-        return
-    from async_grpo.cluster.session import survey
-
-    try:
-        place(config, survey(processes=room_for(config)).nodes)
-    except PlacementError as error:
-        raise SetupError(str(error)) from error

@@ -74,7 +74,11 @@ class LearnerGroup:
         actor = ray.remote(concurrency_groups={TRANSFER: 1, SAVING: 1})(LearnerProcess)
         self._handles = [
             actor.options(**option).remote(
-                self._config, rank=rank, cores=slot.cores, queue=self._queue
+                self._config,
+                rank=rank,
+                cores=slot.cores,
+                threads=len(slot.cores) or slot.threads,
+                queue=self._queue,
             )
             for rank, (slot, option) in enumerate(
                 zip(self._placement.learners, self._options, strict=True)

@@ -65,12 +65,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one process. gpus: its request to Ray. cores: empty when it is not pinned."""
+    """The place of one process. gpus: its request to Ray. cores: empty when it is not pinned.
+    threads: for computing on the CPU beside a GPU, where Ray would leave one; 0: as Ray says.
+    """
 
     node_id: str
     cpus: float
     gpus: float
     cores: tuple[int, ...] = ()
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +310,7 @@ def _deal_cores(cores: tuple[int, ...], *, ranks: int, engines: int) -> list[tup
 def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:
     ranks, size = config.learner.ranks, config.cluster.engine.tensor_parallel_size
     free = {node.node_id: node.free_gpus for node in nodes}
+    threads = {node.node_id: _threads(node) for node in nodes}
     if sum(free.values()) < ranks:
         raise PlacementError(
             f"the run asks for {counted(ranks, 'learner rank')} with a GPU each: {describe(nodes)}"
@@ -315,7 +319,7 @@ def _place_split(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Sl
     while missing := ranks - len(learners):
         node_id = _node_for(missing, free, size=size)
         taken = min(missing, free[node_id])
-        learners += [Slot(node_id, 1.0, 1.0)] * taken
+        learners += [Slot(node_id, 1.0, 1.0, threads=threads[node_id])] * taken
         free[node_id] -= taken
     room = [node.node_id for node in nodes for _ in range(free[node.node_id] // size)]
     asked = f"{counted(ranks, 'learner rank')} with a GPU each, {counted(size, 'GPU')} per engine"
@@ -342,7 +346,7 @@ def _node_for(ranks: int, free: dict[str, int], *, size: int) -> str:
 def _place_colocated(config: Config, nodes: list[Node]) -> tuple[list[Slot], list[Slot]]:
     ranks = config.learner.ranks
     room = [
-        node.node_id
+        node
         for node in sorted(nodes, key=lambda node: -node.free_gpus)
         for _ in range(node.free_gpus)
     ]
@@ -351,8 +355,13 @@ def _place_colocated(config: Config, nodes: list[Node]) -> tuple[list[Slot], lis
             f"the run asks for {ranks} GPUs that a learner rank and an engine share: "
             f"{describe(nodes)}"
         )
-    slots = [Slot(node_id, 1.0, 0.5) for node_id in room[:ranks]]
+    slots = [Slot(node.node_id, 1.0, 0.5, threads=_threads(node)) for node in room[:ranks]]
     return slots, list(slots)
+
+
+def _threads(node: Node) -> int:
+    """Return the CPUs of a node for each of its GPUs."""
+    return max(1, int((node.real_cpus or node.cpus) // max(node.gpus, 1)))
 
 
 def refuse(config: Config, *, device: str, backend: str) -> None:

@@ -71,13 +71,17 @@ class LearnerProcess:
     has what brings a checkpoint to the disk (SAVING).
     """
 
-    def __init__(self, config: Config, *, rank: int, cores: Sequence[int], queue: Any) -> None:
+    def __init__(
+        self, config: Config, *, rank: int, cores: Sequence[int], threads: int, queue: Any
+    ) -> None:
+        """cores: to stay on. threads: of computing on the CPU; 0: as Ray says."""
         die_with_parent()
         if cores:
             # Ray has started those that will run the calls
             for thread in os.listdir("/proc/self/task"):
                 os.sched_setaffinity(int(thread), cores)
-            os.environ["OMP_NUM_THREADS"] = str(len(cores))
+        if threads:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
         stacks.register(f"learner-{rank}", stacks.home(config.run.dir))
         self._config, self._rank = config, rank
         self._queue = queue

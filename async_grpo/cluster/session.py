@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from ray._private import ray_constants, services
 from ray._private import state as ray_state
 from ray._private import utils as ray_utils
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
+from ray._private.thirdparty import pynvml
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -157,6 +158,28 @@ class Session:
         finally:
             if demand is not None:
                 self._remove(demand)
+
+    def gpu_memory(self, *, timeout_s: float = CONNECT_TIMEOUT_S) -> dict[str, int]:
+        """Ask every node with a GPU for the memory of its smallest one, in bytes; without the nodes
+        that do not say in time.
+        """
+        asked = {}
+        for node in self.nodes():
+            if node.gpus:
+                where = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+                ask = _smallest_gpu.options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+                asked[ask.remote()] = node.node_id
+        answers: dict[str, int] = {}
+        if not asked:
+            return answers
+        for answer in ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)[0]:
+            try:
+                found = ray.get(answer)
+            except ray.exceptions.RayError:
+                continue
+            if found is not None:
+                answers[asked[answer]] = found
+        return answers
 
     async def reserve(
         self, slots: list[Slot], *, timeout_s: float, sharers: int = 1
@@ -354,6 +377,24 @@ def _probe_storage(path: str, token: str, node_id: str) -> bool:
 
 
 @ray.remote
+def _smallest_gpu() -> int | None:
+    """Return the memory of the smallest GPU of this node in bytes; runs on a node."""
+    return gpu_bytes()
+
+
+def gpu_bytes() -> int | None:
+    """Return the memory of this machine's smallest GPU in bytes, without touching it; None where
+    the driver does not say.
+    """
+    try:
+        pynvml.nvmlInit()
+        gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return min((pynvml.nvmlDeviceGetMemoryInfo(gpu).total for gpu in gpus), default=None)
+    except pynvml.NVMLError:
+        return None
+
+
+@ray.remote
 def _here() -> None:
     """Run on a node, which shows that it takes work."""
 
@@ -421,7 +462,9 @@ def survey(*, processes: int) -> Survey:
     if address := os.environ.get("RAY_ADDRESS"):
         session = Session.open(processes=processes)
         try:
-            return Survey(session.nodes(), address)
+            memory = session.gpu_memory()
+            nodes = [replace(node, gpu_bytes=memory.get(node.node_id)) for node in session.nodes()]
+            return Survey(nodes, address)
         finally:
             session.close()
     real = os.cpu_count() or 1
@@ -432,6 +475,7 @@ def survey(*, processes: int) -> Survey:
         gpus=_gpus(),
         cores=tuple(sorted(os.sched_getaffinity(0))),
         real_cpus=real,
+        gpu_bytes=gpu_bytes(),
     )
     return Survey([here], None)
 

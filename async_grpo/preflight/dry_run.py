@@ -37,6 +37,8 @@ from async_grpo.preflight.memory import (
     engine_memory,
     learner_memory,
     shape_of,
+    size_text,
+    too_large,
 )
 from async_grpo.preflight.model import known_model
 from async_grpo.rollout.engine_arguments import kv_cache_gb, max_num_seqs
@@ -116,7 +118,13 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
             warnings.append(why)
         if placement is not None:
             warnings += _cache_warnings(config, engine, device)
-            refused += _too_large(config, shape, engine, placement, found, backend)
+            refused += too_large(
+                config,
+                shape,
+                placement,
+                backend=backend,
+                gpu_bytes={node.node_id: node.gpu_bytes for node in found.nodes},
+            )
             if device == "cpu" and found.cluster is None and assumed is None:
                 warnings += _short_of_memory(config, shape, engine, placement)
     console.summary("placement", list(_placement(found, placement, backend, assumed is not None)))
@@ -237,23 +245,23 @@ def _memory(
             (need.publication, "publication"),
             (need.context, "CUDA and NCCL about"),
         ]
-        rest = "".join(f", {what} {_size(count)}" for count, what in more if count)
+        rest = "".join(f", {what} {size_text(count)}" for count, what in more if count)
         yield (
             f"learner rank, ZeRO-{stage}",
             (
-                f"{_size(need.total)}: weights {_size(need.weights)}, gradients "
-                f"{_size(need.gradients)}, optimizer {_size(need.optimizer)}, "
-                f"buckets {_size(need.buckets)}, activations about "
-                f"{_size(need.activations)}{rest}{chosen}"
+                f"{size_text(need.total)}: weights {size_text(need.weights)}, gradients "
+                f"{size_text(need.gradients)}, optimizer {size_text(need.optimizer)}, "
+                f"buckets {size_text(need.buckets)}, activations about "
+                f"{size_text(need.activations)}{rest}{chosen}"
             ),
         )
     yield (
         "engine",
-        f"weights {_size(engine.weights)}, "
-        + (f"CUDA, graphs and activations about {_size(engine.rest)}, " if engine.rest else "")
-        + f"KV cache {_size(engine.kv_token)} a token, "
+        f"weights {size_text(engine.weights)}, "
+        + (f"CUDA, graphs and activations about {size_text(engine.rest)}, " if engine.rest else "")
+        + f"KV cache {size_text(engine.kv_token)} a token, "
         + (
-            f"{_size(engine.kv_cache)} in all: room for {engine.rows(engine.kv_cache)} "
+            f"{size_text(engine.kv_cache)} in all: room for {engine.rows(engine.kv_cache)} "
             f"responses of {engine.longest} tokens"
             if engine.kv_cache is not None
             else "sized by vLLM: what gpu_memory_utilization "
@@ -262,7 +270,7 @@ def _memory(
     )
     yield (
         "publication",
-        f"{_size(shape.parameters * element_bytes(config, device))} to every engine",
+        f"{size_text(shape.parameters * element_bytes(config, device))} to every engine",
     )
 
 
@@ -321,46 +329,6 @@ def _cache_warnings(config: Config, engine: EngineMemory, device: str) -> Iterat
         )
 
 
-def _too_large(
-    config: Config,
-    shape: Shape,
-    engine: EngineMemory,
-    placement: Placement,
-    found: Survey,
-    backend: str,
-) -> Iterator[str]:
-    """Compare the estimates with the memory of the GPUs of the slots, where it is known."""
-    memory = {node.node_id: node.gpu_bytes for node in found.nodes}
-    sizes = [
-        [size for slot in slots if (size := memory[slot.node_id]) is not None]
-        for slots in (placement.learners, placement.engines)
-    ]
-    if placement.device != "cuda" or not all(sizes):
-        return
-    stage = config.learner.zero_stage
-    rank = learner_memory(config, shape, device="cuda", stage=stage, backend=backend).total
-    row = engine.kv_token * engine.longest
-    cache = row if engine.kv_cache is None else max(row, engine.kv_cache)
-    one = engine.weights + cache + engine.rest
-    if placement.colocated:
-        rank, one = rank + one, 0
-    share = config.cluster.engine.gpu_memory_utilization
-    if rank > min(sizes[0]):
-        both = "and an engine that share a GPU need" if placement.colocated else "needs"
-        yield (
-            f"a learner rank {both} about {_size(rank)} and a GPU has {_size(min(sizes[0]))}: "
-            f"{'' if config.learner.zero_stage == 3 else 'raise learner.zero_stage, '}use more "
-            "learner.ranks, lower learner.tokens_per_micro_batch, or train adapters (model.lora)"
-        )
-    if one > share * min(sizes[1]):
-        yield (
-            f"an engine needs at least {_size(one)} a GPU (weights {_size(engine.weights)}, "
-            f"CUDA {_size(engine.rest)}, the cache of one response {_size(row)}) "
-            f"and has {_size(share * min(sizes[1]))} (cluster.engine.gpu_memory_utilization "
-            f"{share:g} of a GPU): raise cluster.engine.tensor_parallel_size"
-        )
-
-
 def _short_of_memory(
     config: Config, shape: Shape, engine: EngineMemory, placement: Placement
 ) -> Iterator[str]:
@@ -371,14 +339,6 @@ def _short_of_memory(
     free = available_bytes()
     if need > free:
         yield (
-            f"learner and engines need about {_size(need)} and this machine has {_size(free)} "
-            "free: fewer engines, a smaller batch, or another machine"
+            f"learner and engines need about {size_text(need)} and this machine has "
+            f"{size_text(free)} free: fewer engines, a smaller batch, or another machine"
         )
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.{0 if count >= 100 or unit == 'bytes' else 1}f} {unit}"
-        count /= 1024
-    raise AssertionError

@@ -8,6 +8,7 @@ measured on packed rows of a Qwen2 model with SwiGLU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -15,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from async_grpo.algo.logprobs import CHUNK_BYTES
 from async_grpo.batching import REPEATED
+from async_grpo.cluster.placement import Placement
 from async_grpo.config.schema import Config
 from async_grpo.config.transports import TRANSPORTS
 from async_grpo.learner import adapters
 from async_grpo.learner.model import PolicyModel
-from async_grpo.rollout.engine_arguments import ENGINE_BYTES
+from async_grpo.rollout.engine_arguments import ENGINE_BYTES, kv_cache_gb
 from async_grpo.weights.transport import PACKED_BYTES
 
 
@@ -228,3 +230,58 @@ def engine_memory(
         longest=config.rollout.prompt_length + config.rollout.response_length,
         rest=0 if device == "cpu" else ENGINE_BYTES,
     )
+
+
+def too_large(
+    config: Config,
+    shape: Shape,
+    placement: Placement,
+    *,
+    backend: str,
+    gpu_bytes: Mapping[str, int | None],
+) -> Iterator[str]:
+    """Compare the estimates with the memory of the GPUs, by node, where it is known: sentences with
+    the arithmetic for what cannot fit.
+    """
+    sizes = [
+        [size for slot in slots if (size := gpu_bytes.get(slot.node_id)) is not None]
+        for slots in (placement.learners, placement.engines)
+    ]
+    if placement.device != "cuda" or not all(sizes):
+        return
+    memory = kv_cache_gb(config, device="cuda", backend=backend)
+    engine = engine_memory(config, shape, device="cuda", kv_cache_gb=memory)
+    stage = config.learner.zero_stage
+    rank = learner_memory(config, shape, device="cuda", stage=stage, backend=backend).total
+    row = engine.kv_token * engine.longest
+    cache = row if engine.kv_cache is None else max(row, engine.kv_cache)
+    one = engine.weights + cache + engine.rest
+    if placement.colocated:
+        rank, one = rank + one, 0
+    share = config.cluster.engine.gpu_memory_utilization
+    if rank > min(sizes[0]):
+        both = "and an engine that share a GPU need" if placement.colocated else "needs"
+        yield (
+            f"a learner rank {both} about {size_text(rank)} and a GPU has "
+            f"{size_text(min(sizes[0]))}: "
+            f"{'' if stage == 3 else 'raise learner.zero_stage, '}use more learner.ranks, lower "
+            "learner.tokens_per_micro_batch, or train adapters (model.lora); --dry-run shows the "
+            "parts"
+        )
+    if one > share * min(sizes[1]):
+        yield (
+            f"an engine needs at least {size_text(one)} a GPU (weights "
+            f"{size_text(engine.weights)}, CUDA {size_text(engine.rest)}, the cache of one "
+            f"response {size_text(row)}) and has {size_text(share * min(sizes[1]))} "
+            f"(cluster.engine.gpu_memory_utilization {share:g} of a GPU): raise "
+            "cluster.engine.tensor_parallel_size"
+        )
+
+
+def size_text(count: float) -> str:
+    """Write bytes with a unit."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.{0 if count >= 100 or unit == 'bytes' else 1}f} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -127,6 +127,17 @@ def test_colocated_pairs_share_a_node() -> None:
     assert learners == engines == ["n1"] * 4
 
 
+@pytest.mark.parametrize("layout", ["split", "colocated"])
+def test_a_rank_on_a_gpu_has_its_share_of_the_cpus(layout: str) -> None:
+    """Ray would leave it one thread, for checksums and an optimizer on the CPU."""
+    [node] = gpu(8)
+    placement = place(config(ranks=4, layout=layout), [replace(node, cpus=96.0)])
+    assert [slot.threads for slot in placement.learners] == [12] * 4
+    assert [slot.cpus for slot in placement.learners] == [1.0] * 4, "and reserves one"
+    mine = replace(node, cpus=96.0, real_cpus=4)
+    assert place(config(ranks=4, layout=layout), [mine]).learners[0].threads == 1
+
+
 @pytest.mark.parametrize(("size", "engines"), [(1, 4), (2, 2), (4, 1)])
 def test_eight_gpus_split(size: int, engines: int) -> None:
     placement = place(config(ranks=4, size=size), gpu(8))

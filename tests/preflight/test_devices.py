@@ -1,0 +1,83 @@
+"""What a run that has its places is refused for, and how the memory of GPUs is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_grpo.cluster import session
+from async_grpo.cluster.placement import Node, place
+from async_grpo.cluster.session import gpu_bytes
+from async_grpo.config.schema import Config
+from async_grpo.errors import SetupError
+from async_grpo.preflight.devices import refuse_too_large
+from tests.support.wiring import tiny_model
+
+GIB = 2**30
+
+
+def places(config: Config) -> Any:
+    return SimpleNamespace(
+        placement=place(config, [Node("n", "n", cpus=8.0, gpus=2.0)]), backend="nccl"
+    )
+
+
+def config_of(**engine: Any) -> Config:
+    return Config.model_validate(
+        {"run": {"total_steps": 1}, "model": {"path": tiny_model()}, "cluster": {"engine": engine}}
+    )
+
+
+@pytest.mark.parametrize("known", [{}, {"other": 1}, {"n": 24 * GIB}])
+def test_what_fits_or_is_not_known_begins(known: dict[str, int]) -> None:
+    config = config_of()
+    refuse_too_large(config, tiny_model(), places(config), known)
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
+    config = config_of()
+    with pytest.raises(SetupError, match=r"a learner rank needs about 1\.\d GiB and a GPU has 1.0"):
+        refuse_too_large(config, tiny_model(), places(config), {"n": GIB})
+    small = config_of(gpu_memory_utilization=0.1)
+    with pytest.raises(SetupError, match=r"an engine needs at least 3.0 GiB .* and has 2.4 GiB"):
+        refuse_too_large(small, tiny_model(), places(small), {"n": 24 * GIB})
+
+
+class Driver:
+    """NVIDIA's management library, of a machine with these GPUs."""
+
+    NVMLError = session.pynvml.NVMLError
+
+    def __init__(self, *sizes: int, fails: bool = False) -> None:
+        self._sizes, self._fails = sizes, fails
+
+    def nvmlInit(self) -> None:
+        if self._fails:
+            raise self.NVMLError(1)
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self._sizes)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return SimpleNamespace(total=self._sizes[handle])
+
+
+@pytest.mark.parametrize(
+    ("driver", "found"),
+    [
+        (lambda: Driver(80 * GIB, 24 * GIB), 24 * GIB),
+        (lambda: Driver(), None),
+        (lambda: Driver(1, fails=True), None),
+    ],
+)
+def test_the_smallest_gpu_counts(
+    monkeypatch: pytest.MonkeyPatch, driver: Callable[[], Driver], found: int | None
+) -> None:
+    monkeypatch.setattr(session, "pynvml", driver())
+    assert gpu_bytes() == found
