@@ -238,6 +238,12 @@ class TaskConfig(Section):
     verifier: Verifier = Verifier()
 
 
+LEAST_GROUP_S, TOKEN_S = 600.0, 0.06
+"""Longest time of a group of short responses, and of one token of long ones, in seconds: twice what
+a token takes in a full engine of a large model.
+"""
+
+
 class RolloutConfig(Section):
     """Set what is sampled: groups, lengths, temperature."""
 
@@ -266,8 +272,15 @@ class RolloutConfig(Section):
         Literal["auto", "on", "off"], warn("whether the same command samples the same responses")
     ] = "auto"
     """Seed every group by (seed, group_id); `auto` means on at `replay.max_staleness: 0` only."""
-    group_timeout_s: Annotated[Seconds, FREE] = 600.0
-    """A group that takes longer to generate and score, or is lost, is aborted and issued again."""
+    group_timeout_s: Annotated[Seconds | None, FREE] = None
+    """A group that takes longer to generate and score, or is lost, is aborted and issued again;
+    null: 600, and with `response_length` above 10,000 more, 60 ms a token.
+    """
+
+    @property
+    def longest_group_s(self) -> float:
+        """Longest time that a group may take, in seconds."""
+        return self.group_timeout_s or max(LEAST_GROUP_S, TOKEN_S * self.response_length)
 
 
 class FilterGroups(Section):

@@ -93,7 +93,7 @@ class QueueSettings:
             filter=rule if filters.enable else None,
             order=replay.order,
             on_stale=replay.on_stale,
-            ticket_timeout_s=config.rollout.group_timeout_s,
+            ticket_timeout_s=config.rollout.longest_group_s,
             max_failed_fraction=config.task.max_bad_fraction,
             baseline=config.algorithm.has_baseline,
             mask_truncated=config.algorithm.mask_truncated,

@@ -356,11 +356,11 @@ class RolloutActor:
     async def _produce(self, work: _GroupWork) -> None:
         config, ticket = self._config, work.ticket
         try:
-            async with asyncio.timeout(config.rollout.group_timeout_s):
+            async with asyncio.timeout(config.rollout.longest_group_s):
                 group = await self._group(work)
                 frame = encode_group(group, max_bytes=config.wire.max_frame_bytes)
         except TimeoutError:
-            timeout_s = config.rollout.group_timeout_s
+            timeout_s = config.rollout.longest_group_s
             # Not one slow group but an engine that hangs: this actor is replaced.
             if work.stage != "verifying" and time.monotonic() - self._produced_at > timeout_s:
                 raise EngineError(

@@ -823,3 +823,17 @@ def test_a_run_directory_is_in_a_file_system(base: Path) -> None:
         refused(base, "run.dir=s3://bucket/x")
     )
     assert "variables of the environment are not replaced" in refused(base, "run.dir=$HOME/x")
+
+
+@pytest.mark.parametrize(
+    ("length", "given", "seconds"), [(512, None, 600), (20_000, None, 1200), (20_000, 700.0, 700)]
+)
+def test_a_group_of_long_responses_has_longer(
+    length: int, given: float | None, seconds: float
+) -> None:
+    rollout = {"response_length": length, "group_timeout_s": given}
+    learner = {"tokens_per_micro_batch": 32768}
+    config = Config.model_validate(
+        {"run": {"total_steps": 1}, "model": {"path": "m"}, "rollout": rollout, "learner": learner}
+    )
+    assert config.rollout.longest_group_s == seconds

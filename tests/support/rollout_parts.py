@@ -140,7 +140,7 @@ def actor_of(
     parts: Parts,
     *,
     on_error: str = "drop_group",
-    group_timeout_s: float = 600.0,
+    group_timeout_s: float | None = None,
     adv_estimator: str = "grpo",
     seeded: bool = False,
 ) -> RolloutActor:

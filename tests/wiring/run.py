@@ -159,7 +159,8 @@ def _connection() -> Any:
     )
 
 
-async def _reserve(*_: Any) -> None: ...
+async def _reserve(*_: Any) -> Any:
+    return SimpleNamespace(placement=SimpleNamespace(device="cpu"))
 
 
 def _system(seen: list[Any], *, disk: bool) -> Any:
