@@ -175,18 +175,18 @@ async def probe_sequences(
     """Return a few short responses as (prompt, response, log-probs [L] at the training
     temperature).
     """
-    sampling = Sampling(
-        n=1,
-        max_tokens=min(rollout.response_length, TOKENS),
-        temperature=rollout.temperature,
-        seed=1,
-    )
+    # to score a row, the engine generates one more token, for which the longest one has no room
+    room = rollout.prompt_length + rollout.response_length - 1
+    limit, refused = min(rollout.response_length, TOKENS), "there is no room for an answer"
     prompts = []
     for problem in map(task.train, range(min(CANDIDATES, len(task)))):
         try:
-            prompts.append(encode(problem))
+            prompt = encode(problem)
         except PromptTooLong as error:
-            refused = error
+            refused = str(error)
+            continue
+        if len(prompt) < room:
+            prompts.append(prompt)
         if len(prompts) == PROMPTS:
             break
     if not prompts:
@@ -194,8 +194,17 @@ async def probe_sequences(
             f"none of the first problems fits: {refused}; raise rollout.prompt_length, or "
             "use shorter prompts"
         )
+    samplings = [
+        Sampling(
+            n=1, max_tokens=min(limit, room - len(prompt)), temperature=rollout.temperature, seed=1
+        )
+        for prompt in prompts
+    ]
     answers = await asyncio.gather(
-        *[engine.generate(prompt, sampling, purpose="probes") for prompt in prompts]
+        *[
+            engine.generate(prompt, sampling, purpose="probes")
+            for prompt, sampling in zip(prompts, samplings, strict=True)
+        ]
     )
     return [
         (prompt, answer.token_ids.tolist(), answer.logprobs)
