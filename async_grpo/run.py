@@ -393,12 +393,21 @@ def _training(trainer: Trainer) -> list[tuple[str, str]]:
             f"{times.count}; the learner waited {times.learner_waited / seconds:.1%} of "
             "its time for them",
         ),
-        (
-            "learner time",
-            f"{spent.share('working'):.0%} training, {spent.idle:.0%} waiting for groups",
-        ),
+        ("learner time", _learner_time(spent)),
     ]
     return [(label + _scope(trainer, "this start"), text) for label, text in rows]
+
+
+def _learner_time(spent: LearnerTime) -> str:
+    """Write the shares of the learner's time, which add up to 100 % but for rounding."""
+    named = {
+        "training": spent.share("working"),
+        "waiting for groups": spent.idle,
+        "evaluating": spent.share("evaluating"),
+    }
+    shown = [f"{share:.0%} {what}" for what, share in named.items() if share or what == "training"]
+    other = 1 - sum(named.values())
+    return ", ".join(shown + [f"{other:.0%} other"] * (other >= 0.005))
 
 
 def _scope(trainer: Trainer, scope: str) -> str:

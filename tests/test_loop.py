@@ -523,7 +523,7 @@ def test_summary_says_what_happened_and_how_to_go_on() -> None:
     assert text["publication faults"] == "1 transfers repeated, 0 engines dropped"
     assert text["verifier errors"] == "5 x crash: killed by signal 9"
     assert text["goodput"] == "4,000 tokens generated: 75.0% trained, 25.0% probes"
-    assert text["learner time"] == "50% training, 25% waiting for groups"
+    assert text["learner time"] == "50% training, 25% waiting for groups, 25% other"
     assert "async_grpo.run /runs/r/config.yaml run.total_steps=8 " in text["next"]
     assert (
         "config.yaml run.epochs=6 "
