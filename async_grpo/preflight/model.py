@@ -42,6 +42,8 @@ _OTHER_HEAD = re.compile(
     r"|\w*Retrieval|\w*Embedding|MaskedImageModeling|ObjectDetection)$"
 )
 """Ends of the names of architectures whose head does not predict the next token."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of a model's configuration that count its experts."""
 _PLAIN_ROPE = (None, "default", "llama3", "mrope")
 """Position embeddings that reach no further than `max_position_embeddings`; the others stretch it.
 """
@@ -94,6 +96,7 @@ def check_fit(
         architecture = _architecture(model)
         tokenizer = _tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     _check_positions(config, model, architecture)
+    _check_experts(model, architecture)
     if Path(model).is_dir():
         _check_weights(Path(model))
     try:
@@ -256,6 +259,23 @@ def _check_positions(config: Config, model: str, architecture: dict[str, Any]) -
             f"`rollout.prompt_length` {prompt} + `rollout.response_length` {response} = "
             f"{prompt + response} tokens, but {model} has "
             f"max_position_embeddings {limit}: make them shorter, or train another model"
+        )
+
+
+def _check_experts(model: str, architecture: dict[str, Any]) -> None:
+    """Refuse mixtures of experts that transformers holds in other tensors than their files have:
+    engines take the names of the files.
+    """
+    kind, counts = architecture.get("model_type"), [architecture.get(key) for key in _EXPERTS]
+    if not any(isinstance(count, int) and count > 1 for count in counts):
+        return
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    if get_checkpoint_conversion_mapping(str(kind)):
+        raise SetupError(
+            f"`model.path` is {model}, a mixture of experts ({kind}), which the learner holds in "
+            "other tensors than its files and the engines have, so that it could not be published: "
+            "train a dense model"
         )
 
 

@@ -112,6 +112,26 @@ def test_no_end_of_a_response(tmp_path: Path) -> None:
 # ---- sizes
 
 
+@pytest.mark.parametrize(
+    ("kind", "experts", "fits"),
+    [
+        ("qwen3_moe", {"num_experts": 128}, False),
+        ("mixtral", {"num_local_experts": 8}, False),
+        ("qwen3_moe", {"num_experts": 0}, True),
+        ("gpt_oss", {"num_local_experts": 32}, True),
+        ("qwen2", {}, True),
+    ],
+)
+def test_experts_that_could_not_be_published(
+    model: Path, kind: str, experts: dict[str, int], fits: bool
+) -> None:
+    change(model / "config.json", model_type=kind, **experts)
+    if fits:
+        fit(model)
+    else:
+        assert f"a mixture of experts ({kind})" in refused(model)
+
+
 def test_rows_longer_than_the_models_positions(model: Path) -> None:
     message = refused(model, rollout={"prompt_length": 1000, "response_length": 25})
     assert (
