@@ -72,7 +72,7 @@ class LearnerProcess:
     """
 
     def __init__(
-        self, config: Config, *, rank: int, cores: Sequence[int], threads: int, queue: Any
+        self, config: Config, *, rank: int, cores: Sequence[int], queue: Any, threads: int = 0
     ) -> None:
         """cores: to stay on. threads: of computing on the CPU; 0: as Ray says."""
         die_with_parent()
