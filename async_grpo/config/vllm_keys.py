@@ -71,7 +71,7 @@ watermark watermark_config weight_transfer_config worker_cls worker_extension_cl
 NAMES = frozenset(_NAMES.split())
 """Fields of `AsyncEngineArgs`."""
 
-_LENGTHS = "rollout.prompt_length and rollout.response_length"
+_LENGTHS = "rollout.prompt_length` and `rollout.response_length"
 _BY_OURS = {
     "dtype": "model.dtype",
     "enforce_eager": "cluster.engine.enforce_eager",
@@ -122,10 +122,14 @@ def refused_arguments(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Find arguments that `cluster.engine.vllm` may not have: each, and why with what to do."""
     for name in names:
         if name in _BY_OURS:
-            yield name, f"must not be given, because another setting decides; use {_BY_OURS[name]}"
+            yield (
+                name,
+                f"must not be given, because another setting decides; use `{_BY_OURS[name]}`",
+            )
         elif name in _OWN:
             yield name, f"must not be given: {_OWN[name]}; remove it"
         elif name not in NAMES:
             close = difflib.get_close_matches(str(name), NAMES - _OWN.keys(), n=1)
-            meant = f"is {_BY_OURS.get(close[0], f'`{close[0]}`')} meant?" if close else "remove it"
-            yield name, f"is no argument of vLLM's engine: {meant}"
+            meant = _BY_OURS.get(close[0], close[0]) if close else ""
+            hint = f"`{meant}` may be meant" if meant else "remove it"
+            yield name, f"is no argument of vLLM's engine: {hint}"

@@ -126,6 +126,8 @@ def settings(source: str, *, task: str | None, overrides: Sequence[str]) -> Conf
             run_dir, model = Path(scratch), source
             base = run_dir / "empty.yaml"
             base.write_text("", encoding="utf-8")
+            if task is None and not place.exists() and place.is_absolute():
+                raise SetupError(f"{source} does not exist: name a checkpoint, a run or a model")
             if task is None:
                 raise SetupError(f"{source} is no checkpoint: say what is asked, --task gsm8k")
         given = [

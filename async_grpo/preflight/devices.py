@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from async_grpo.config.schema import Config
+from async_grpo.config.transports import automatic
 from async_grpo.errors import SetupError
 
 if TYPE_CHECKING:  # Ray takes seconds to import
@@ -31,18 +32,27 @@ def refuse_too_large(
 
 
 def check_device(config: Config) -> None:
-    """Refuse settings that need GPUs on a machine without one, unless a cluster is joined, which
-    may have some. Raises SetupError.
+    """Refuse settings that need GPUs on a machine without one, or that a CPU cannot run with,
+    unless a cluster is joined, which may have GPUs. Raises SetupError.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
-    from async_grpo.cluster.placement import PlacementError, needing_gpus, place, room_for
+    from async_grpo.cluster.placement import PlacementError, needing_gpus, place, refuse, room_for
 
-    if config.cluster.device != "cuda" and not any(asked for _, asked in needing_gpus(config)):
-        return
+    asks = config.cluster.device == "cuda" or any(asked for _, asked in needing_gpus(config))
+    refusal: SetupError | None = None
+    if not asks:
+        try:
+            refuse(config, device="cpu", backend=automatic(device="cpu", colocated=False))
+        except SetupError as error:
+            refusal = error
+        else:
+            return
     from async_grpo.cluster.session import survey
 
     try:
-        place(config, survey(processes=room_for(config)).nodes)
+        placement = place(config, survey(processes=room_for(config)).nodes)
     except PlacementError as error:
         raise SetupError(str(error)) from error
+    if refusal is not None and placement.device == "cpu":
+        raise refusal

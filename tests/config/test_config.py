@@ -463,14 +463,20 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["cluster.device=cpu", "weight_sync.backend=nccl"], ["backend: nccl` needs GPUs"]),
     (
         ["cluster.engine.vllm={max_num_seqs: 8}"],
-        ["`cluster.engine.vllm.max_num_seqs` must not", "use cluster.engine.max_num_seqs"],
+        ["`cluster.engine.vllm.max_num_seqs` must not", "use `cluster.engine.max_num_seqs`"],
     ),
     (
         ["cluster.engine.vllm={pipeline_parallel_size: 2}"],
         ["vllm.pipeline_parallel_size` must not", "on one node; more engines are more rollout"],
     ),
-    (["cluster.engine.vllm={kv_cache_dtyp: fp8}"], ["no argument", "is `kv_cache_dtype` meant?"]),
-    (["cluster.engine.vllm={model_len: 8}"], ["is rollout.prompt_length and rollout.response"]),
+    (
+        ["cluster.engine.vllm={kv_cache_dtyp: fp8}"],
+        ["no argument", "`kv_cache_dtype` may be meant."],
+    ),
+    (
+        ["cluster.engine.vllm={model_len: 8}"],
+        ["`rollout.prompt_length` and `rollout.response_length` may be meant"],
+    ),
     (["cluster.engine.vllm={zzz: 8}"], ["vllm.zzz` is no argument of vLLM's engine: remove it"]),
     (
         ["cluster.engine.vllm={speculative_config: {}}", "cluster.device=cpu"],

@@ -86,6 +86,10 @@ def test_what_a_run_has_stored_does_not_stand_in_the_way(run_dir: Path, tmp_path
 def test_a_model_needs_a_task(run_dir: Path) -> None:
     with pytest.raises(SetupError, match="say what is asked, --task"):
         settings("some/model", task=None, overrides=[])
+    with pytest.raises(
+        SetupError, match=r"^/no/such/place does not exist: name a checkpoint, a run"
+    ):
+        settings("/no/such/place", task=None, overrides=[])
     known = settings("some/model", task="gsm8k", overrides=[])
     assert known.model.path == "some/model" and known.task.eval == "openai/gsm8k:main:test"
     own = settings("some/model", task="gsm8k", overrides=["task.eval=rows.jsonl"])

@@ -13,7 +13,7 @@ from async_grpo.cluster.placement import Node, place
 from async_grpo.cluster.session import gpu_bytes
 from async_grpo.config.schema import Config
 from async_grpo.errors import SetupError
-from async_grpo.preflight.devices import refuse_too_large
+from async_grpo.preflight.devices import check_device, refuse_too_large
 from tests.support.wiring import tiny_model
 
 GIB = 2**30
@@ -81,3 +81,27 @@ def test_the_smallest_gpu_counts(
 ) -> None:
     monkeypatch.setattr(session, "pynvml", driver())
     assert gpu_bytes() == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"cluster": {"engine": {"vllm": {"speculative_config": {}}}}}, "speculative decoding"),
+        ({"model": {"path": "m", "dtype": "bfloat16"}, "learner": {"zero_stage": 0}}, "bfloat16"),
+        ({"cluster": {"device": "cuda"}}, "the run asks for 1 learner rank with a GPU"),
+    ],
+)
+def test_what_this_machine_cannot_run_with_is_refused_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str
+) -> None:
+    base: dict[str, Any] = {"run": {"total_steps": 1}, "model": {"path": "m"}}
+    config = Config.model_validate(base | settings)
+    monkeypatch.setattr(session, "_gpus", lambda: 0)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(SetupError, match=says):
+        check_device(config)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_device(config)  # the cluster may have GPUs
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(session, "_gpus", lambda: 2)
+    check_device(config)
