@@ -42,7 +42,7 @@ from async_grpo.observe.console.console import Console
 from async_grpo.observe.console.status_file import StatusFile
 from async_grpo.observe.run_log import RunLog
 from async_grpo.observe.tracking.tracker import Status, Tracker, begin_tracking, check_server
-from async_grpo.preflight.devices import check_device, refuse_too_large
+from async_grpo.preflight.devices import check_device, look_at_gpus
 from async_grpo.preflight.model import check_metric_and_journal, look
 from async_grpo.report.launch import report_on
 from async_grpo.runtime.run_lock import RunLock
@@ -216,6 +216,7 @@ class Trainer:
 
     def _start_system(self, model_dir: str, origin: Origin, saver: Saver) -> None:
         """Start engines and learner, and let the learner's weights reach the engines."""
+        from async_grpo.cluster.downloads import download_everywhere
         from async_grpo.cluster.system import StartFacts, System, reserve
 
         config, checked, connection = self.config, self._facts, self._connection
@@ -233,7 +234,11 @@ class Trainer:
             places = await reserve(config, connection.session)
             if places.placement.device == "cuda":
                 memory = await asyncio.to_thread(connection.session.gpu_memory)
-                refuse_too_large(config, model_dir, places, memory)
+                for warning in look_at_gpus(config, model_dir, places, memory):
+                    self.console.info(f"warning: {warning}")
+            nodes = {slot.node_id for slot in places.slots}
+            models = (model_dir, config.model.reference)
+            await download_everywhere(models, nodes, note=self.console.info)
             self._system = System(config, facts, places=places, listener=self._log, saver=saver)
             await self._system.start()
 

@@ -89,6 +89,7 @@ LIBRARIES = {
     "cluster": "ray numpy",
     "cluster.samples": "ray numpy tokenizers",
     "cluster.placement": "",  # tested without a cluster
+    "cluster.downloads": "ray huggingface_hub",
     "trainer": "",
     "run": "",
     "status": "",

@@ -11,6 +11,7 @@ longest):
                     || MLflow connects, in a thread until step 1
     reserve         room for all -> the run directory is seen by all nodes -> places of the ranks
                     -> places of the engines                (cluster.resources_timeout_s)
+    download        models of the hub, on every node that loads them; no deadline runs
     start           queue opens its journal                 || every rollout actor loads its engine
                       -> ranks load model or checkpoint     ||
                       -> ranks repeat the recorded steps up ||
@@ -39,7 +40,7 @@ from async_grpo.cluster.evaluation import Evaluations, Rows, WhenDone
 from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.learner_recovery import LearnerSupervisor
 from async_grpo.cluster.partial_rollouts import PartialCollector
-from async_grpo.cluster.placement import Placement, refuse
+from async_grpo.cluster.placement import Placement, Slot, refuse
 from async_grpo.cluster.post_mortem import Scene
 from async_grpo.cluster.processes import MAX_CALLS
 from async_grpo.cluster.queue import DriverQueue, QueueProcess
@@ -90,6 +91,11 @@ class Places:
     backend: str
     learners: list[dict[str, Any]]
     engines: list[dict[str, Any]]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Of all ranks and engines."""
+        return (*self.placement.learners, *self.placement.engines)
 
 
 async def reserve(config: Config, session: Session) -> Places:

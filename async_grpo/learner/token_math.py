@@ -244,8 +244,8 @@ def compare_sampler(metrics: MetricSums, batch: TokenBatch, logprobs: Tensor) ->
     """Learner against sampler on tokens of lag 0, whose very weights computed `logprobs` [M].
 
     weights/sampler_error: mean absolute difference in responses of one version;
-    weights/kv_cache_error: in responses that ran when the weights came, larger with
-    `weight_sync.kv_cache: keep`, whose tokens looked at an older version's cache.
+    weights/kv_cache_error: in responses that ran when the weights came, larger where their caches
+    were kept, so that their tokens looked at an older version's.
     """
     oldest = batch.lag.new_zeros(int(batch.row_index.max()) + 1)
     oldest = oldest.scatter_reduce(0, batch.row_index, batch.lag, "amax")[batch.row_index]

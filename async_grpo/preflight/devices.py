@@ -17,10 +17,13 @@ if TYPE_CHECKING:  # Ray takes seconds to import
     from async_grpo.cluster.system import Places
 
 
-def refuse_too_large(
+def look_at_gpus(
     config: Config, model_dir: str, places: Places, gpu_bytes: Mapping[str, int]
-) -> None:
-    """Refuse a run whose parts cannot fit the GPUs of their places. Raises SetupError."""
+) -> list[str]:
+    """Refuse a run whose parts cannot fit the GPUs of their places; a sentence for each deadline
+    that may be too short for the model. Raises SetupError.
+    """
+    from async_grpo.preflight.deadlines import too_short
     from async_grpo.preflight.memory import shape_of, too_large
 
     shape = shape_of(config, model_dir)
@@ -29,6 +32,7 @@ def refuse_too_large(
     )
     if sentence := next(sentences, None):
         raise SetupError(sentence)
+    return list(too_short(config, shape))
 
 
 def check_device(config: Config) -> None:

@@ -27,6 +27,7 @@ from async_grpo.errors import SetupError
 from async_grpo.learner.adapters import UntrainableError
 from async_grpo.learner.drafts import available_bytes
 from async_grpo.observe.console.console import Console
+from async_grpo.preflight.deadlines import too_short
 from async_grpo.preflight.known_models import known_config, names
 from async_grpo.preflight.memory import (
     ENGINE_CODE,
@@ -118,6 +119,8 @@ def dry_run(trainer: Trainer, console: Console, *, assumed: list[Node] | None = 
             warnings.append(why)
         if placement is not None:
             warnings += _cache_warnings(config, engine, device)
+            if device == "cuda":
+                warnings += too_short(config, shape)
             refused += too_large(
                 config,
                 shape,

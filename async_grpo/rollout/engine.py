@@ -34,6 +34,7 @@ from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import SetupError
 from async_grpo.rollout.early_process import EarlyProcess, environment
 from async_grpo.rollout.engine_arguments import engine_arguments
+from async_grpo.rollout.kv_cache import CacheChoice, Mode, cache_mode
 from async_grpo.runtime.lifetime import own_directory
 from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
 from async_grpo.wire import VersionSpan
@@ -173,14 +174,14 @@ class Engine:
         llm: AsyncLLM,
         *,
         stop_token_ids: Sequence[int],
-        recompute: bool,
+        kv_cache: Mode,
         deadlines: Deadlines,
         counted: CountedRequests | None = None,
         directory: Path | None = None,
     ) -> None:
-        """recompute: clear KV caches at publications. directory: temporary files of the engine."""
+        """directory: temporary files of the engine."""
         self._llm, self._stop_token_ids = llm, list(stop_token_ids)
-        self._recompute, self._deadlines = recompute, deadlines
+        self._caches, self._deadlines = CacheChoice(kv_cache), deadlines
         self._counted, self._directory = counted or CountedRequests(), directory
         self._requests = 0
         self._running: dict[str, int] = {}  # responses of each named request
@@ -238,7 +239,7 @@ class Engine:
         engine = cls(
             llm,
             stop_token_ids=stop_token_ids,
-            recompute=config.weight_sync.kv_cache == "recompute",
+            kv_cache=cache_mode(config, device=device),
             deadlines=config.weight_sync.deadlines,
             counted=counted,
             directory=directory,
@@ -408,13 +409,14 @@ class Engine:
         self._refuse_older(announcement.label)
         self._steady.clear()
         started, limits = time.perf_counter(), self._deadlines
+        self._caches.paused()
+        in_flight = self._tokens_in_flight()
+        clears, why = self._caches.clears(in_flight)
         # `pause_generation` is this call and a sleep of 20 ms, for users who sort outputs by time
         # and not by their labels.
-        pause = self._llm.engine_core.pause_scheduler_async(
-            mode="keep", clear_cache=self._recompute
-        )
+        pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clears)
         await _within(limits.pause_s, "pause", pause)
-        lost = await self._workers("cached_tokens") if self._recompute else [0]
+        lost = await self._workers("cached_tokens") if clears else [0]
         paused = time.perf_counter()
         outcome = self._receipt(await self._workers("take_publication", announcement.payload))
         if outcome.failure:
@@ -428,7 +430,24 @@ class Engine:
             "resume": resumed - loaded,
             "total": resumed - started,
         }
-        return Receipt(self.serving, seconds=seconds, recomputed_tokens=lost[0])
+        self._caches.resumed(lost[0], self._lengths)
+        return Receipt(
+            self.serving,
+            seconds=seconds,
+            recomputed_tokens=lost[0],
+            kept_tokens=0 if clears else in_flight,
+            kv_cache=f"{'recompute' if clears else 'keep'}: {why}",
+        )
+
+    def _lengths(self) -> dict[str, int]:
+        """Tokens so far of every running response."""
+        states = self._llm.output_processor.request_states
+        return {name: len(one.detokenizer.output_token_ids) for name, one in states.items()}
+
+    def _tokens_in_flight(self) -> int:
+        """Tokens of the responses that have begun, each with its prompt."""
+        states, lengths = self._llm.output_processor.request_states, self._lengths()
+        return sum(states[name].prompt_len + length for name, length in lengths.items() if length)
 
     async def _workers(self, method: str, *args: object) -> list[Any]:
         """Call every worker; raise EngineError when the EngineCore dies (vLLM would wait on)."""

@@ -61,8 +61,8 @@ ATTEMPTS = 3
 @dataclass(slots=True)
 class PublicationTimes:
     """Sums over the publications so far: seconds that the learner waited, that engines were paused
-    (mean over engines) and until live; tokens that running responses had to compute again;
-    publications repeated and engines dropped because of a fault.
+    (mean over engines) and until live; tokens that running responses had to compute again, and
+    whose caches they kept, and how often an engine kept them; publications repeated and engines dropped because of a fault.
     """
 
     count: int = 0
@@ -70,6 +70,8 @@ class PublicationTimes:
     engines_paused: float = 0.0
     wall: float = 0.0
     recomputed_tokens: int = 0
+    kept_tokens: int = 0
+    caches_kept: int = 0
     repeated: int = 0
     dropped: int = 0
 
@@ -79,6 +81,8 @@ class PublicationTimes:
         paused = sum(receipt.seconds["total"] for receipt in receipts)
         self.engines_paused += paused / max(1, len(receipts))
         self.recomputed_tokens += sum(receipt.recomputed_tokens for receipt in receipts)
+        self.kept_tokens += sum(receipt.kept_tokens for receipt in receipts)
+        self.caches_kept += sum(receipt.kept_tokens > 0 for receipt in receipts)
 
     def metrics(self) -> dict[str, float]:
         """Means per publication, and counts."""
@@ -89,6 +93,8 @@ class PublicationTimes:
             "weights/engine_paused_s": self.engines_paused / count,
             "weights/until_live_s": self.wall / count,
             "weights/recomputed_tokens": self.recomputed_tokens / count,
+            "weights/kept_tokens": self.kept_tokens / count,
+            "weights/caches_kept": float(self.caches_kept),
             "weights/repeated": float(self.repeated),
             "weights/dropped_engines": float(self.dropped),
         }
@@ -141,6 +147,7 @@ class Coordinator(Generic[Engine]):
         self._running: asyncio.Task[None] | None = None
         self._pin: Pin[Engine] | None = None
         self._connected: set[str] = set()
+        self._caches: dict[str, str] = {}
         self._group: set[str] = set()
         tolerance = Tolerance(exact)
         self._probe = DriftProbe(config, tolerance)
@@ -457,6 +464,7 @@ class Coordinator(Generic[Engine]):
             if strict:
                 require_complete(outcome, Stalled)
             self.times.add(outcome)
+            self._say_choices(announcement, outcome)
             await self._drop(outcome.lost)
             engines = [engine for engine in engines if engine.actor_id in outcome.failed]
             # one torn, all torn: a new group, and everything again
@@ -480,6 +488,14 @@ class Coordinator(Generic[Engine]):
                 f"publication {announcement.label} was cut off and is repeated: {outcome.reasons()}"
             )
         self._newest = announcement
+
+    def _say_choices(self, announcement: Announcement, outcome: DeliveryOutcome) -> None:
+        """Log what an engine did to running responses, where it is not what it did before."""
+        for actor_id, receipt in outcome.done.items():
+            choice = receipt.kv_cache.partition(":")[0]
+            if self._caches.get(actor_id, "") not in ("", choice):
+                self._listener.note(f"{actor_id} at {announcement.label}: {receipt.kv_cache}")
+            self._caches[actor_id] = choice
 
     async def _receive(
         self, engines: Sequence[EngineHandle], announcement: Announcement, *, sent: bool = False

@@ -86,8 +86,12 @@ class NcclSender(WeightSender):
         return cls(owner, overlap=settings.overlap, deadlines=settings.deadlines)
 
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
-        """Leave the old group, and describe the new one to its engines."""
+        """Leave the old group, and describe the new one to its engines. Rank 0's copy is allocated
+        now: pinning memory takes seconds for every 10 GB, which no publication should wait for.
+        """
         self.close()
+        if self._overlap and self._owner.rank == 0 and self._memory is None:
+            self._memory = self._allocate()
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
@@ -149,8 +153,6 @@ class NcclSender(WeightSender):
         self._verify, self._source.copy, name = verify, None, ""
         copies = self._overlap or apart
         if copies:
-            if self._owner.rank == 0 and not apart and self._memory is None:
-                self._memory = self._allocate()
             copy = self._source.copy = self._apart if apart else self._memory  # None but on rank 0
             self._layout.fill(copy, self._owner.named_weights(), once=apart)
             if self._owner.device != "cpu":

@@ -89,7 +89,8 @@ class Receipt:
     else the engine stays paused, and `reason` says why: `torn` (cut off: a complete publication
     mends it), `mismatch` (other bytes than were sent) or `names` (other tensors than it has).
     seconds: by phase (`pause`, `load`, `resume`, `total`). recomputed_tokens: cached tokens that
-    running responses lost.
+    running responses lost; kept_tokens: that they kept; kv_cache: which of the two was chosen, and
+    why.
     """
 
     serving: str
@@ -97,6 +98,8 @@ class Receipt:
     reason: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     recomputed_tokens: int = 0
+    kept_tokens: int = 0
+    kv_cache: str = ""
 
 
 TokenSequence = tuple[list[int], list[int]]

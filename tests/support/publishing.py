@@ -119,6 +119,7 @@ class FakeEngine:
     label: str = "unpublished"
     weight: float = 1.0
     deaf: bool = False
+    kv_cache: str = ""
     noise: float = 0.0
     error: BaseException | None = None
     connecting: Receipt | BaseException | None = None
@@ -155,7 +156,9 @@ class FakeEngine:
         self.received.append(announcement.label)
         if not self.deaf:
             self.weight = announcement.payload["weight"]
-        return Receipt(self.label, seconds={"total": 0.25}, recomputed_tokens=7)
+        return Receipt(
+            self.label, seconds={"total": 0.25}, recomputed_tokens=7, kv_cache=self.kv_cache
+        )
 
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
         return [(PROMPT, RESPONSE, self._logprobs(RESPONSE))]

@@ -47,6 +47,19 @@ def test_a_publication_is_staged_received_and_then_live(overlap: bool) -> None:
     asyncio.run(scenario())
 
 
+def test_a_change_of_what_becomes_of_caches_is_logged_with_its_reason() -> None:
+    async def scenario() -> None:
+        run = Fixture()
+        await run.coordinator.start(0)
+        for version, choice in enumerate(["recompute", "recompute", "keep", "keep"], 1):
+            run.members[0].kv_cache = f"{choice}: because {version}"
+            await run.coordinator.publish(version)
+            await run.coordinator.wait()
+        assert run.notes == ["a0 at v0.3: keep: because 3"]
+
+    asyncio.run(scenario())
+
+
 def test_with_overlap_the_learner_waits_for_the_one_before_only() -> None:
     async def scenario() -> None:
         run = Fixture()

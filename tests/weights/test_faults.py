@@ -249,7 +249,7 @@ class Handle:
         self.engine = Engine(
             self.front,
             stop_token_ids=[],
-            recompute=True,
+            kv_cache="recompute",
             deadlines=run.config.weight_sync.deadlines,
         )
         self.connect: Callable[[dict[str, Any]], Any] = self.engine.connect

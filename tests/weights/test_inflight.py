@@ -51,6 +51,7 @@ def test_a_response_lives_through_two_publications(tmp_path, tied):
             "run": {"total_steps": 1},
             "model": {"path": directory},
             "rollout": {"prompt_length": 32, "response_length": 700},
+            "weight_sync": {"kv_cache": "recompute"},
             "cluster": {"engine": {"max_num_seqs": 8}},
         }
     )

@@ -27,7 +27,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
+from async_grpo.rollout import kv_cache
 from async_grpo.rollout.engine import Completion, Engine, Sampling
+from async_grpo.rollout.kv_cache import CacheChoice
 from async_grpo.weights.shared_memory import SegmentReader
 from async_grpo.weights.transport import Receipt, Staged, TokenSequence, Version
 from tests.support import forkserver, nccl_over_gloo
@@ -82,6 +84,7 @@ def config_of(directory: str, *, stage: int = 1, ranks: int = 1, variant: str = 
             "tokens_per_micro_batch": 1024,
             "deepspeed": SHARD_ALL,
         },
+        weight_sync={"kv_cache": "recompute"},
         cluster={"engine": {"max_num_seqs": 16}},
     )
 
@@ -523,7 +526,7 @@ def test_kept_caches_mix_policies_but_not_records(
 ) -> None:
     """`kv_cache: keep`: running responses go on with the old cache; new requests never meet it."""
     serving = engines.get("untied")
-    monkeypatch.setattr(serving.engine, "_recompute", False)
+    monkeypatch.setattr(serving.engine, "_caches", CacheChoice("keep"))
     prompt = [3 + 7 * place % 96 for place in range(100)]  # three full blocks of the prefix cache
     greedy = Sampling(n=1, max_tokens=8, temperature=TEMPERATURE)
 
@@ -543,7 +546,7 @@ def test_kept_caches_mix_policies_but_not_records(
         run.train()
         old, staged = serving.reigns[-1].label, run.stage(1)
         answers, receipt = serving.run(through(staged))
-        assert receipt.recomputed_tokens == 0
+        assert receipt.recomputed_tokens == 0 and receipt.kept_tokens > 4 * len(PROMPT)
         [fresh] = serving.run(serving.answers(prompt, greedy))
         stale = serving.run(salted(serving.engine, prompt, old))
     new = serving.versions[staged.announcement.label].model
@@ -683,6 +686,29 @@ def test_long_responses_live_through_publications(
     assert max(len(answer.labels) for answer in answers) >= 2
     for answer in answers:
         check_answer(answer, serving)
+
+
+def test_an_engine_chooses_by_what_it_measured(
+    engines: Engines, gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kv_cache: auto`: the first publication is computed again and measured; with the bound at 0 %
+    of the time the next keeps caches, without a bound it does not.
+    """
+    serving = engines.get("untied")
+    monkeypatch.setattr(serving.engine, "_caches", CacheChoice("auto"))
+    with Run(serving, gang, tmp_path) as run:
+        run.publish(0)
+        traffic = Traffic(serving)
+        receipts = []
+        for step, share in ((1, 0.05), (2, 0.0), (3, 1e9)):
+            monkeypatch.setattr(kv_cache, "SHARE", share)
+            run.train()
+            receipts.append(run.publish(step))
+        traffic.stop()
+    assert [bool(one.recomputed_tokens) for one in receipts] == [True, False, True]
+    assert [bool(one.kept_tokens) for one in receipts] == [False, True, False]
+    assert receipts[0].kv_cache == "recompute: it was not measured yet"
+    assert receipts[1].kv_cache.startswith("keep: computing ")
 
 
 # -- overlap

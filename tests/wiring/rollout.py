@@ -174,6 +174,7 @@ class _Llm:
     def __init__(self, arguments: dict[str, Any], **options: Any) -> None:
         self.seen: list[Any] = [sorted(arguments.items(), key=str)]
         self.engine_core = self
+        self.output_processor = SimpleNamespace(request_states={})
 
     @classmethod
     def from_engine_args(cls, arguments: dict[str, Any], **options: Any) -> _Llm:
