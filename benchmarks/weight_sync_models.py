@@ -88,7 +88,7 @@ SIZES = {
 class PlainWeights:
     """A model's files as a learner of one rank that does not train; the sender's `WeightOwner`."""
 
-    rank, device, sharded = 0, "cpu", False
+    rank, world_size, device, sharded = 0, 1, "cpu", False
 
     def __init__(self, directory: str) -> None:
         self._weights: dict[str, Tensor] = {}

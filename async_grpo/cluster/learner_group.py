@@ -25,7 +25,13 @@ from async_grpo.config.transports import TRANSPORTS
 from async_grpo.errors import LearnerLost, RunError
 from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 from async_grpo.runtime.text import first_line
-from async_grpo.weights.transport import Announcement, Staged, TokenSequence
+from async_grpo.weights.transport import (
+    Announcement,
+    Staged,
+    TokenSequence,
+    merged_payloads,
+    merged_stage,
+)
 
 CLOSE_TIMEOUT_S = 10.0
 DEATH_NOTICE_S = 10.0
@@ -62,7 +68,6 @@ class LearnerGroup:
             "total_updates": total_updates,
         }
         self._handles: list[Any] = []
-        self._address = ""
         self._serves = asyncio.Event()
         self.calls = Calls()
         """The calls under way, for post-mortems."""
@@ -88,7 +93,6 @@ class LearnerGroup:
         master = await self._within(
             self._handles[0].address.remote(), deadline, "starting the learner"
         )
-        self._address = master[0]
         states = await self._all(
             "setup", timeout_s=deadline, master=master, checkpoint=checkpoint, **self._setup
         )
@@ -140,18 +144,18 @@ class LearnerGroup:
 
     async def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         """Prepare the transport for these engines; one init payload per engine."""
-        return (await self._all("connect", self._address, tensor_parallel_sizes))[0]
+        return merged_payloads(await self._all("connect", tensor_parallel_sizes))
 
     async def rendezvous(self) -> str:
         """Complete the transport's group, while the engines connect; why it failed, or ""."""
-        return (await self._all("rendezvous"))[0]
+        return next(filter(None, await self._all("rendezvous")), "")
 
     async def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
         """Copy the weights out of the model, and compute their log-probs of the sequences."""
         deadline = self._config.weight_sync.deadlines.stage_s
-        return (
+        return merged_stage(
             await self._all("stage", label, verify=verify, sequences=sequences, timeout_s=deadline)
-        )[0]
+        )
 
     async def stage_perturbed(
         self, label: str, *, scale: float, sequences: list[TokenSequence]
@@ -161,7 +165,9 @@ class LearnerGroup:
         the engine.
         """
         try:
-            return (await self._all("stage_perturbed", label, scale=scale, sequences=sequences))[0]
+            return merged_stage(
+                await self._all("stage_perturbed", label, scale=scale, sequences=sequences)
+            )
         except ray.exceptions.RayTaskError as error:
             raise LearnerFailed(
                 f"the learner could not stage its weights for a check: {error.cause}"
@@ -172,12 +178,9 @@ class LearnerGroup:
         if not TRANSPORTS[announcement.backend].pushes:
             return ""
         if announcement.streamed:
-            return (await self._all("stream"))[0]
-        return await self._within(
-            self._handles[0].send.remote(),
-            self._config.weight_sync.deadlines.acknowledge_s,
-            "sending the weights",
-        )
+            return next(filter(None, await self._all("stream")), "")
+        deadline = self._config.weight_sync.deadlines.acknowledge_s
+        return next(filter(None, await self._all("send", timeout_s=deadline)), "")
 
     async def release(self) -> None:
         """Free the copy that `stage_perturbed` made."""

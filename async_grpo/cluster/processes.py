@@ -156,9 +156,10 @@ class LearnerProcess:
             return f"learner rank {self._rank}: {reason(error)}"
 
     @ray.method(concurrency_group=TRANSFER)
-    def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+    def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         """Prepare the transport for these engines; one init payload per engine."""
-        return self._parts.sender.connect(address, tensor_parallel_sizes)
+        host = ray.util.get_node_ip_address()
+        return self._parts.sender.connect(host, tensor_parallel_sizes)
 
     @ray.method(concurrency_group=TRANSFER)
     def rendezvous(self) -> str:

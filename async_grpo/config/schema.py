@@ -146,14 +146,17 @@ class WeightSync(Section):
     every_steps: Annotated[Positive, warn("how old the tokens are that are trained")] = 1
     """Learner steps per publication; at most `replay.max_staleness + 1`."""
     kv_cache: Annotated[
-        Literal["auto", "recompute", "keep"],
-        warn("under which weights a running response goes on"),
+        Literal["auto", "recompute", "keep"], warn("under which weights a running response goes on")
     ] = "auto"
     """Running responses after a publication: recompute their cache, or keep the old one; `auto`
     recomputes while that takes at most 5 % of an engine's time, by its own measurements.
     """
     overlap: bool = True
     """Engines take new weights while the next learner step runs, where the transport allows it."""
+    senders: Literal["auto", "one", "every_rank"] = "auto"
+    """Learner ranks that send over NCCL: rank 0, or every rank its share, with `overlap`; `auto`:
+    one up to 16 GiB of weights.
+    """
     self_check: bool = True
     """When an engine starts: publish perturbed weights, compare its log-probs, restore."""
     verify_every: NonNegative = 10

@@ -39,8 +39,9 @@ def step_seconds(config: Config, shape: Shape) -> tuple[float, float]:
 
 def too_short(config: Config, shape: Shape) -> Iterator[str]:
     """Compare deadlines with estimates: a sentence for each that may not do."""
-    deadlines, nbytes = config.weight_sync.deadlines, shape.parameters * element_bytes(
-        config, "cuda"
+    deadlines, nbytes = (
+        config.weight_sync.deadlines,
+        shape.parameters * element_bytes(config, "cuda"),
     )
     weights = f"{size_text(nbytes)} of weights may take"
     stage, send = nbytes / STAGE_BYTES_S, nbytes / SEND_BYTES_S

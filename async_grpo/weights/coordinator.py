@@ -62,7 +62,8 @@ ATTEMPTS = 3
 class PublicationTimes:
     """Sums over the publications so far: seconds that the learner waited, that engines were paused
     (mean over engines) and until live; tokens that running responses had to compute again, and
-    whose caches they kept, and how often an engine kept them; publications repeated and engines dropped because of a fault.
+    whose caches they kept; how often an engine kept caches; publications repeated and engines
+    dropped because of a fault.
     """
 
     count: int = 0

@@ -140,6 +140,21 @@ class Layout:
             yield WeightBucket(start, self.nbytes, tuple(names))
 
 
+def packs(layout: Layout, size: int) -> list[list[int]]:
+    """Cut the tensors, by their numbers, into packs as vLLM's transfer does: a pack ends with the
+    tensor that brings it above `size` bytes; 0: each tensor alone.
+    """
+    found: list[list[int]] = []
+    held = size + 1
+    for index, entry in enumerate(layout.entries):
+        if held > size:
+            found.append([])
+            held = 0
+        found[-1].append(index)
+        held += entry.nbytes or 1
+    return found
+
+
 def mismatch(bucket: int, buckets: int | None, names: Sequence[str]) -> str:
     """Return the sentence about a bucket with a wrong checksum."""
     of = "" if buckets is None else f" of {buckets}"

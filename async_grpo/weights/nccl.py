@@ -3,14 +3,20 @@
 Runs in: learner ranks. The engines' half is `worker.NcclEngine`; both drive vLLM's own NCCL
 weight-transfer engines, packed into buckets.
 
-    overlap:     stage = gather bucket by bucket into one copy on rank 0
+    overlap:     stage = gather bucket by bucket into one copy, on the ranks that send
                  send  = broadcast the copy, in a thread, while the next step runs
     no overlap:  stage = nothing
-                 send  = gather bucket i + 1 while bucket i is broadcast
+                 send  = gather bucket i + 1 while bucket i is broadcast, from rank 0
 
-Invariants: the group (rank 0 and every engine worker) is separate from DeepSpeed's; with ZeRO-3 no
-GPU holds the whole model, so its copy lies in host memory; a send or a rendezvous that does not
-move ends by itself within its deadline.
+Rank 0 sends everything, or (`weight_sync.senders`) each of W ranks the packs that are its own, over
+a group of its own with all engines, which take the packs in turn:
+
+    pack        0   1   2   3   4   5   ...      whole tensors, cut as vLLM cuts them
+    of rank     0   1   2   0   1   2            W = 3: each stages and sends a third
+
+Invariants: the groups (a sending rank and every engine worker) are separate from DeepSpeed's; with
+ZeRO-3 no GPU holds the whole model, so its copy lies in host memory; a send or a rendezvous that
+does not move ends by itself within its deadline.
 """
 
 from __future__ import annotations
@@ -24,15 +30,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from vllm.distributed.device_communicators import pynccl
+from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-from vllm.distributed.weight_transfer.nccl_engine import (
-    NCCLTrainerInitInfo,
-    NCCLTrainerWeightTransferEngine,
-)
+from vllm.distributed.weight_transfer.nccl_common import unpinned_nccl_env
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
 from async_grpo.config.schema import Config, Deadlines
 from async_grpo.errors import SetupError
-from async_grpo.weights.layout import Layout, to_wire
+from async_grpo.weights.layout import Layout, packs, to_wire
 from async_grpo.weights.nccl_watchdog import WatchedGroup, within
 from async_grpo.weights.transport import (
     PACKED_BYTES,
@@ -47,10 +53,12 @@ from async_grpo.weights.transport import (
 ABORT_S = 10.0
 COPY_SHARE = 0.1
 """A staging copy up to this share of a GPU's memory lies there, a larger one in pinned memory."""
+ONE_SENDER_BYTES = 2**34
+"""Weights up to this size are sent by rank 0, larger ones by every rank, with `senders: auto`."""
 
 
 class NcclSender(WeightSender):
-    """vLLM's NCCL trainer engine on rank 0; the other ranks take part in the gather."""
+    """vLLM's NCCL trainer engine on the ranks that send; the others take part in the gather."""
 
     def __init__(
         self,
@@ -58,24 +66,36 @@ class NcclSender(WeightSender):
         *,
         overlap: bool,
         deadlines: Deadlines,
+        senders: str = "auto",
         packed: bool = True,
         packed_bytes: int = PACKED_BYTES,
         packed_buffers: int = 2,
     ) -> None:
         self._owner = owner
         self._overlap, self._deadlines = overlap, deadlines
+        self._layout = layout = Layout(owner.weight_metadata())
+        every = senders == "every_rank" or (senders == "auto" and layout.nbytes > ONE_SENDER_BYTES)
+        # without a copy, ranks would wait for each other in gathers and in broadcasts at once
+        self._senders = owner.world_size if overlap and every else 1
+        self._sends = owner.rank < self._senders
+        size = min(packed_bytes, -(-layout.nbytes // self._senders))
         self._packing = {
             "packed": packed,
-            "packed_buffer_size_bytes": packed_bytes,
+            "packed_buffer_size_bytes": size,
             "packed_num_buffers": packed_buffers,
         }
-        self._layout = Layout(owner.weight_metadata())
-        self.note = ""
-        self._source = _Source(owner, self._layout)
-        self._verify = False
+        mine = packs(layout, size if packed else 0)[owner.rank :: self._senders]
+        self._own = {index for pack in mine if self._sends for index in pack}
+        self._share = Layout([layout.metadata[index] for index in sorted(self._own)])
+        self.note = (
+            f"weights are sent by all {self._senders} learner ranks" if self._senders > 1 else ""
+        )
+        self._source = _Source(owner, self._share)
+        self._verify = self._copied = False
         self._memory: Tensor | None = None
         self._apart: Tensor | None = None
-        self._info: NCCLTrainerInitInfo | None = None
+        self._listener: socket.socket | None = None
+        self._group: dict[str, Any] = {}
         self._engine: NCCLTrainerWeightTransferEngine | None = None
         self._sending: Future[str] | None = None
 
@@ -83,35 +103,35 @@ class NcclSender(WeightSender):
     def of(cls, owner: WeightOwner, *, config: Config, key: str) -> Self:
         """Build the sender of a rank, with the settings of `weight_sync`."""
         settings = config.weight_sync
-        return cls(owner, overlap=settings.overlap, deadlines=settings.deadlines)
+        return cls(
+            owner, overlap=settings.overlap, deadlines=settings.deadlines, senders=settings.senders
+        )
 
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
-        """Leave the old group, and describe the new one to its engines. Rank 0's copy is allocated
-        now: pinning memory takes seconds for every 10 GB, which no publication should wait for.
+        """Leave the old group, and describe the new one to its engines. The copy is allocated now:
+        pinning memory takes seconds for every 10 GB, which no publication should wait for.
         """
         self.close()
-        if self._overlap and self._owner.rank == 0 and self._memory is None:
+        if not self._sends:
+            return [{"groups": []} for _ in tensor_parallel_sizes]
+        if self._overlap and self._memory is None:
             self._memory = self._allocate()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        world_size = 1 + sum(tensor_parallel_sizes)
-        self._info = NCCLTrainerInitInfo(
-            address, port, world_size, rank=self._owner.rank, **self._packing
-        )
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # the group's store listens on this very socket: nobody else can take its port meanwhile
+        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+        self._group = {
+            "master_address": address,
+            "master_port": self._listener.getsockname()[1],
+            "world_size": 1 + sum(tensor_parallel_sizes),
+            **self._packing,
+        }
         payloads, offset = [], 1
         for size in tensor_parallel_sizes:
             payloads.append(
                 {
                     "metadata": to_wire(self._layout),
                     **self._deadlines.model_dump(include={"rendezvous_s", "pause_s", "bucket_s"}),
-                    "group": {
-                        "master_address": address,
-                        "master_port": port,
-                        "rank_offset": offset,
-                        "world_size": world_size,
-                        **self._packing,
-                    },
+                    "groups": [{**self._group, "rank_offset": offset}],
                 }
             )
             offset += size
@@ -119,58 +139,73 @@ class NcclSender(WeightSender):
 
     def rendezvous(self) -> str:
         """Join the group, within the deadline; why it failed, or ""."""
-        assert self._info is not None, "connect() comes first"
-        info, device = self._info, self._owner.device
+        engine = self._engine = NCCLTrainerWeightTransferEngine(
+            client=_DriverCommands(), source=self._source, is_sender=self._sends, **self._packing
+        )
+        if not self._sends:
+            return ""
+        assert self._listener is not None, "connect() comes first"
+        listener, self._listener = self._listener, None
+        device, seconds = self._owner.device, self._deadlines.rendezvous_s
 
-        def join() -> NCCLTrainerWeightTransferEngine:
+        def join() -> Any:
             if device != "cpu":
                 torch.cuda.set_device(device)  # of this thread
-            return NCCLTrainerWeightTransferEngine.trainer_init(
-                info, client=_DriverCommands(), source=self._source
+            group = StatelessProcessGroup.create(
+                self._group["master_address"],
+                self._group["master_port"],
+                rank=0,
+                world_size=self._group["world_size"],
+                store_timeout=max(1, round(seconds)),
+                listen_socket=listener,
             )
+            with unpinned_nccl_env():
+                return pynccl.PyNcclCommunicator(
+                    group, device=torch.accelerator.current_device_index()
+                )
 
         try:
-            engine = within(self._deadlines.rendezvous_s, "joining the engines' group", join)
+            joined = within(seconds, "joining the engines' group", join)
         except (TimeoutError, RuntimeError) as error:
             return f"the learner could not form a group with the engines: {error}"
-        if engine.model_update_group is not None:
-            engine.model_update_group = WatchedGroup(
-                engine.model_update_group,
-                quiet_s=self._deadlines.bucket_s,
-                first_s=self._deadlines.pause_s,
-            )
-        self._engine = engine
+        engine.model_update_group = WatchedGroup(
+            [joined], quiet_s=self._deadlines.bucket_s, first_s=self._deadlines.pause_s
+        )
         return ""
 
     def reserve(self) -> None:
-        """Allocate the memory for a copy apart, on rank 0."""
-        if self._owner.rank == 0:
+        """Allocate the memory for a copy apart, on the ranks that send."""
+        if self._sends:
             self._apart = self._allocate()
 
     def stage(self, label: str, *, verify: bool, apart: bool = False) -> Announcement:
         """Copy nothing without overlap (unless `apart`): `send` reads the model (`streamed`)."""
         self._wait()
         self._verify, self._source.copy, name = verify, None, ""
-        copies = self._overlap or apart
-        if copies:
-            copy = self._source.copy = self._apart if apart else self._memory  # None but on rank 0
-            self._layout.fill(copy, self._owner.named_weights(), once=apart)
+        self._copied = self._overlap or apart
+        if self._copied:
+            copy = self._source.copy = self._apart if apart else self._memory
+            weights = enumerate(self._owner.named_weights())  # all of them: reading is collective
+            own = (pair for index, pair in weights if index in self._own)
+            self._share.fill(copy, own, once=apart)
             if self._owner.device != "cpu":
                 # the copy is sent from other streams, which do not wait for this one
                 torch.cuda.synchronize(self._owner.device)
             if copy is not None:
-                name = self._layout.sums(copy, verify=verify)[1]
+                name = self._share.sums(copy, verify=verify)[1]
         return Announcement(
-            label, "nccl", {"verify": verify}, name, self._layout.nbytes, streamed=not copies
+            label, "nccl", {"verify": verify}, name, self._layout.nbytes, streamed=not self._copied
         )
 
     def send(self) -> str:
-        """Push the weights: streamed on every rank, while nothing trains; a copy from rank 0, in a
-        thread that the next `stage` or `connect` waits for.
+        """Push the weights: streamed on every rank, while nothing trains; a copy from the ranks
+        that have one, in a thread that the next `stage` or `connect` waits for.
         """
         assert self._engine is not None, "rendezvous() comes first"
-        if self._source.copy is None:
+        if not self._copied:
             return self._send()
+        if self._source.copy is None:
+            return ""
         self._sending = Future()
         threading.Thread(
             target=self._send_copy, args=(self._sending,), name="async_grpo-sending", daemon=True
@@ -187,19 +222,22 @@ class NcclSender(WeightSender):
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         self._wait()
 
     def _send(self) -> str:
         self._source.open()
         group = self._engine.model_update_group
-        if group is None:  # not rank 0: it only takes part in the gathers
+        if group is None:  # it only takes part in the gathers
             self._engine.send_weights()
             return ""
         if self._owner.device != "cpu":
             torch.cuda.set_device(self._owner.device)  # of this thread
             # another stream may still be writing the weights
             torch.cuda.synchronize(self._owner.device)
-        group.begin(self._layout, verify=self._verify)
+        group.begin(self._share, verify=self._verify)
         try:
             self._engine.send_weights()
             # unpacked, vLLM only puts the broadcasts on the stream
@@ -237,20 +275,21 @@ class NcclSender(WeightSender):
         """Memory for a copy, on the GPU if its share is small, else pinned on the host. Raises
         SetupError where the host has too little.
         """
-        if self._owner.device == "cpu":
-            return torch.empty(self._layout.nbytes, dtype=torch.uint8)
-        total = torch.cuda.get_device_properties(self._owner.device).total_memory
-        if not self._owner.sharded and self._layout.nbytes <= COPY_SHARE * total:
-            return torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._owner.device)
+        nbytes, device = self._share.nbytes, self._owner.device
+        if device == "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8)
+        total = torch.cuda.get_device_properties(device).total_memory
+        if not self._owner.sharded and nbytes <= COPY_SHARE * total:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
         meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(meminfo["MemAvailable"].split()[0]) * 1024
-        if 2 * self._layout.nbytes > available:  # pinned memory is given in powers of two
+        if 2 * nbytes > available:  # pinned memory is given in powers of two
             raise SetupError(
-                f"a copy of the weights to send takes up to {2 * self._layout.nbytes / 2**20:,.0f} "
+                f"a copy of the weights to send takes up to {2 * nbytes / 2**20:,.0f} "
                 f"MiB of pinned host memory, {available / 2**20:,.0f} MiB are available; set "
                 "weight_sync.overlap: false and weight_sync.self_check: false to do without"
             )
-        return torch.empty(self._layout.nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 class _Source(WeightSource):

@@ -46,13 +46,15 @@ def within(seconds: float, what: str, work: Callable[[], T]) -> T:
 
 
 class WatchedGroup:
-    """vLLM's communicator for one publication at a time; `aborted`: why it was aborted, or ""."""
+    """vLLM's communicators for one publication at a time, whose buckets come over them in turn;
+    `aborted`: why they were aborted, or "".
+    """
 
-    def __init__(self, group: Any, *, quiet_s: float, first_s: float) -> None:
+    def __init__(self, groups: Sequence[Any], *, quiet_s: float, first_s: float) -> None:
         """quiet_s: longest time for a bucket. first_s: more for the first, while engines pause."""
-        self.rank = group.rank
+        self.rank = groups[0].rank
         self.aborted = ""
-        self._group = group
+        self._groups = groups
         self._first_s, self._quiet_s = first_s, quiet_s * BUCKETS_IN_FLIGHT
         self._layout = Layout([])
         self._verify = False
@@ -78,7 +80,7 @@ class WatchedGroup:
         """Broadcast one bucket. Raises TornTransfer, or TransferMismatch for a checksum."""
         self._raise_if_aborted()
         try:
-            self._group.broadcast(tensor, src=src, stream=stream)
+            self._turn().broadcast(tensor, src=src, stream=stream)
             if self._verify:
                 self._compare(tensor, src=src, stream=stream)
         except TransferMismatch:
@@ -92,9 +94,10 @@ class WatchedGroup:
         self._moved_at = max(self._moved_at, time.monotonic())
 
     def abort(self, reason: str) -> None:
-        """Abort the communicator, which frees every thread that waits in it."""
+        """Abort the communicators, which frees every thread that waits in them."""
         self.aborted = self.aborted or reason
-        self._group.destroy()
+        for group in self._groups:
+            group.destroy()
 
     def destroy(self) -> None:
         """Leave the group (the name is vLLM's)."""
@@ -105,11 +108,15 @@ class WatchedGroup:
         data = tensor.reshape(-1).view(torch.uint8)
         own = torch.tensor([checksum(data) - _SIGN], dtype=torch.int64, device=tensor.device)
         sent = own.clone()
-        self._group.broadcast(sent, src=src, stream=stream)
+        self._turn().broadcast(sent, src=src, stream=stream)
         if self.rank != src and sent.tolist() != own.tolist():
             raise TransferMismatch(
                 mismatch(self._buckets, None, self._names(self._bytes, self._bytes + tensor.nbytes))
             )
+
+    def _turn(self) -> Any:
+        """Return the communicator of this bucket."""
+        return self._groups[self._buckets % len(self._groups)]
 
     def _names(self, start: int, end: int) -> Sequence[str]:
         """Names of the tensors in these bytes of the stream, which has no gaps."""

@@ -14,8 +14,9 @@ in shared memory until the next but one; the coordinator waits for a publication
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -118,8 +119,8 @@ class Staged:
 
 
 class WeightSender(Protocol):
-    """The learner's half of a transport, one per rank; every rank makes every call, except `send`
-    of a copy, which rank 0 makes alone. The bodies suit engines that read the copy on their own.
+    """The learner's half of a transport, one per rank; every rank makes every call. The bodies suit
+    engines that read the copy on their own.
     note: what the user should know about the transport, or "".
     """
 
@@ -130,7 +131,9 @@ class WeightSender(Protocol):
         """Build the sender of a rank. `key` names the shared-memory segments of the run."""
 
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
-        """Prepare for these engines, also anew; returns one init payload per engine."""
+        """Prepare for these engines, also anew; returns one init payload per engine, of which
+        `merged_payloads` makes one of all ranks. address: of this rank's machine.
+        """
 
     def rendezvous(self) -> str:
         """Join the group while the engines' init calls wait for it; why it failed, or ""."""
@@ -161,6 +164,7 @@ class WeightOwner(Protocol):
     """The learner as senders see it: full tensors under Hugging Face names, always in one order."""
 
     rank: int
+    world_size: int
     device: str
     sharded: bool
 
@@ -207,6 +211,25 @@ def make_sender(backend: str, owner: WeightOwner, *, config: Config, key: str) -
 def fallback_directory(config: Config) -> Path:
     """Directory of the segments when /dev/shm has no room for them."""
     return Path(config.run.dir) / "weights"
+
+
+def merged_payloads(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Merge the init payloads of all ranks: rank 0's, with the groups of every rank that sends."""
+    merged = []
+    for payloads in zip(*ranks, strict=True):
+        groups = [group for payload in payloads for group in payload.get("groups", ())]
+        merged.append(payloads[0] | ({"groups": groups} if groups else {}))
+    return merged
+
+
+def merged_stage(ranks: Sequence[Staged]) -> Staged:
+    """Merge what all ranks staged: rank 0's, with a digest of the shares of all ranks."""
+    first = ranks[0]
+    digests = [one.announcement.digest for one in ranks if one.announcement.digest]
+    if len(digests) < 2:
+        return first
+    name = f"sum64-{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:16]}"
+    return replace(first, announcement=replace(first.announcement, digest=name))
 
 
 def torn_after(deadlines: Deadlines) -> float:

@@ -71,12 +71,12 @@ Metadata = list[list[Any]]
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Init payload. metadata: [name, shape, dtype] of every published tensor. The rest is NCCL's:
-    the group, and deadlines in seconds.
+    """Init payload. metadata: [name, shape, dtype] of every published tensor. The rest is NCCL's: a
+    group for every learner rank that sends, and deadlines in seconds.
     """
 
     metadata: Metadata
-    group: dict[str, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
     rendezvous_s: float = 0.0
     pause_s: float = 0.0
     bucket_s: float = 0.0
@@ -230,18 +230,19 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
     _layout: Layout
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Compare names, and join the learner's group within the deadline."""
+        """Compare names, and join the learner's groups within the deadline."""
         check_names(self.vllm_config.model_config, init_info.metadata)
         self.shutdown()
         self._layout = Layout(init_info.metadata)
-        group = NCCLWeightTransferInitInfo(**init_info.group)
-        self.packed, self.packed_buffer_size_bytes = group.packed, group.packed_buffer_size_bytes
-        self.packed_num_buffers = group.packed_num_buffers
+        groups = [NCCLWeightTransferInitInfo(**group) for group in init_info.groups]
+        self.packed = groups[0].packed
+        self.packed_buffer_size_bytes = groups[0].packed_buffer_size_bytes
+        self.packed_num_buffers = groups[0].packed_num_buffers
 
-        def join() -> PyNcclCommunicator:
+        def join() -> list[PyNcclCommunicator]:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # of this thread
-            return worker_init_process_group(group, self.parallel_config)
+            return [worker_init_process_group(group, self.parallel_config) for group in groups]
 
         try:
             joined = within(init_info.rendezvous_s, "joining the learner's group", join)

@@ -57,7 +57,7 @@ def write_model(
 class ModuleOwner:
     """What a weight sender needs of a learner, around a plain model."""
 
-    rank = 0
+    rank, world_size = 0, 1
     device = "cpu"
     sharded = False
 

@@ -47,6 +47,7 @@ def make_sender(
     packed: bool = True,
     overlap: bool = False,
     buffers: int = 2,
+    senders: str = "one",
     deadlines: Deadlines | None = None,
 ) -> Any:
     """The one place that builds our sender."""
@@ -57,6 +58,7 @@ def make_sender(
         owner,
         overlap=overlap,
         deadlines=deadlines,
+        senders=senders,
         packed=packed,
         packed_bytes=BUFFER_BYTES,
         packed_buffers=buffers,
@@ -83,7 +85,7 @@ class Receiver:
 
         self.payload, self.device = (
             payload,
-            payload["group"]["rank_offset"] + rank if device is None else device,
+            payload["groups"][0]["rank_offset"] + rank if device is None else device,
         )
         self.received: dict[str, torch.Tensor] = {}
         parallel = SimpleNamespace(data_parallel_index=0, world_size=size, rank=rank)

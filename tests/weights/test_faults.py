@@ -197,6 +197,7 @@ class FrontEnd:
     def __init__(self, run: Run, worker: Worker | ChildWorker, *, device: int) -> None:
         self._run, self.worker, self._remote = run, worker, Remote(worker, device=device)
         self.paused, self.label, self.stops_at, self.engine_core = False, "", "", self
+        self.output_processor = SimpleNamespace(request_states={})
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         await self._phase("pause")
@@ -302,10 +303,10 @@ class Learner(LearnerProcess):
         sender = make_sender(owner, overlap=overlap, deadlines=deadlines)
         self._run, self._parts = run, RankParts(owner, sender, saving=None)
 
-    def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
+    def connect(self, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         self._run.groups.append(len(tensor_parallel_sizes))
         self._run.control.inject(*(self._run.plan.pop(0) if self._run.plan else []))
-        return super().connect(address, tensor_parallel_sizes)
+        return super().connect(tensor_parallel_sizes)
 
     def stage(self, label: str, *, verify: bool, sequences: list[TokenSequence]) -> Staged:
         self._run.truth[label] = {

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from async_grpo.config.schema import Config, Deadlines
 from async_grpo.errors import TransferMismatch
 from async_grpo.rollout.engine import Engine, EngineError, Sampling
-from async_grpo.weights.transport import TornTransfer, Version
+from async_grpo.weights.transport import TornTransfer, Version, merged_payloads
 from tests.support import nccl_over_gloo
 from tests.support.engine_weights import learner_logprobs, perturbed
 from tests.support.learners import free_port, run_ranks, set_rank
@@ -77,9 +77,9 @@ def test_every_worker_of_every_engine_has_its_rank_and_receives_all(
     sender = make_sender(owner, packed=packed, deadlines=Deadlines(pause_s=0.5, bucket_s=2.0))
     try:
         one, two = sender.connect("127.0.0.1", [1, 2])
-        assert (one["group"]["rank_offset"], two["group"]["rank_offset"]) == (1, 2) and one[
-            "group"
-        ]["world_size"] == two["group"]["world_size"] == 4
+        [first], [second] = one["groups"], two["groups"]
+        assert (first["rank_offset"], second["rank_offset"]) == (1, 2)
+        assert first["world_size"] == second["world_size"] == 4
         receivers = [
             Receiver(one, tmp_path),
             Receiver(two, tmp_path, size=2),
@@ -147,6 +147,7 @@ class WatchedOwner:
 
     def __init__(self, learner: Learner) -> None:
         self.learner, self.rank, self.device = learner, learner.rank, learner.device
+        self.world_size = learner.world_size
         self.sharded = learner.sharded
         self.gathered: list[tuple[str, float]] = []
         self.most_live = 0
@@ -237,7 +238,7 @@ def publish_from_zero3(learner: Learner, control: Control, directory: str) -> No
         owner = WatchedOwner(learner)
         sender = make_sender(owner, buffers=buffers)
         [payload] = sender.connect("127.0.0.1", [1])
-        receiver = Receiver(payload, directory, device=2)
+        receiver = Receiver(payload, directory, device=2) if learner.rank == 0 else None
         futures = [receiver.join()] if learner.rank == 0 else []
         assert sender.rendezvous() == ""
         for future in futures:
@@ -256,13 +257,42 @@ def publish_from_zero3(learner: Learner, control: Control, directory: str) -> No
                 comm = control.events("init", rank=0)[-1].comm
                 ends = [event.t for event in control.events("end", rank=0) if event.comm == comm]
                 assert set(overlapped(owner, ends)) == {buffers == 2}
-        else:
+        else:  # before it sends a share, below
             assert not any(
                 isinstance(one, pynccl.PyNcclCommunicator) for one in gc.get_objects()
             ), "only rank 0 has a communicator"
         sender.close()
+    publish_shares_from_zero3(learner, wanted, directory)
     assert dict(dist.distributed_c10d._world.pg_map) == groups
     assert np.array_equal(learner.logprobs(probe)[0], before[0])
+
+
+def publish_shares_from_zero3(
+    learner: Learner, wanted: dict[str, torch.Tensor], directory: str
+) -> None:
+    """Publish with both ranks as senders: each copies and sends half, from processes of their
+    own.
+    """
+    owner = WatchedOwner(learner)
+    sender = make_sender(owner, overlap=True, senders="every_rank")
+    payloads: list[Any] = [None, None]
+    dist.all_gather_object(payloads, sender.connect("127.0.0.1", [1]))
+    [payload] = merged_payloads(payloads)
+    receiver = Receiver(payload, directory, device=2) if learner.rank == 0 else None
+    joined = [receiver.join()] if receiver is not None else []
+    assert sender.rendezvous() == ""
+    for future in joined:
+        future.result(DEADLINE_S)
+    announcement = sender.stage(Version(0, 2).label, verify=True)
+    assert sender._memory.nbytes <= owner.total() / 2 + 2 * BUFFER_BYTES
+    receiving = [receiver.receive(announcement.payload)] if receiver is not None else []
+    assert sender.send() == ""
+    for future in receiving:
+        future.result(DEADLINE_S)
+    if receiver is not None:
+        assert bit_equal(receiver.received, wanted)
+    dist.barrier()
+    sender.close()
 
 
 @pytest.mark.skipif(GPUS in (1, 2), reason="needs three GPUs")
@@ -279,8 +309,9 @@ def test_two_zero3_ranks_gather_while_they_send_and_never_hold_the_model(
         seconds=DEADLINE_S + START_S,
     )
     if not GPUS:
-        assert len({event.pid for event in control.events("init")}) == 1, (
-            "the second learner rank joined the group"
+        senders = [event.pid for event in control.events("init", rank=0)]
+        assert len(senders) == 4 and len(set(senders)) == 2, (
+            "the second learner rank joined a group before it had a share to send"
         )
 
 

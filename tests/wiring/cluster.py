@@ -28,6 +28,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import RunError
 from async_grpo.loop import Loop
 from async_grpo.observe.bottleneck import ThroughputModel
+from async_grpo.weights.transport import Announcement, Staged
 from async_grpo.wire import Batch, GroupTicket, decode_meta
 from tests.support.frames import frame_of
 from tests.support.listener import RecordingListener
@@ -171,7 +172,7 @@ async def _started(config: Config, nodes: list[Node]) -> Any:
 
 async def _stage(system: System) -> None:
     """What the learner is asked for a publication, which gives no weights here."""
-    with mock.patch.dict(ANSWERS, stage=None):
+    with mock.patch.dict(ANSWERS, stage=Staged(Announcement("v0.1", "nccl"))):
         await system.learner.stage("v0.1", verify=False, sequences=[])
 
 

@@ -160,7 +160,7 @@ def _connection() -> Any:
 
 
 async def _reserve(*_: Any) -> Any:
-    return SimpleNamespace(placement=SimpleNamespace(device="cpu"))
+    return SimpleNamespace(placement=SimpleNamespace(device="cpu"), slots=())
 
 
 def _system(seen: list[Any], *, disk: bool) -> Any:

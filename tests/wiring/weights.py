@@ -5,6 +5,7 @@ engines.
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -135,11 +136,29 @@ def kept(config: Config) -> str:
     return str(fallback_directory(config))
 
 
+def sent(config: Config) -> list[int]:
+    """Bytes that each of two learner ranks copies and sends."""
+    from async_grpo.weights.nccl import NcclSender
+
+    shares = []
+    for rank in range(2):
+        owner = SimpleNamespace(
+            rank=rank,
+            world_size=2,
+            device="cpu",
+            sharded=False,
+            weight_metadata=lambda: [(f"w{i}", (8, 8), "float32") for i in range(4)],
+        )
+        shares.append(NcclSender.of(owner, config=config, key="wiring")._share.nbytes)
+    return shares
+
+
 DEADLINES = "weight_sync.deadlines"
 WIRES = [
     Wire("weight_sync.backend", "nccl", chosen),
     Wire("run.dir", "/tmp/wiring/here", kept, against="/tmp/wiring/there"),
     Wire("weight_sync.overlap", False, published),
+    Wire("weight_sync.senders", "every_rank", sent),
     Wire("weight_sync.self_check", False, published),
     Wire("weight_sync.verify_every", 2, published),
     Wire(f"{DEADLINES}.rendezvous_s", 71.0, published),
