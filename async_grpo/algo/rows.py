@@ -13,8 +13,8 @@ from torch import Tensor
 
 def row_sums(values: Tensor, row_index: Tensor | None = None) -> Tensor:
     """Return the sum of its row on every entry, in the shape and type of `values`: [B, T], or
-    packed [N] with `row_index` [N] int64. Masked entries must hold 0. Raises ValueError for packed
-    values without it.
+    packed [N] with `row_index` [N] int64, each below N. Masked entries must hold 0. Raises
+    ValueError for packed values without it.
     """
     if values.dim() == 2 and row_index is None:
         return values.double().sum(-1, keepdim=True).to(values.dtype).expand_as(values)
@@ -26,9 +26,7 @@ def row_sums(values: Tensor, row_index: Tensor | None = None) -> Tensor:
     if values.numel() == 0:
         return values
     flat, index = values.reshape(-1), row_index.reshape(-1)
-    sums = flat.new_zeros(int(index.max()) + 1, dtype=torch.float64).index_add_(
-        0, index, flat.double()
-    )
+    sums = torch.zeros_like(flat, dtype=torch.float64).index_add_(0, index, flat.double())
     return sums[index].to(values.dtype).reshape(values.shape)
 
 

@@ -33,6 +33,7 @@ from async_grpo.learner import adapters, checkpoint, zero
 from async_grpo.learner.attention import takes_segments
 from async_grpo.learner.model import PolicyModel, load_model
 from async_grpo.learner.packing import Packed, pack
+from async_grpo.learner.prefetch import ahead
 from async_grpo.learner.rows import (
     LearnerRow,
     Stopwatch,
@@ -46,6 +47,15 @@ from async_grpo.learner.weights import Published
 from async_grpo.learner.zero import Collectives
 
 Fetch = Callable[[int, Sequence[int]], wire.Buffer]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A micro-batch on the device: number of planned rows, packed rows, token tensors."""
+
+    rows: int
+    packed: Packed
+    batch: TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +250,9 @@ class Learner:
                 self._select(micro_batches) if self._math.selects else [None] * len(micro_batches)
             )
             losses = []
-            for micro_batch, selection in zip(micro_batches, selections, strict=True):
-                loss = self._loss(micro_batch, selection, unmoved=index == 0)
+            prepared = ahead(self._prepare, micro_batches)
+            for one, selection in zip(prepared, selections, strict=True):
+                loss = self._loss(one, selection, unmoved=index == 0)
                 self.engine.backward(loss * self.world_size)
                 losses.append(loss.detach())
             total = self._checked_total(torch.stack(losses), micro_batches)
@@ -268,21 +279,22 @@ class Learner:
     def _select(self, micro_batches: Sequence[Sequence[PlanRow]]) -> list[Tensor]:
         """Select tokens by statistics of the whole update, per micro-batch, without gradient."""
         with torch.no_grad(), Stopwatch() as watch:
-            passes = [self._forward(rows, with_entropy=False) for rows in micro_batches]
+            passes = [
+                self._forward(one, with_entropy=False)
+                for one in ahead(self._prepare, micro_batches)
+            ]
             selections = self._math.select(
                 self._plan.step, [one.batch for one in passes], [one.logprobs for one in passes]
             )
         self._metrics.add_value("time/learner_select", watch.seconds)
         return selections
 
-    def _loss(
-        self, planned: Sequence[PlanRow], selection: Tensor | None, *, unmoved: bool
-    ) -> Tensor:
+    def _loss(self, ready: Prepared, selection: Tensor | None, *, unmoved: bool) -> Tensor:
         """Return this rank's share of a micro-batch's loss. unmoved: the weights are the step's
         first.
         """
-        one = self._forward(planned, with_entropy=True)
-        if planned:
+        one = self._forward(ready, with_entropy=True)
+        if ready.rows:
             self._count(one.packed)
             if unmoved:
                 compare_sampler(self._metrics, one.batch, one.logprobs.detach())
@@ -291,20 +303,25 @@ class Learner:
             one.logprobs,
             one.entropy,
             selection=selection,
-            metrics=self._metrics if planned else None,
+            metrics=self._metrics if ready.rows else None,
         )
 
-    def _forward(self, planned: Sequence[PlanRow], *, with_entropy: bool) -> Pass:
-        """Run the policy over a micro-batch; token tensors come in the order of the packed rows.
+    def _prepare(self, planned: Sequence[PlanRow]) -> Prepared:
+        """Pack a micro-batch; token tensors come in the order of the packed rows.
 
         Without rows a dummy token takes the same path with weight 0: ZeRO-3 compares the order of
         backward hooks between ranks, which depends on the outputs that the loss uses.
         """
         packed = self._pack([self._rows[row.key].tokens for row in planned])
-        logprobs, entropy = self.engine(packed, self.config.rollout.temperature, with_entropy)
         ordered = [planned[position] for position in packed.order if planned]
         batch = token_batch(ordered, [self._rows[row.key] for row in ordered], self._torch_device)
-        return Pass(packed, batch, logprobs, entropy)
+        return Prepared(len(planned), packed, batch)
+
+    def _forward(self, ready: Prepared, *, with_entropy: bool) -> Pass:
+        """Run the policy over a micro-batch."""
+        temperature = self.config.rollout.temperature
+        logprobs, entropy = self.engine(ready.packed, temperature, with_entropy)
+        return Pass(ready.packed, ready.batch, logprobs, entropy)
 
     def _pack(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> Packed:
         return pack(rows, self._torch_device, segmented=self._segmented)
@@ -389,9 +406,9 @@ class Learner:
         if self.sharded:
             passes += [[]] * (self._collectives.maximum(len(passes)) - len(passes))
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
+        packs = ahead(lambda chunk: self._pack([rows[index] for index in chunk]), passes)
         with torch.no_grad():
-            for chunk in passes:
-                packed = self._pack([rows[index] for index in chunk])
+            for chunk, packed in zip(passes, packs, strict=True):
                 values = model(packed, temperature, False)[0].cpu().numpy()
                 if chunk:
                     order = [chunk[k] for k in packed.order]

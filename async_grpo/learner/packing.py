@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from async_grpo.learner.prefetch import on_device
+
 SPARE_POSITIONS = 64
 """Padding that costs attention about as much as the kernel calls of another bucket would."""
 
@@ -238,7 +240,7 @@ def pack(
 
 
 def _tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+    return on_device(np.concatenate(parts).astype(np.int64), device)
 
 
 def _layout(
@@ -283,9 +285,9 @@ def _layout(
             )
         at = stop
     return RowLayout(
-        take=torch.from_numpy(take).to(device),
-        own=torch.from_numpy(own).to(device),
-        foreign=torch.from_numpy(foreign).to(device),
+        take=on_device(take, device),
+        own=on_device(own, device),
+        foreign=on_device(foreign, device),
         copies=tuple(copies),
         buckets=() if segmented else tuple(buckets),
         segments=_segments(starts, take, foreign, device) if segmented else None,
@@ -320,12 +322,12 @@ def _segments(
     keys = np.array([*starts, len(take)], np.int32)
     queries = np.concatenate([[0], np.cumsum(~foreign)])[keys].astype(np.int32)
     return RowSegments(
-        keys=torch.from_numpy(keys).to(device),
-        queries=torch.from_numpy(queries).to(device),
+        keys=on_device(keys, device),
+        queries=on_device(queries, device),
         most_keys=int(np.diff(keys).max()),
         most_queries=int(np.diff(queries).max()),
-        token=torch.from_numpy(token).to(device),
-        query=torch.from_numpy(query).to(device),
+        token=on_device(token, device),
+        query=on_device(query, device),
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from async_grpo import wire
 from async_grpo.batching import PlanRow, RankPlan, RowKey
 from async_grpo.errors import StalenessError
+from async_grpo.learner.prefetch import on_device
 
 
 @dataclass(slots=True)
@@ -138,10 +139,10 @@ def token_batch(
     lengths = np.array([row.length for row in planned] or [1])
 
     def column(arrays: list[np.ndarray], dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays or [np.zeros(1)]).astype(dtype)).to(device)
+        return on_device(np.concatenate(arrays or [np.zeros(1)]).astype(dtype), device)
 
     def spread(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values or [0], dtype), lengths)).to(device)
+        return on_device(np.repeat(np.array(values or [0], dtype), lengths), device)
 
     def computed(arrays: list[np.ndarray | None]) -> Tensor | None:
         """Return the column, or None where a row has no values."""
@@ -152,7 +153,7 @@ def token_batch(
     anchor = computed([row.anchor for row in rows])
     trained = column([row.trained for row in rows], np.uint8)
     row_index = spread(range(len(planned)), np.int64)
-    starts = torch.from_numpy(np.cumsum(lengths) - lengths).to(device)
+    starts = on_device(np.cumsum(lengths) - lengths, device)
     position = torch.arange(len(row_index), device=device) - starts[row_index]
     group_ids = spread([row.group_id for row in planned], np.int64)
     numbers = spread([row.row for row in planned], np.int64)

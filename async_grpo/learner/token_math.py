@@ -247,7 +247,7 @@ def compare_sampler(metrics: MetricSums, batch: TokenBatch, logprobs: Tensor) ->
     weights/kv_cache_error: in responses that ran when the weights came, larger where their caches
     were kept, so that their tokens looked at an older version's.
     """
-    oldest = batch.lag.new_zeros(int(batch.row_index.max()) + 1)
+    oldest = torch.zeros_like(batch.lag)  # there are no more rows than tokens
     oldest = oldest.scatter_reduce(0, batch.row_index, batch.lag, "amax")[batch.row_index]
     fresh, error = (batch.mask != 0) & (batch.lag == 0), (logprobs - batch.behavior).abs()
     metrics.add("weights/sampler_error", error, fresh & (oldest == 0))

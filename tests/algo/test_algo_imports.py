@@ -69,7 +69,8 @@ def test_sums_and_means_of_rows_in_both_layouts(seed: int, rows: int, width: int
     valid = torch.randint(0, 2, (rows, width), generator=random).bool()
     clean = torch.where(valid, values, 0)
     order = torch.randperm(rows * width, generator=random)
-    index = 3 * torch.arange(rows).repeat_interleave(width)[order]  # any numbers, in any order
+    numbers = rows * width - 1 - torch.arange(rows)  # any below their count, in any order
+    index = numbers.repeat_interleave(width)[order]
     means, sums = row_means(values, valid), row_sums(clean)
     close(row_sums(clean.reshape(-1)[order], index), sums.reshape(-1)[order])
     close(
