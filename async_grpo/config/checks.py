@@ -481,6 +481,16 @@ def _learner(config: Config) -> Iterator[str]:
         known = f"use {ours}" if ours else f"is `{meant}` meant?" if meant else "remove it"
         yield f"`learner.deepspeed.{key}` is no setting of DeepSpeed: {known}."
     stage = config.learner.zero_stage
+    if config.learner.compile and stage == 3:
+        yield (
+            "`learner.compile` is true and `learner.zero_stage` is 3, which gathers weights inside "
+            "the layers that would be compiled: use stage 2, or leave `compile` out."
+        )
+    if config.learner.activation_offload and not config.learner.gradient_checkpointing:
+        yield (
+            "`learner.activation_offload` is true and `learner.gradient_checkpointing` is false: "
+            "without it every activation of every layer would move; set it to true too."
+        )
     for key, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         if zero.get(key) and stage < lowest:
             yield (

@@ -407,6 +407,12 @@ class LearnerConfig(Section):
     """Largest global gradient norm."""
     gradient_checkpointing: Annotated[bool, FREE] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    activation_offload: Annotated[bool, FREE] = False
+    """Keep what `gradient_checkpointing` stores, the inputs of layers, in host memory."""
+    compile: Annotated[bool, warn("the rounding of log-probs and gradients", trains=True)] = False
+    """Compile the decoder layers with torch.compile: a minute at the first step, and a C++ compiler
+    on every node with learner ranks; not with `zero_stage` 3.
+    """
     deepspeed: dict[str, Any] = Field({})
     """Merged into the DeepSpeed configuration; keys that this project sets itself are refused."""
 

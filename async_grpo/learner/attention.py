@@ -20,6 +20,7 @@ ATTENTION = "async_grpo_varlen"
 _LARGEST_HEAD, _AMPERE = 256, (8, 0)
 
 
+@torch.compiler.disable  # its shapes follow the rows: every pack would be compiled anew
 def varlen_attention(
     module: nn.Module,
     query: Tensor,

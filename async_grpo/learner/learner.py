@@ -121,6 +121,9 @@ class Learner:
             model_dir, settings, gradient_checkpointing=learner.gradient_checkpointing
         )
         adapters.restrict(model.hf, self.config.model, seed=self.config.seed, base=model_dir)
+        model.offloads = learner.activation_offload
+        if learner.compile:
+            model.compile_layers()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         beta1, beta2 = learner.betas
         optimizer = torch.optim.AdamW(

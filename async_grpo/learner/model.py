@@ -13,13 +13,18 @@ no padding, and attention sees each row alone. Invariants:
 
 from __future__ import annotations
 
+import os
+import shutil
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from async_grpo.algo.logprobs import token_logprobs
 from async_grpo.learner import zero
@@ -27,6 +32,8 @@ from async_grpo.learner.attention import ATTENTION
 from async_grpo.learner.packing import Packed
 
 CHECKPOINTING = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+BACKEND = "inductor"
+"""What compiles layers."""
 # Logits are scaled inside these models' own forward, which the head below replaces.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -111,6 +118,8 @@ class PolicyModel(nn.Module):
     def __init__(self, hf: PreTrainedModel, *, float32_head: bool) -> None:
         super().__init__()
         self.hf = hf
+        self.offloads = False
+        """Whether what autograd keeps of the decoder layers lies in host memory."""
         self.vocab_size = zero.full_shape(hf.get_output_embeddings().weight)[0]
         hf.set_output_embeddings(LogprobHead(hf.get_output_embeddings(), float32=float32_head))
 
@@ -118,16 +127,38 @@ class PolicyModel(nn.Module):
         self, packed: Packed, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs [M] float32 of response tokens at `temperature`, and entropies [M] or None."""
-        states = self.hf.base_model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            use_cache=False,
-            row_layout=packed.layout,
-        ).last_hidden_state
+        offload = self.offloads and torch.is_grad_enabled()
+        pinned = packed.input_ids.is_cuda
+        with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
+            states = self.hf.base_model(
+                input_ids=packed.input_ids,
+                position_ids=packed.position_ids,
+                use_cache=False,
+                row_layout=packed.layout,
+            ).last_hidden_state
         hidden = states[0].index_select(0, packed.predictors)
         return self.hf.get_output_embeddings()(
             hidden, packed.targets, self.vocab_size, temperature, with_entropy
         )
+
+    def compile_layers(self) -> None:
+        """Compile the decoder layers at their first call, all of them to the same few graphs, of
+        any number of tokens; attention stays as it is. Raises ValueError where that cannot be.
+        """
+        compilers = (os.environ.get("CXX"), "g++", "clang++")
+        if not any(name and shutil.which(name) for name in compilers):
+            raise ValueError(
+                "learner.compile needs a C++ compiler, and there is no g++ on this machine: "
+                "install one, or set learner.compile: false"
+            )
+        layers = [one for one in self.hf.modules() if isinstance(one, GradientCheckpointingLayer)]
+        if not layers:
+            raise ValueError(
+                f"{self.hf.config.model_type} has no decoder layers that transformers knows as "
+                "such: set learner.compile: false"
+            )
+        for layer in layers:
+            layer.compile(dynamic=True, backend=BACKEND)
 
 
 def load_model(

@@ -199,7 +199,7 @@ def _publication_bytes(shape: Shape, *, size: int, backend: str) -> int:
 
 def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
     """Of one micro-batch: all layers', or with gradient checkpointing one layer's and the input of
-    each; and three pieces of logits.
+    each, where those are not in host memory; and three pieces of logits.
     """
     rollout = config.rollout
     rows = config.mini_batch_groups * rollout.group_size // config.learner.ranks or 1
@@ -208,11 +208,12 @@ def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
     tokens, positions = min(budget, longest), min(REPEATED * budget, longest)
     layer = tokens * (HIDDEN_PER_TOKEN * shape.hidden + INTERMEDIATE_PER_TOKEN * shape.intermediate)
     layer += (positions - tokens) * HIDDEN_PER_POSITION * shape.hidden
-    kept = (
-        layer + shape.layers * tokens * shape.hidden
-        if config.learner.gradient_checkpointing
-        else layer * shape.layers
-    )
+    if not config.learner.gradient_checkpointing:
+        kept = layer * shape.layers
+    elif config.learner.activation_offload:
+        kept = layer + 2 * tokens * shape.hidden  # of one layer, and of the one that is fetched
+    else:
+        kept = layer + shape.layers * tokens * shape.hidden
     return int(kept * size) + LOGIT_CHUNKS * min(tokens * shape.vocabulary * 4, CHUNK_BYTES)
 
 

@@ -69,7 +69,7 @@ WARNED = {
         name
         for name in marks()
         if name.startswith("learner.")
-        and name != "learner.gradient_checkpointing"
+        and name not in ("learner.gradient_checkpointing", "learner.activation_offload")
         and name not in FIXED
     ),
     "weight_sync.every_steps",
@@ -202,6 +202,7 @@ def test_the_marks_cover_the_schema() -> None:
         "model.warm_start.cache_dir",
         "model.trust_remote_code",
         "rollout.group_timeout_s",
+        "learner.activation_offload",
         "learner.gradient_checkpointing",
     }
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from async_grpo.config.schema import Config
 from async_grpo.learner import zero
 from async_grpo.learner.learner import Learner
+from async_grpo.learner.model import PolicyModel
 from async_grpo.learner.rows import StalenessError
 from tests.support.learners import (
     Case,
@@ -60,6 +61,7 @@ def trained(config: Config) -> Any:
         mock.patch.object(AutoModelForCausalLM, "from_pretrained", loading),
         mock.patch.object(zero, "deepspeed_config", settings),
         mock.patch.object(gc, "collect", lambda: 0),  # DeepSpeed's, a second each with bfloat16
+        mock.patch.object(PolicyModel, "compile_layers", lambda model: asked.append("compiled")),
     ):
         learner = Learner(
             config, model_dir=tiny_model(), fetch=case.fetch, device="cpu", total_updates=10
@@ -74,7 +76,8 @@ def trained(config: Config) -> Any:
             updates.append([wire[f"train/{name}"] for name in ("loss", "grad_norm", "lr")])
         learner.end()
         moved = [float(tensor.double().abs().sum()) for tensor in copy_weights(learner).values()]
-        recomputes = learner.engine.module.hf.is_gradient_checkpointing
+        model = learner.engine.module
+        recomputes = [model.hf.is_gradient_checkpointing, model.offloads]
         again = learner.begin(case.plan([split(range(len(rows)), 2) for rows in case.updates]))
         return [sums, updates, moved, recomputes, again, asked]
     except StalenessError as error:
@@ -119,5 +122,7 @@ def wires() -> list[Wire]:
         _trained("learner.schedule", "linear"),
         _trained("learner.grad_clip", 0.01),
         _trained("learner.gradient_checkpointing", True),
+        _trained("learner.activation_offload", True, {"learner.gradient_checkpointing": True}),
+        _trained("learner.compile", True),
         _trained("learner.deepspeed", {"wall_clock_breakdown": True}),
     ]
