@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from async_grpo.config.schema import Lora, Model
 from async_grpo.errors import SetupError
 from async_grpo.learner import zero
-from async_grpo.learner.checkpoint import Writes
+from async_grpo.learner.storage_writes import Writes
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

@@ -16,13 +16,12 @@ Invariants:
 - A storage failure on one rank is an error on every rank, after all of them have gone through the
   same collective calls, so that they can go on with the next step.
 - One checkpoint at a time; a draft does not outlive a failure, `close`, or the start of the next
-  run on this machine. A model file has at most 4 GiB, so no rank holds a second copy of the model.
+  run on this machine. No rank holds a second copy of the model, or of its part of it.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -31,21 +30,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from async_grpo.learner import drafts
+from async_grpo.learner import drafts, weight_files
+from async_grpo.learner.storage_writes import Writes, gather
+from async_grpo.learner.weight_files import Metadata
 from async_grpo.runtime import storage
-from async_grpo.runtime.storage import FileSum, StorageFailure, Written, reason, storage_error
+from async_grpo.runtime.storage import FileSum, StorageFailure, Written
 
 if TYPE_CHECKING:
     from async_grpo.learner.learner import Learner
 
 _TAG = "learner"
 _RANKS = "learner.ranks"
-_REFERENCE = "reference.pt"
-_SHARD_BYTES = 2**32
+_REFERENCE = "reference"
 _DIVISIBLE_STAGES = (0, 1, 2)
 """With stage 0 every rank holds everything; stage 3 divides each parameter, weights included."""
 
@@ -82,7 +81,7 @@ class Saving:
             self.discard()
             raise
         mine = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
-        return Written(sum(_gather(mine)), in_memory, note, self._learner.updates)
+        return Written(sum(gather(mine)), in_memory, note, self._learner.updates)
 
     def finish(self, directory: str) -> dict[str, FileSum]:
         """Bring the draft into `directory`. Returns size and checksum of every file by its name
@@ -110,7 +109,7 @@ class Saving:
 
     def _choose(self) -> tuple[bool, str]:
         """Whether all ranks write into memory, and the reason if they do not."""
-        ranks = _gather((*drafts.room(), self._learner.bytes_to_save()))
+        ranks = gather((*drafts.room(), self._learner.bytes_to_save()))
         if drafts.fits(ranks):
             return True, ""
         free, needed = min(rank[1] for rank in ranks), sum(rank[2] for rank in ranks)
@@ -118,39 +117,6 @@ class Saving:
             f"{drafts.SEGMENT_DIR} and memory have room for {max(free, 0) / 2**20:,.0f} "
             f"MiB, and it may take {needed / 2**20:,.0f} MiB"
         )
-
-
-class Writes:
-    """The writes of one rank between two `agree`; after a failed write the others are skipped."""
-
-    def __init__(self) -> None:
-        self._error = ""
-
-    def do(self, write: Callable[[], object]) -> None:
-        """Call `write`, which may not communicate with other ranks."""
-        if self._error:
-            return
-        try:
-            write()
-        except Exception as error:
-            if (cause := storage_error(error)) is None:
-                raise
-            self._error = reason(cause)
-
-    def torch(self, value: Any, path: Path) -> None:
-        """Write `value` with `torch.save`."""
-
-        def write() -> None:
-            with open(path, "wb") as file:  # Python's errors say what is wrong, torch's do not
-                torch.save(value, file)
-
-        self.do(write)
-
-    def agree(self) -> None:
-        """Raise StorageFailure on every rank if one could not write. Collective."""
-        errors = enumerate(_gather(self._error))
-        if failed := [f"learner rank {rank}: {error}" for rank, error in errors if error]:
-            raise StorageFailure("; ".join(failed))
 
 
 class _CheckpointWriter:
@@ -309,69 +275,56 @@ def _optimizer_file(directory: Path, rank: int) -> Path:
     return found[0]
 
 
-def save_weights(weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool) -> None:
+def save_reference(
+    metadata: Metadata, weights: Iterator[tuple[str, Tensor]], directory: str, *, rank: int
+) -> None:
     """Write a refreshed reference. Collective: all exhaust `weights`. Raises StorageFailure."""
-    kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights if writes}
     out = Writes()
-    if writes:
-        out.torch(kept, Path(directory) / _REFERENCE)
+    target, ranks = Path(directory) / _REFERENCE, dist.get_world_size()
+    out.do(lambda: target.mkdir(parents=True, exist_ok=True))
+    weight_files.write(metadata, weights, target, rank=rank, ranks=ranks, out=out)
     out.agree()
 
 
-def load_weights(
+def load_reference(
     module: torch.nn.Module,
     directory: str,
     *,
     writable: Callable[..., AbstractContextManager[None]],
 ) -> None:
-    """Restore what `save_weights` wrote. `writable(parameters, modify=True)` makes sharded
-    parameters whole. Raises ValueError.
+    """Restore what `save_reference` wrote, or earlier versions of it, in one file.
+    `writable(parameters, modify=True)` makes sharded parameters whole. Raises ValueError.
     """
-    path = Path(directory) / _REFERENCE
-    if not path.is_file():
+    files, old = Path(directory) / _REFERENCE, Path(directory) / f"{_REFERENCE}.pt"
+    if (files / weight_files.INDEX).is_file():
+        weight_files.read(module, files, writable=writable)
+        return
+    if not old.is_file():
         raise ValueError(
-            f"{path} is missing: the checkpoint says that the reference had been "
+            f"{files} is missing: the checkpoint says that the reference had been "
             "refreshed; resume from another checkpoint"
         )
-    kept = torch.load(path, weights_only=True, mmap=True)
+    kept = torch.load(old, weights_only=True, mmap=True)
     for name, parameter in module.named_parameters():
         with torch.no_grad(), writable([parameter], modify=True):
             parameter.data.copy_(kept[name])
 
 
 def export(
-    model: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], directory: str, *, writes: bool
+    model: PreTrainedModel,
+    metadata: Metadata,
+    weights: Iterator[tuple[str, Tensor]],
+    directory: str,
+    *,
+    rank: int,
 ) -> None:
-    """Write config and safetensors shards, where `writes`. Collective: every rank exhausts
-    `weights`. Raises StorageFailure.
+    """Write config and weight files, each rank its part. Collective: every rank exhausts `weights`.
+    Raises StorageFailure.
     """
     target, out = Path(directory), Writes()
-    shard: dict[str, Tensor] = {}
-    where: dict[str, str] = {}
-    held, total = 0, 0
-    if writes:
+    if rank == 0:
         out.do(lambda: _write_config(model, target))
-
-    def flush() -> None:
-        name = f"model-{len(set(where.values())) + 1:05d}.safetensors"
-        out.do(lambda: save_file(shard, target / name, metadata={"format": "pt"}))
-        where.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, tensor in weights:
-        if not writes:
-            continue
-        size = tensor.numel() * tensor.element_size()
-        if shard and held + size > _SHARD_BYTES:
-            flush()
-            held = 0
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        held, total = held + size, total + size
-    if writes:
-        flush()
-        index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
-        path = target / "model.safetensors.index.json"
-        out.do(lambda: path.write_text(index, encoding="utf-8"))
+    weight_files.write(metadata, weights, target, rank=rank, ranks=dist.get_world_size(), out=out)
     out.agree()
 
 
@@ -385,10 +338,3 @@ def _write_config(model: PreTrainedModel, target: Path) -> None:
 def _remove(draft: Path) -> None:
     # the directory around it may be gone, or the disk broken
     shutil.rmtree(draft, ignore_errors=True)
-
-
-def _gather(value: Any) -> list[Any]:
-    """Return the values of all ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -43,6 +43,7 @@ from async_grpo.learner.rows import (
     token_batch,
 )
 from async_grpo.learner.token_math import TokenMath, compare_sampler
+from async_grpo.learner.weight_files import divide
 from async_grpo.learner.weights import Published
 from async_grpo.learner.zero import Collectives
 
@@ -446,8 +447,10 @@ class Learner:
         kept = {"updates": self.updates, "state": state, "reference_moved": self._reference_moved}
         checkpoint.save(self.engine, directory, kept, rank=self.rank, layout=self._layout())
         if self._reference_moved:
-            reference = zero.whole(_module(self._reference))
-            checkpoint.save_weights(reference, directory, writes=self.rank == 0)
+            reference = _module(self._reference)
+            checkpoint.save_reference(
+                zero.metadata(reference), zero.whole(reference), directory, rank=self.rank
+            )
 
     def load(self, directory: str) -> dict[str, Any]:
         """Continue from `save`, a refreshed reference included; its `state`. Raises ValueError for
@@ -457,7 +460,7 @@ class Learner:
         self.updates = saved["updates"]
         self._reference_moved = saved["reference_moved"] and self._reference is not None
         if self._reference_moved:
-            checkpoint.load_weights(_module(self._reference), directory, writable=zero.gathered)
+            checkpoint.load_reference(_module(self._reference), directory, writable=zero.gathered)
         return saved["state"]
 
     def _layout(self) -> dict[str, Any]:
@@ -474,10 +477,12 @@ class Learner:
         """Write the model for `from_pretrained` (safetensors and config, no tokenizer), and its
         adapters in `adapter/`. Collective. Raises StorageFailure, on every rank.
         """
-        hf, writes = self.engine.module.hf, self.rank == 0
-        checkpoint.export(hf, self.named_weights(), directory, writes=writes)
+        hf = self.engine.module.hf
+        checkpoint.export(
+            hf, self.weight_metadata(), self.named_weights(), directory, rank=self.rank
+        )
         if self.config.model.lora is not None:
-            adapters.export(hf, Path(directory) / "adapter", writes=writes)
+            adapters.export(hf, Path(directory) / "adapter", writes=self.rank == 0)
 
     def bytes_to_save(self) -> int:
         """Bytes that this rank writes with `save` and `export`, at most."""
@@ -490,8 +495,11 @@ class Learner:
         plain = self.config.learner.zero_stage == 0
         optimizer = first * 8 * trained if plain else 12 * trained // self.world_size
         module = model // self.world_size if self.sharded else first * model
-        exported = first * model * (2 + self._reference_moved)
-        return int(1.1 * (optimizer + module + exported)) + 2**24
+        files = divide(self.weight_metadata(), self.world_size)
+        own = sum(file.nbytes for file in files if file.rank == self.rank)
+        exported = own * (1 + self._reference_moved)
+        adapter = first * trained * self._dtype.itemsize if self.config.model.lora else 0
+        return int(1.1 * (optimizer + module + exported + adapter)) + 2**24
 
     def close(self) -> None:
         """Free the model and leave the process group."""

@@ -194,6 +194,14 @@ def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.data
 
 
+def metadata(module: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
+    """List name, full shape and dtype name of every parameter, in the order of `whole`."""
+    return [
+        (name, full_shape(parameter), str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in module.named_parameters()
+    ]
+
+
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of the whole parameter."""
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)

@@ -4,15 +4,18 @@ mathematics keeps over a checkpoint.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
 from async_grpo.learner.packing import pack
+from async_grpo.learner.weight_files import INDEX
 from async_grpo.planning import RowMath
 from tests.support.learners import (
     STEP,
@@ -110,10 +113,16 @@ def test_a_refreshed_reference_stays_when_a_resumed_run_does_not_refresh(
         learner.load(str(tmp_path / "moved"))
         assert step(learner, case) < 1e-12
         learner.save(str(tmp_path / "again"), {})
-        assert (tmp_path / "again" / "reference.pt").is_file(), "it is kept for the next resume too"
-        (tmp_path / "moved" / "reference.pt").unlink()
-        with pytest.raises(ValueError, match=r"reference\.pt is missing"):
+        again = tmp_path / "again" / "reference"
+        assert (again / INDEX).is_file(), "it is kept for the next resume too"
+        shutil.rmtree(tmp_path / "moved" / "reference")
+        with pytest.raises(ValueError, match=r"reference is missing"):
             learner.load(str(tmp_path / "moved"))
+        # as versions before wrote it
+        kept = load_file(next(again.glob("*.safetensors")))
+        torch.save(kept, tmp_path / "moved" / "reference.pt")
+        learner.load(str(tmp_path / "moved"))
+        assert step(learner, case) < 1e-12
     finally:
         learner.close()
 

@@ -1,5 +1,5 @@
 """Memory of learner ranks that hold a model together (ZeRO-3): while it is loaded, while its
-weights are read for a publication, and for a reference beside it. Measured as anonymous memory,
+weights are read for a publication, and while they are written. Measured as anonymous memory,
 without the pages of the weight files, which the system shares and may drop.
 """
 
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from async_grpo.learner import zero
+from async_grpo.learner import weight_files, zero
 from async_grpo.learner.model import PolicyModel, load_model
+from async_grpo.learner.storage_writes import Writes
 from async_grpo.learner.weights import Published
 from tests.support.learners import free_port, run_ranks, set_rank
 
@@ -65,7 +68,8 @@ def _loaded(directory: str, world: int) -> PolicyModel:
     )
 
 
-def rank_main(rank: int, world: int, port: int, small: str, large: str) -> None:
+def rank_main(rank: int, world: int, port: int, small: str, large: str, target: str) -> None:
+    weight_files.FILE_BYTES = BUCKET  # so that there is more than one file
     # the allocator keeps freed memory of smaller pieces, which is not what is measured
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
     torch.set_num_threads(1)
@@ -81,10 +85,20 @@ def rank_main(rank: int, world: int, port: int, small: str, large: str) -> None:
     with Peak() as publishing:
         names = [name for name, _ in Published(model.hf, keeps=False).named()]
     assert len(names) == len(shapes)
-    found = {"loading": loading.bytes, "publishing": publishing.bytes}
+    metadata, out = zero.metadata(model), Writes()
+    with Peak() as exporting:
+        weight_files.write(
+            metadata, zero.whole(model), Path(target), rank=rank, ranks=world, out=out
+        )
+    out.agree()
+    found = {"loading": loading.bytes, "publishing": publishing.bytes, "exporting": exporting.bytes}
     print(f"rank {rank} of {world}: share {share}, largest {largest}, {found}", flush=True)
     assert share < loading.bytes < share + 2 * largest + SLACK
     assert publishing.bytes < BUCKET + largest + SLACK
+    assert exporting.bytes < 2 * largest + SLACK
+    written = [file for file in weight_files.divide(metadata, world) if file.rank == rank]
+    assert {(Path(target) / file.name).is_file() for file in written} == {True}
+    assert abs(sum(file.nbytes for file in written) - share) < largest, "the ranks share the work"
 
 
 def write(path: Path, *, hidden: int, layers: int) -> str:
@@ -112,4 +126,16 @@ def write(path: Path, *, hidden: int, layers: int) -> str:
 def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, world: int) -> None:
     small = write(tmp_path / "small", hidden=64, layers=1)
     large = write(tmp_path / "large", hidden=256, layers=12 * world)
-    run_ranks(rank_main, world, free_port(), small, large, seconds=200, ranks=world)
+    target = str(tmp_path / "exported")
+    run_ranks(rank_main, world, free_port(), small, large, target, seconds=200, ranks=world)
+    names = ((tmp_path / "large").glob("*.safetensors"), Path(target).glob("*.safetensors"))
+    before, after = ({**_tensors(files)} for files in names)
+    assert before.keys() == {name.removeprefix("hf.") for name in after}
+    assert all(torch.equal(after[f"hf.{name}"], tensor) for name, tensor in before.items())
+
+
+def _tensors(files: Iterator[Path]) -> dict[str, torch.Tensor]:
+    """Bits: the weights were never filled."""
+    return {
+        name: tensor.view(torch.int32) for file in files for name, tensor in load_file(file).items()
+    }
