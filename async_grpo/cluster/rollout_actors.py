@@ -98,6 +98,10 @@ class RemoteEngine:
         self.acknowledged = receipt.serving if not receipt.failure else self.acknowledged
         return receipt
 
+    async def attend(self, announcement: Announcement) -> Receipt:
+        """Let the engine take part in a publication that is pushed, without loading it."""
+        return await self.handle.attend.remote(announcement)
+
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
         """Log-probs of these responses, with the labels of the weights."""
         return await self.handle.score.remote(sequences)

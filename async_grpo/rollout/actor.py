@@ -243,6 +243,10 @@ class RolloutActor:
         self._changed.set()
         return receipt
 
+    async def attend(self, announcement: Announcement) -> Receipt:
+        """Take part in a publication that is pushed, without loading it."""
+        return await self.parts.engine.attend(announcement)
+
     async def score(self, sequences: list[TokenSequence]) -> list[tuple[list[str], np.ndarray]]:
         """Log-probs of these responses under the served weights, with the labels of the weights."""
         return await self.parts.engine.score(sequences)

@@ -449,6 +449,12 @@ class Engine:
         states, lengths = self._llm.output_processor.request_states, self._lengths()
         return sum(states[name].prompt_len + length for name, length in lengths.items() if length)
 
+    async def attend(self, announcement: Announcement) -> Receipt:
+        """Take part in a publication that is pushed, so that the other engines get it, and go on
+        with the served weights.
+        """
+        return self._receipt(await self._workers("attend_publication", announcement.payload))
+
     async def _workers(self, method: str, *args: object) -> list[Any]:
         """Call every worker; raise EngineError when the EngineCore dies (vLLM would wait on)."""
         call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))

@@ -17,7 +17,9 @@ log-probs end the run.
 
 Engines that pull (shared memory, IPC) join at once: they read the newest copy. With a transport
 that pushes (NCCL) a newcomer waits for the next boundary between learner steps, where the group is
-formed again with the newcomer and the current weights are sent.
+formed again with the newcomer and the current weights are sent. An engine that is away stays in
+the group: it takes part in publications without loading them, and serves the first one after its
+return.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class PublicationTimes:
 
     def add(self, outcome: DeliveryOutcome) -> None:
         """Count the receipts of one delivery."""
-        receipts = outcome.done.values()
+        receipts = [one for one in outcome.done.values() if one.seconds]  # those that loaded it
         paused = sum(receipt.seconds["total"] for receipt in receipts)
         self.engines_paused += paused / max(1, len(receipts))
         self.recomputed_tokens += sum(receipt.recomputed_tokens for receipt in receipts)
@@ -291,16 +293,18 @@ class Coordinator(Generic[Engine]):
         except asyncio.CancelledError:  # the run ends
             raise
         except BaseException:
-            await self._return(pin.engine)
+            await self._return(pin.engine, pin.label)
             raise
-        await self._return(pin.engine)
+        await self._return(pin.engine, pin.label)
 
-    async def _return(self, engine: Engine) -> None:
-        """Re-admit an engine that was away at the newest version; drop it if it cannot load."""
+    async def _return(self, engine: Engine, label: str) -> None:
+        """Re-admit an engine that was away, and serves `label`, at the newest version, or where the
+        transport pushes with the next publication; drop it if it cannot load.
+        """
         if self._pushes or not self._engines.lives(engine):
             async with self._lock:
                 self._engines.back(engine)
-                if engine.actor_id in self._group:  # no publication meanwhile formed another group
+                if engine.actor_id in self._group and label == self._newest.label:
                     self._connected.add(engine.actor_id)
             return
         try:
@@ -325,7 +329,7 @@ class Coordinator(Generic[Engine]):
     async def relink(self, version: int, *, run_epoch: int) -> None:
         """In `without_learner`: connect all engines to the new learner and make `version` live."""
         self.run_epoch = run_epoch
-        await self._connect(list(self._engines.alive()))
+        await self._connect(self._whole_set())
         await self._live(version, await self._publish_now(version))
 
     def learner_lost(self, error: LearnerLost) -> None:
@@ -337,14 +341,18 @@ class Coordinator(Generic[Engine]):
     async def refresh(self, version: int) -> None:
         """Between learner steps: raise findings of publications and drift probes; where the
         transport pushes, form a new group with newcomers and send all of it the current weights,
-        `version`.
+        `version`; also where an engine has come back, and the next publication is steps away.
         """
         self._probe.raise_findings()
         if self._lost is not None:
             raise self._lost
         if self._running is not None and self._running.done():
             await self.wait()
-        if self._pushes and self._members() - self._group:
+        late = (
+            self._settings.every_steps > 1
+            and {engine.actor_id for engine in self._engines.alive()} - self._connected
+        )
+        if self._pushes and (late or self._members() - self._group):
             await self.wait()
             async with self._lock:
                 await self._regroup()
@@ -397,7 +405,7 @@ class Coordinator(Generic[Engine]):
                 await self._connect([engine])
                 if engine.actor_id in self._connected:
                     await self._check_newcomer(engine)
-        await self._connect(list(self._engines.alive()))
+        await self._connect(self._whole_set())
 
     async def _check_newcomer(self, engine: EngineHandle) -> None:
         """Check an engine: one that fails to answer is dropped, wrong numbers end the run."""
@@ -432,7 +440,8 @@ class Coordinator(Generic[Engine]):
             await self._drop(outcome.lost)
             engines = [engine for engine in engines if engine.actor_id not in outcome.lost]
             if outcome.complete or not (self._pushes and engines):
-                self._connected, self._group = set(outcome.done), set(outcome.done)
+                self._group = set(outcome.done)
+                self._connected = self._group & {one.actor_id for one in self._engines.alive()}
                 return
             self.times.repeated += 1
             self._listener.note(f"learner and engines form their group again: {outcome.reasons()}")
@@ -444,8 +453,18 @@ class Coordinator(Generic[Engine]):
             f"{outcome.reasons()}"
         )
 
+    def _whole_set(self) -> list[Engine]:
+        """List the engines to connect: where the transport pushes, those that are away too."""
+        return list(self._engines.all() if self._pushes else self._engines.alive())
+
     def _members(self) -> set[str]:
-        return {engine.actor_id for engine in self._engines.alive()}
+        return {engine.actor_id for engine in self._whole_set()}
+
+    def _recipients(self) -> list[Engine]:
+        """List the engines that take part in a publication: those that serve, or a whole group."""
+        if not self._pushes:
+            return self.serving()
+        return [engine for engine in self._whole_set() if engine.actor_id in self._group]
 
     async def _drop(self, lost: Mapping[str, BaseException]) -> None:
         for actor_id, error in lost.items():
@@ -459,20 +478,24 @@ class Coordinator(Generic[Engine]):
         self, announcement: Announcement, *, strict: bool = False, sent: bool = False
     ) -> None:
         """Bring the weights to every connected engine, or drop it. sent: the learner is sending."""
-        engines = self.serving()
+        engines = self._recipients()
         for attempt in range(1, ATTEMPTS + 1 if engines else 1):
             outcome = await self._receive(engines, announcement, sent=sent and attempt == 1)
             if strict:
                 require_complete(outcome, Stalled)
             self.times.add(outcome)
             self._say_choices(announcement, outcome)
+            if self._pushes:
+                self._connected |= outcome.done.keys() & {
+                    engine.actor_id for engine in self._engines.alive()
+                }
             await self._drop(outcome.lost)
             engines = [engine for engine in engines if engine.actor_id in outcome.failed]
             # one torn, all torn: a new group, and everything again
             if self._pushes and (engines or outcome.learner):
                 if attempt < ATTEMPTS:
-                    await self._connect(self.serving())
-                engines = self.serving()
+                    await self._connect(self._recipients())
+                engines = self._recipients()
             if not engines:
                 break
             if attempt == ATTEMPTS and self._pushes:
@@ -502,6 +525,8 @@ class Coordinator(Generic[Engine]):
         self, engines: Sequence[EngineHandle], announcement: Announcement, *, sent: bool = False
     ) -> DeliveryOutcome:
         async def receive(engine: EngineHandle) -> Receipt:
+            if self._pushes and self._engines.away(engine):
+                return await engine.attend(announcement)
             receipt = await engine.receive(announcement)
             if not receipt.failure and receipt.serving != announcement.label:
                 raise RuntimeError(

@@ -39,6 +39,9 @@ class EngineHandle(Protocol):
     async def receive(self, announcement: Announcement) -> Receipt:
         """Load an announced publication."""
 
+    async def attend(self, announcement: Announcement) -> Receipt:
+        """Take part in a publication that is pushed, and load nothing of it."""
+
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
         """Sample a few fixed prompts: prompt, response, its log-probs [L]."""
 

@@ -44,6 +44,14 @@ class ServingEngines(Generic[Engine]):
         here = self._engines.alive()
         return tuple(engine for engine in here if engine.actor_id not in self._away)
 
+    def all(self) -> Sequence[Engine]:
+        """Engines that are alive, away or not."""
+        return tuple(self._engines.alive())
+
+    def away(self, engine: EngineHandle) -> bool:
+        """Whether an engine is away."""
+        return engine.actor_id in self._away
+
     async def drop(self, actor_id: str, error: BaseException) -> None:
         """Declare an engine dead, away or not."""
         self._away.discard(actor_id)

@@ -266,6 +266,22 @@ class NcclEngine(_Reload, NCCLWeightTransferEngine):
         finally:
             self.model_update_group.end()
 
+    def attend(self, update_info: dict[str, Any]) -> None:
+        """Take part in a broadcast, and drop what comes."""
+        model, self.model = self.model, _Nothing()
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+            torch.accelerator.synchronize()
+        finally:
+            self.model = model
+
+
+class _Nothing:
+    """Stands where a model takes weights."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load nothing."""
+
 
 class WorkerExtension:
     """Calls that the front end makes on every worker beside vLLM's own."""
@@ -277,6 +293,7 @@ class WorkerExtension:
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
     _weight_update_active: bool
+    weight_transfer_engine: Any
 
     def connect_weights(self, init_info: dict[str, Any]) -> dict[str, str]:
         """Prepare for publications; {} or what failed."""
@@ -292,6 +309,10 @@ class WorkerExtension:
             self.finish_weight_update()
 
         return _outcome(take)
+
+    def attend_publication(self, update_info: dict[str, Any]) -> dict[str, str]:
+        """Take part in one publication without loading it; {} or what failed."""
+        return _outcome(lambda: self.weight_transfer_engine.attend(update_info))
 
     def cached_tokens(self) -> int:
         """Count the tokens in the caches of running responses."""

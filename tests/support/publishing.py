@@ -160,6 +160,11 @@ class FakeEngine:
             self.label, seconds={"total": 0.25}, recomputed_tokens=7, kv_cache=self.kv_cache
         )
 
+    async def attend(self, announcement: Announcement) -> Receipt:
+        assert self.group, "it is not in the group"
+        self.events.append(f"{self.actor_id} attends {announcement.label}")
+        return self.failures.pop(0) if self.failures else Receipt(self.label)
+
     async def probe_sequences(self) -> list[tuple[list[int], list[int], np.ndarray]]:
         return [(PROMPT, RESPONSE, self._logprobs(RESPONSE))]
 

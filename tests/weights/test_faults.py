@@ -120,7 +120,7 @@ class Worker:
             model=directory, hf_text_config=SimpleNamespace(tie_word_embeddings=False)
         )
         settings = SimpleNamespace(parallel_config=parallel, model_config=model)
-        self._engine = NcclEngine(
+        self.weight_transfer_engine = self._engine = NcclEngine(
             WeightTransferConfig(backend="nccl"), settings, torch.device("cpu"), self
         )
 
@@ -214,7 +214,7 @@ class FrontEnd:
     async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
         if method == "cached_tokens":
             return [0]
-        assert self.paused or method == "connect_weights", (
+        assert self.paused or method in ("connect_weights", "attend_publication"), (
             "weights are loaded under running responses"
         )
         try:
@@ -254,6 +254,9 @@ class Handle:
             deadlines=run.config.weight_sync.deadlines,
         )
         self.connect: Callable[[dict[str, Any]], Any] = self.engine.connect
+
+    async def attend(self, announcement: Announcement) -> Receipt:
+        return await self.engine.attend(announcement)
 
     async def receive(self, announcement: Announcement) -> Receipt:
         return await self.engine.receive(announcement)
@@ -744,3 +747,21 @@ async def test_random_faults_never_leave_a_mixture_nor_wait_for_ever(start) -> N
             )
         await run.coordinator.refresh(version)
         assert all(engine.engine.serving == f"v0.{version}" for engine in run.members), plan
+
+
+async def test_an_engine_that_is_away_takes_part_and_keeps_its_weights(start) -> None:
+    """Real transfer engines: the broadcast needs it, and it serves the first one after its
+    return.
+    """
+    run = await start(overlap=True)
+    formed = len(run.groups)
+    async with run.coordinator.pinned() as pin:
+        away = pin.engine
+        before = await away.front.contents()
+        await run.publish(1)
+        assert away.engine.serving == "v0.0" and not away.front.paused
+        assert bit_equal(await away.front.contents(), before)
+    run.owner.change(2)
+    await run.publish(2)
+    assert away.engine.serving == "v0.2" and len(run.groups) == formed
+    assert bit_equal(await away.front.contents(), run.truth["v0.2"])

@@ -228,29 +228,47 @@ def test_an_error_inside_brings_it_back_and_the_end_of_the_run_does_not() -> Non
     asyncio.run(scenario())
 
 
-def test_nccl_forms_its_group_without_it_and_with_it_again() -> None:
+@pytest.mark.parametrize("every", [1, 2])
+def test_with_nccl_it_stays_in_the_group_and_serves_the_next_publication(every: int) -> None:
+    """A group is never formed for an evaluation. Where the next publication is steps away, the
+    newest weights are sent again at the boundary.
+    """
+
     async def scenario() -> None:
-        run = Run(config(every=2, self_check=True), engines=3, backend="nccl")
+        run = Run(config(every=every, self_check=True), engines=3, backend="nccl")
         await run.coordinator.start(0)
         groups = len(run.learner.groups)
         async with run.coordinator.pinned() as pin:
             away = pin.engine
-        assert away in run.coordinator.serving() and len(run.learner.groups) == groups, (
-            "the group is whole: there was no publication"
-        )
+        assert away in run.coordinator.serving(), "there was no publication"
         async with run.coordinator.pinned() as pin:
             assert pin.engine is away
             await publish(run, 1)
-            assert run.learner.groups[groups:] == [[1, 1]] and away.label == "v0.0"
-        assert away not in run.coordinator.serving(), (
-            "it serves an old version until the next boundary"
-        )
-        await run.coordinator.refresh(2)
-        assert run.learner.groups[groups:] == [[1, 1], [1, 1, 1]]
-        assert [engine.label for engine in run.members] == ["v0.2"] * 3 and run.events[
-            -1
-        ] == "live 2"
+            assert f"{away.actor_id} attends v0.1" in run.events and away.label == "v0.0"
+            assert away not in run.coordinator.serving()
+        assert away not in run.coordinator.serving(), "it serves an old version"
+        await run.coordinator.refresh(1)
+        assert [engine.label for engine in run.members] == ["v0.1", "v0.1", f"v0.{int(every > 1)}"]
+        await publish(run, 2)
+        assert [engine.label for engine in run.members] == ["v0.2"] * 3
         assert away in run.coordinator.serving()
+        assert len(run.learner.groups) == groups
+
+    asyncio.run(scenario())
+
+
+def test_with_nccl_a_publication_that_is_torn_forms_the_group_with_it_again() -> None:
+    async def scenario() -> None:
+        run = Run(config(self_check=True), engines=3, backend="nccl")
+        await run.coordinator.start(0)
+        groups = len(run.learner.groups)
+        async with run.coordinator.pinned() as pin:
+            pin.engine.failures = [Receipt("v0.0", "torn", "cut off")]
+            await publish(run, 1)
+            assert run.learner.groups[groups:] == [[1, 1, 1]] and pin.engine.label == "v0.0"
+            assert run.events.count(f"{pin.engine.actor_id} attends v0.1") == 2
+        await publish(run, 2)
+        assert [engine.label for engine in run.members] == ["v0.2"] * 3
 
     asyncio.run(scenario())
 
