@@ -4,11 +4,12 @@
 #   N=11 SEED=1 START=0 CHAOS_FILE=runs/chaos.jsonl   of `make chaos`: faults START to N - 1 of this seed, written to this file (docs/chaos.md)
 #   ASYNC_GRPO_REPOSITORY=https://...  of `make wheel`: address of the published source, for the links in the metadata
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-system coverage test-all test-light mutants chaos lint types format wheel clean
+.PHONY: help install quickstart gpu-check test test-system coverage test-all test-light mutants chaos lint types format wheel clean
 
 PYTHON ?= python3
 SET ?= auto
 ARGS ?=
+STAGES ?=
 N ?= 11
 SEED ?= 1
 START ?= 0
@@ -53,6 +54,9 @@ test-light:  ## run the tests that need no torch, on another Python: PYTHON=pyth
 
 mutants: install  ## disconnect every setting in turn: a test of it must fail
 	@$(IN_VENV) python -m tests.wiring.mutants $(ARGS)
+
+gpu-check: install  ## run the GPU paths on this machine, stage by stage: one table, one file (docs/gpu.md); STAGES="ipc kill"
+	@$(IN_VENV) python -m benchmarks.gpu_check $(STAGES) $(ARGS)
 
 chaos: install  ## kill, stop and starve a small run, N times; START=... goes on there
 	@$(IN_VENV) python -m tests.chaos --count $(N) --seed $(SEED) --start $(START) --out $(CHAOS_FILE)

@@ -1,0 +1,269 @@
+"""The script of `make gpu-check`: its stages on doubles of the commands, so that it does not fail
+on a machine with GPUs for a reason of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.config.load import load_config
+from benchmarks import gpu_check
+from benchmarks.gpu_check import STAGES, Check, CheckFailed, Gpu, Result, Running, run_stage
+
+PRINTED = (
+    "weights arrive: after a test publication the engines' log-probs differ from the learner's by "
+    "at most 1.1e-02 (the test moved them by 0.16)\nresumed the journal at step 7\n"
+)
+LINE = {
+    "eval/accuracy_greedy": 0.5,
+    "train/tokens_per_s": 900.0,
+    "train/loss": 0.1,
+    "weights/sampler_error": 0.01,
+    "weights/until_live_s": 0.5,
+    "rollout/response_tokens": 4000.0,
+    "time/learner_update": 2.0,
+    "cluster/restarts": 1.0,
+}
+
+
+class Commands:
+    """Stands for the commands: notes them, checks that a configuration is one, and writes what a
+    run would have left.
+    """
+
+    def __init__(self, *, code: int = 0, lines: list[dict[str, float]] | None = None) -> None:
+        self.seen: list[list[str]] = []
+        self._code = code
+        self._lines = lines or [
+            LINE | {"replay/steps": float(step), "goodput/generated": 100.0 * step, "time": step}
+            for step in (1, 11)
+        ]
+
+    def __call__(self, command: Sequence[str], log: Path, **_: Any) -> Any:
+        self.seen.append(list(command))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(PRINTED, encoding="utf-8")
+        output = PRINTED
+        if "async_grpo.run" in command:
+            settings = list(command[command.index("async_grpo.run") + 1 :])
+            config = load_config(gpu_check.ROOT / settings[0], settings[1:])
+            directory = Path(config.run.dir)
+            (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+            text = "".join(json.dumps(line) + "\n" for line in self._lines)
+            (directory / "metrics.jsonl").write_text(text, encoding="utf-8")
+            from async_grpo.config.load import dump
+
+            (directory / "config.yaml").write_text(dump(config), encoding="utf-8")
+        elif "async_grpo.evaluate" in command:
+            output = 'evaluating ...\n{"eval/accuracy_greedy": 0.5}\n'
+        elif "pytest" in command:
+            output = "...\n12 passed, 3 deselected in 4.00s\n"
+        return Ended(self._code, output)
+
+
+class Ended:
+    """A command that has ended as soon as it began; its process takes signals."""
+
+    def __init__(self, code: int, output: str) -> None:
+        self._done = gpu_check.Done(code, 1.5, output)
+        self.process = self
+        self.pid = os.getpid()
+        self.signals: list[int] = []
+
+    def wait(self) -> gpu_check.Done:
+        return self._done
+
+    def poll(self) -> None: ...
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+def check_of(tmp_path: Path, commands: Commands, *, device: str = "cuda") -> Check:
+    check = Check(device=device, directory=tmp_path)
+    check.start = commands
+    return check
+
+
+@pytest.fixture
+def child() -> Any:
+    """A process that is called like an engine's, below this one."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "EngineCore"])
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+@pytest.fixture
+def eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nvidia-smi` of a machine with eight GPUs."""
+    answers = {
+        "name,memory.total": ["NVIDIA H100 80GB HBM3, 81559"] * 8,
+        "memory.used": ["70000", "1"],
+    }
+    monkeypatch.setattr(gpu_check, "smi", lambda fields: answers.get(fields, ["0, x"]))
+
+
+def settings_of(command: list[str]) -> dict[str, str]:
+    return dict(one.split("=", 1) for one in command if "=" in one)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_stage_passes_where_its_commands_do(
+    tmp_path: Path, device: str, child: Any, eight: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With configurations that are valid, and every figure that the table promises."""
+    if device == "cuda":
+        model = gpu_check.write_random_model(check_of(tmp_path, Commands(), device="cpu"))
+        monkeypatch.setattr(gpu_check, "write_random_model", lambda _: model)
+    commands = Commands()
+    check = check_of(tmp_path, commands, device=device)
+    results = {name: run_stage(name, check, 8) for name in STAGES}
+    assert {name: one.reason for name, one in results.items() if one.outcome != "passed"} == {}
+    assert results["ipc"].figures["bfloat16 self_check_error"] == 0.011
+    assert results["ipc"].figures["float32 accuracy"] == 0.5
+    assert results["one_gpu"].figures["learner_tokens_per_s"] == 2000
+    assert results["one_gpu"].figures["engine_tokens_per_s"] == 100
+    assert results["one_gpu"].figures["memory_peak_mib"] == 70000
+    assert results["one_gpu"].figures["learner_mfu"] >= 0
+    assert results["kill"].figures == {"restarts": 1.0, "steps": 11.0}
+    assert child.wait(10) == -9, "the engine was not killed"
+    lines = gpu_check.table(list(results.values()))
+    assert len(lines) == 2 + len(STAGES) and all(line.startswith("|") for line in lines)
+    if device == "cuda":
+        by_backend = [settings_of(one).get("weight_sync.backend") for one in commands.seen]
+        assert {"ipc", "nccl"} <= set(by_backend)
+
+
+def test_stages_without_their_gpus_are_left_out(tmp_path: Path) -> None:
+    check = check_of(tmp_path, Commands())
+    assert run_stage("senders", check, 1).reason == "needs 4 GPUs, there is 1"
+    assert run_stage("nccl", check, 1).outcome == "left out"
+    assert run_stage("kill", check, 0).reason == "needs 1 GPU, there are 0"
+
+
+@pytest.mark.parametrize(("code", "said"), [(3, "exit code 3"), (124, "did not end in time")])
+def test_a_stage_that_fails_says_why_and_keeps_its_output(
+    tmp_path: Path, code: int, said: str
+) -> None:
+    result = run_stage("ipc", check_of(tmp_path, Commands(code=code)), 1)
+    assert result.outcome == "failed" and said in result.reason
+    assert result.tail[0] == "-- ipc-float32.log" and "weights arrive" in result.tail[1]
+
+
+def test_what_should_have_happened_is_asked_for(tmp_path: Path, child: Any) -> None:
+    line = LINE | {"cluster/restarts": 0.0, "replay/steps": 9.0}
+    check = check_of(tmp_path, Commands(lines=[line]))
+    assert "the run did not notice" in run_stage("kill", check, 1).reason
+    assert "left no checkpoint" in run_stage("tensor_parallel", check, 2).reason
+    early = check_of(tmp_path / "early", Commands(lines=[LINE | {"replay/steps": 0.0}]))
+    early.until_step = ended  # type: ignore[method-assign]
+    assert run_stage("resume", early, 1).reason == "the run did not reach step 2"
+
+
+def ended(*_: Any) -> None:
+    raise CheckFailed("the run did not reach step 2")
+
+
+def test_a_bug_in_a_stage_is_a_failed_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(check: Check) -> dict[str, Any]:
+        raise KeyError("x")
+
+    monkeypatch.setitem(STAGES, "ipc", gpu_check.Stage(work))
+    result = run_stage("ipc", check_of(tmp_path, Commands()), 1)
+    assert (result.outcome, result.reason) == ("failed", "KeyError: 'x'")
+
+
+def test_a_command_ends_at_its_deadline_with_its_children(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    running = Running([sys.executable, "-c", code], tmp_path / "log", limit_s=3.0)
+    done = running.wait()
+    assert done.code == 124 and done.seconds < 20
+    child = int(done.output.split()[0])
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        if "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
+
+
+def test_a_run_that_ends_early_is_not_waited_for(tmp_path: Path) -> None:
+    running = Running([sys.executable, "-c", "pass"], tmp_path / "log")
+    running.process.wait(30)
+    with pytest.raises(CheckFailed, match="did not reach step 2"):
+        Check(device="cpu", directory=tmp_path).until_step("none", running, 2)
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    check = Check(device="cpu", directory=tmp_path)
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "metrics.jsonl").write_text('{"x": 1}\n{"x": 2, "y')
+    assert check.metrics("a") == {"x": 1}
+
+
+def test_the_peak_of_known_gpus() -> None:
+    assert Gpu("NVIDIA H100 80GB HBM3", 81559).peak_flops == 989e12
+    assert Gpu("NVIDIA A100-SXM4-80GB", 81920).peak_flops == 312e12
+    assert Gpu("Something else", 1).peak_flops is None
+
+
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if gpu_check.gpus():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main([])
+    assert ended.value.code == 2
+    assert "nvidia-smi shows no GPU on this machine" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu_check.main(["ipx", "--device", "cpu"])
+    assert "there is no stage 'ipx'" in capsys.readouterr().err
+
+
+def test_table_and_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stage(name: str, check: Check, found: int) -> Result:
+        passed = name == "kill"
+        return Result(name, "passed" if passed else "failed", 2.0, {"restarts": 1.0}, tail=["t"])
+
+    monkeypatch.setattr(gpu_check, "run_stage", stage)
+    arguments = ["kill", "resume", "--device", "cpu", "--dir", str(tmp_path)]
+    assert gpu_check.main(arguments) == 1
+    [file] = tmp_path.glob("*/gpu-check.json")
+    written = json.loads(file.read_text())
+    assert [one["outcome"] for one in written["stages"]] == ["passed", "failed"]
+    printed = capsys.readouterr().out
+    assert "| kill | passed | 2 | restarts 1 |" in printed and str(file) in printed
+
+
+def test_memory_is_the_highest_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = [["100"], ["900"], ["200"]]
+    seen = threading.Event()
+
+    def smi(fields: str) -> list[str]:
+        if len(readings) == 1:
+            seen.set()
+            return readings[0]
+        return readings.pop(0)
+
+    monkeypatch.setattr(gpu_check, "smi", smi)
+    with gpu_check.Memory() as memory:
+        assert seen.wait(10)
+    assert memory.peak == 900
