@@ -48,8 +48,12 @@ LARGEST_NOISE, LEAST_NOISE = 0.15, 1e-3
 LEAST_BIAS = 0.02
 """Mean difference with its sign that is always allowed."""
 MOVEMENT_CORRELATION, MOVEMENT_SHARE = 0.9, 0.25
-"""Least correlation of the movements of engine and learner, and the mean difference between them as
-a share of the learner's movement.
+"""Least correlation of the movements of engine and learner, and the most that they may differ on
+average, as a share of the learner's movement ...
+"""
+MOVEMENT_NOISE, CLEAR = 6.0, 60.0
+"""... and as a multiple of the noise. Perturbations grow until log-probs move by `CLEAR` times the
+noise, where that can be: then a single layer that was left out differs by more than is allowed.
 """
 KEPT_VERSIONS = 4
 """Newest versions whose log-probs of the learner are kept for answers of the drift probe."""
@@ -144,11 +148,13 @@ class Tolerance:
         """Say what is wrong with an engine's movement, or "". apart: of engine's and learner's
         movements. moved: of the learner's log-probs.
         """
-        if not apart.mean <= MOVEMENT_SHARE * moved.mean:
+        noise = max(self.noise, LEAST_NOISE)
+        allowed = min(MOVEMENT_SHARE * moved.mean, MOVEMENT_NOISE * noise)
+        if not apart.mean <= allowed:
             return (
                 f"a perturbation moves the learner's log-probs by {moved.mean:.2g} on average, and "
-                f"the engine's otherwise, by {apart.mean:.2g} (allowed: "
-                f"{MOVEMENT_SHARE * moved.mean:.2g})"
+                f"the engine's otherwise, by {apart.mean:.2g} (allowed: {allowed:.2g}; under the "
+                f"true weights they differ by {self.noise:.2g})"
             )
         if not apart.correlation >= MOVEMENT_CORRELATION:
             return (
@@ -163,6 +169,10 @@ class Tolerance:
         if self.exact:
             return CONTRAST * self.bound
         return CONTRAST / MOVEMENT_SHARE * max(self.noise, LEAST_NOISE)
+
+    def clear(self, moved: Difference) -> bool:
+        """Whether a larger perturbation would not tell more."""
+        return self.exact or moved.mean >= CLEAR * max(self.noise, LEAST_NOISE)
 
     def shows(self, moved: Difference) -> bool:
         """Whether a perturbation that moves log-probs so far tells right from wrong weights."""
@@ -240,7 +250,8 @@ class LoadPathCheck:
                 for actor_id, one in apart.items()
             }
             shows = tolerance.shows(moved)
-            if shows and not any(objections.values()):
+            enough = tolerance.clear(moved) or scale == self._scales[-1]
+            if shows and enough and not any(objections.values()):
                 # later checks start here, and may need more: the tolerance may grow with the noise
                 self._scales = tuple(other for other in SELF_CHECK_SCALES if other >= scale)
                 self.passed |= set(apart)
