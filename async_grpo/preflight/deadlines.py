@@ -10,13 +10,12 @@ from collections.abc import Iterator
 
 from async_grpo.config.schema import Config
 from async_grpo.preflight.memory import Shape, element_bytes, size_text
+from async_grpo.weights.transport import sending_ranks
 
 STAGE_BYTES_S, SEND_BYTES_S = 1e9, 1e9
 """Bytes a second: weights into pinned memory that is allocated meanwhile; a network of 10 Gbit."""
-LEARNER_FLOPS_S = 60e12
-"""Operations a second of a learner rank in bfloat16: a fifteenth of an H100's, a fifth of an
-A100's.
-"""
+LEARNER_FLOPS_S = 100e12
+"""Operations a second of a learner rank in bfloat16: a third of an A100's, a tenth of an H100's."""
 TOKEN_S = 0.03
 """Seconds for one token of a response in a full engine of a large model."""
 FORWARD, BACKWARD = 2, 4
@@ -44,7 +43,8 @@ def too_short(config: Config, shape: Shape) -> Iterator[str]:
         shape.parameters * element_bytes(config, "cuda"),
     )
     weights = f"{size_text(nbytes)} of weights may take"
-    stage, send = nbytes / STAGE_BYTES_S, nbytes / SEND_BYTES_S
+    senders = sending_ranks(config.weight_sync, ranks=config.learner.ranks, nbytes=nbytes)
+    stage, send = nbytes / senders / STAGE_BYTES_S, nbytes / SEND_BYTES_S
     if stage > deadlines.stage_s:
         yield (
             f"`weight_sync.deadlines.stage_s` is {deadlines.stage_s:g}, and copying {weights} "

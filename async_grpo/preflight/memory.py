@@ -157,7 +157,8 @@ def learner_memory(
 ) -> LearnerMemory:
     """Peak of rank 0; ZeRO 1 shards the optimizer's states, 2 gradients too, 3 weights too. With
     ZeRO-3, buckets are the layers that are whole for their turn, and the flat gradients of an
-    optimizer's piece. backend: the weight transport.
+    optimizer's piece; what `learner.deepspeed` offloads lies in host memory. backend: the weight
+    transport.
     """
     ranks, size = config.learner.ranks, element_bytes(config, device)
     sharded = [ranks if stage >= least else 1 for least in (1, 2, 3)]
@@ -170,11 +171,14 @@ def learner_memory(
         buckets += min(live, shape.trained + shape.frozen) * size
         piece = int(zero.get("sub_group_size", SUB_GROUP))
         buckets += min(piece, shape.trained // ranks) * GRADIENT
+    moved = [key for key in ("offload_optimizer", "offload_param") if _offloads(zero.get(key))]
     has_reference = config.algorithm.uses_reference and config.model.lora is None
     need = LearnerMemory(
-        weights=(shape.trained + shape.frozen) * size // sharded[2],
-        gradients=shape.trained * GRADIENT // sharded[1],
-        optimizer=shape.trained * (master + MOMENTS) // sharded[0],
+        weights=0
+        if "offload_param" in moved
+        else (shape.trained + shape.frozen) * size // sharded[2],
+        gradients=0 if moved else shape.trained * GRADIENT // sharded[1],
+        optimizer=0 if moved else shape.trained * (master + MOMENTS) // sharded[0],
         buckets=buckets,
         activations=activation_bytes(config, shape, size=size),
         reference=shape.parameters * size // sharded[2] if has_reference else 0,
@@ -184,6 +188,11 @@ def learner_memory(
         return need
     context = GPU_CONTEXT * (2 if ranks > 1 else 1) + int(need.total * FRAGMENTATION)
     return replace(need, context=context)
+
+
+def _offloads(settings: object) -> bool:
+    """Whether an `offload_*` section of DeepSpeed moves anything."""
+    return isinstance(settings, dict) and settings.get("device") in ("cpu", "nvme")
 
 
 def _publication_bytes(shape: Shape, *, size: int, backend: str) -> int:

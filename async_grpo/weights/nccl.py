@@ -36,7 +36,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_common import unpinned_nccl_env
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-from async_grpo.config.schema import Config, Deadlines
+from async_grpo.config.schema import Config, WeightSync
 from async_grpo.errors import SetupError
 from async_grpo.weights.layout import Layout, packs, to_wire
 from async_grpo.weights.nccl_watchdog import WatchedGroup, within
@@ -47,14 +47,13 @@ from async_grpo.weights.transport import (
     TransferStuck,
     WeightOwner,
     WeightSender,
+    sending_ranks,
     torn_after,
 )
 
 ABORT_S = 10.0
 COPY_SHARE = 0.1
 """A staging copy up to this share of a GPU's memory lies there, a larger one in pinned memory."""
-ONE_SENDER_BYTES = 2**34
-"""Weights up to this size are sent by rank 0, larger ones by every rank, with `senders: auto`."""
 
 
 class NcclSender(WeightSender):
@@ -64,19 +63,15 @@ class NcclSender(WeightSender):
         self,
         owner: WeightOwner,
         *,
-        overlap: bool,
-        deadlines: Deadlines,
-        senders: str = "auto",
+        settings: WeightSync,
         packed: bool = True,
         packed_bytes: int = PACKED_BYTES,
         packed_buffers: int = 2,
     ) -> None:
         self._owner = owner
-        self._overlap, self._deadlines = overlap, deadlines
+        self._overlap, self._deadlines = settings.overlap, settings.deadlines
         self._layout = layout = Layout(owner.weight_metadata())
-        every = senders == "every_rank" or (senders == "auto" and layout.nbytes > ONE_SENDER_BYTES)
-        # without a copy, ranks would wait for each other in gathers and in broadcasts at once
-        self._senders = owner.world_size if overlap and every else 1
+        self._senders = sending_ranks(settings, ranks=owner.world_size, nbytes=layout.nbytes)
         self._sends = owner.rank < self._senders
         size = min(packed_bytes, -(-layout.nbytes // self._senders))
         self._packing = {
@@ -102,10 +97,7 @@ class NcclSender(WeightSender):
     @classmethod
     def of(cls, owner: WeightOwner, *, config: Config, key: str) -> Self:
         """Build the sender of a rank, with the settings of `weight_sync`."""
-        settings = config.weight_sync
-        return cls(
-            owner, overlap=settings.overlap, deadlines=settings.deadlines, senders=settings.senders
-        )
+        return cls(owner, settings=config.weight_sync)
 
     def connect(self, address: str, tensor_parallel_sizes: list[int]) -> list[dict[str, Any]]:
         """Leave the old group, and describe the new one to its engines. The copy is allocated now:

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from async_grpo.config.schema import Config, Deadlines
+from async_grpo.config.schema import Config, Deadlines, WeightSync
 from async_grpo.config.transports import TRANSPORTS, automatic
 from async_grpo.errors import FaultBudgetSpent
 
@@ -39,6 +39,8 @@ SELF_CHECK = "self-check"
 
 PACKED_BYTES = 2**28
 """Tensors that are sent in one piece, where they are pushed; a larger one goes alone."""
+ONE_SENDER_BYTES = 2**34
+"""Weights up to this size are sent by rank 0, larger ones by every rank, with `senders: auto`."""
 BUCKETS_IN_FLIGHT = 2
 """Buckets that vLLM puts on its streams before it waits for the first: a call that returns says
 nothing about its own bucket.
@@ -230,6 +232,15 @@ def merged_stage(ranks: Sequence[Staged]) -> Staged:
         return first
     name = f"sum64-{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:16]}"
     return replace(first, announcement=replace(first.announcement, digest=name))
+
+
+def sending_ranks(settings: WeightSync, *, ranks: int, nbytes: int) -> int:
+    """Return how many learner ranks send weights of this size where they are pushed. Without a copy
+    only one: ranks would wait for each other in gathers and in broadcasts at once.
+    """
+    every = settings.senders == "every_rank"
+    large = settings.senders == "auto" and nbytes > ONE_SENDER_BYTES
+    return ranks if settings.overlap and (every or large) else 1
 
 
 def torn_after(deadlines: Deadlines) -> float:

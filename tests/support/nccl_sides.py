@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from async_grpo.config.schema import Deadlines
+from async_grpo.config.schema import Deadlines, WeightSync
 from async_grpo.weights.transport import WeightOwner
 from tests.support import nccl_over_gloo
 
@@ -53,15 +53,11 @@ def make_sender(
     """The one place that builds our sender."""
     from async_grpo.weights.nccl import NcclSender
 
-    deadlines = deadlines or Deadlines()
+    settings = WeightSync.model_validate(
+        {"overlap": overlap, "senders": senders, "deadlines": deadlines or Deadlines()}
+    )
     return NcclSender(
-        owner,
-        overlap=overlap,
-        deadlines=deadlines,
-        senders=senders,
-        packed=packed,
-        packed_bytes=BUFFER_BYTES,
-        packed_buffers=buffers,
+        owner, settings=settings, packed=packed, packed_bytes=BUFFER_BYTES, packed_buffers=buffers
     )
 
 

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer import packed_tensor
 
 from async_grpo.config.schema import Deadlines
 from async_grpo.errors import TransferMismatch
-from async_grpo.weights import nccl
+from async_grpo.weights import transport
 from async_grpo.weights.layout import Layout, packs
 from async_grpo.weights.transport import (
     Announcement,
@@ -172,7 +172,7 @@ def test_large_weights_are_sent_by_every_rank(
     owner.world_size = 2
     nbytes = Layout(owner.weight_metadata()).nbytes
     for limit, note in ((nbytes, ""), (nbytes - 1, "weights are sent by all 2 learner ranks")):
-        monkeypatch.setattr(nccl, "ONE_SENDER_BYTES", limit)
+        monkeypatch.setattr(transport, "ONE_SENDER_BYTES", limit)
         assert make_sender(owner, overlap=True, senders="auto").note == note
     assert make_sender(owner, overlap=False, senders="every_rank").note == "", (
         "without a copy only rank 0 sends"
