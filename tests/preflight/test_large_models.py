@@ -1,10 +1,11 @@
-"""The table of docs/gpu.md: what models of 0.5 to 70 billion parameters take on 1, 8 and 16 GPUs, and
-which of them are refused.
+"""The table of docs/gpu.md: what models of 0.5 to 70 billion parameters take on 1, 8 and 16 GPUs,
+and which of them are refused.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,8 @@ def test_a_row_is_what_the_arithmetic_says(row: dict[str, Any]) -> None:
     shape = shape_of(config, known_config(row["model"]))
     nodes = assumed_nodes(CLUSTERS[row["gpus"]])
     placement, refused = None, True
-    try:
+    with suppress(PlacementError):
         placement = place(config, nodes)
-    except PlacementError:
-        pass
     colocated = placement.colocated if placement else row["gpus"] == "1"
     backend = resolve_backend(config, device="cuda", colocated=colocated)
     rank = learner_memory(
@@ -96,6 +95,5 @@ def test_what_is_offloaded_is_not_on_the_gpu(section: dict[str, Any], gone: set[
     moved = plain.model_copy(update={"learner": learner})
     shape = shape_of(plain, known_config(name))
     need = learner_memory(moved, shape, device="cuda", stage=3)
-    assert {
-        part for part in ("weights", "gradients", "optimizer") if not getattr(need, part)
-    } == gone
+    parts = ("weights", "gradients", "optimizer")
+    assert {part for part in parts if not getattr(need, part)} == gone
