@@ -20,7 +20,6 @@ ATTENTION = "async_grpo_varlen"
 _LARGEST_HEAD, _AMPERE = 256, (8, 0)
 
 
-@torch.compiler.disable  # its shapes follow the rows: every pack would be compiled anew
 def varlen_attention(
     module: nn.Module,
     query: Tensor,
@@ -123,6 +122,13 @@ def _attend(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
     )
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def leave_out_of_compilation() -> None:
+    """Keep attention as it is in models that are compiled: its shapes follow the rows, so that
+    every pack would be compiled anew.
+    """
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(varlen_attention))
 
 
 AttentionInterface.register(ATTENTION, varlen_attention)

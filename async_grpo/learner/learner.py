@@ -254,7 +254,7 @@ class Learner:
                 self._select(micro_batches) if self._math.selects else [None] * len(micro_batches)
             )
             losses = []
-            prepared = ahead(self._prepare, micro_batches)
+            prepared = ahead(self._prepare, micro_batches, device=self._torch_device)
             for one, selection in zip(prepared, selections, strict=True):
                 loss = self._loss(one, selection, unmoved=index == 0)
                 self.engine.backward(loss * self.world_size)
@@ -285,7 +285,7 @@ class Learner:
         with torch.no_grad(), Stopwatch() as watch:
             passes = [
                 self._forward(one, with_entropy=False)
-                for one in ahead(self._prepare, micro_batches)
+                for one in ahead(self._prepare, micro_batches, device=self._torch_device)
             ]
             selections = self._math.select(
                 self._plan.step, [one.batch for one in passes], [one.logprobs for one in passes]
@@ -410,7 +410,11 @@ class Learner:
         if self.sharded:
             passes += [[]] * (self._collectives.maximum(len(passes)) - len(passes))
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
-        packs = ahead(lambda chunk: self._pack([rows[index] for index in chunk]), passes)
+        packs = ahead(
+            lambda chunk: self._pack([rows[index] for index in chunk]),
+            passes,
+            device=self._torch_device,
+        )
         with torch.no_grad():
             for chunk, packed in zip(passes, packs, strict=True):
                 values = model(packed, temperature, False)[0].cpu().numpy()

@@ -28,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from async_grpo.algo.logprobs import token_logprobs
 from async_grpo.learner import zero
-from async_grpo.learner.attention import ATTENTION
+from async_grpo.learner.attention import ATTENTION, leave_out_of_compilation
 from async_grpo.learner.packing import Packed
 
 CHECKPOINTING = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
@@ -157,6 +157,7 @@ class PolicyModel(nn.Module):
                 f"{self.hf.config.model_type} has no decoder layers that transformers knows as "
                 "such: set learner.compile: false"
             )
+        leave_out_of_compilation()
         for layer in layers:
             layer.compile(dynamic=True, backend=BACKEND)
 

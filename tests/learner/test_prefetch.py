@@ -18,6 +18,7 @@ from async_grpo.learner.prefetch import ahead, on_device
 from tests.support.learners import begin, make_case, make_config, open_learner, split
 from tests.support.models import write_model
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 READS = (
     *("item", "tolist", "numpy", "cpu", "__int__"),
     *("__float__", "__bool__", "__index__", "__array__"),
@@ -37,14 +38,21 @@ def test_items_come_in_order_and_one_is_prepared_meanwhile() -> None:
         return 10 * number
 
     seen = []
-    for value in ahead(prepare, range(4)):
+    for value in ahead(prepare, range(4), device=GPU):
         seen.append(value)
         following = len(seen)
         if following < 4:
             assert prepared[following].wait(5), "the next one waits for this one"
         assert begun == list(range(min(following + 1, 4))), "no more than one ahead"
     assert seen == [0, 10, 20, 30]
-    assert list(ahead(prepare, [])) == []
+    assert list(ahead(prepare, [], device=GPU)) == []
+
+
+def test_on_a_cpu_each_comes_in_turn() -> None:
+    begun: list[int] = []
+    items = ahead(lambda number: begun.append(number) or number, range(3), device=CPU)
+    assert next(items) == 0 and begun == [0]
+    assert list(items) == [1, 2]
 
 
 def test_an_error_comes_at_its_item() -> None:
@@ -53,14 +61,14 @@ def test_an_error_comes_at_its_item() -> None:
             raise ValueError("row 1")
         return number
 
-    items = ahead(prepare, range(3))
+    items = ahead(prepare, range(3), device=GPU)
     assert next(items) == 0
     with pytest.raises(ValueError, match="row 1"):
         next(items)
 
 
 def test_a_caller_that_leaves_leaves_no_thread() -> None:
-    items = ahead(lambda number: number, range(100))
+    items = ahead(lambda number: number, range(100), device=GPU)
     assert next(items) == 0
     items.close()
     deadline = time.monotonic() + 5
