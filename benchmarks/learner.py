@@ -1,5 +1,5 @@
 """The learner against a bare PyTorch loop: `python -m benchmarks.learner [--sizes 1M 14M] [--stages
-0 1 2 3] [--smoke] [--out JSON] [--docs FILE]`.
+0 1 2 3] [--learner KEY=VALUE ...] [--smoke] [--out JSON] [--docs FILE]`.
 
 One DeepSpeed rank with one thread, float32, and a loop written by hand, take turns on the same
 packed batches: the tokens per second of the two, the padding, DeepSpeed's overhead by ZeRO stage,
@@ -101,6 +101,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument(
+        "--learner", nargs="+", default=[], metavar="KEY=VALUE", help="settings: compile=true"
+    )
+    parser.add_argument(
         "--smoke",
         action="store_true",
         help="a tiny model and two turns: shows that it runs, not how fast",
@@ -111,6 +114,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     about = machine("torch", "deepspeed", "transformers")
+    pairs = [text.partition("=")[::2] for text in arguments.learner]
+    settings = {key: json.loads(value) for key, value in pairs}
     models = [SMOKE] if arguments.smoke else [MODELS[name] for name in arguments.sizes]
     stages = [1] if arguments.smoke else [None, *arguments.stages]
     lines, reached, results = (
@@ -128,7 +133,11 @@ def main(argv: list[str] | None = None) -> None:
             for stage in stages:
                 arms.append(
                     run_arm(
-                        path, work, stage=stage, turns=2 if arguments.smoke else arguments.turns
+                        path,
+                        work,
+                        stage=stage,
+                        turns=2 if arguments.smoke else arguments.turns,
+                        settings=settings,
                     )
                 )
                 print(line(model.name, arms[-1]), file=sys.stderr, flush=True)

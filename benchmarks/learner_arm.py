@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -195,7 +196,15 @@ class Bare:
 class Ours:
     """The learner, as a learner rank drives it."""
 
-    def __init__(self, model: str, batch: Batch, work: Work, stage: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        batch: Batch,
+        work: Work,
+        stage: int,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """settings: more of the section `learner`."""
         from async_grpo.learner.learner import Learner
 
         self._batch = batch
@@ -216,6 +225,7 @@ class Ours:
                     "weight_decay": 0.0,
                     "betas": list(BETAS),
                     "tokens_per_micro_batch": work.budget,
+                    **(settings or {}),
                 },
             }
         )
@@ -231,13 +241,18 @@ class Ours:
         self.learner.end()
 
 
-def run_arm(model: str, work: Work, *, stage: int | None, turns: int) -> ArmResult:
+def run_arm(
+    model: str, work: Work, *, stage: int | None, turns: int, settings: dict[str, Any] | None = None
+) -> ArmResult:
     """Measure one arm in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_measure, model, work, stage, turns).result(timeout=TIMEOUT_S)
+        done = pool.submit(_measure, model, work, stage, turns, settings)
+        return done.result(timeout=TIMEOUT_S)
 
 
-def _measure(model: str, work: Work, stage: int | None, turns: int) -> ArmResult:
+def _measure(
+    model: str, work: Work, stage: int | None, turns: int, settings: dict[str, Any] | None
+) -> ArmResult:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": "0",
@@ -250,7 +265,7 @@ def _measure(model: str, work: Work, stage: int | None, turns: int) -> ArmResult
     import deepspeed  # noqa: F401 - before the level of memory is taken, as in a learner rank
 
     ours, peak_mb = _built(
-        lambda: Bare(model, batch) if stage is None else Ours(model, batch, work, stage)
+        lambda: Bare(model, batch) if stage is None else Ours(model, batch, work, stage, settings)
     )
     bare, bare_peak_mb = _built(lambda: Bare(model, batch))
     found = []

@@ -10,16 +10,20 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from async_grpo.learner import weight_files, zero
+from async_grpo.learner import drafts, weight_files, zero
+from async_grpo.learner.checkpoint import Saving
+from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import PolicyModel, load_model
+from async_grpo.learner.packing import pack
 from async_grpo.learner.storage_writes import Writes
 from async_grpo.learner.weights import Published
-from tests.support.learners import free_port, run_ranks, set_rank
+from tests.support.learners import free_port, make_config, run_ranks, set_rank
 
 M_MMAP_THRESHOLD = -3
 SLACK = 12 * 2**20
@@ -113,7 +117,11 @@ def write(path: Path, *, hidden: int, layers: int) -> str:
     )
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config)
-    model.to_empty(device="cpu").save_pretrained(path)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+    model.save_pretrained(path)
     return str(path)
 
 
@@ -139,3 +147,49 @@ def _tensors(files: Iterator[Path]) -> dict[str, torch.Tensor]:
     return {
         name: tensor.view(torch.int32) for file in files for name, tensor in load_file(file).items()
     }
+
+
+def saving_rank(rank: int, world: int, port: int, large: str, target: str) -> None:
+    """Save learner and model as a checkpoint does, on every rank."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
+    torch.set_num_threads(1)
+    set_rank(rank, world, port)
+    drafts.SEGMENT_DIR = Path(target)  # a disk: memory files are no anonymous memory either
+    zero._GATHER_BYTES = BUCKET
+    config = make_config(
+        model={"path": large},
+        learner={"zero_stage": 3, "ranks": world},
+        algorithm={"use_kl_loss": False, "kl_loss_coef": 0.0},
+    )
+    learner = Learner(config, model_dir=large, fetch=lambda *_: b"", device="cpu", total_updates=1)
+    try:
+        numbers = sum(torch.Size(shape).numel() for _, shape, _ in learner.weight_metadata())
+        row = (np.arange(3, 9), np.arange(9, 20))
+        logprobs, _ = learner.engine(pack([row], torch.device("cpu")), 1.0, False)
+        learner.engine.backward(logprobs.sum())
+        learner.engine.step()
+        saving = Saving(learner, key="k")
+        with Peak() as first:
+            written = saving.write(target, {})
+        sums = saving.finish(target)
+        with Peak() as again:
+            saving.write(target, {})
+        share = 4 * numbers // world
+        found = (
+            f"share {share}, written {written.nbytes}, saving {first.bytes}, again {again.bytes}"
+        )
+        print(f"rank {rank} of {world}: {found}", flush=True)
+        assert written.nbytes > 12 * numbers, "weights, two moments, the model"
+        assert any(name.startswith("hf/") for name in sums) == (rank == 0), "one file"
+        assert max(first.bytes, again.bytes) < share, "of weights, a fourth of what is saved"
+    finally:
+        learner.close()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)], ids="{}".format)
+def test_a_checkpoint_takes_no_second_copy_of_a_share(tmp_path: Path, world: int) -> None:
+    large = write(tmp_path / "large", hidden=256, layers=12 * world)
+    target = tmp_path / "saved"
+    target.mkdir()
+    run_ranks(saving_rank, world, free_port(), large, str(target), seconds=200, ranks=world)

@@ -508,10 +508,10 @@ def test_self_check_allows_rounding_and_looks_harder_when_it_hides_the_test() ->
         run = Fixture(config(self_check=True), moves=1.2, exact=False)
         run.members[0].noise = 0.02
         measured = await run.coordinator.start(0)
-        # the true weights; then perturbations that move 0.09, 0.18 and 0.36, of which the last is
-        # more than 16 times the noise
-        assert run.members[0].received == [SELF_CHECK] * 4 + ["v0.0"]
-        assert measured["weights/self_check_moved"] == pytest.approx(0.36, rel=1e-3)
+        # the true weights; then perturbations that move 0.09, 0.18, 0.36 and 0.72: none is 60 times
+        # the noise, and the last is more than 16 times
+        assert run.members[0].received == [SELF_CHECK] * 5 + ["v0.0"]
+        assert measured["weights/self_check_moved"] == pytest.approx(0.72, rel=1e-3)
         assert measured["weights/self_check_sampler_error"] == pytest.approx(0.02, rel=1e-3)
         assert run.learner.weight == 1.0
 
@@ -550,10 +550,10 @@ def test_self_check_refuses_a_perturbation_that_shows_nothing(
 def test_a_newcomer_is_checked_when_the_noise_has_raised_the_bound() -> None:
     async def scenario() -> None:
         run = Fixture(config(self_check=True), moves=2.0, exact=False)
-        run.members[0].noise = 0.025
+        run.members[0].noise = 0.004
         await run.coordinator.start(0)
-        assert run.members[0].received == [SELF_CHECK] * 4 + ["v0.0"]
-        newcomer = FakeEngine("b0", run.events, noise=0.04)
+        assert run.members[0].received == [SELF_CHECK] * 3 + ["v0.0"]
+        newcomer = FakeEngine("b0", run.events, noise=0.009)
         await run.coordinator.join(newcomer, lambda: run.members.append(newcomer))
         assert newcomer.received == [SELF_CHECK] * 3 + ["v0.0"], (
             "the true weights, and what showed enough at the start, which is not enough for a "
