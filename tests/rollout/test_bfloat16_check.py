@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config.schema import Config
 from async_grpo.rollout.engine import Engine, Sampling
-from async_grpo.weights.checks import LoadPathCheck, SelfCheckFailed, Tolerance
+from async_grpo.weights.checks import Difference, LoadPathCheck, SelfCheckFailed, Tolerance
 from async_grpo.weights.shared_memory import SharedMemorySender
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence
 from tests.support.engine_weights import learner_logprobs
@@ -247,6 +247,33 @@ def test_faults_are_found(
     serving: Serving, sequences: list[TokenSequence], tmp_path: Path, name: str
 ) -> None:
     assert objects(serving, sequences, tmp_path, fault=FAULTS[name], noise=0.02, seed=1)
+
+
+def test_weights_that_changed_behind_the_back_are_found(
+    serving: Serving, sequences: list[TokenSequence], tmp_path: Path
+) -> None:
+    """What a drift probe compares, in bfloat16: an honest engine is within the tolerance, one that
+    took other weights than it says is not.
+    """
+    serving.noise, tolerance = 0.0, Tolerance(exact=False)
+    differences = []
+    for scale in (0.0, 0.05):
+        learner = Learner(serving, tmp_path, None, seed=3)
+        try:
+            [payload] = learner.sender.connect("127.0.0.1", [1])
+            assert not serving.now(serving.engine.connect(payload)).failure
+            staged = asyncio.run(
+                learner.stage_perturbed("self-check", scale=scale, sequences=sequences)
+            )
+            receipt = asyncio.run(serving.receive(staged.announcement))
+            assert not receipt.failure
+            scored = [row for _, row in asyncio.run(serving.score(sequences))]
+            differences.append(Difference.of(scored, staged.before))
+        finally:
+            learner.sender.close()
+    honest, changed = differences
+    assert tolerance.measure(honest) == "" and tolerance.objection(honest) == ""
+    assert "log-probs differ by" in tolerance.objection(changed)
 
 
 @pytest.mark.slow
