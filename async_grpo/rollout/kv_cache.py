@@ -43,6 +43,7 @@ class CacheChoice:
         self._mode = mode
         self._token_s: float | None = None
         self._since = time.monotonic()
+        self._cleared = 0
         self._watching: asyncio.Task[None] | None = None
 
     def clears(self, tokens: int) -> tuple[bool, str]:
@@ -68,7 +69,8 @@ class CacheChoice:
         self.paused()
         self._since = time.monotonic()
         if tokens:
-            self._watching = asyncio.create_task(self._watch(tokens, lengths))
+            self._cleared = tokens
+            self._watching = asyncio.create_task(self._watch(lengths))
 
     def paused(self) -> None:
         """Note that the next publication has come; what is not yet computed took at least this
@@ -76,12 +78,14 @@ class CacheChoice:
         """
         if self._watching is not None:
             self._watching.cancel()
-            self._watching = None
+            self._measured()
 
-    async def _watch(self, tokens: int, lengths: Callable[[], dict[str, int]]) -> None:
+    async def _watch(self, lengths: Callable[[], dict[str, int]]) -> None:
         before = {name: length for name, length in lengths().items() if length}
-        try:
-            while any(length == before.get(name) for name, length in lengths().items()):
-                await asyncio.sleep(LOOK_S)
-        finally:
-            self._token_s = (time.monotonic() - self._since) / tokens
+        while any(length == before.get(name) for name, length in lengths().items()):
+            await asyncio.sleep(LOOK_S)
+        self._measured()
+
+    def _measured(self) -> None:
+        self._token_s = (time.monotonic() - self._since) / self._cleared
+        self._watching = None
