@@ -125,7 +125,6 @@ def write(path: Path, *, hidden: int, layers: int) -> str:
     return str(path)
 
 
-@pytest.mark.system
 @pytest.mark.parametrize(
     "world",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
@@ -186,7 +185,6 @@ def saving_rank(rank: int, world: int, port: int, large: str, target: str) -> No
         learner.close()
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)], ids="{}".format)
 def test_a_checkpoint_takes_no_second_copy_of_a_share(tmp_path: Path, world: int) -> None:
     large = write(tmp_path / "large", hidden=256, layers=12 * world)

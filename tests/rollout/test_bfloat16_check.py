@@ -28,7 +28,7 @@ from tests.support.models import ModuleOwner, write_model
 
 START_S, ANSWER_S = 120.0, 60.0
 PROMPTS, TOKENS = 16, 32
-pytestmark = [pytest.mark.timeout(550), pytest.mark.system]
+pytestmark = pytest.mark.timeout(550)
 Weights = dict[str, Tensor]
 
 
