@@ -29,8 +29,8 @@ RowShape = tuple[Hashable, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One response to train: its place in the group, lengths in tokens, and the loss weight of each
-    of its tokens with the global normaliser (0 keeps the row out of the loss).
+    """One row to train: its place in the group, tokens of its prompt and behind it, and the loss
+    weight of each sampled token with the global normaliser (0 keeps the row out of the loss).
     """
 
     group_id: int
@@ -38,6 +38,10 @@ class PlanRow:
     prompt_length: int
     length: int
     weight: float
+    sampled: int
+    """Tokens of `length` that the policy sampled."""
+    prompt: int = 0
+    """Which one of the group; rows share equal ones."""
 
     @property
     def key(self) -> RowKey:
@@ -211,7 +215,7 @@ def make_rank_plans(
     updates: list[list[tuple[tuple[PlanRow, ...], ...]]] = [[] for _ in range(ranks)]
     for rows in updates_rows:
         dealt = deal(
-            [(row.group_id, row.prompt_length, row.length) for row in rows],
+            [((row.group_id, row.prompt), row.prompt_length, row.length) for row in rows],
             ranks=ranks,
             token_budget=token_budget,
         )

@@ -7,13 +7,29 @@ too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
 
 Role = Literal["train", "baseline"]
+FINISH_REASONS = (
+    "stop",
+    "length",
+    "context",
+    "max_turns",
+    "invalid_action",
+    "repetition",
+    "env_done",
+    "env_timeout",
+)
+"""Why a response or an episode ended: by an end token, or a limit of tokens; and of episodes by the
+context's length, a limit of turns or of wrong actions, a repetition, the environment, its deadline.
+"""
+TRUNCATED = frozenset({"length", "context", "max_turns"})
+"""Finish reasons that cut off what would have gone on."""
 
 
 class WireError(ValueError):
@@ -40,7 +56,7 @@ class GroupTicket:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a response were sampled by `policy_version`."""
+    """Sampled tokens [start, end) of a row are of `policy_version`."""
 
     policy_version: int
     start: int
@@ -48,56 +64,84 @@ class VersionSpan:
 
 
 @dataclass(slots=True)
-class Rollout:
-    """One sampled response.
+class Row:
+    """What follows a prompt as one sequence: a response, or an episode turn by turn.
 
-    response_ids [L] int32; behavior_logprobs [L] float32, under the distribution each token was
-    sampled from; loss_mask [L] uint8, 1 on tokens the policy sampled; versions cover [0, L) in
-    order; rewards: raw value by component; verdict: 0/1 or None.
+    response_ids [T] int32; segments: (context tokens, sampled tokens) of each turn in order, T in
+    all; behavior_logprobs [S] float32, of the S sampled tokens, under the distribution each was
+    sampled from; versions cover [0, S) in order; rewards: raw value by component; verdict: 0/1 or
+    None; prompt: which one of the group. An episode that went on from an earlier place again has
+    several rows with its number, of equal facts; what they share is sampled in the first alone, and
+    context in the others. turn_rewards: one per turn, or None.
     """
 
     response_ids: np.ndarray
     behavior_logprobs: np.ndarray
-    loss_mask: np.ndarray
+    segments: list[tuple[int, int]]
     versions: list[VersionSpan]
     rewards: dict[str, float]
     verdict: float | None
     finish_reason: str
     role: Role = "train"
+    prompt: int = 0
+    episode: int | None = None
+    """None: the row is an episode of its own."""
+    turn_rewards: list[float] | None = None
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Positions [S] int64 of the sampled tokens in `response_ids`."""
+        if len(self.segments) == 1:
+            return np.arange(self.segments[0][0], len(self.response_ids))
+        sizes = np.array(self.segments).ravel()
+        return np.flatnonzero(np.repeat(np.arange(len(sizes)) % 2, sizes))
 
 
 @dataclass(slots=True)
 class Group:
-    """The rollouts of one prompt: filtered, journaled, trained or dropped whole. prompt_ids [P]
-    int32. actor_id: of the process. times: Unix seconds when the ticket came (`queued`), the
-    group's first token, the last token of all responses (`done`), and the last reward (`scored`).
+    """The episodes of one ticket: filtered, journaled, trained or dropped whole. prompts: [P]
+    int32 each, one where all episodes begin with the same. actor_id: of the process. times: Unix
+    seconds when the ticket came (`queued`), the group's first token, the last token of all
+    responses (`done`), and the last reward (`scored`). planes: by name, [entries, width], what
+    `wire.PLANES` knows of.
     """
 
     group_id: int
     attempt: int
     policy_version: int
     actor_id: str
-    prompt_ids: np.ndarray
-    rollouts: list[Rollout]
+    prompts: list[np.ndarray]
+    rows: list[Row]
     times: dict[str, float] = field(default_factory=dict)
     run_epoch: int = 0
+    planes: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RowMeta:
-    """What the driver knows of one rollout: lengths in tokens, rewards and versions, never tokens.
-    Not to be changed; frozen it would be four times as expensive to make, once per rollout in the
-    queue.
+    """What the driver knows of one row: tokens by number, rewards and versions, never tokens. Not
+    to be changed; frozen it would be four times as expensive to make, once per row in the queue.
     """
 
     role: Role
     length: int
-    mask_tokens: int
+    """Tokens that the policy sampled."""
     rewards: dict[str, float]
     verdict: float | None
     finish_reason: str
     versions: tuple[tuple[int, int], ...]
     """(policy version, tokens) of each span, in order."""
+    context: int = 0
+    """Tokens behind the prompt that the policy did not sample."""
+    turns: int = 1
+    prompt: int = 0
+    """Which one of the group."""
+    turn_rewards: tuple[float, ...] | None = None
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit cut it off."""
+        return self.finish_reason in TRUNCATED
 
     @property
     def min_version(self) -> int:
@@ -114,6 +158,21 @@ class RowMeta:
         return sum(tokens for sampled, tokens in self.versions if sampled < version)
 
 
+def joined(rows: Sequence[RowMeta]) -> RowMeta:
+    """Join the rows of one episode to what statistics see: a row with the tokens of all."""
+    if len(rows) == 1:
+        return rows[0]
+    rewards = [row.turn_rewards for row in rows if row.turn_rewards is not None]
+    return replace(
+        rows[0],
+        length=sum(row.length for row in rows),
+        context=sum(row.context for row in rows),
+        turns=sum(row.turns for row in rows),
+        versions=tuple(span for row in rows for span in row.versions),
+        turn_rewards=tuple(value for turns in rewards for value in turns) if rewards else None,
+    )
+
+
 @dataclass(slots=True)
 class GroupMeta:
     """What the driver and the queue know of one group. Nobody changes one, see `RowMeta`."""
@@ -122,16 +181,35 @@ class GroupMeta:
     attempt: int
     policy_version: int
     actor_id: str
-    prompt_length: int
+    prompt_lengths: tuple[int, ...]
     rows: tuple[RowMeta, ...]
     times: dict[str, float]
     nbytes: int
     run_epoch: int = 0
+    forks: tuple[int, ...] = ()
+    """The episode of every row; empty where each is one of its own."""
 
     @property
-    def rows_to_train(self) -> list[RowMeta]:
-        """The rollouts that filters, retirement and the loss see: all but the baseline."""
-        return [row for row in self.rows if row.role == "train"]
+    def places(self) -> list[list[int]]:
+        """Places of the rows of every episode."""
+        if not self.forks:
+            return [[place] for place in range(len(self.rows))]
+        found: list[list[int]] = [[] for _ in range(max(self.forks) + 1)]
+        for place, episode in enumerate(self.forks):
+            found[episode].append(place)
+        return found
+
+    @property
+    def episodes(self) -> list[RowMeta]:
+        """Every episode as one row."""
+        if not self.forks:
+            return list(self.rows)
+        return [joined([self.rows[place] for place in places]) for places in self.places]
+
+    @property
+    def episodes_to_train(self) -> list[RowMeta]:
+        """What filters, retirement and group statistics see: all episodes but the baseline."""
+        return [episode for episode in self.episodes if episode.role == "train"]
 
     @property
     def min_version(self) -> int:

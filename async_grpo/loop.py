@@ -46,7 +46,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled, StopRequested
 from async_grpo.planning import RowMath
 from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LEARNER_PREFIX, LearnerTime, TimeByCause
-from async_grpo.wire import Batch
+from async_grpo.wire.codec import Batch
 
 POLL_S = 0.005
 BETWEEN = "between two learner steps"

@@ -11,6 +11,9 @@ happens on the ranks.
 Estimators with returns get the normalised reward instead; token KL, returns, whitening and clip are
 done on the ranks.
 
+An episode is one row of these numbers: rows of one that forked are joined before, and share its
+value and weight afterwards.
+
 Invariants: groups are filtered and normalised whole; what lasts from step to step (running reward
 statistics, the adaptive KL coefficient) changes in `values`, once per learner step in the order of
 consumption, and is part of the checkpoint.
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +38,7 @@ from async_grpo.algo.reward_norm import RunningMoments, normalize_rewards
 from async_grpo.algo.rewards import Shaping, score
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, make_rank_plans, minibatches
 from async_grpo.config.schema import Config
-from async_grpo.wire import Batch, RowMeta
+from async_grpo.groups import Batch, GroupMeta, RowMeta, joined
 
 
 def shaping(config: Config, weights: Mapping[str, float]) -> Shaping:
@@ -78,29 +82,29 @@ class RowMath:
 
     def plans(self, batch: Batch) -> list[RankPlan]:
         """Assign rows to ranks and updates, with the weight of each row's tokens in the loss."""
-        config, rows = self._config, _rows(batch, "train")
-        prompts = {group.group_id: group.prompt_length for group in batch.groups}
+        config, episodes = self._config, _episodes(batch, "train")
         updates = []
         for epoch in range(config.learner.ppo_epochs):
             for ids in minibatches(
-                list(prompts),
+                [group.group_id for group in batch.groups],
                 seed=config.seed,
                 step=batch.step,
                 epoch=epoch,
                 groups_per_minibatch=config.mini_batch_groups,
             ):
                 members = set(ids)
-                chosen = {key: row for key, row in rows.items() if key[0] in members}
-                per_row = row_weights(
+                chosen = {key: one for key, one in episodes.items() if key[0] in members}
+                weights = row_weights(
                     config.algorithm.loss_agg_mode,
-                    [self._loss_tokens(row) for row in chosen.values()],
+                    [self._loss_tokens(one.joined) for one in chosen.values()],
                     max_response_length=config.rollout.response_length,
                     group_index=[group_id for group_id, _ in chosen],
                 )
                 updates.append(
                     [
-                        PlanRow(key[0], key[1], prompts[key[0]], row.length, weight)
-                        for (key, row), weight in zip(chosen.items(), per_row, strict=True)
+                        plan_row
+                        for one, weight in zip(chosen.values(), weights, strict=True)
+                        for plan_row in one.planned(weight)
                     ]
                 )
         return make_rank_plans(
@@ -116,7 +120,14 @@ class RowMath:
     ) -> tuple[dict[RowKey, RowValue], dict[str, float]]:
         """Compute every row's value, and row metrics. `kl_sums`: token KL per row, if rewarded."""
         algorithm = self._config.algorithm
-        rows, greedy = _rows(batch, "train"), _rows(batch, "baseline")
+        episodes = _episodes(batch, "train")
+        rows = {key: one.joined for key, one in episodes.items()}
+        kl_sums = (
+            {key: sum(kl_sums[row] for row in one.keys) for key, one in episodes.items()}
+            if kl_sums
+            else {}
+        )
+        greedy = {key: one.joined for key, one in _episodes(batch, "baseline").items()}
         everyone = rows | greedy
         shaped = {
             key: self._shaping.shape(row.rewards, row.length) for key, row in everyone.items()
@@ -147,7 +158,7 @@ class RowMath:
             metrics |= _spread("rollout/advantage", [value.value for value in values.values()])
         if algorithm.add_token_level_kl:
             metrics |= self._steer_kl(rows, kl_sums)
-        return values, metrics
+        return {row: values[key] for key, one in episodes.items() for row in one.keys}, metrics
 
     def _advantages(self, rows: Mapping[RowKey, RowMeta], rewards: list[float]) -> list[float]:
         algorithm = self._config.algorithm
@@ -155,7 +166,7 @@ class RowMath:
             algorithm.adv_estimator,
             _tensor(rewards),
             _groups(rows),
-            lengths=_tensor(row.mask_tokens for row in rows.values()),
+            lengths=_tensor(row.length for row in rows.values()),
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             adv_std_level=algorithm.adv_std_level,
             asymre_shift=algorithm.asymre_shift,
@@ -172,9 +183,7 @@ class RowMath:
         self, rows: Mapping[RowKey, RowMeta], kl_sums: Mapping[RowKey, float]
     ) -> dict[str, float]:
         """Measure the token KL in the reward; its adaptive coefficient changes after its use."""
-        means = [kl_sums[key] / row.mask_tokens for key, row in rows.items() if row.mask_tokens]
-        if not means:
-            return {}
+        means = [kl_sums[key] / row.length for key, row in rows.items()]
         kl, coef = sum(means) / len(means), self.kl_coef
         if self._config.algorithm.kl_ctrl.type == "adaptive":
             self._adaptive.update(kl, len(rows))
@@ -182,8 +191,7 @@ class RowMath:
 
     def _loss_tokens(self, row: RowMeta) -> int:
         """Count a row's tokens in the loss."""
-        masked = self._config.algorithm.mask_truncated and row.finish_reason == "length"
-        return 0 if masked else row.mask_tokens
+        return 0 if self._config.algorithm.mask_truncated and row.truncated else row.length
 
     def _metrics(
         self,
@@ -193,14 +201,13 @@ class RowMath:
         shaped: Mapping[RowKey, float],
     ) -> dict[str, float]:
         metas, n = list(rows.values()), len(rows)
-        truncated = [row.finish_reason == "length" for row in metas]
         spans = [(row.min_version, row.max_version) for row in metas]
         out = {
             "rollout/shaped_reward": sum(shaped[key] for key in rows) / n,
             "rollout/response_length": sum(row.length for row in metas) / n,
             "rollout/response_length_max": float(max(row.length for row in metas)),
             "rollout/response_tokens": float(sum(row.length for row in metas)),
-            "rollout/truncated": sum(truncated) / n,
+            "rollout/truncated": sum(row.truncated for row in metas) / n,
             "rollout/masked_rows": sum(self._loss_tokens(row) == 0 for row in metas) / n,
             "rollout/mixed_version_rows": sum(newest > oldest for oldest, newest in spans) / n,
             "rollout/versions_per_row": sum(newest - oldest + 1 for oldest, newest in spans) / n,
@@ -211,7 +218,7 @@ class RowMath:
         lags = [batch.step - 1 - row.min_version for row in metas]
         for bucket, found in _by_lag(lags, scores).items():
             out[f"train/lag_{bucket}/score"] = sum(found) / len(found)
-        out |= _constant_groups(batch, shaped) | _by_correctness(metas)
+        out |= _constant_groups(batch, {key: shaped[key] for key in rows}) | _by_correctness(metas)
         for name in sorted({name for row in metas for name in row.rewards}):
             values = [row.rewards[name] for row in metas if name in row.rewards]
             out[f"rollout/reward/{name}"] = sum(values) / len(values)
@@ -221,12 +228,41 @@ class RowMath:
         return out
 
 
-def _rows(batch: Batch, role: str) -> dict[RowKey, RowMeta]:
+@dataclass(frozen=True, slots=True)
+class _Episode:
+    """An episode: its rows by key, and what they are together."""
+
+    group: GroupMeta
+    keys: list[RowKey]
+    joined: RowMeta
+
+    def planned(self, weight: float) -> list[PlanRow]:
+        """Its rows, whose tokens have this weight."""
+        rows = [self.group.rows[place] for _, place in self.keys]
+        return [
+            PlanRow(
+                *key,
+                self.group.prompt_lengths[row.prompt],
+                row.context + row.length,
+                weight,
+                prompt=row.prompt,
+                sampled=row.length,
+            )
+            for key, row in zip(self.keys, rows, strict=True)
+        ]
+
+
+def _episodes(batch: Batch, role: str) -> dict[RowKey, _Episode]:
+    """Collect the episodes of a role under the keys of their first rows."""
     return {
-        (group.group_id, index): row
+        (group.group_id, places[0]): _Episode(
+            group,
+            [(group.group_id, place) for place in places],
+            joined([group.rows[place] for place in places]),
+        )
         for group in batch.groups
-        for index, row in enumerate(group.rows)
-        if row.role == role
+        for places in group.places
+        if group.rows[places[0]].role == role
     }
 
 
@@ -253,7 +289,7 @@ def durations(batch: Batch) -> dict[str, float]:
     }
     decoding = sum(group.times["done"] - group.times["first_token"] for group in groups)
     if decoding > 0:
-        tokens = sum(max(row.length for row in group.rows) - 1 for group in groups)
+        tokens = sum(max(row.length for row in group.episodes) - 1 for group in groups)
         out["rollout/tokens_per_s_per_response"] = tokens / decoding
     return out
 
@@ -275,15 +311,12 @@ def _spread(name: str, values: list[float]) -> dict[str, float]:
 
 def _constant_groups(batch: Batch, shaped: Mapping[RowKey, float]) -> dict[str, float]:
     """Measure shares of groups without spread in the shaped reward, all wrong, and all right."""
-    members = [
-        [(group.group_id, index) for index, row in enumerate(group.rows) if row.role == "train"]
-        for group in batch.groups
-    ]
-    verdicts = [
-        {row.verdict for row in group.rows if row.role == "train"} for group in batch.groups
-    ]
+    members: dict[int, list[float]] = {}
+    for (group_id, _), value in shaped.items():
+        members.setdefault(group_id, []).append(value)
+    verdicts = [{row.verdict for row in group.episodes_to_train} for group in batch.groups]
     count = len(batch.groups)
-    constant = sum(zero_variance([shaped[key] for key in keys]) for keys in members)
+    constant = sum(zero_variance(values) for values in members.values())
     return {
         "rollout/zero_std_groups": constant / count,
         "rollout/all_wrong_groups": sum(seen == {0.0} for seen in verdicts) / count,

@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_grpo import wire
 from async_grpo.batching import PlanRow, RankPlan, RowValue, make_rank_plans
 from async_grpo.config.schema import Config
+from async_grpo.learner.packing import PackedRow
+from async_grpo.wire import codec
 from benchmarks.algo import kilobytes
 from benchmarks.tails import PROMPT_TOKENS
 from benchmarks.weight_sync_learner import free_port
@@ -99,17 +100,17 @@ class Batch:
 
     def __init__(self, work: Work, *, seed: int = 0) -> None:
         draw, lengths = np.random.default_rng(seed), random.Random(seed)
-        self.groups: dict[int, wire.Group] = {}
+        self.groups: dict[int, codec.Group] = {}
         for group_id in range(work.groups):
-            rollouts = []
+            rows = []
             for _ in range(work.group_size):
                 length = min(work.longest, 1 + int(lengths.expovariate(1 / (work.mean - 1))))
-                rollouts.append(
-                    wire.Rollout(
+                rows.append(
+                    codec.Row(
                         response_ids=draw.integers(3, work.vocabulary, length).astype(np.int32),
                         behavior_logprobs=np.full(length, -np.log(work.vocabulary), np.float32),
-                        loss_mask=np.ones(length, np.uint8),
-                        versions=[wire.VersionSpan(STEP - 1, 0, length)],
+                        segments=[(0, length)],
+                        versions=[codec.VersionSpan(STEP - 1, 0, length)],
                         rewards={"correct": 1.0},
                         verdict=1.0,
                         finish_reason="stop",
@@ -118,31 +119,38 @@ class Batch:
             prompt = draw.integers(3, work.vocabulary, lengths.randint(*PROMPT_TOKENS)).astype(
                 np.int32
             )
-            self.groups[group_id] = wire.Group(group_id, 1, STEP - 1, "actor", prompt, rollouts, {})
-        total = sum(
-            len(row.response_ids) for group in self.groups.values() for row in group.rollouts
-        )
+            self.groups[group_id] = codec.Group(group_id, 1, STEP - 1, "actor", [prompt], rows)
+        total = sum(len(row.response_ids) for group in self.groups.values() for row in group.rows)
         rows = [
-            PlanRow(group_id, index, len(group.prompt_ids), len(row.response_ids), 1 / total)
+            PlanRow(
+                group_id,
+                index,
+                len(group.prompts[0]),
+                len(row.response_ids),
+                1 / total,
+                len(row.response_ids),
+            )
             for group_id, group in self.groups.items()
-            for index, row in enumerate(group.rollouts)
+            for index, row in enumerate(group.rows)
         ]
         [self.plan] = make_rank_plans(
             STEP, [rows], ranks=1, token_budget=work.budget, epoch_updates=1
         )
         self.values = {row.key: RowValue(float(draw.normal())) for row in rows}
-        self.frames = wire.pack_frames([wire.encode_group(group) for group in self.groups.values()])
+        self.frames = codec.pack_frames(
+            [codec.encode_group(group) for group in self.groups.values()]
+        )
         self.tokens = sum(row.prompt_length + row.length for row in rows)
 
-    def fetch(self, step: int, group_ids: object) -> wire.Buffer:
+    def fetch(self, step: int, group_ids: object) -> codec.Buffer:
         """What the queue would answer."""
         return self.frames
 
-    def tokens_of(self, row: PlanRow) -> tuple[np.ndarray, np.ndarray]:
-        """Prompt and response."""
-        return self.groups[row.group_id].prompt_ids, self.groups[row.group_id].rollouts[
-            row.row
-        ].response_ids
+    def tokens_of(self, row: PlanRow) -> PackedRow:
+        """Prompt, response, and places of the sampled tokens in it."""
+        group = self.groups[row.group_id]
+        one = group.rows[row.row]
+        return group.prompts[one.prompt], one.response_ids, one.sampled
 
 
 class Bare:
@@ -165,7 +173,7 @@ class Bare:
             packed = pack([batch.tokens_of(row) for row in planned], torch.device("cpu"))
             ordered = [planned[position] for position in packed.order]
             behavior = np.concatenate(
-                [batch.groups[row.group_id].rollouts[row.row].behavior_logprobs for row in ordered]
+                [batch.groups[row.group_id].rows[row.row].behavior_logprobs for row in ordered]
             )
             spread = [
                 np.full((2, row.length), [[batch.values[row.key].value], [row.weight]], np.float32)
@@ -338,7 +346,7 @@ def padding_of(plan: RankPlan, batch: Batch) -> tuple[float, float]:
 def _apart(ours: Ours, batch: Batch) -> float:
     """Log-probs of all rows, packed as the learner packs them, against each row alone."""
     rows = [batch.tokens_of(row) for row in batch.plan.rows.values()]
-    pairs = [(prompt.tolist(), response.tolist()) for prompt, response in rows]
+    pairs = [(prompt.tolist(), response.tolist()) for prompt, response, _ in rows]
     packed = ours.learner.logprobs(pairs)
     alone: list[np.ndarray] = [ours.learner.logprobs([pair])[0] for pair in pairs]
     return max(float(np.abs(one - other).max()) for one, other in zip(packed, alone, strict=True))

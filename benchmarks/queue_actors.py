@@ -23,10 +23,10 @@ import numpy as np
 import ray
 
 from async_grpo.cluster.queue import BATCH_PATIENCE_S, BATCH_POLL_S, ActorQueue
-from async_grpo.groups import Group, GroupTicket, Rollout, VersionSpan
+from async_grpo.groups import Group, GroupTicket, Row, VersionSpan
 from async_grpo.replay.queue import Verdict
 from async_grpo.rollout.actor import POLL_S
-from async_grpo.wire import Buffer, encode_group, pack_frames, unpack_frames
+from async_grpo.wire.codec import Buffer, encode_group, pack_frames, unpack_frames
 
 CALL_TIMEOUT_S = 60.0
 FIXED = struct.Struct("<4sHHII")
@@ -53,10 +53,10 @@ class Frames:
 
     def __init__(self, shape: Shape, actor_id: str, count: int) -> None:
         rows = [
-            Rollout(
+            Row(
                 np.arange(shape.tokens, dtype=np.int32),
                 np.full(shape.tokens, -1, np.float32),
-                np.ones(shape.tokens, np.uint8),
+                [(0, shape.tokens)],
                 [VersionSpan(LARGEST_VERSION, 0, shape.tokens)],
                 {"correct": float(row % 2)},
                 float(row % 2),
@@ -69,7 +69,13 @@ class Frames:
         # that the arrays keep their place.
         frame = encode_group(
             Group(
-                LARGEST_ID, 1, LARGEST_VERSION, actor_id, np.arange(16, dtype=np.int32), rows, times
+                LARGEST_ID,
+                1,
+                LARGEST_VERSION,
+                actor_id,
+                [np.arange(16, dtype=np.int32)],
+                rows,
+                times,
             )
         )
         self._length = FIXED.unpack_from(frame)[3]
@@ -92,7 +98,9 @@ class Frames:
             "attempt": ticket.attempt,
             "policy_version": ticket.policy_version,
         }
-        self._header["span_versions"] = [ticket.policy_version] * len(self._header["lengths"])
+        self._header["span_versions"] = [ticket.policy_version] * len(
+            self._header["segment_counts"]
+        )
         packed = msgpack.packb(self._header)
         buffer[FIXED.size : FIXED.size + self._length] = packed.ljust(self._length, b"\0")
         struct.pack_into("<I", buffer, CHECKSUM_AT, zlib.crc32(memoryview(buffer)[FIXED.size :]))

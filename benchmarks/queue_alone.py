@@ -21,7 +21,7 @@ from async_grpo.cluster.queue import ActorQueue, QueueProcess
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire import pack_frames, unpack_frames
+from async_grpo.wire.codec import pack_frames, unpack_frames
 from benchmarks.algo import kilobytes
 from benchmarks.queue_actors import Frames, Shape
 

@@ -26,7 +26,7 @@ from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.queue import Verdict
 from async_grpo.rollout.actor import RolloutActor, _hash63
 from async_grpo.tasks.registry import problem_index
-from async_grpo.wire import Buffer, GroupTicket, decode_group
+from async_grpo.wire.codec import Buffer, GroupTicket, decode_group
 from benchmarks.tails import PROMPT_TOKENS, prompt_of
 
 TIMEOUT_S = 1_800.0
@@ -228,7 +228,7 @@ class Sides:
         def keep() -> Responses:
             groups = [decode_group(frame) for frame in queue.frames]
             return {
-                group.group_id: [row.response_ids.tolist() for row in group.rollouts]
+                group.group_id: [row.response_ids.tolist() for row in group.rows]
                 for group in groups
             }
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
-from async_grpo.groups import Group, GroupTicket, Rollout, VersionSpan
+from async_grpo.groups import Group, GroupTicket, Row, VersionSpan
 from async_grpo.observe.bottleneck import ThroughputModel
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire import encode_group
+from async_grpo.wire.codec import encode_group
 
 OPEN_STATES = ("waiting", "in_flight", "ready", "training")
 STATES = (*OPEN_STATES, "trained", "rejected", "expired", "failed", "skipped", "unused")
@@ -215,7 +215,7 @@ class Job:
         """The group as it is sent. `rejected`: all are right. `short`: one response is missing.
         `future`: versions are newer by this.
         """
-        rollouts = []
+        rows = []
         for index, length in enumerate(self.lengths[short:]):
             value = 1.0 if rejected else float(index % 2)
             spans = [
@@ -227,13 +227,10 @@ class Job:
                 if scenario.baseline and index == scenario.group_size - short
                 else "train"
             )
-            tokens, logprobs, mask = (
-                np.zeros(length, np.int32),
-                np.full(length, -0.5, np.float32),
-                np.ones(length, np.uint8),
-            )
-            rollouts.append(
-                Rollout(tokens, logprobs, mask, spans, {"correct": value}, value, "stop", role)
+            tokens, logprobs = np.zeros(length, np.int32), np.full(length, -0.5, np.float32)
+            turns = [(0, length)]
+            rows.append(
+                Row(tokens, logprobs, turns, spans, {"correct": value}, value, "stop", role)
             )
         times = {
             "queued": self.started,
@@ -241,14 +238,14 @@ class Job:
             "done": self.done,
             "scored": self.scored,
         }
-        prompt = np.zeros(1, np.int32)
+        prompts = [np.zeros(1, np.int32)]
         return encode_group(
             Group(
                 *self.key,
                 self.ticket.policy_version,
                 actor,
-                prompt,
-                rollouts,
+                prompts,
+                rows,
                 times,
                 self.ticket.run_epoch,
             )

@@ -31,7 +31,7 @@ from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, LEARNER_CAUSES, TimeByCause
-from async_grpo.wire import unpack_frames
+from async_grpo.wire.codec import unpack_frames
 from benchmarks.scenario import OPEN_STATES, STATES, Job, Result, Scenario, Step
 from benchmarks.witness import Witness
 

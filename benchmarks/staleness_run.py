@@ -36,7 +36,7 @@ from async_grpo.tasks.base import task_weights
 from async_grpo.tasks.registry import load_task
 from async_grpo.weights.shared_memory import SharedMemorySender
 from async_grpo.weights.transport import Version
-from async_grpo.wire import Buffer, GroupTicket
+from async_grpo.wire.codec import Buffer, GroupTicket
 
 KEY = "test-staleness"
 """Begins the names of segments; tests that look for what a run has left behind pass over it."""

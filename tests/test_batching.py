@@ -182,7 +182,7 @@ def test_rank_plans_hold_every_row_of_every_update_once(
 ) -> None:
     updates = [
         [
-            PlanRow(position // 4, position % 4, prompt, length, 0.1)
+            PlanRow(position // 4, position % 4, prompt, length, 0.1, length)
             for position, (prompt, length) in enumerate(rows)
         ]
         for rows in lengths

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo import wire
 from async_grpo.algo import catalog
 from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.importance import importance_weights
@@ -30,6 +29,7 @@ from async_grpo.learner.learner import Learner
 from async_grpo.planning import RowMath, shaping
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
+from async_grpo.wire import codec
 from tests.support.algo_case import tokens
 from tests.support.frames import frame_of
 from tests.support.learners import free_port, set_rank
@@ -94,12 +94,12 @@ def test_there_is_one_short_example_of_every_kind() -> None:
     assert registered == set(catalog.KINDS)
 
 
-def batch_of(*groups: tuple[float, ...], steps: int = 1) -> tuple[wire.Batch, list[bytes]]:
+def batch_of(*groups: tuple[float, ...], steps: int = 1) -> tuple[codec.Batch, list[bytes]]:
     frames = [
-        frame_of(wire.GroupTicket(number, 1, 0), values=values, times=TIMES)
+        frame_of(codec.GroupTicket(number, 1, 0), values=values, times=TIMES)
         for number, values in enumerate(groups)
     ]
-    return wire.Batch(steps, tuple(wire.decode_meta(frame) for frame in frames)), frames
+    return codec.Batch(steps, tuple(codec.decode_meta(frame) for frame in frames)), frames
 
 
 def test_the_estimator_gives_the_advantages_of_the_rows(home: Path) -> None:
@@ -179,7 +179,7 @@ def test_all_of_them_train_two_steps(home: Path, tmp_path: Path) -> None:
     learner = Learner(
         config,
         model_dir=model,
-        fetch=lambda _, ids: wire.pack_frames([by_id[group_id] for group_id in ids]),
+        fetch=lambda _, ids: codec.pack_frames([by_id[group_id] for group_id in ids]),
         device="cpu",
         total_updates=2 * config.updates_per_step,
     )

@@ -24,7 +24,7 @@ from async_grpo.loop import Loop
 from async_grpo.planning import RowMath
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.run import _explained, main, summarise
-from async_grpo.wire import Batch
+from async_grpo.wire.codec import Batch
 from tests.support.listener import RecordingListener
 from tests.support.loops import (
     GROUPS,
@@ -52,7 +52,7 @@ def one_update(plans: Sequence[RankPlan]) -> dict[tuple[int, int], PlanRow]:
 
 
 def tokens_of(entry: PlanRow) -> int:
-    return row(entry.group_id, entry.row).mask_tokens
+    return row(entry.group_id, entry.row).length
 
 
 # ---- row mathematics ----

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from async_grpo.batching import RowKey, RowValue
+from async_grpo.algo.aggregation import AGGREGATIONS
+from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.planning import RowMath
-from async_grpo.wire import Batch, GroupMeta, RowMeta
+from async_grpo.wire.codec import Batch, GroupMeta, RowMeta
 
 WEIGHTS = {"correct": 1.0, "format": 0.5}
 GROUPS, LIMIT = 4, 16
@@ -52,8 +53,8 @@ def config(
 
 
 def row(step: int, group: int, index: int, *, role: str = "train") -> RowMeta:
-    """Group 2 is all equal; a row of group 1 was cut off, one of group 3 has no token in the mask;
-    a baseline has a high reward.
+    """Group 2 is all equal; a row of group 1 was cut off, each has a token of
+    context; a baseline has a high reward.
     """
     length = 2 + (5 * group + 4 * index + 3 * step) % 12
     rewards = {
@@ -66,12 +67,12 @@ def row(step: int, group: int, index: int, *, role: str = "train") -> RowMeta:
         rewards = {"correct": 5.0 + group, "format": 0.0}
     return RowMeta(
         role=role,
-        length=length,
-        mask_tokens=0 if (group, index) == (3, 1) else length - 1,
+        length=length - 1,
+        context=1,
         rewards=rewards,
         verdict=None,
         finish_reason="length" if (group, index) == (1, 2) else "stop",
-        versions=((0, length),),
+        versions=((0, length - 1),),
     )
 
 
@@ -83,7 +84,9 @@ def batch_of(step: int, *, size: int = 3, baseline: bool = False) -> Batch:
             rows.insert(
                 group % 2, row(step, group, 9, role="baseline")
             )  # its place in the group says nothing
-        groups.append(GroupMeta(10 * step + group, 0, 0, "a", 3 + group, tuple(rows), TIMES, 100))
+        groups.append(
+            GroupMeta(10 * step + group, 0, 0, "a", (3 + group,), tuple(rows), TIMES, 100)
+        )
     return Batch(step, tuple(groups))
 
 
@@ -241,10 +244,7 @@ def test_the_greedy_response_is_the_baseline_and_counts_nowhere_else(
 
 
 def kl_of(batch: Batch) -> dict[RowKey, float]:
-    return {
-        key: 0.0 if meta.mask_tokens == 0 else 0.3 * key[1] - 0.05 * key[0]
-        for key, meta in rows_of(batch).items()
-    }
+    return {key: 0.3 * key[1] - 0.05 * key[0] for key in rows_of(batch)}
 
 
 def test_one_number_per_row_takes_the_sum_of_its_token_kl() -> None:
@@ -287,13 +287,10 @@ def test_the_coefficient_is_steered_after_its_use(estimator: str, kind: str) -> 
     for step in (1, 2, 3):
         batch = batch_of(step)
         kl = {
-            key: (0.2 if step == 2 else 0.001) * meta.mask_tokens * key[1]
+            key: (0.2 if step == 2 else 0.001) * meta.length * key[1]
             for key, meta in rows_of(batch).items()
         }
-        per_row = [
-            kl[key] / meta.mask_tokens for key, meta in rows_of(batch).items() if meta.mask_tokens
-        ]
-        assert len(per_row) == 11, "a row without tokens has no KL per token"
+        per_row = [kl[key] / meta.length for key, meta in rows_of(batch).items()]
         _, metrics = math_.values(batch, kl)
         assert metrics["rollout/kl_coef"] == pytest.approx(coef)
         assert metrics["rollout/reward_kl"] == pytest.approx(mean(per_row))
@@ -333,7 +330,7 @@ def test_whitening_is_over_the_tokens_in_the_loss(
         }
         advantages = {key: value - means[key[0]] for key, value in scores.items()}
     counts = {
-        key: 0 if masked and meta.finish_reason == "length" else meta.mask_tokens
+        key: 0 if masked and meta.finish_reason == "length" else meta.length
         for key, meta in rows.items()
     }
     if whitens or estimator != "grpo":
@@ -370,7 +367,7 @@ def test_loss_weights_of_every_minibatch(mode: str, masked: bool) -> None:
     ).plans(batch)
     metas = rows_of(batch)
     tokens = {
-        key: 0 if masked and meta.finish_reason == "length" else meta.mask_tokens
+        key: 0 if masked and meta.finish_reason == "length" else meta.length
         for key, meta in metas.items()
     }
     for index in range(2):
@@ -399,7 +396,9 @@ def test_loss_weights_of_every_minibatch(mode: str, masked: bool) -> None:
                     "prompt-mean": 1 / (prompts * by_group[key[0]]),
                 }[mode]
             assert entries[key].weight == pytest.approx(wanted, abs=1e-12)
-            assert (entries[key].length, entries[key].prompt_length) == (
+            entry = entries[key]
+            assert (entry.length, entry.sampled, entry.prompt_length) == (
+                metas[key].length + 1,
                 metas[key].length,
                 3 + key[0] % 10,
             )
@@ -421,3 +420,87 @@ def test_every_row_is_owned_by_one_rank_over_epochs_of_minibatches(ranks: int) -
         assert list(plan.rows) == sorted(weights)
         assert all(entry.weight in weights[key] for key, entry in plan.rows.items())
     assert ranks > 1 or any(len(found) > 1 for found in weights.values())
+
+
+# ---- episodes of several rows ----
+
+
+def forked(batch: Batch) -> Batch:
+    """The batch, in which every second episode with enough tokens has gone on from an earlier place
+    once more: its tokens lie in two rows, the second behind a prompt of its own.
+    """
+    groups = []
+    for group in batch.groups:
+        rows, forks = [], []
+        for number, meta in enumerate(group.rows):
+            part = meta.length // 2 if number % 2 == 0 else 0
+            sizes = [meta.length - part, part] if part else [meta.length]
+            rows += [
+                replace(meta, length=size, versions=((0, size),), context=3 * again, prompt=again)
+                for again, size in enumerate(sizes)
+            ]
+            forks += [number] * len(sizes)
+        lengths = (*group.prompt_lengths, 2)
+        groups.append(replace(group, rows=tuple(rows), forks=tuple(forks), prompt_lengths=lengths))
+    return Batch(batch.step, tuple(groups))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline", "rloo", "remax"])
+@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
+def test_an_episode_of_several_rows_counts_once(mode: str, estimator: str) -> None:
+    settings = config(
+        loss_agg_mode=mode,
+        adv_estimator=estimator,
+        reward_norm="batch",
+        mask_truncated=True,
+        overlong_buffer={"enable": True, "len": 4},
+    )
+    plain = batch_of(1, baseline=estimator == "remax")
+    split, whole, forks = forked(plain), RowMath(settings, WEIGHTS), RowMath(settings, WEIGHTS)
+    values, metrics = whole.values(plain, {})
+    found, same = forks.values(split, {})
+    assert same == pytest.approx(metrics, nan_ok=True)
+    entries = rows_of_plans(whole.plans(plain))
+    parts = rows_of_plans(forks.plans(split))
+    seen = 0
+    for group, old in zip(split.groups, plain.groups, strict=True):
+        for places, place in zip(group.places, range(len(old.rows)), strict=True):
+            if old.rows[place].role == "baseline":
+                continue
+            seen += len(places) > 1
+            for part in places:
+                key = group.group_id, part
+                assert found[key] == values[group.group_id, place]
+                entry, meta = parts[key], group.rows[part]
+                assert entry.weight == entries[group.group_id, place].weight
+                assert (entry.sampled, entry.length) == (meta.length, meta.length + meta.context)
+                assert entry.prompt_length == group.prompt_lengths[meta.prompt]
+            assert sum(parts[group.group_id, part].sampled for part in places) == (
+                old.rows[place].length
+            )
+    assert seen >= 4
+
+
+def rows_of_plans(plans: Sequence[RankPlan]) -> dict[RowKey, PlanRow]:
+    return {
+        row.key: row for plan in plans for update in plan.updates for part in update for row in part
+    }
+
+
+def test_the_token_kl_of_an_episode_is_that_of_its_rows() -> None:
+    settings = config(add_token_level_kl=True, kl_ctrl={"kl_coef": 0.7})
+    batch, split = batch_of(1), forked(batch_of(1))
+    kl = kl_of(batch)
+    shares = {}
+    for group, old in zip(split.groups, batch.groups, strict=True):
+        for places, place in zip(group.places, range(len(old.rows)), strict=True):
+            for part in places:
+                shares[group.group_id, part] = kl[group.group_id, place] / len(places)
+    values, metrics = RowMath(settings, WEIGHTS).values(batch, kl)
+    found, same = RowMath(settings, WEIGHTS).values(split, shares)
+    assert same == pytest.approx(metrics)
+    for group in split.groups:
+        for number, places in enumerate(group.places):
+            for part in places:
+                wanted = values[group.group_id, number].value
+                assert found[group.group_id, part].value == pytest.approx(wanted)

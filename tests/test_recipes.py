@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo import wire
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.config.load import load_config
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
 from async_grpo.planning import RowMath
+from async_grpo.wire import codec
 from tests.support.learners import free_port, picked, plain_model, row_distribution, set_rank
 from tests.support.models import write_model
 from tests.support.recipes import CONFIGS, RECIPES
@@ -60,7 +60,7 @@ def record(config: Config, directory: str, step: int) -> list[bytes]:
         roles = ["train"] * config.rollout.group_size + ["baseline"] * (
             config.algorithm.adv_estimator == "remax"
         )
-        rollouts = []
+        rows = []
         for index, role in enumerate(roles):
             length = int(rng.integers(2, config.rollout.response_length + 1))
             response = rng.integers(3, 100, length).astype(np.int32)
@@ -68,14 +68,14 @@ def record(config: Config, directory: str, step: int) -> list[bytes]:
                 logprobs = picked(
                     row_distribution(policy, prompt, response), response
                 ).numpy() + rng.normal(0, 0.05, length)
-            spans = [wire.VersionSpan(oldest, 0, 1), wire.VersionSpan(step - 1, 1, length)]
+            spans = [codec.VersionSpan(oldest, 0, 1), codec.VersionSpan(step - 1, 1, length)]
             right = float(index % 2 == group_id % 2)
-            rollouts.append(
-                wire.Rollout(
+            rows.append(
+                codec.Row(
                     response_ids=response,
                     behavior_logprobs=np.minimum(logprobs, 0).astype(np.float32),
-                    loss_mask=np.ones(length, np.uint8),
-                    versions=spans if oldest < step - 1 else [wire.VersionSpan(oldest, 0, length)],
+                    segments=[(0, length)],
+                    versions=spans if oldest < step - 1 else [codec.VersionSpan(oldest, 0, length)],
                     rewards={"correct": right, "format": rng.random()},
                     verdict=right,
                     finish_reason="length" if length == config.rollout.response_length else "stop",
@@ -84,7 +84,7 @@ def record(config: Config, directory: str, step: int) -> list[bytes]:
             )
         times = {"queued": 0.0, "first_token": 0.5, "done": 1.0, "scored": 1.5}
         frames.append(
-            wire.encode_group(wire.Group(group_id, 1, oldest, "actor", prompt, rollouts, times))
+            codec.encode_group(codec.Group(group_id, 1, oldest, "actor", [prompt], rows, times))
         )
     return frames
 
@@ -93,10 +93,10 @@ def train_step(
     learner: Learner, rows: RowMath, frames: Sequence[bytes], step: int
 ) -> dict[str, float]:
     """One learner step as the loop makes it; its metrics."""
-    metas = [wire.decode_meta(frame) for frame in frames]
-    batch = wire.Batch(step, tuple(metas))
+    metas = [codec.decode_meta(frame) for frame in frames]
+    batch = codec.Batch(step, tuple(metas))
     by_id = {meta.group_id: frame for meta, frame in zip(metas, frames, strict=True)}
-    learner._fetch = lambda _, group_ids: wire.pack_frames(
+    learner._fetch = lambda _, group_ids: codec.pack_frames(
         [by_id[group_id] for group_id in group_ids]
     )
     [plan], kl_coef = rows.plans(batch), rows.kl_coef
@@ -114,7 +114,7 @@ def test_a_recipe_trains_two_steps(name: str, model: str, tmp_path: Path) -> Non
     learner = Learner(
         config,
         model_dir=model,
-        fetch=lambda *_: wire.pack_frames([]),
+        fetch=lambda *_: codec.pack_frames([]),
         device="cpu",
         total_updates=2 * config.updates_per_step,
     )

@@ -28,7 +28,7 @@ from async_grpo.errors import Stalled
 from async_grpo.loop import Comparison, Loop, StepListener
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.weights.transport import Version
-from async_grpo.wire import Batch
+from async_grpo.wire.codec import Batch
 
 
 class Rerun:

@@ -27,7 +27,7 @@ from async_grpo.replay.rules import QueueSettings, Verdict
 from async_grpo.runtime import stacks
 from async_grpo.runtime.lifetime import die_with_parent
 from async_grpo.runtime.text import first_line
-from async_grpo.wire import Batch, Buffer, GroupTicket, pack_frames, unpack_frames
+from async_grpo.wire.codec import Batch, Buffer, GroupTicket, pack_frames, unpack_frames
 
 BATCH_PATIENCE_S, BATCH_POLL_S = 0.25, 0.003
 TICKET_PATIENCE_S, TICKET_POLL_S = 0.25, 0.01

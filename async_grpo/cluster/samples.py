@@ -19,7 +19,7 @@ from async_grpo.config.schema import Config
 from async_grpo.runtime.listener import RunListener
 from async_grpo.runtime.provenance import load_tokenizer
 from async_grpo.runtime.text import last_line
-from async_grpo.wire import Batch, Group, Rollout, decode_group, unpack_frames
+from async_grpo.wire.codec import Batch, Group, Row, decode_group, unpack_frames
 
 GROUPS = 2
 """Groups of a step that are shown, each with its best and its worst response."""
@@ -90,16 +90,15 @@ class TrainingSamples:
         return rows[: self._config.tracking.sample_rows]
 
     def _of(self, group: Group, step: int, decode: Decode) -> list[dict[str, Any]]:
-        ranked = sorted((row for row in group.rollouts if row.role == "train"), key=self._reward)
-        prompt = decode(group.prompt_ids.tolist())
+        ranked = sorted((row for row in group.rows if row.role == "train"), key=self._reward)
         return [
             {
                 "step": step,
                 "source": "training",
                 "group_id": group.group_id,
-                "prompt": prompt,
+                "prompt": decode(group.prompts[row.prompt].tolist()),
                 "response": decode(row.response_ids.tolist()),
-                "tokens": len(row.response_ids),
+                "tokens": len(row.behavior_logprobs),
                 "rewards": row.rewards,
                 "verdict": row.verdict,
                 "finish_reason": row.finish_reason,
@@ -108,7 +107,7 @@ class TrainingSamples:
             for row in ([ranked[-1], ranked[0]] if len(ranked) > 1 else ranked)
         ]
 
-    def _reward(self, row: Rollout) -> float:
+    def _reward(self, row: Row) -> float:
         return sum(weight * row.rewards.get(name, 0.0) for name, weight in self._weights.items())
 
 

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_grpo import wire
 from async_grpo.algo.metrics import MetricSums
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue, micro_batches
 from async_grpo.config.schema import Config
@@ -32,7 +31,7 @@ from async_grpo.errors import NonFinite
 from async_grpo.learner import adapters, checkpoint, zero
 from async_grpo.learner.attention import takes_segments
 from async_grpo.learner.model import PolicyModel, load_model
-from async_grpo.learner.packing import Packed, pack
+from async_grpo.learner.packing import Packed, PackedRow, pack, response_row
 from async_grpo.learner.prefetch import ahead
 from async_grpo.learner.rows import (
     LearnerRow,
@@ -46,8 +45,9 @@ from async_grpo.learner.token_math import TokenMath, compare_sampler
 from async_grpo.learner.weight_files import divide
 from async_grpo.learner.weights import Published
 from async_grpo.learner.zero import Collectives
+from async_grpo.wire import codec
 
-Fetch = Callable[[int, Sequence[int]], wire.Buffer]
+Fetch = Callable[[int, Sequence[int]], codec.Buffer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Learner:
         algorithm, self._metrics = self.config.algorithm, MetricSums()
         with Stopwatch() as fetching:
             payload = (
-                self._fetch(plan.step, plan.group_ids) if plan.group_ids else wire.pack_frames([])
+                self._fetch(plan.step, plan.group_ids) if plan.group_ids else codec.pack_frames([])
             )
             self._rows = decode_rows(
                 plan,
@@ -327,7 +327,7 @@ class Learner:
         logprobs, entropy = self.engine(ready.packed, temperature, with_entropy)
         return Pass(ready.packed, ready.batch, logprobs, entropy)
 
-    def _pack(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> Packed:
+    def _pack(self, rows: list[PackedRow]) -> Packed:
         return pack(rows, self._torch_device, segmented=self._segmented)
 
     def _count(self, packed: Packed) -> None:
@@ -387,10 +387,12 @@ class Learner:
         """Compute float32 log-probs of each response in (prompt, response) pairs, by default at the
         training temperature. Collective with ZeRO-3.
         """
-        rows = [(np.asarray(prompt), np.asarray(response)) for prompt, response in sequences]
+        rows = [
+            response_row(np.asarray(prompt), np.asarray(response)) for prompt, response in sequences
+        ]
         return self._no_grad_logprobs(self.engine, rows, temperature=temperature)
 
-    def _reference_logprobs(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+    def _reference_logprobs(self, rows: list[PackedRow]) -> list[np.ndarray]:
         """Log-probs of the reference model, or of the policy without its adapters."""
         if self._reference is not None:
             return self._no_grad_logprobs(self._reference, rows)
@@ -398,14 +400,10 @@ class Learner:
             return self._no_grad_logprobs(self.engine, rows)
 
     def _no_grad_logprobs(
-        self,
-        model: torch.nn.Module,
-        rows: list[tuple[np.ndarray, np.ndarray]],
-        *,
-        temperature: float | None = None,
+        self, model: torch.nn.Module, rows: list[PackedRow], *, temperature: float | None = None
     ) -> list[np.ndarray]:
         temperature = self.config.rollout.temperature if temperature is None else temperature
-        shapes = [(prompt.tobytes(), len(prompt), len(response)) for prompt, response in rows]
+        shapes = [(prompt.tobytes(), len(prompt), len(response)) for prompt, response, _ in rows]
         passes = micro_batches(shapes, self.config.learner.tokens_per_micro_batch)
         if self.sharded:
             passes += [[]] * (self._collectives.maximum(len(passes)) - len(passes))
@@ -420,7 +418,7 @@ class Learner:
                 values = model(packed, temperature, False)[0].cpu().numpy()
                 if chunk:
                     order = [chunk[k] for k in packed.order]
-                    ends = np.cumsum([len(rows[index][1]) for index in order])
+                    ends = np.cumsum([len(rows[index][2]) for index in order])
                     for index, part in zip(order, np.split(values, ends[:-1]), strict=True):
                         out[index] = part
         return out

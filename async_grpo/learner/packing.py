@@ -34,6 +34,9 @@ from torch.autograd.function import once_differentiable
 
 from async_grpo.learner.prefetch import on_device
 
+PackedRow = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Prompt, the tokens that follow it, and the places in the latter whose log-probs are wanted; the
+last place is the last token."""
 SPARE_POSITIONS = 64
 """Padding that costs attention about as much as the kernel calls of another bucket would."""
 
@@ -173,10 +176,10 @@ class _Collect(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Rows as one sequence of N input tokens, with M response tokens.
+    """Rows as one sequence of N input tokens, M of which have log-probs.
 
     input_ids [1, N], position_ids [1, N]; predictors [M]: index of the hidden state that predicts
-    each response token; targets [M]; order: packed row k is row `order[k]` of the caller; the M
+    each of these tokens; targets [M]; order: packed row k is row `order[k]` of the caller; the M
     tokens lie in that order.
     """
 
@@ -188,16 +191,19 @@ class Packed:
     order: tuple[int, ...]
 
 
-def pack(
-    rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device, *, segmented: bool = False
-) -> Packed:
-    """Pack (prompt, response) rows; the last response token is a target only. Without rows the pack
+def response_row(prompt: np.ndarray, response: np.ndarray) -> PackedRow:
+    """Make the row of a response whose tokens all have a log-prob."""
+    return prompt, response, np.arange(len(response))
+
+
+def pack(rows: Sequence[PackedRow], device: torch.device, *, segmented: bool = False) -> Packed:
+    """Pack rows; the last token of each is a target only. Without rows the pack
     is one dummy token, so that a rank without work runs the same collectives. segmented: for a
     kernel that takes rows of any length.
     """
     if not rows:
-        rows = [(np.zeros(1, np.int64), np.zeros(1, np.int64))]
-    lengths = [len(prompt) + len(response) - 1 for prompt, response in rows]
+        rows = [(np.zeros(1, np.int64),) * 3]
+    lengths = [len(prompt) + len(response) - 1 for prompt, response, _ in rows]
     order = sorted(range(len(rows)), key=lambda index: -lengths[index])
     answered: dict[bytes, list[int]] = {}
     for place, index in enumerate(order):
@@ -205,7 +211,7 @@ def pack(
     prompts = sorted(answered.values(), key=len)  # those with equally many rows lie together
     inputs, positions, targets, starts, at = [], [], [], [0] * len(rows), 0
     for places in prompts:
-        prompt, _ = rows[order[places[0]]]
+        prompt = rows[order[places[0]]][0]
         inputs.append(prompt)
         positions.append(np.arange(len(prompt)))
         for place in places:
@@ -213,15 +219,16 @@ def pack(
         at += len(prompt)
     tokens = []
     for start, index in zip(starts, order, strict=True):
-        prompt, response = rows[index]
+        prompt, response, wanted = rows[index]
         inputs.append(response[:-1])
         positions.append(np.arange(len(prompt), lengths[index]))
-        targets.append(response)
+        targets.append(response[wanted])
         shared, own = np.arange(start, start + len(prompt)), np.arange(at, at + len(response) - 1)
         tokens.append(np.concatenate([shared, own]))
         at += len(response) - 1
     predictors = [
-        part[len(rows[index][0]) - 1 :] for part, index in zip(tokens, order, strict=True)
+        part[len(rows[index][0]) - 1 + rows[index][2]]
+        for part, index in zip(tokens, order, strict=True)
     ]
     return Packed(
         input_ids=_tensor(inputs, device)[None],

@@ -17,25 +17,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_grpo import wire
 from async_grpo.batching import PlanRow, RankPlan, RowKey
 from async_grpo.errors import StalenessError
+from async_grpo.learner.packing import PackedRow
 from async_grpo.learner.prefetch import on_device
+from async_grpo.wire import codec
 
 
 @dataclass(slots=True)
 class LearnerRow:
-    """One response of L tokens with its prompt; arrays are views into the payload.
+    """One row with its prompt, and values of its L sampled tokens; arrays are views into the
+    payload.
 
-    behavior [L] float32; mask [L] uint8; lag [L] int64; once computed: anchor, reference,
-    advantages [L] float32, kl [L] float64. max_lag: older tokens are not trained; they stay in the
-    divisors, and out of the statistics of their row.
+    response: context and sampled tokens; sampled [L] int64: places of the latter in it; behavior
+    [L] float32; lag [L] int64; once computed: anchor, reference, advantages [L] float32, kl [L]
+    float64. max_lag: older tokens are not trained; they stay in the divisors, and out of the
+    statistics of their row.
     """
 
     prompt: np.ndarray
     response: np.ndarray
+    sampled: np.ndarray
     behavior: np.ndarray
-    mask: np.ndarray
     lag: np.ndarray
     max_lag: int | None = None
     anchor: np.ndarray | None = None
@@ -44,24 +47,25 @@ class LearnerRow:
     advantages: np.ndarray | None = None
 
     @property
-    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Prompt and response."""
-        return self.prompt, self.response
+    def tokens(self) -> PackedRow:
+        """Prompt, what follows it, and places of the sampled tokens in the latter."""
+        return self.prompt, self.response, self.sampled
 
     @property
     def trained(self) -> np.ndarray:
-        """[L] uint8: the mask without the tokens that are too old."""
+        """[L] uint8: 0 at tokens that are too old."""
         if self.max_lag is None:
-            return self.mask
-        return self.mask * (self.lag <= self.max_lag).astype(np.uint8)
+            return np.ones(len(self.lag), np.uint8)
+        return (self.lag <= self.max_lag).astype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Everything the loss needs of the M response tokens of a micro-batch, each [M].
+    """Everything the loss needs of the M sampled tokens of a micro-batch, each [M].
 
-    `trained`: the mask without tokens that are too old. `weights`: loss weight, 0 where not
-    trained. `row_index`: row of the micro-batch. `identity` [M, 3]: group_id, row, position.
+    `mask`: 0 at the token of a dummy. `trained`: also at tokens that are too old. `weights`: loss
+    weight, 0 where not trained. `row_index`: row of the micro-batch. `identity` [M, 3]: group_id,
+    row, number among the row's sampled tokens.
     """
 
     behavior: Tensor
@@ -86,13 +90,13 @@ class TokenBatch:
 
 
 def decode_rows(
-    plan: RankPlan, payload: wire.Buffer, *, max_staleness: int, mask_stale: bool = False
+    plan: RankPlan, payload: codec.Buffer, *, max_staleness: int, mask_stale: bool = False
 ) -> dict[RowKey, LearnerRow]:
     """Decode the planned rows by (group_id, row). mask_stale: do not train tokens older than
     `max_staleness`, instead of refusing them. Raises StalenessError, and ValueError for a payload
     that does not fit the plan.
     """
-    decoded = map(wire.decode_group, wire.unpack_frames(payload))
+    decoded = map(codec.decode_group, codec.unpack_frames(payload))
     groups = {group.group_id: group for group in decoded}
     if set(groups) != set(plan.group_ids):
         raise ValueError(
@@ -102,9 +106,10 @@ def decode_rows(
     rows: dict[RowKey, LearnerRow] = {}
     for key, planned in plan.rows.items():
         group = groups[planned.group_id]
-        rollout = group.rollouts[planned.row]
-        lengths = len(group.prompt_ids), len(rollout.response_ids)
-        if lengths != (planned.prompt_length, planned.length):
+        row = group.rows[planned.row]
+        prompt = group.prompts[row.prompt]
+        lengths = len(prompt), len(row.response_ids), len(row.behavior_logprobs)
+        if lengths != (planned.prompt_length, planned.length, planned.sampled):
             raise ValueError(
                 f"step {plan.step}: group {key[0]} row {key[1]} does not have the planned "
                 f"lengths {planned}"
@@ -112,7 +117,7 @@ def decode_rows(
         lag = np.concatenate(
             [
                 np.full(span.end - span.start, plan.step - 1 - span.policy_version, np.int64)
-                for span in rollout.versions
+                for span in row.versions
             ]
         )
         if lag.min() < 0 or (lag.max() > max_staleness and not mask_stale):
@@ -122,12 +127,7 @@ def decode_rows(
                 "admission or labelling, please report it"
             )
         rows[key] = LearnerRow(
-            group.prompt_ids,
-            rollout.response_ids,
-            rollout.behavior_logprobs,
-            rollout.loss_mask,
-            lag,
-            max_lag=max_staleness,
+            prompt, row.response_ids, row.sampled, row.behavior_logprobs, lag, max_lag=max_staleness
         )
     return rows
 
@@ -136,7 +136,7 @@ def token_batch(
     planned: Sequence[PlanRow], rows: Sequence[LearnerRow], device: torch.device
 ) -> TokenBatch:
     """Build token tensors in packed order; without rows, of the one dummy token, untrained."""
-    lengths = np.array([row.length for row in planned] or [1])
+    lengths = np.array([row.sampled for row in planned] or [1])
 
     def column(arrays: list[np.ndarray], dtype: type[np.generic]) -> Tensor:
         return on_device(np.concatenate(arrays or [np.zeros(1)]).astype(dtype), device)
@@ -162,7 +162,7 @@ def token_batch(
         anchor=behavior if anchor is None else anchor,
         reference=computed([row.reference for row in rows]),
         advantages=column([row.advantages for row in rows], np.float32),
-        mask=column([row.mask for row in rows], np.uint8),
+        mask=column([np.ones(len(row.lag)) for row in rows], np.uint8),
         trained=trained,
         lag=column([row.lag for row in rows], np.int64),
         weights=spread([row.weight for row in planned], np.float32) * trained,

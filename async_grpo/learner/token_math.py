@@ -58,12 +58,12 @@ class TokenMath:
         """Whether `loss` needs the result of `select`."""
 
     def reward_kl(self, row: LearnerRow) -> float:
-        """Compute and keep the row's token KL, of the recomputed policy if any; its masked sum."""
+        """Compute and keep the row's token KL, of the recomputed policy if any; its sum."""
         policy = row.behavior if row.anchor is None else row.anchor
         row.kl = kl_penalty(
             _double(policy), _double(row.reference), self._algorithm.kl_ctrl.kl_type
         ).numpy()
-        return float(row.kl[row.mask != 0].sum())
+        return float(row.kl.sum())
 
     def assign(
         self,
@@ -76,9 +76,9 @@ class TokenMath:
         """Give every row in the loss its advantages, `owned` ones in the moments. Collective."""
         if not self._estimator.returns:
             for key, row in rows.items():
-                row.advantages = np.full(len(row.mask), values[key].value, np.float32)
+                row.advantages = np.full(len(row.lag), values[key].value, np.float32)
             return
-        algorithm, width = self._algorithm, max([len(row.mask) for row in rows.values()], default=1)
+        algorithm, width = self._algorithm, max([len(row.lag) for row in rows.values()], default=1)
 
         def padded(arrays: Sequence[np.ndarray]) -> Tensor:
             out = np.zeros((len(arrays), width))
@@ -86,7 +86,7 @@ class TokenMath:
                 out[index, : len(array)] = array
             return torch.from_numpy(out)
 
-        mask = padded([row.mask for row in rows.values()])
+        mask = padded([np.ones(len(row.lag)) for row in rows.values()])
         kl = padded([row.kl for row in rows.values()]) if algorithm.add_token_level_kl else None
         rewards = place_rewards(
             _double([values[key].value for key in rows]), mask, kl=kl, kl_coef=kl_coef
@@ -107,7 +107,7 @@ class TokenMath:
             reduce=self._collectives.sum,
         )
         for row, advantage in zip(rows.values(), advantages.numpy(), strict=True):
-            row.advantages = advantage[: len(row.mask)].astype(np.float32)
+            row.advantages = advantage[: len(row.lag)].astype(np.float32)
 
     def select(
         self, step: int, batches: Sequence[TokenBatch], logprobs: Sequence[Tensor]

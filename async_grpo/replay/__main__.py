@@ -51,7 +51,7 @@ from async_grpo.replay.inspection import (
 from async_grpo.replay.journal import segments
 from async_grpo.replay.ledger import State
 from async_grpo.runtime.text import counted, on_one_line, shortened
-from async_grpo.wire import Group, Rollout, WireError
+from async_grpo.wire.codec import Group, Row, WireError
 
 DecodeTokens = Callable[[Iterable[int]], str]
 
@@ -327,7 +327,8 @@ def _texts(
     group = _group(history, facts["group_id"])
     if group is None:
         return {}
-    prompt, rows = decode(group.prompt_ids), [row for row in group.rollouts if row.role == "train"]
+    rows = [row for row in group.rows if row.role == "train"]
+    prompt = decode(group.prompts[0])
     if whole:
         return {"prompt": prompt, "texts": [decode(row.response_ids) for row in rows]}
     best = max(rows, key=lambda row: reward(row.rewards, weights))
@@ -365,9 +366,9 @@ def _one_group(
         return
     if group.attempt != record.attempt:
         yield f"what follows is the result of attempt {group.attempt}"
-    prompt = _indented(group.prompt_ids, decode)
-    yield from ("", f"prompt, {len(group.prompt_ids)} tokens", prompt, "")
-    for index, row in enumerate(group.rollouts, 1):
+    for prompt in group.prompts:
+        yield from ("", f"prompt, {len(prompt)} tokens", _indented(prompt, decode), "")
+    for index, row in enumerate(group.rows, 1):
         yield from (f"response {index}: {_row_line(row)}", _indented(row.response_ids, decode))
 
 
@@ -382,17 +383,17 @@ def _whole(group: Group, decode: DecodeTokens | None) -> Facts:
             "response_ids": row.response_ids.tolist(),
         }
         | ({"text": decode(row.response_ids)} if decode else {})
-        for row in group.rollouts
+        for row in group.rows
     ]
-    return ({"prompt": decode(group.prompt_ids)} if decode else {}) | {
+    return ({"prompt": decode(group.prompts[0])} if decode else {}) | {
         "attempt": group.attempt,
-        "prompt_ids": group.prompt_ids.tolist(),
+        "prompt_ids": group.prompts[0].tolist(),
         "rollouts": rollouts,
         "times": group.times,
     }
 
 
-def _row_line(row: Rollout) -> str:
+def _row_line(row: Row) -> str:
     rewards = ", ".join(f"{on_one_line(name)} {value:g}" for name, value in row.rewards.items())
     spans = f"v{row.versions[0].policy_version}"
     if len(row.versions) > 1:
@@ -401,7 +402,7 @@ def _row_line(row: Rollout) -> str:
     verdict = "" if row.verdict is None else f", verdict {row.verdict:g}"
     baseline = "baseline, " if row.role == "baseline" else ""
     return (
-        f"{baseline}{rewards}{verdict}, {len(row.response_ids)} tokens by {spans}, "
+        f"{baseline}{rewards}{verdict}, {len(row.behavior_logprobs)} tokens by {spans}, "
         f"{on_one_line(row.finish_reason)}"
     )
 

@@ -20,7 +20,7 @@ from async_grpo.errors import SetupError
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.partial import PartialGroups
 from async_grpo.replay.rules import QueueSettings, fair_share
-from async_grpo.wire import GroupMeta
+from async_grpo.wire.codec import GroupMeta
 
 
 class Retirement:
@@ -52,7 +52,7 @@ class Retirement:
         if self._at is None:
             return None
         rate, problem = (
-            accuracy([row.verdict for row in meta.rows_to_train]),
+            accuracy([row.verdict for row in meta.episodes_to_train]),
             self._index(meta.group_id),
         )
         earned = rate is not None and rate >= self._at

@@ -42,7 +42,7 @@ from async_grpo.replay.events import Event
 from async_grpo.replay.journal import Results, Segment, segment_path, segments
 from async_grpo.replay.ledger import FramePosition, GroupEntry, Ledger, State
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire import (
+from async_grpo.wire.codec import (
     Batch,
     Group,
     GroupMeta,

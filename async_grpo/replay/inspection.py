@@ -21,7 +21,7 @@ from async_grpo.replay.journal import segment_path, segments
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.token_ledger import PLACES
 from async_grpo.runtime.text import ago, counted, on_one_line
-from async_grpo.wire import GroupMeta, WireError
+from async_grpo.wire.codec import GroupMeta, WireError
 
 Facts = dict[str, Any]
 """Plain values of one group or of the ledger, as JSON can hold them."""
@@ -208,7 +208,7 @@ def listed_steps(history: History) -> tuple[int, int] | None:
 
 
 def _measured(meta: GroupMeta, step: int | None, weights: RewardWeights) -> Facts:
-    rows, times = meta.rows_to_train, meta.times.values()
+    rows, times = meta.episodes_to_train, meta.times.values()
     versions = sorted({version for row in rows for version, _ in row.versions})
     lengths = [row.length for row in rows]
     verdicts = [row.verdict for row in rows if row.verdict is not None]
@@ -225,7 +225,7 @@ def _measured(meta: GroupMeta, step: int | None, weights: RewardWeights) -> Fact
         "length_min": min(lengths),
         "length_mean": fmean(lengths),
         "length_max": max(lengths),
-        "truncated": sum(row.finish_reason == "length" for row in rows),
+        "truncated": sum(row.truncated for row in rows),
         "seconds": max(times) - min(times) if times else None,
         "finished_at": max(times, default=None),
         "actor": meta.actor_id,

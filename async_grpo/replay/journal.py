@@ -45,7 +45,7 @@ from async_grpo.errors import JournalDamage, JournalError
 from async_grpo.replay.events import Event, to_wire
 from async_grpo.replay.ledger import FramePosition, GroupEntry
 from async_grpo.runtime.storage import settle_folder
-from async_grpo.wire import Buffer, GroupMeta, WireError, decode_meta
+from async_grpo.wire.codec import Buffer, GroupMeta, WireError, decode_meta
 
 Fsync = Literal["group", "interval", "never"]
 JOURNAL_FORMAT = 6

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from async_grpo.replay import events
 from async_grpo.replay.token_ledger import Tokens
-from async_grpo.wire import GroupMeta, GroupTicket
+from async_grpo.wire.codec import GroupMeta, GroupTicket
 
 RECENT_GROUPS = 8192
 REASONS = 64

@@ -83,7 +83,7 @@ def batch_metrics(
     chosen: Sequence[GroupEntry], settings: QueueSettings, *, step: int, now: float
 ) -> dict[str, float]:
     """Lags of the batch of `step` over what is trained with weight, tokens too old, and waits."""
-    rows = [row for entry in chosen for row in entry.result.rows_to_train]
+    rows = [row for entry in chosen for row in entry.result.episodes_to_train]
     oldest = [step - 1 - row.min_version for row in rows]
     lags = [step - 1 - version for row in rows for version, _ in row.versions]
     masked = 0.0

@@ -141,7 +141,7 @@ def can_leave(staying: Sequence[int], *, step: int, max_staleness: int, batch_si
 def is_too_old(meta: GroupMeta, *, step: int, max_staleness: int, on_stale: OnStale) -> bool:
     """Tell whether a ready group is too old for `step`: one token, or with `mask` every token."""
     masked = on_stale == "mask"
-    version = max(row.max_version for row in meta.rows_to_train) if masked else meta.min_version
+    version = max(row.max_version for row in meta.episodes_to_train) if masked else meta.min_version
     return step - 1 - version > max_staleness
 
 

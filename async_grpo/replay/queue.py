@@ -55,7 +55,7 @@ from async_grpo.replay.order import BatchPicker
 from async_grpo.replay.partial import PartialGroups
 from async_grpo.replay.rules import QueueSettings, Verdict, check_bound, problem_of, rejection
 from async_grpo.replay.token_ledger import masked_tokens, token_counts
-from async_grpo.wire import (
+from async_grpo.wire.codec import (
     Batch,
     Buffer,
     GroupMeta,

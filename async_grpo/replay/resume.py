@@ -50,7 +50,7 @@ from async_grpo.replay.order import Due, Others
 from async_grpo.replay.partial import PartialGroups, PartialStart, choose, told
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire import WireError
+from async_grpo.wire.codec import WireError
 
 if TYPE_CHECKING:
     from async_grpo.config.schema import Config

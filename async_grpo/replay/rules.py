@@ -15,7 +15,7 @@ from async_grpo.algo.filters import FilterRule, filter_reason
 from async_grpo.algo.rewards import Shaping, score
 from async_grpo.errors import StalenessError
 from async_grpo.replay.order import ORDERS, Order
-from async_grpo.wire import GroupMeta, GroupTicket, RowMeta
+from async_grpo.wire.codec import GroupMeta, GroupTicket, RowMeta
 
 if TYPE_CHECKING:
     from async_grpo.config.schema import Config
@@ -176,7 +176,7 @@ def problem_of(
     meta: GroupMeta, ticket: GroupTicket, *, newest_version: int, group_size: int, baseline: bool
 ) -> str | None:
     """Say why a group must not be trained, or None. `newest_version`: largest that can exist."""
-    roles = [row.role for row in meta.rows]
+    roles = [row.role for row in meta.episodes]
     rows, greedy = roles.count("train"), roles.count("baseline")
     if rows != group_size:
         return f"{rows} rollouts to train instead of {group_size}"
@@ -197,12 +197,12 @@ def problem_of(
 
 def rejection(meta: GroupMeta, rule: FilterRule, shaping: Shaping) -> str | None:
     """Say why the rule rejects the group, or None. Raises ValueError where a value is missing."""
-    rows = meta.rows_to_train
+    rows = meta.episodes_to_train
     return filter_reason(
         rule,
         values=[_value(row, rule.metric, shaping) for row in rows] if rule.reads_metric else [],
         verdicts=[row.verdict for row in rows],
-        truncated=[row.finish_reason == "length" for row in rows],
+        truncated=[row.truncated for row in rows],
         rewards=[row.rewards for row in rows],
         lengths=[row.length for row in rows],
     )

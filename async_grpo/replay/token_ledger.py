@@ -39,7 +39,7 @@ from async_grpo.replay.events import (
     TakeBatch,
     Waste,
 )
-from async_grpo.wire import GroupMeta
+from async_grpo.wire.codec import GroupMeta
 
 if TYPE_CHECKING:
     from async_grpo.replay.ledger import GroupEntry, Ledger
@@ -74,14 +74,15 @@ def token_counts(meta: GroupMeta) -> tuple[int, int]:
 def masked_tokens(
     metas: Iterable[GroupMeta], *, mask_truncated: bool, stale_before: int | None
 ) -> int:
-    """Tokens of a batch without weight: of truncated responses (with `mask_truncated`), not sampled
-    by the policy, or older than version `stale_before` (None: nothing is too old).
+    """Tokens of a batch without weight: of truncated responses (with `mask_truncated`), or older
+    than version `stale_before` (None: nothing is too old).
     """
     masked = 0
-    for row in (row for meta in metas for row in meta.rows_to_train):
-        stale = 0 if stale_before is None else row.tokens_before(stale_before)
-        cut_off = mask_truncated and row.finish_reason == "length"
-        masked += row.length if cut_off else min(row.length, stale + row.length - row.mask_tokens)
+    for row in (row for meta in metas for row in meta.episodes_to_train):
+        if mask_truncated and row.truncated:
+            masked += row.length
+        elif stale_before is not None:
+            masked += row.tokens_before(stale_before)
     return masked
 
 

@@ -19,7 +19,7 @@ from async_grpo.replay.history import Stretch
 from async_grpo.replay.journal import segments
 from async_grpo.report.data import MetricsRow, RunData
 from async_grpo.report.plots import BLUE, CAUSES, GREY, ORANGE, PURPLE, WIDTH
-from async_grpo.wire import WireError
+from async_grpo.wire.codec import WireError
 
 Span = tuple[float, float]
 UNSHOWN = "Engines and queue are not shown"

@@ -44,7 +44,7 @@ from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import create_task, load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
-from async_grpo.wire import Buffer, Group, GroupTicket, Rollout, WireError, encode_group
+from async_grpo.wire.codec import Buffer, Group, GroupTicket, Row, WireError, encode_group
 
 POLL_S = 0.02
 """Between two requests for tickets; the queue's process lets each wait a while for its answer."""
@@ -415,12 +415,12 @@ class RolloutActor:
             policy_version=ticket.policy_version,
             actor_id=self.actor_id,
             run_epoch=ticket.run_epoch,
-            prompt_ids=np.asarray(prompt, np.int32),
-            rollouts=[
-                Rollout(
+            prompts=[np.asarray(prompt, np.int32)],
+            rows=[
+                Row(
                     response_ids=completion.token_ids,
                     behavior_logprobs=completion.logprobs,
-                    loss_mask=np.ones(len(completion.token_ids), np.uint8),
+                    segments=[(0, len(completion.token_ids))],
                     versions=completion.versions,
                     rewards=score.rewards,
                     verdict=score.verdict,

@@ -37,7 +37,7 @@ from async_grpo.rollout.engine_arguments import engine_arguments
 from async_grpo.rollout.kv_cache import CacheChoice, Mode, cache_mode
 from async_grpo.runtime.lifetime import own_directory
 from async_grpo.weights.transport import Announcement, Receipt, is_version, parse_label
-from async_grpo.wire import VersionSpan
+from async_grpo.wire.codec import VersionSpan
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput

@@ -33,7 +33,7 @@ import numpy as np
 from async_grpo.replay.partial import PartialStart
 from async_grpo.rollout.engine import Completion, Engine, Sampling
 from async_grpo.weights.transport import parse_label
-from async_grpo.wire import GroupTicket
+from async_grpo.wire.codec import GroupTicket
 
 FILE = "partial.msgpack"
 _NUMBERS = itertools.count()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from async_grpo.algo.filters import FilterRule, accuracy, filter_reason, zero_variance
 from async_grpo.algo.rewards import Shaping
 from async_grpo.replay.rules import rejection
-from async_grpo.wire import GroupMeta, RowMeta
+from async_grpo.wire.codec import GroupMeta, RowMeta
 from tests.support.algo_case import fast
 
 rates = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
@@ -188,7 +188,6 @@ def group_of(*given_rows: tuple[dict[str, float], float | None, int, str, str]) 
         RowMeta(
             role=role,
             length=length,
-            mask_tokens=length,
             rewards=rewards,
             verdict=verdict,
             finish_reason=finish,
@@ -196,7 +195,7 @@ def group_of(*given_rows: tuple[dict[str, float], float | None, int, str, str]) 
         )
         for rewards, verdict, length, finish, role in given_rows
     )
-    return GroupMeta(0, 1, 0, "a", 3, metas, {}, 99)
+    return GroupMeta(0, 1, 0, "a", (3,), metas, {}, 99)
 
 
 def test_every_metric_is_what_its_name_says() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from async_grpo.cluster.queue import QueueProcess
 from async_grpo.replay.queue import ReplayQueue
-from async_grpo.wire import GroupTicket, decode_group, decode_meta
+from async_grpo.wire.codec import GroupTicket, decode_group, decode_meta
 from benchmarks import queue_actors
 from benchmarks.queue_actors import Frames, PlainQueue, Shape
 
@@ -30,7 +30,7 @@ def test_the_frames_of_the_benchmark_are_those_of_their_tickets() -> None:
                 "producer-1",
             )
             assert [row.versions for row in meta.rows] == [((7, 5),)] * 3 and len(
-                decode_group(frame).rollouts
+                decode_group(frame).rows
             ) == 3
 
 

@@ -187,9 +187,9 @@ def test_the_simulated_learner_waits_for_long_answers_unless_it_may_lag() -> Non
 def test_the_padding_that_is_reported_is_that_of_the_packs() -> None:
     batch = Batch(Work(groups=2, group_size=3, mean=8.0, longest=32, budget=64, vocabulary=50))
     assert batch.tokens == sum(
-        len(group.prompt_ids) + len(row.response_ids)
+        len(group.prompts[0]) + len(row.response_ids)
         for group in batch.groups.values()
-        for row in group.rollouts
+        for row in group.rows
     )
     packed, attention = padding_of(batch.plan, batch)
     assert packed == 0 and 0 <= attention < 0.5

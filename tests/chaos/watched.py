@@ -37,7 +37,7 @@ import numpy as np
 from async_grpo.cluster import processes
 from async_grpo.config.schema import Config
 from async_grpo.runtime import storage
-from async_grpo.wire import Buffer, peek_ticket
+from async_grpo.wire.codec import Buffer, peek_ticket
 
 DRIVER, ACCESS = "CHAOS_DRIVER", "CHAOS_ACCESS"
 GATE_S = 40.0

@@ -24,10 +24,10 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.observe.console.console import Console
 from async_grpo.weights.checks import SelfCheckFailed
-from async_grpo.wire import (
+from async_grpo.wire.codec import (
     Batch,
     Group,
-    Rollout,
+    Row,
     VersionSpan,
     decode_meta,
     encode_group,
@@ -461,11 +461,11 @@ def test_after_training_what_dies_costs_the_evaluation_and_not_the_run(
 
 def group(group_id: int, version: int) -> Group:
     """Three responses, and a greedy one that is not trained."""
-    rollouts = [
-        Rollout(
+    rows = [
+        Row(
             response_ids=np.array([10 + index, 11], np.int32),
             behavior_logprobs=np.full(2, -1.0, np.float32),
-            loss_mask=np.ones(2, np.uint8),
+            segments=[(0, 2)],
             versions=[VersionSpan(version, 0, 1), VersionSpan(version + 1, 1, 2)],
             rewards={"correct": reward, "format": -reward},
             verdict=reward,
@@ -481,8 +481,8 @@ def group(group_id: int, version: int) -> Group:
         attempt=1,
         policy_version=version,
         actor_id="a",
-        prompt_ids=np.array([3, 4], np.int32),
-        rollouts=rollouts,
+        prompts=[np.array([3, 4], np.int32)],
+        rows=rows,
     )
 
 

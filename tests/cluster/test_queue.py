@@ -18,7 +18,7 @@ from async_grpo.cluster.queue import QueueProcess
 from async_grpo.errors import JournalError, SetupError, Stalled
 from async_grpo.replay.history import RecordedQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
-from async_grpo.wire import unpack_frames
+from async_grpo.wire.codec import unpack_frames
 from tests.support.frames import frame_of
 from tests.support.queues import ids, queue_settings
 

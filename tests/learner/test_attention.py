@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from async_grpo.learner import attention, zero
 from async_grpo.learner.attention import takes_segments, varlen_attention
 from async_grpo.learner.model import _Float32Logits, load_model
-from async_grpo.learner.packing import Packed, pack
+from async_grpo.learner.packing import Packed, pack, response_row
 from tests.support.wiring import tiny_model
 
 CPU = torch.device("cpu")
@@ -91,7 +91,10 @@ def test_segments_give_what_buckets_give(
     shapes: list[tuple[int, list[int]]], seed: int, heads: tuple[int, int], scaling: float | None
 ) -> None:
     rows = rows_of(shapes, seed)
-    segments, buckets = pack(rows, CPU, segmented=True), pack(rows, CPU)
+    segments, buckets = (
+        pack([response_row(*row) for row in rows], CPU, segmented=True),
+        pack([response_row(*row) for row in rows], CPU),
+    )
     assert torch.equal(segments.input_ids, buckets.input_ids)
     assert torch.equal(segments.predictors, buckets.predictors)
     count, generator = segments.input_ids.numel(), torch.Generator().manual_seed(seed)
@@ -121,7 +124,9 @@ def test_a_model_gives_the_same_by_segments(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention, "varlen_attn", double)
     for segmented in (True, False):
         model.zero_grad()
-        logprobs, _ = model(pack(rows, CPU, segmented=segmented), 1.0, False)
+        logprobs, _ = model(
+            pack([response_row(*row) for row in rows], CPU, segmented=segmented), 1.0, False
+        )
         (logprobs * torch.arange(len(logprobs)).cos()).sum().backward()
         found.append([logprobs, *(parameter.grad for parameter in model.parameters())])
     for one, other in zip(*found, strict=True):
@@ -134,7 +139,7 @@ def test_segments_have_no_padding_and_ask_once_for_every_token(
     shapes: list[tuple[int, list[int]]], seed: int
 ) -> None:
     rows = rows_of(shapes, seed)
-    packed = pack(rows, CPU, segmented=True)
+    packed = pack([response_row(*row) for row in rows], CPU, segmented=True)
     layout, segments = packed.layout, packed.layout.segments
     assert layout.buckets == () and layout.positions == layout.tokens == segments.keys[-1]
     assert layout.longest == max(len(prompt) + len(response) - 1 for prompt, response in rows)
@@ -145,7 +150,7 @@ def test_segments_have_no_padding_and_ask_once_for_every_token(
 def test_an_answer_of_one_token_to_a_shared_prompt_asks_nothing() -> None:
     prompt = np.arange(5)
     rows = [(prompt, np.arange(n)) for n in (1, 3, 1)] + [(prompt + 9, np.arange(1))]
-    segments = pack(rows, CPU, segmented=True).layout.segments
+    segments = pack([response_row(*row) for row in rows], CPU, segmented=True).layout.segments
     assert segments.keys.diff().tolist() == [7, 5]  # the second prompt's only row asks for itself
     assert segments.queries.diff().tolist() == [7, 5]
     assert pack([], CPU, segmented=True).layout.segments.keys.tolist() == [0, 1]
@@ -218,7 +223,7 @@ def test_on_a_gpu_segments_give_what_buckets_give(heads: tuple[int, int]) -> Non
     rows = rows_of([(300, [700, 1, 2, 90]), (17, [1, 400, 400]), (1, [1])], 3)
     generator, packs = torch.Generator().manual_seed(1), []
     for segmented in (True, False):
-        packs.append(pack(rows, device, segmented=segmented))
+        packs.append(pack([response_row(*row) for row in rows], device, segmented=segmented))
     states = [
         torch.randn(packs[0].input_ids.numel(), number, 64, generator=generator).to(
             device, torch.bfloat16

@@ -14,7 +14,7 @@ from torch import Tensor
 from async_grpo.config.schema import Config
 from async_grpo.learner import model as model_module
 from async_grpo.learner.model import PolicyModel, load_model
-from async_grpo.learner.packing import Packed, pack
+from async_grpo.learner.packing import Packed, pack, response_row
 from tests.support.learners import (
     Case,
     assert_close,
@@ -53,7 +53,9 @@ def packs(seed: int) -> list[Packed]:
     return [
         pack(
             [
-                (draw.integers(3, 99, 4), draw.integers(3, 99, int(draw.integers(2, 20))))
+                response_row(
+                    draw.integers(3, 99, 4), draw.integers(3, 99, int(draw.integers(2, 20)))
+                )
                 for _ in range(count)
             ],
             torch.device("cpu"),

@@ -30,7 +30,7 @@ from async_grpo.learner import model as model_module
 from async_grpo.learner import zero
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
-from async_grpo.learner.packing import pack
+from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.rows import learning_rate
 from async_grpo.learner.zero import deepspeed_config
 from tests.support.learners import (
@@ -144,7 +144,7 @@ def test_a_packed_row_equals_the_row_alone(
         float32_head=False,
     )
     alone = plain_model(directory)
-    packed = pack(rows, torch.device("cpu"))
+    packed = pack([response_row(*row) for row in rows], torch.device("cpu"))
     assert packed.input_ids.shape == (1, sum(p + sum(each) - len(each) for p, each in lengths)), (
         "a prompt is there once, a last token never"
     )
@@ -188,7 +188,11 @@ def test_models_that_would_be_wrong_are_refused(models: dict[str, str], tmp_path
         load_model(str(tmp_path), longest_row=21, **arguments)
     policy = load_model(str(tmp_path), longest_row=20, **arguments)
     with pytest.raises(ValueError, match="sliding window of 20"):
-        policy(pack([(np.arange(3, 13), np.arange(3, 16))], torch.device("cpu")), 1.0, False)
+        policy(
+            pack([response_row(np.arange(3, 13), np.arange(3, 16))], torch.device("cpu")),
+            1.0,
+            False,
+        )
     model.config.logit_scale = 0.5
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="logit_scale"):
@@ -281,13 +285,12 @@ def test_metrics_are_sums_of_the_step(models: dict[str, str]) -> None:
         begin(learner, case, [split(range(12), 3)])
         learner.update(0)
         means = MetricSums.from_wire(learner.end()).means()
-    rows = [(case.groups[row.group_id].rollouts[row.row]) for row in case.updates[0] if row.weight]
+    rows = [case.groups[row.group_id].rows[row.row] for row in case.updates[0] if row.weight]
     lags = [
         2 - span.policy_version
         for row in rows
         for span in row.versions
-        for t in range(span.start, span.end)
-        if row.loss_mask[t]
+        for _ in range(span.start, span.end)
     ]
     assert means["train/lag_mean"] == pytest.approx(np.mean(lags))
     assert means["train/lr"] == 3e-3
@@ -324,8 +327,8 @@ def test_a_token_outside_the_staleness_bound_ends_the_step(models: dict[str, str
     case = make_case(models["plain"])
     with open_learner(config_of(models, 0), models, case) as learner:
         for version in (0, 3):  # lags 2 and -1 at step 3 with max_staleness 1
-            span = case.groups[11].rollouts[0].versions[-1]
-            case.groups[11].rollouts[0].versions[-1] = type(span)(version, span.start, span.end)
+            span = case.groups[11].rows[0].versions[-1]
+            case.groups[11].rows[0].versions[-1] = type(span)(version, span.start, span.end)
             with pytest.raises(StalenessError, match="group 11 row 0"):
                 learner.begin(case.plan([split(range(12), 1)]))
 

@@ -38,6 +38,8 @@ FAMILY: dict[str, dict[str, Any]] = {
         "policy_loss": "kl_cov",
         "kl_cov": {"ratio": 0.1},
         "clip_schedule": {"kind": "constant"},
+        "anchor": "behavior",  # |log ratio| has no gradient at 0, where a recomputed one begins
+        "importance": {"level": "none"},
     },
     "m2po": {
         "policy_loss": "m2po",

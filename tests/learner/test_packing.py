@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.learner.packing import Packed, pack
+from async_grpo.learner.packing import Packed, pack, response_row
 
 CPU = torch.device("cpu")
 groups = st.lists(
@@ -51,7 +51,7 @@ def test_every_row_is_whole_and_every_token_is_there_once(
     shapes: list[tuple[int, list[int]]], seed: int
 ) -> None:
     rows = rows_of(shapes, seed=seed)
-    packed = pack(rows, CPU)
+    packed = pack([response_row(*row) for row in rows], CPU)
     layout, ids, at = packed.layout, packed.input_ids[0], 0
     assert (
         len(ids)
@@ -89,7 +89,10 @@ def test_every_row_is_whole_and_every_token_is_there_once(
 @settings(max_examples=60)
 def test_gradients_are_those_of_indexing(shapes: list[tuple[int, list[int]]], seed: int) -> None:
     rows = rows_of(shapes, seed=seed)
-    packed, generator = pack(rows, CPU), torch.Generator().manual_seed(seed)
+    packed, generator = (
+        pack([response_row(*row) for row in rows], CPU),
+        torch.Generator().manual_seed(seed),
+    )
     layout = packed.layout
     states = torch.randn(len(layout.own), 2, 3, generator=generator, dtype=torch.float64)
     weights = torch.zeros(layout.positions, 2, 3, dtype=torch.float64)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import load_model
-from async_grpo.learner.packing import pack
+from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.weight_files import INDEX
 from async_grpo.planning import RowMath
 from tests.support.learners import (
@@ -138,7 +138,7 @@ def test_a_reference_of_another_shape_cannot_be_refreshed(models: dict[str, str]
 def test_the_float32_head_computes_logits_in_float32(models: dict[str, str]) -> None:
     rng = np.random.default_rng(0)
     rows = [(rng.integers(3, 100, 4), rng.integers(3, 100, 20)) for _ in range(3)]
-    packed, got = pack(rows, torch.device("cpu")), {}
+    packed, got = pack([response_row(*row) for row in rows], torch.device("cpu")), {}
     for float32 in (False, True):
         model = load_model(
             models["policy"],

@@ -20,7 +20,7 @@ from async_grpo.learner import drafts, weight_files, zero
 from async_grpo.learner.checkpoint import Saving
 from async_grpo.learner.learner import Learner
 from async_grpo.learner.model import PolicyModel, load_model
-from async_grpo.learner.packing import pack
+from async_grpo.learner.packing import pack, response_row
 from async_grpo.learner.storage_writes import Writes
 from async_grpo.learner.weights import Published
 from tests.support.learners import free_port, make_config, run_ranks, set_rank
@@ -164,7 +164,7 @@ def saving_rank(rank: int, world: int, port: int, large: str, target: str) -> No
     try:
         numbers = sum(torch.Size(shape).numel() for _, shape, _ in learner.weight_metadata())
         row = (np.arange(3, 9), np.arange(9, 20))
-        logprobs, _ = learner.engine(pack([row], torch.device("cpu")), 1.0, False)
+        logprobs, _ = learner.engine(pack([response_row(*row)], torch.device("cpu")), 1.0, False)
         learner.engine.backward(logprobs.sum())
         learner.engine.step()
         saving = Saving(learner, key="k")

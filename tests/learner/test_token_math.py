@@ -22,13 +22,13 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import StalenessError
 from async_grpo.learner.rows import LearnerRow, TokenBatch, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath, compare_sampler
-from async_grpo.wire import GroupTicket, pack_frames
+from async_grpo.wire.codec import GroupTicket, pack_frames
 from tests.support.frames import frame_of
 
 CLIPPED = POLICY_LOSSES.where(lambda traits: traits.clipped)
 CPU = torch.device("cpu")
 LENGTHS = [5, 1, 9, 3, 7, 4, 6, 2]
-"""Two groups of four rows; row 1 is fully masked."""
+"""Two groups of four rows."""
 
 
 class Alone:
@@ -53,15 +53,12 @@ def make_rows(seed: int = 0) -> dict[RowKey, LearnerRow]:
     rng = np.random.default_rng(seed)
     rows = {}
     for index, length in enumerate(LENGTHS):
-        mask = np.ones(length, np.uint8)
-        if length > 3:
-            mask[length // 2] = 0
         behavior = -rng.gamma(2, 0.5, length)
         rows[10 + index // 4, index % 4] = LearnerRow(
             prompt=np.zeros(2, np.int32),
             response=np.zeros(length, np.int32),
+            sampled=np.arange(length),
             behavior=behavior.astype(np.float32),
-            mask=mask if index != 1 else np.zeros_like(mask),
             lag=np.sort(rng.integers(0, 4, length))[::-1].copy(),
             anchor=(behavior + rng.normal(0, 0.1, length)).astype(np.float32),
             reference=(behavior + rng.normal(0, 0.1, length)).astype(np.float32),
@@ -71,11 +68,12 @@ def make_rows(seed: int = 0) -> dict[RowKey, LearnerRow]:
 
 def logprobs_of(batch: TokenBatch, rows: dict[RowKey, LearnerRow], theta: Tensor) -> Tensor:
     """Log-probs that depend on shared parameters and on which token it is, not on its place in the
-    pack.
+    pack or its row.
     """
-    group, row, position = batch.identity.double().unbind(-1)
+    group, row, _ = batch.identity.double().unbind(-1)
+    token = 50 * batch.behavior.double()
     features = torch.stack(
-        [torch.sin(group + 2 * row), torch.cos(1 + row * position), torch.sin(position)], -1
+        [torch.sin(group + 2 * row), torch.cos(1 + row * token), torch.sin(token)], -1
     )
     return batch.behavior.double() + 0.5 * torch.tanh(features @ theta)
 
@@ -92,7 +90,7 @@ def gradient(
     those of `counted`.
     """
     math = TokenMath(config, Alone())
-    keys = sorted(rows)
+    keys = sorted(counted or rows)
     values = {
         key: RowValue(float(value))
         for key, value in zip(keys, [1.0, -0.5, 0.7, -1.2, 2.0, -2.0, 0.4, -0.4], strict=True)
@@ -100,13 +98,14 @@ def gradient(
     math.assign(rows, owned=rows, values=values, kl_coef=0.0)
     weights = row_weights(
         config.algorithm.loss_agg_mode,
-        [int((counted or rows)[key].mask.sum()) for key in keys],
+        [len((counted or rows)[key].lag) for key in keys],
         max_response_length=16,
         group_index=[key[0] for key in keys],
     )
     planned = {
-        key: PlanRow(*key, 2, len(rows[key].mask), weight)
+        key: PlanRow(*key, 2, len(rows[key].lag), weight, len(rows[key].lag))
         for key, weight in zip(keys, weights, strict=True)
+        if key in rows
     }
     theta = torch.tensor([0.3, -0.8, 0.5], dtype=torch.float64, requires_grad=True)
     batches = [
@@ -212,10 +211,14 @@ def test_tokens_that_are_too_old_have_no_weight_and_stay_in_the_divisors(
     bounded, whole, without = make_rows(), make_rows(), make_rows()
     for key, row in bounded.items():
         row.max_lag = 1
-        without[key].mask = row.mask * (row.lag <= 1)
-    assert any(((row.lag > 1) & (row.mask == 1)).any() for row in whole.values())
+        young = row.lag <= 1
+        for name in ("behavior", "lag", "anchor", "reference"):
+            setattr(without[key], name, getattr(without[key], name)[young])
+    assert any((row.lag > 1).any() for row in whole.values())
+    without = {key: row for key, row in without.items() if len(row.lag)}
     split = [sorted(bounded)]
-    got, wanted = gradient(config, bounded, split), gradient(config, without, split, counted=whole)
+    got = gradient(config, bounded, split)
+    wanted = gradient(config, without, [sorted(without)], counted=whole)
     assert got[0] == pytest.approx(wanted[0], rel=1e-9) and torch.allclose(
         got[1], wanted[1], rtol=1e-9
     )
@@ -251,11 +254,11 @@ def test_whatever_stands_on_tokens_that_are_too_old_is_no_matter(loss: str) -> N
     )
     assert got[0] == other[0] and torch.equal(got[1], other[1])
     means = metrics.means()
-    tokens = sum(int(row.mask.sum()) for row in rows.values())
+    tokens = sum(len(row.lag) for row in rows.values())
     assert means["train/lag_max"] == 1
     assert (
         means["train/stale_share"]
-        == sum(int((row.mask * (row.lag > 1)).sum()) for row in rows.values()) / tokens
+        == sum(int((row.lag > 1).sum()) for row in rows.values()) / tokens
         > 0
     )
 
@@ -265,15 +268,12 @@ def test_no_gradient_reaches_a_token_that_is_too_old(loss: str) -> None:
     config = config_of(
         policy_loss=loss, loss_agg_mode="seq-mean-token-mean", m2po={"budget": 0.005}
     )
-    rows, math = (
-        {key: row for key, row in make_rows().items() if row.mask.any()},
-        TokenMath(config, Alone()),
-    )
+    rows, math = (make_rows(), TokenMath(config, Alone()))
     for row in rows.values():
         row.max_lag = 1
     math.assign(rows, owned=rows, values={key: RowValue(1.0 + key[1]) for key in rows}, kl_coef=0.0)
     batch = token_batch(
-        [PlanRow(*key, 2, len(row.mask), 0.1) for key, row in rows.items()],
+        [PlanRow(*key, 2, len(row.lag), 0.1, len(row.lag)) for key, row in rows.items()],
         list(rows.values()),
         CPU,
     )
@@ -287,18 +287,14 @@ def test_no_gradient_reaches_a_token_that_is_too_old(loss: str) -> None:
 @pytest.mark.parametrize("mask_stale", [True, False])
 def test_old_tokens_of_a_payload_are_masked_or_refused(mask_stale: bool) -> None:
     frame = frame_of(GroupTicket(7, 1, 0), versions=(0, 3))
-    row = PlanRow(7, 1, 3, 4, 0.5)
+    row = PlanRow(7, 1, 3, 4, 0.5, 4)
     plan = RankPlan(step=5, group_ids=(7,), updates=(((row,),),), epoch_updates=1)
     if not mask_stale:
         with pytest.raises(StalenessError, match="lag 1 to 4"):
             decode_rows(plan, pack_frames([frame]), max_staleness=3)
         return
     rows = decode_rows(plan, pack_frames([frame]), max_staleness=3, mask_stale=True)
-    assert (
-        rows[7, 1].lag.tolist() == [4, 4, 1, 1]
-        and rows[7, 1].trained.tolist() == [0, 0, 1, 1]
-        and rows[7, 1].mask.tolist() == [1] * 4
-    )
+    assert rows[7, 1].lag.tolist() == [4, 4, 1, 1] and rows[7, 1].trained.tolist() == [0, 0, 1, 1]
     rows[7, 1].advantages = np.ones(4, np.float32)
     batch = token_batch([row], [rows[7, 1]], CPU)
     assert batch.weights.tolist() == [0, 0, 0.5, 0.5] and batch.mask.tolist() == [1] * 4
@@ -317,7 +313,7 @@ def test_returns_on_the_ranks_are_those_of_the_formula(estimator: str, gamma: fl
     config = config_of(
         adv_estimator=estimator, gamma=gamma, add_token_level_kl=True, advantage_clip=1.5
     )
-    rows = {key: row for key, row in make_rows().items() if row.mask.any()}
+    rows = make_rows()
     math, coef = TokenMath(config, Alone()), 0.3
     sums = {key: math.reward_kl(row) for key, row in rows.items()}
     values = {key: RowValue(1.0 + 0.5 * key[1], 0.25 * key[0]) for key in rows}
@@ -325,7 +321,7 @@ def test_returns_on_the_ranks_are_those_of_the_formula(estimator: str, gamma: fl
     returns = {}
     for key, row in rows.items():
         kl = [(float(a) - float(r)) for a, r in zip(row.anchor, row.reference, strict=True)]
-        valid = [t for t in range(len(row.mask)) if row.mask[t]]
+        valid = list(range(len(row.lag)))
         assert sums[key] == pytest.approx(sum(kl[t] for t in valid), abs=1e-6)
         rewards = [
             (-coef * kl[t] + (values[key].value if t == valid[-1] else 0.0)) if t in valid else 0.0
@@ -351,10 +347,10 @@ def test_returns_on_the_ranks_are_those_of_the_formula(estimator: str, gamma: fl
 
 def test_the_sampler_is_compared_on_tokens_of_the_learners_own_version() -> None:
     rows = make_rows()
-    planned = [PlanRow(*key, 2, len(row.mask), 1.0) for key, row in rows.items()]
+    planned = [PlanRow(*key, 2, len(row.lag), 1.0, len(row.lag)) for key, row in rows.items()]
     rows[10, 2].lag[:] = 0
     for row in rows.values():
-        row.advantages = np.zeros(len(row.mask), np.float32)
+        row.advantages = np.zeros(len(row.lag), np.float32)
     batch = token_batch(planned, [rows[row.key] for row in planned], CPU)
     logprobs = batch.behavior + torch.linspace(-0.1, 0.2, len(batch.behavior))
     metrics = MetricSums()
@@ -366,8 +362,8 @@ def test_the_sampler_is_compared_on_tokens_of_the_learners_own_version() -> None
     position = 0
     for row in planned:
         one = rows[row.key]
-        for lag, mask in zip(one.lag, one.mask, strict=True):
-            if lag == 0 and mask:
+        for lag in one.lag:
+            if lag == 0:
                 name = "weights/sampler_error" if max(one.lag) == 0 else "weights/kv_cache_error"
                 differences[name].append(abs(float(logprobs[position] - batch.behavior[position])))
             position += 1

@@ -25,7 +25,7 @@ from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.token_ledger import PLACES, masked_tokens
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.time_ledger import ENGINE_CAUSES, TimeByCause
-from async_grpo.wire import decode_meta
+from async_grpo.wire.codec import decode_meta
 from tests.support.frames import frame_of
 from tests.support.queues import Clock, queue_settings, take
 
@@ -168,15 +168,15 @@ async def test_batches_that_are_taken_back_are_generated_again(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("mask_truncated", "stale_before", "masked"),
-    [(False, None, 1), (True, None, 9), (False, 3, 5), (True, 3, 12)],
+    [(False, None, 0), (True, None, 8), (False, 3, 4), (True, 3, 11)],
 )
 def test_masked_tokens(mask_truncated: bool, stale_before: int | None, masked: int) -> None:
     rows = (
-        RowMeta("train", 8, 8, {"r": 1.0}, None, "length", ((2, 1), (3, 7))),
-        RowMeta("train", 5, 4, {"r": 1.0}, None, "stop", ((2, 3), (4, 2))),
-        RowMeta("baseline", 6, 6, {"r": 1.0}, None, "length", ((2, 6),)),
+        RowMeta("train", 8, {"r": 1.0}, None, "length", ((2, 1), (3, 7))),
+        RowMeta("train", 4, {"r": 1.0}, None, "stop", ((2, 3), (4, 1)), context=1),
+        RowMeta("baseline", 6, {"r": 1.0}, None, "length", ((2, 6),)),
     )
-    meta = GroupMeta(0, 1, 2, "a", 3, rows, {}, 0)
+    meta = GroupMeta(0, 1, 2, "a", (3,), rows, {}, 0)
     assert masked_tokens([meta], mask_truncated=mask_truncated, stale_before=stale_before) == masked
 
 

@@ -25,7 +25,7 @@ from async_grpo.report.plots import times_by_cause
 from async_grpo.run import summarise
 from async_grpo.runtime.text import duration
 from async_grpo.runtime.time_ledger import LEARNER_CAUSES, LearnerTime, TimeByCause
-from async_grpo.wire import Batch
+from async_grpo.wire.codec import Batch
 from tests.support.loops import WEIGHTS, batch_of, config, finished_trainer
 
 STEPS = 9

@@ -16,7 +16,7 @@ import torch
 from async_grpo import run
 from async_grpo.config.load import load_config
 from async_grpo.learner.model import load_model
-from async_grpo.learner.packing import pack
+from async_grpo.learner.packing import pack, response_row
 from async_grpo.preflight.known_models import known_config, names
 from async_grpo.preflight.memory import (
     BUCKET_ELEMENTS,
@@ -130,7 +130,8 @@ def test_activations_are_about_what_autograd_keeps(model, checkpointing) -> None
     )
     policy.train()
     packed = pack(
-        [(torch.arange(8).numpy(), torch.arange(248).numpy() % 100)] * 16, torch.device("cpu")
+        [response_row(torch.arange(8).numpy(), torch.arange(248).numpy() % 100)] * 16,
+        torch.device("cpu"),
     )
     weights, kept = (
         {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()},

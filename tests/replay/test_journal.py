@@ -30,7 +30,7 @@ from async_grpo.replay.ledger import State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire import GroupTicket, decode_meta
+from async_grpo.wire.codec import GroupTicket, decode_meta
 from tests.support.frames import frame_of
 from tests.support.journal_life import (
     RULES,
@@ -626,7 +626,7 @@ async def test_a_page_of_zeros_is_not_taken_for_the_end(folder: Path, what: str)
     numbers = (
         np.ravel([[number, 0] for number in range(1, 300)]) if what == "tokens" else np.arange(3)
     )
-    await queue.put("a", [frame_of(ticket, prompt_ids=numbers) for ticket in tickets[:4]])
+    await queue.put("a", [frame_of(ticket, prompts=[numbers]) for ticket in tickets[:4]])
     ends = record_ends(folder, 1)
     start, length = (
         (ends[-4], 40) if what == "tokens" else (ends[4], 4096)
@@ -943,7 +943,7 @@ async def test_a_segment_too_large_to_be_read_at_once_is_read_in_place(folder: P
     settings = queue_settings()
     queue = open_queue(settings, journal_in(folder))
     tickets = await queue.acquire("a", 0, [], 3)
-    large = [frame_of(ticket, prompt_ids=np.arange(200_000)) for ticket in tickets]
+    large = [frame_of(ticket, prompts=[np.arange(200_000)]) for ticket in tickets]
     await queue.put("a", large)
     for start in ("first", "second"):
         again = open_queue(

@@ -16,7 +16,7 @@ import pytest
 from async_grpo.replay.partial import PartialStart
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
-from async_grpo.wire import GroupTicket
+from async_grpo.wire.codec import GroupTicket
 from tests.support.frames import frame_of
 from tests.support.journal_life import RULES, journal_in, queue_settings
 

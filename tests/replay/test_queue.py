@@ -29,7 +29,7 @@ from async_grpo.replay.queue import TICKET_GRACE_S, ReplayQueue
 from async_grpo.replay.resume import open_queue
 from async_grpo.replay.rules import QueueSettings, fair_share
 from async_grpo.tasks.registry import problem_index
-from async_grpo.wire import GroupTicket, VersionSpan, decode_meta, encode_group, unpack_frames
+from async_grpo.wire.codec import GroupTicket, VersionSpan, decode_meta, encode_group, unpack_frames
 from tests.support.frames import frame_of, make_group, with_header
 from tests.support.queues import Clock, ids, queue_settings, take
 
@@ -827,7 +827,7 @@ async def test_a_baseline_counts_for_the_bound_and_not_for_filter_and_retirement
     )
     tickets = await take(queue, 3, version=1)
     late = make_group(tickets[0], baselines=(1.0,))
-    late.rollouts[-1].versions = [VersionSpan(0, 0, 2)]
+    late.rows[-1].versions = [VersionSpan(0, 0, 2)]
     frames = [
         encode_group(late),
         frame_of(tickets[1], values=(0.0, 0.0), baselines=(1.0,)),

@@ -31,7 +31,7 @@ from async_grpo.replay.journal import Segment, segment_path, segments
 from async_grpo.replay.ledger import Ledger, State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import open_queue
-from async_grpo.wire import GroupTicket, WireError, decode_meta, encode_group
+from async_grpo.wire.codec import GroupTicket, WireError, decode_meta, encode_group
 from tests.support.frames import frame_of, make_group
 from tests.support.journal_life import RULES, Life, journal_in, queue_settings
 
@@ -392,7 +392,7 @@ async def a_run(directory: Path) -> None:
     await queue.live(1, "d1")
     third = await queue.acquire("actor-1.0", 1, [], 2)  # group 4 again, and 5
     five = make_group(third[1], values=(0.0, 0.25), actor="actor-1.0")
-    five.rollouts[1].response_ids = np.array([3, 2])
+    five.rows[1].response_ids = np.array([3, 2])
     await queue.put("actor-1.0", [encode_group(five)])
     assert [meta.group_id for meta in (await queue.get_batch(2)).groups] == [3, 5]
     await queue.fail("actor-1.0", [third[0]], "timeout")  # group 4 failed

@@ -17,7 +17,7 @@ from async_grpo.replay.journal import segment_path, segments
 from async_grpo.replay.ledger import State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
-from async_grpo.wire import GroupTicket
+from async_grpo.wire.codec import GroupTicket
 from tests.support.frames import frame_of
 from tests.support.journal_life import RULES, Life, journal_in, queue_settings
 

@@ -15,7 +15,7 @@ from async_grpo.errors import VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.rollout.engine import CountedRequests, EngineError
 from async_grpo.tasks.verifier import VerifierError
-from async_grpo.wire import GroupTicket
+from async_grpo.wire.codec import GroupTicket
 from tests.support.rollout_parts import Parts, actor_of
 
 

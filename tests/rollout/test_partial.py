@@ -30,7 +30,7 @@ from async_grpo.rollout.partial import (
     join,
     write_file,
 )
-from async_grpo.wire import GroupTicket, decode_group
+from async_grpo.wire.codec import GroupTicket, decode_group
 from tests.support.engine_weights import learner_logprobs
 from tests.support.listener import RecordingListener
 from tests.support.models import write_model
@@ -322,20 +322,20 @@ def test_an_actor_continues_the_group_that_its_ticket_names(tmp_path: Path, dama
 
     told = asyncio.run(produce())
     first, second = sorted(map(decode_group, parts.raw), key=lambda group: group.group_id)
-    assert [one.response_ids.tolist() for one in second.rollouts] == [[0, 1]] * 2, (
+    assert [one.response_ids.tolist() for one in second.rows] == [[0, 1]] * 2, (
         "the other ticket begins anew"
     )
     assert (told.get("continued_tokens", 0), told.get("continued_unreadable", 0)) == (
         (0, 1) if damaged else (6, 0)
     )
     if damaged:
-        assert [one.response_ids.tolist() for one in first.rollouts] == [[0, 1]] * 2
+        assert [one.response_ids.tolist() for one in first.rows] == [[0, 1]] * 2
         return
-    assert [one.response_ids.tolist() for one in first.rollouts] == [[3, 4, 5, 6, 0, 1], [3, 4]]
-    assert first.rollouts[0].behavior_logprobs.tolist() == pytest.approx(
+    assert [one.response_ids.tolist() for one in first.rows] == [[3, 4, 5, 6, 0, 1], [3, 4]]
+    assert first.rows[0].behavior_logprobs.tolist() == pytest.approx(
         [-0.03, -0.04, -0.05, -0.06, -1, -1]
     )
-    assert [(span.policy_version, span.start, span.end) for span in first.rollouts[0].versions] == [
+    assert [(span.policy_version, span.start, span.end) for span in first.rows[0].versions] == [
         (0, 0, 3),
         (1, 3, 4),
         (0, 4, 6),

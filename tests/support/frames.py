@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgpack
 import numpy as np
 
-from async_grpo.wire import WIRE_VERSION, Group, GroupTicket, Rollout, VersionSpan, encode_group
+from async_grpo.wire.codec import WIRE_VERSION, Group, GroupTicket, Row, VersionSpan, encode_group
 
 HEAD = struct.Struct("<4sHHII")
 
@@ -24,17 +24,17 @@ def make_group(
     finish: str = "stop",
     **changes: object,
 ) -> Group:
-    """A group of `len(values)` rollouts with two tokens per version (the ticket's by default), then
-    the baselines.
+    """A group of `len(values)` responses with two tokens per version (by default the ticket's),
+    then the baselines.
     """
     labels = versions or (ticket.policy_version,)
     spans = [VersionSpan(version, 2 * i, 2 * i + 2) for i, version in enumerate(labels)]
     n = 2 * len(labels)
-    rollouts = [
-        Rollout(
+    rows = [
+        Row(
             np.arange(n),
             np.full(n, -0.5),
-            np.ones(n),
+            [(0, n)],
             list(spans),
             {"correct": value or 0.0, "format": 1.0},
             value,
@@ -49,8 +49,8 @@ def make_group(
         ticket.attempt,
         ticket.policy_version,
         actor,
-        np.arange(3),
-        rollouts,
+        [np.arange(3)],
+        rows,
         run_epoch=ticket.run_epoch,
     )
     for name, value in changes.items():
@@ -62,12 +62,7 @@ def frame_of(ticket: GroupTicket, **options: object) -> bytes:
     return encode_group(make_group(ticket, **options))
 
 
-ROW_COLUMNS = {
-    "role": "roles",
-    "length": "lengths",
-    "verdict": "verdicts",
-    "finish_reason": "finish_reasons",
-}
+ROW_COLUMNS = {"role": "roles", "verdict": "verdicts", "finish_reason": "finish_reasons"}
 
 
 def with_columns(frame: bytes, change: Callable[[dict], object]) -> bytes:

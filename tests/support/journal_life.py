@@ -17,7 +17,7 @@ from async_grpo.replay.ledger import State
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.resume import JournalSettings, open_queue
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire import GroupTicket, decode_meta, unpack_frames
+from async_grpo.wire.codec import GroupTicket, decode_meta, unpack_frames
 from tests.support.frames import frame_of
 
 RULES = [

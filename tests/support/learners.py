@@ -18,10 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_grpo import wire
 from async_grpo.batching import PlanRow, RankPlan, RowKey, RowValue
 from async_grpo.config.schema import Config
 from async_grpo.learner.learner import Learner
+from async_grpo.wire import codec
 from tests.support import forkserver
 
 STEP = 3
@@ -38,14 +38,14 @@ class Case:
     frames.
     """
 
-    groups: dict[int, wire.Group]
+    groups: dict[int, codec.Group]
     updates: list[list[PlanRow]]
     values: dict[RowKey, RowValue]
 
     def fetch(self, step: int, group_ids: Sequence[int]) -> np.ndarray:
         assert step == STEP
-        return wire.pack_frames(
-            [wire.encode_group(self.groups[group_id]) for group_id in group_ids]
+        return codec.pack_frames(
+            [codec.encode_group(self.groups[group_id]) for group_id in group_ids]
         )
 
     def plan(self, splits: list[list[list[int]]]) -> RankPlan:
@@ -68,7 +68,7 @@ def make_case(
     seed: int = 0,
 ) -> Case:
     """Random groups, sampled by a policy near the model in `directory`: mixed lengths and lags,
-    masked tokens, a row outside the loss.
+    rows of several turns, a row outside the loss.
 
     One update has all rows; more alternate between the two halves, so four updates are two epochs
     of two minibatches.
@@ -77,38 +77,47 @@ def make_case(
     rng = np.random.default_rng(seed)
     groups = {}
     for group_id in range(10, 10 + n_groups):
-        rollouts = []
+        responses = []
         prompt = rng.integers(3, vocab, int(rng.integers(1, 9))).astype(np.int32)
         for index in range(rows):
-            length = int(rng.integers(1, 25))
-            cut = int(rng.integers(0, length))
-            spans = [wire.VersionSpan(STEP - 2, 0, cut)] if cut else []
-            mask = np.ones(length, np.uint8)
-            mask[rng.integers(0, length)] = index != 1
+            turns = [
+                (int(rng.integers(0, 4)) if turn or index == 3 else 0, int(rng.integers(1, 9)))
+                for turn in range(1 if index % 2 == 0 else 3)
+            ]
+            length, sampled = sum(map(sum, turns)), sum(count for _, count in turns)
+            cut = int(rng.integers(0, sampled))
+            spans = [codec.VersionSpan(STEP - 2, 0, cut)] if cut else []
             response = rng.integers(3, vocab, length).astype(np.int32)
             with torch.no_grad():
-                logprobs = picked(
-                    row_distribution(model, prompt, response), response
-                ).numpy() + rng.normal(0, 0.1, length)
-            rollouts.append(
-                wire.Rollout(
+                logprobs = picked(row_distribution(model, prompt, response), response).numpy()
+            places = np.flatnonzero(np.repeat([0, 1] * len(turns), np.ravel(turns)))
+            noisy = logprobs[places] + rng.normal(0, 0.1, sampled)
+            responses.append(
+                codec.Row(
                     response_ids=response,
-                    behavior_logprobs=np.minimum(logprobs, 0).astype(np.float32),
-                    loss_mask=mask,
-                    versions=[*spans, wire.VersionSpan(STEP - 1, cut, length)],
+                    behavior_logprobs=np.minimum(noisy, 0).astype(np.float32),
+                    segments=turns,
+                    versions=[*spans, codec.VersionSpan(STEP - 1, cut, sampled)],
                     rewards={"score": 1.0},
                     verdict=1.0,
                     finish_reason="stop",
                 )
             )
-        groups[group_id] = wire.Group(group_id, 0, STEP - 2, "actor", prompt, rollouts, {})
+        groups[group_id] = codec.Group(group_id, 0, STEP - 2, "actor", [prompt], responses)
     planned, values = [], {}
     for group_id, group in groups.items():
-        for index, row in enumerate(group.rollouts):
+        for index, row in enumerate(group.rows):
             values[group_id, index] = RowValue(float(rng.normal()))
             weight = 0.0 if index == 2 else float(rng.uniform(0.01, 0.05))
             planned.append(
-                PlanRow(group_id, index, len(group.prompt_ids), len(row.response_ids), weight)
+                PlanRow(
+                    group_id,
+                    index,
+                    len(group.prompts[0]),
+                    len(row.response_ids),
+                    weight,
+                    len(row.behavior_logprobs),
+                )
             )
     half = planned[: len(planned) // 2], planned[len(planned) // 2 :]
     return Case(
@@ -209,26 +218,28 @@ def reference_losses(
 
 def _tokens(case: Case, row: PlanRow) -> tuple[np.ndarray, np.ndarray]:
     group = case.groups[row.group_id]
-    return group.prompt_ids, group.rollouts[row.row].response_ids
+    return group.prompts[0], group.rows[row.row].response_ids
 
 
 def _row_loss(
     model: torch.nn.Module, case: Case, row: PlanRow, anchor: torch.Tensor, ref: torch.Tensor
 ) -> torch.Tensor:
     prompt, response = _tokens(case, row)
-    rollout = case.groups[row.group_id].rollouts[row.row]
+    one = case.groups[row.group_id].rows[row.row]
     advantage = case.values[row.key].value
     distribution = row_distribution(model, prompt, response)
     current = picked(distribution, response)
-    in_loss = [t for t in range(len(response)) if rollout.loss_mask[t]]
-    behavior = torch.tensor(rollout.behavior_logprobs)
-    importance = min(
-        math.exp(max(-20.0, min(20.0, sum(float(anchor[t] - behavior[t]) for t in in_loss)))), 2.0
-    )
+    places, at = [], 0
+    for context, sampled in one.segments:
+        places += range(at + context, at + context + sampled)
+        at += context + sampled
+    behavior = dict(zip(places, one.behavior_logprobs.tolist(), strict=True))
+    off = sum(float(anchor[t]) - behavior[t] for t in places)
+    importance = min(math.exp(max(-20.0, min(20.0, off))), 2.0)
     total = torch.zeros(())
-    for t in in_loss:
+    for number, t in enumerate(places):
         version = next(
-            span.policy_version for span in rollout.versions if span.start <= t < span.end
+            span.policy_version for span in one.versions if span.start <= number < span.end
         )
         width = 0.2 / (1 + (STEP - 1 - version))
         ratio = torch.exp(current[t] - anchor[t])

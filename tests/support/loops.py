@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from async_grpo.config.schema import Config
-from async_grpo.wire import Batch, GroupMeta, RowMeta
+from async_grpo.wire.codec import Batch, GroupMeta, RowMeta
 
 GROUPS, ROWS, LIMIT = 4, 3, 16
 
@@ -76,18 +76,18 @@ def finished_trainer(loop: Any, settings: Config, **facts: Any) -> SimpleNamespa
 
 
 def row(group: int, index: int) -> RowMeta:
-    """Length 2 to 13 tokens, one of them not sampled by the policy; row 2 of odd groups is cut off;
+    """2 to 13 tokens, one of them not sampled by the policy; row 2 of odd groups is cut off;
     row 0 mixes two versions.
     """
     length = 2 + (5 * group + 4 * index) % 12
     return RowMeta(
         role="train",
-        length=length,
-        mask_tokens=length - 1,
+        length=length - 1,
+        context=1,
         rewards={"correct": float(index == group % 3), "format": 0.1 * index, "note": 7.0},
         verdict=float(index == group % 3),
         finish_reason="length" if index == 2 and group % 2 else "stop",
-        versions=((0, 1), (int(index == 0), length - 1)),
+        versions=((0, 1), (int(index == 0), length - 2)) if length > 2 else ((0, 1),),
     )
 
 
@@ -102,7 +102,7 @@ def batch_of(step: int) -> Batch:
                 0,
                 0,
                 "a",
-                3 + group % 3,
+                (3 + group % 3,),
                 tuple(row(group, index) for index in range(ROWS)),
                 times,
                 100,

@@ -19,7 +19,7 @@ from async_grpo.cluster.processes import MAX_CALLS
 from async_grpo.cluster.queue import ActorQueue, QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire import Group, Rollout, VersionSpan, encode_group, unpack_frames
+from async_grpo.wire.codec import Group, Row, VersionSpan, encode_group, unpack_frames
 
 R, STEPS = 8, 12
 WAITING = 1_200
@@ -50,10 +50,10 @@ class Producer:
         tickets = await self._queue.acquire("producer", version, [], 2 * R)
         n = self._tokens
         rows = [
-            Rollout(
+            Row(
                 np.arange(n, dtype=np.int32),
                 np.full(n, -1, np.float32),
-                np.ones(n, np.uint8),
+                [(0, n)],
                 [VersionSpan(version, 0, n)],
                 {"correct": float(row)},
                 float(row),
@@ -68,7 +68,7 @@ class Producer:
                     t.attempt,
                     t.policy_version,
                     "producer",
-                    np.arange(4, dtype=np.int32),
+                    [np.arange(4, dtype=np.int32)],
                     rows,
                     run_epoch=t.run_epoch,
                 )

@@ -31,7 +31,7 @@ from async_grpo.cluster.queue import ActorQueue, QueueProcess
 from async_grpo.cluster.session import Session
 from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire import decode_group, unpack_frames
+from async_grpo.wire.codec import decode_group, unpack_frames
 from tests.support.frames import frame_of
 
 AT_ONCE, HOSTS = 6, 2

@@ -8,7 +8,7 @@ from async_grpo.algo.filters import FilterRule
 from async_grpo.algo.rewards import Shaping
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
-from async_grpo.wire import GroupTicket
+from async_grpo.wire.codec import GroupTicket
 
 
 def queue_settings(**changes: object) -> QueueSettings:

@@ -16,7 +16,7 @@ from async_grpo.rollout.actor import RolloutActor
 from async_grpo.rollout.engine import Completion, EngineError, Sampling
 from async_grpo.tasks.base import Problem, Score
 from async_grpo.tasks.verifier import VerifierError
-from async_grpo.wire import Buffer, GroupMeta, GroupTicket, decode_meta
+from async_grpo.wire.codec import Buffer, GroupMeta, GroupTicket, decode_meta
 
 
 class Tokenizer:

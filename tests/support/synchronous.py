@@ -31,7 +31,7 @@ from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.weights.coordinator import Coordinator
 from async_grpo.weights.transport import Announcement, Receipt, Staged, TokenSequence, parse_label
-from async_grpo.wire import Group, GroupTicket, Rollout, VersionSpan, encode_group
+from async_grpo.wire.codec import Group, GroupTicket, Row, VersionSpan, encode_group
 from tests.support.listener import RecordingListener
 
 STEPS, SEED = 50, 7
@@ -359,11 +359,11 @@ class Actor:
         so that no bit of it fits.
         """
         prompt, responses = sample(-self._table if nonsense else self._table, ticket.group_id)
-        rollouts = [
-            Rollout(
+        rows = [
+            Row(
                 one.tokens,
                 one.logprobs,
-                np.ones(len(one.tokens), np.uint8),
+                [(0, len(one.tokens))],
                 [VersionSpan(self._version, 0, len(one.tokens))],
                 one.rewards,
                 one.verdict,
@@ -378,8 +378,8 @@ class Actor:
                 ticket.attempt,
                 ticket.policy_version,
                 self.actor_id,
-                prompt,
-                rollouts,
+                [prompt],
+                rows,
                 times,
                 ticket.run_epoch,
             )

@@ -94,7 +94,7 @@ def test_a_run_that_was_killed_continues_the_responses_of_its_checkpoint(tmp_pat
         group, beginning = history.group(group_id), in_flight[group_id]
         assert (group.attempt, group.policy_version) == (beginning.attempt, beginning.version)
         _, known = unpacked(file, group_id)
-        for one, start in zip(group.rollouts, known, strict=True):
+        for one, start in zip(group.rows, known, strict=True):
             size = len(start.token_ids)
             assert one.response_ids[:size].tolist() == start.token_ids.tolist(), (
                 "a token was changed"
@@ -105,7 +105,7 @@ def test_a_run_that_was_killed_continues_the_responses_of_its_checkpoint(tmp_pat
                 if start.finish_reason
                 else len(one.response_ids) > size
             )
-            expected = learner_logprobs(model, group.prompt_ids.tolist(), one.response_ids, 1.0)
+            expected = learner_logprobs(model, group.prompts[0].tolist(), one.response_ids, 1.0)
             assert np.abs(one.behavior_logprobs - expected).max() < 1e-4
 
 

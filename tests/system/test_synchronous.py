@@ -90,7 +90,7 @@ def synchronous(steps: int) -> Finished:
                 [parts] = deal(shapes, ranks=1, token_budget=TOKENS_PER_MICRO_BATCH)
                 in_loss = [
                     [
-                        (PlanRow(*keys[k], *shapes[k][1:], weight), rows[keys[k]])
+                        (PlanRow(*keys[k], *shapes[k][1:], weight, shapes[k][2]), rows[keys[k]])
                         for k in part
                         if keys[k] not in truncated
                     ]

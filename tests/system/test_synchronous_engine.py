@@ -22,7 +22,7 @@ from async_grpo.planning import RowMath
 from async_grpo.replay.journal import Segment, segments
 from async_grpo.rollout.actor import _GroupWork
 from async_grpo.trainer import Trainer
-from async_grpo.wire import (
+from async_grpo.wire.codec import (
     Batch,
     Group,
     GroupTicket,
@@ -160,8 +160,8 @@ def test_the_tokens_of_every_step_are_the_same(both):
     )
     for plain in both["plain_groups"]:
         product = both["groups"][plain.group_id]
-        assert product.prompt_ids.tolist() == plain.prompt_ids.tolist()
-        for one, other in zip(product.rollouts, plain.rollouts, strict=True):
+        assert product.prompts[0].tolist() == plain.prompts[0].tolist()
+        for one, other in zip(product.rows, plain.rows, strict=True):
             assert one.response_ids.tolist() == other.response_ids.tolist(), (
                 f"group {plain.group_id}"
             )
@@ -180,6 +180,6 @@ def test_neighbouring_groups_and_rollouts_do_not_share_noise(both):
     sample i - 1 of the next one.
     """
     responses = [
-        tuple(row.response_ids.tolist()) for group in both["plain_groups"] for row in group.rollouts
+        tuple(row.response_ids.tolist()) for group in both["plain_groups"] for row in group.rows
     ]
     assert len(set(responses)) > 0.9 * len(responses)

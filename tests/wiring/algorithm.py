@@ -17,10 +17,10 @@ from async_grpo.config.schema import Config
 from async_grpo.learner.rows import LearnerRow, decode_rows, token_batch
 from async_grpo.learner.token_math import TokenMath
 from async_grpo.planning import RowMath
-from async_grpo.wire import (
+from async_grpo.wire.codec import (
     Batch,
     Group,
-    Rollout,
+    Row,
     VersionSpan,
     decode_meta,
     encode_group,
@@ -72,16 +72,16 @@ def _group(config: Config, step: int, group_id: int) -> Group:
     estimator wants it.
     """
     rng = np.random.default_rng([step, group_id])
-    rollouts = []
+    rows = []
     for index in range(4 + (config.algorithm.adv_estimator == "remax")):
         length = 16 if index == 2 else int(rng.integers(5, 13))
         cut = int(rng.integers(1, length))
         right = float(group_id == 3 or (index + group_id) % 3 == 0)
-        rollouts.append(
-            Rollout(
+        rows.append(
+            Row(
                 response_ids=np.zeros(length, np.int32),
                 behavior_logprobs=-rng.gamma(2, 0.5, length).astype(np.float32),
-                loss_mask=np.ones(length, np.uint8),
+                segments=[(0, length)],
                 versions=[VersionSpan(step - 1 - LAG, 0, cut), VersionSpan(step - 2, cut, length)],
                 rewards={"correct": 2 * right, "format": 0.1 * index + 0.05 * group_id},
                 verdict=right,
@@ -90,7 +90,7 @@ def _group(config: Config, step: int, group_id: int) -> Group:
             )
         )
     times = {"queued": 0.0, "first_token": 1.0, "done": 2.0, "scored": 3.0}
-    return Group(group_id, 0, step - 1 - LAG, "a", np.arange(3), rollouts, times)
+    return Group(group_id, 0, step - 1 - LAG, "a", [np.arange(3)], rows, times)
 
 
 def _rows(config: Config, plan: RankPlan, frames: list[bytes]) -> dict[RowKey, LearnerRow]:
@@ -98,7 +98,7 @@ def _rows(config: Config, plan: RankPlan, frames: list[bytes]) -> dict[RowKey, L
     rows = decode_rows(plan, payload, max_staleness=LAG)
     for (group_id, index), row in rows.items():
         rng = np.random.default_rng([plan.step, group_id, index])
-        noise = rng.normal(0, 0.3, (2, len(row.mask))).astype(np.float32)
+        noise = rng.normal(0, 0.3, (2, len(row.lag))).astype(np.float32)
         row.reference = row.behavior - 0.1 + noise[0]
         if config.algorithm.anchor == "recomputed":
             row.anchor = row.behavior + noise[1]

@@ -29,7 +29,7 @@ from async_grpo.errors import RunError
 from async_grpo.loop import Loop
 from async_grpo.observe.bottleneck import ThroughputModel
 from async_grpo.weights.transport import Announcement, Staged
-from async_grpo.wire import Batch, GroupTicket, decode_meta
+from async_grpo.wire.codec import Batch, GroupTicket, decode_meta
 from tests.support.frames import frame_of
 from tests.support.listener import RecordingListener
 from tests.support.wiring import Wire, recorded_waits, tiny_model, workplace

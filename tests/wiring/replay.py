@@ -13,7 +13,7 @@ from async_grpo.planning import shaping
 from async_grpo.replay.queue import ReplayQueue
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.tasks.registry import problem_index
-from async_grpo.wire import GroupTicket
+from async_grpo.wire.codec import GroupTicket
 from tests.support.frames import frame_of
 from tests.support.wiring import Wire
 

@@ -25,10 +25,10 @@ from async_grpo.rollout.engine import Completion, Engine, Sampling
 from async_grpo.tasks.base import Score
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.transport import Announcement
-from async_grpo.wire import Buffer, GroupTicket, decode_meta
+from async_grpo.wire.codec import Buffer, GroupTicket, decode_meta
 from tests.support.wiring import Wire, recorded_waits, tiny_model
 
-LONG = 2000
+LONG = 2400
 """Tokens of a response, so that a group is larger than the smallest limit of a frame."""
 LABEL = "v0.0"
 

@@ -9,16 +9,21 @@ byte layout of a group (`groups` says what one is):
     6       2     zero
     8       4     header length h
     12      4     crc32 of everything after these 16 bytes
-    16      h     msgpack map (padded to 8 bytes): ids, prompt length, times, and the facts of the
-                  rollouts as columns
-    16+h          little endian: int32 prompt tokens | int32 response tokens of all rows
-                  | float32 behaviour log-probs | uint8 loss mask
+    16      h     msgpack map (padded to 8 bytes): ids, times, and the facts of the rows as columns
+    16+h          little endian: int32 prompt tokens | int32 tokens of all rows | float32 behaviour
+                  log-probs of the sampled ones | planes, each padded to 4 bytes
 
-The columns, of n rollouts with s version spans: roles [n], lengths [n], verdicts [n],
-finish_reasons [n], reward_names [c], rewards [c n] (component by component, nil where a rollout
-lacks it), span_counts [n], span_versions [s], span_tokens [s]. A column is checked with a few
-passes in C where a map per rollout costs a dozen Python calls each: the queue decodes every group
-of the run in one process.
+The columns, of n rows with t turns, s version spans and p prompts: prompt_lengths [p], row_prompts
+[n] (empty for one prompt), episodes [n] (of every row; empty where each is one of its own),
+segment_counts [n], segments [2 t] (context tokens, sampled tokens of every turn), roles [n],
+verdicts [n], finish_reasons [n], reward_names [c], rewards [c n] (component by component, nil where
+a row lacks it), turn_rewards [t] (or empty), span_counts [n], span_versions [s], span_tokens [s]
+(of the sampled tokens), and plane_names, plane_types, plane_widths. A column is checked with a few
+passes in C where a map per row costs a dozen Python calls each: the queue decodes every group of
+the run in one process. A response to a plain prompt is one turn without context: 8 bytes a token.
+
+A plane holds more about tokens (`planes`): elements of one type, `width` of them per entry. Frames
+of version 4 are read too (`v4`).
 
 Invariants: facts only (advantages and ratios are derived later); nothing is ever unpickled, and
 bytes from anywhere give a group or a WireError, nothing else; every length is checked against the
@@ -30,7 +35,6 @@ reader of metadata costs the same for any response length.
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from bisect import bisect_right
@@ -45,11 +49,13 @@ from async_grpo.groups import (
     Group,
     GroupMeta,
     GroupTicket,
-    Rollout,
+    Row,
     RowMeta,
     VersionSpan,
     WireError,
 )
+from async_grpo.wire import planes, v4
+from async_grpo.wire.header import facts, natural
 
 __all__ = [
     "Batch",
@@ -57,7 +63,7 @@ __all__ = [
     "Group",
     "GroupMeta",
     "GroupTicket",
-    "Rollout",
+    "Row",
     "RowMeta",
     "VersionSpan",
     "WireError",
@@ -69,7 +75,7 @@ __all__ = [
     "unpack_frames",
 ]
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 MAX_STRING_BYTES = 64 * 2**10
 Buffer = bytes | bytearray | memoryview | np.ndarray
 
@@ -77,30 +83,7 @@ _MAGIC = b"AGRP"
 _FIXED = struct.Struct("<4sHHII")
 _BATCH = struct.Struct("<4sI")
 _BATCH_MAGIC = b"AGRB"
-_KEYS = frozenset(
-    {
-        "group_id",
-        "attempt",
-        "policy_version",
-        "run_epoch",
-        "actor_id",
-        "prompt_length",
-        "times",
-        "roles",
-        "lengths",
-        "verdicts",
-        "finish_reasons",
-        "reward_names",
-        "rewards",
-        "span_counts",
-        "span_versions",
-        "span_tokens",
-    }
-)
-_ROLES, _FINISH_REASONS = frozenset({"train", "baseline"}), frozenset({"stop", "length"})
-_INTEGER, _TEXT, _NUMBER = frozenset({int}), frozenset({str}), frozenset({int, float})
-_NUMBER_OR_NONE = _NUMBER | {type(None)}
-_INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
 def encode_group(group: Group, *, max_bytes: int | None = None) -> bytes:
@@ -130,7 +113,7 @@ def peek_ticket(frame: Buffer) -> tuple[int, int] | None:
     """(group_id, attempt) of a refused frame; None where its header cannot be trusted either."""
     try:
         header, _, _ = _open(frame)
-        return _natural(header, "group_id"), _natural(header, "attempt")
+        return natural(header, "group_id"), natural(header, "attempt")
     except (WireError, KeyError):
         return None
 
@@ -139,31 +122,41 @@ def decode_group(frame: Buffer) -> Group:
     """Return the whole group; arrays are read-only views into `frame`. Raises WireError."""
     header, view, offset = _open(frame)
     meta = _meta(header, view, offset)
+    ids, logprobs, found = _arrays(header, view, offset, meta)
+    ends = [*accumulate(meta.prompt_lengths), *(row.context + row.length for row in meta.rows)]
+    ends[len(meta.prompt_lengths) - 1 :] = accumulate(ends[len(meta.prompt_lengths) - 1 :])
+    tokens = [ids[start:stop] for start, stop in pairwise([0, *ends])]
     bounds = [0, *accumulate(row.length for row in meta.rows)]
-    ids, logprobs, mask = _arrays(view, offset, meta.prompt_length, bounds[-1])
-    prompt, tokens = ids[: meta.prompt_length], ids[meta.prompt_length :]
-    rollouts = [
-        Rollout(
-            response_ids=tokens[start:stop],
-            behavior_logprobs=logprobs[start:stop],
-            loss_mask=mask[start:stop],
+    turns = [0, *accumulate(row.turns for row in meta.rows)]
+    pairs = list(zip(header["segments"][::2], header["segments"][1::2], strict=True))
+    rows = [
+        Row(
+            response_ids=response,
+            behavior_logprobs=logprobs[bounds[place] : bounds[place + 1]],
+            segments=pairs[turns[place] : turns[place + 1]],
             versions=_spans(row),
             rewards=row.rewards,
             verdict=row.verdict,
             finish_reason=row.finish_reason,
             role=row.role,
+            prompt=row.prompt,
+            episode=meta.forks[place] if meta.forks else None,
+            turn_rewards=None if row.turn_rewards is None else list(row.turn_rewards),
         )
-        for row, (start, stop) in zip(meta.rows, pairwise(bounds), strict=True)
+        for place, (row, response) in enumerate(
+            zip(meta.rows, tokens[len(meta.prompt_lengths) :], strict=True)
+        )
     ]
     return Group(
         group_id=meta.group_id,
         attempt=meta.attempt,
         policy_version=meta.policy_version,
         actor_id=meta.actor_id,
-        prompt_ids=prompt,
-        rollouts=rollouts,
+        prompts=tokens[: len(meta.prompt_lengths)],
+        rows=rows,
         times=meta.times,
         run_epoch=meta.run_epoch,
+        planes=found,
     )
 
 
@@ -204,55 +197,74 @@ def unpack_frames(buffer: Buffer) -> list[memoryview]:
 
 
 def _header_of(group: Group) -> dict[str, Any]:
-    rows = group.rollouts
+    rows = group.rows
     names = list(dict.fromkeys(chain.from_iterable(row.rewards for row in rows)))
     rewards = [row.rewards.get(name) for name in names for row in rows]
     # on the wire it means that the component is missing
     if None in rewards and any(None in row.rewards.values() for row in rows):
         raise WireError(f"group {group.group_id} has a reward component without a value")
     spans = [span for row in rows for span in row.versions]
+    prompts = [row.prompt for row in rows]
     return {
         "group_id": group.group_id,
         "attempt": group.attempt,
         "policy_version": group.policy_version,
         "run_epoch": group.run_epoch,
         "actor_id": group.actor_id,
-        "prompt_length": len(group.prompt_ids),
         "times": group.times,
+        "prompt_lengths": [len(prompt) for prompt in group.prompts],
+        "row_prompts": [] if len(group.prompts) == 1 and not any(prompts) else prompts,
+        "episodes": _of_all(group, "episode"),
+        "segment_counts": [len(row.segments) for row in rows],
+        "segments": [tokens for row in rows for pair in row.segments for tokens in pair],
         "roles": [row.role for row in rows],
-        "lengths": [len(row.response_ids) for row in rows],
         "verdicts": [row.verdict for row in rows],
         "finish_reasons": [row.finish_reason for row in rows],
         "reward_names": names,
         "rewards": rewards,
+        "turn_rewards": [*chain.from_iterable(_of_all(group, "turn_rewards"))],
         "span_counts": [len(row.versions) for row in rows],
         "span_versions": [span.policy_version for span in spans],
         "span_tokens": [span.end - span.start for span in spans],
+        "plane_names": list(group.planes),
+        "plane_types": [plane.dtype.name for plane in group.planes.values()],
+        "plane_widths": [plane.shape[-1] for plane in group.planes.values()],
     }
+
+
+def _of_all(group: Group, name: str) -> list[Any]:
+    """Collect what all rows say under this name; nothing if none does."""
+    values = [getattr(row, name) for row in group.rows]
+    if all(value is None for value in values):
+        return []
+    if None in values:
+        raise WireError(f"group {group.group_id} has rows with and without {name}")
+    return values
 
 
 def _arrays_of(group: Group) -> list[np.ndarray]:
     """Arrays of the frame. Refuses what a header cannot say: unequal lengths, gaps in spans."""
-    ids, logprobs, masks = [_cast(group, "prompt_ids", group.prompt_ids, _INT32)], [], []
-    for index, row in enumerate(group.rollouts):
-        lengths = (len(row.response_ids), len(row.behavior_logprobs), len(row.loss_mask))
-        if not lengths[0] == lengths[1] == lengths[2]:
+    ids = [_cast(group, "prompts", prompt, _INT32) for prompt in group.prompts]
+    logprobs = []
+    for index, row in enumerate(group.rows):
+        tokens, sampled = sum(map(sum, row.segments)), sum(pair[1] for pair in row.segments)
+        if (len(row.response_ids), len(row.behavior_logprobs)) != (tokens, sampled):
             raise WireError(
-                f"group {group.group_id} rollout {index}: {lengths} tokens, log-probs and "
-                "mask entries; they must be equal"
+                f"group {group.group_id} row {index}: {len(row.response_ids)} tokens and "
+                f"{len(row.behavior_logprobs)} log-probs, for {tokens} tokens of which {sampled} "
+                "were sampled; they must be equal"
             )
         at = 0
         for span in row.versions:
             if span.start != at:
                 raise WireError(
-                    f"group {group.group_id} rollout {index}: a version span starts at "
+                    f"group {group.group_id} row {index}: a version span starts at "
                     f"{span.start} instead of {at}"
                 )
             at = span.end
         ids.append(_cast(group, "response_ids", row.response_ids, _INT32))
         logprobs.append(_cast(group, "behavior_logprobs", row.behavior_logprobs, _FLOAT32))
-        masks.append(_cast(group, "loss_mask", row.loss_mask, _UINT8))
-    return [*ids, *logprobs, *masks]
+    return [*ids, *logprobs, *chain.from_iterable(map(planes.padded, group.planes.values()))]
 
 
 def _cast(group: Group, name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -297,7 +309,7 @@ def _open(
     magic, version, zero, header_length, checksum = _FIXED.unpack_from(view)
     if magic != _MAGIC or zero:
         raise WireError("not a group frame")
-    if version != WIRE_VERSION:
+    if version not in (v4.VERSION, WIRE_VERSION):
         raise WireError(f"wire version {version}, this process speaks {WIRE_VERSION}")
     offset = _FIXED.size + header_length
     if offset > len(view):
@@ -321,170 +333,50 @@ def _open(
         raise WireError(f"the header is not msgpack: {error}") from error
     if type(header) is not dict:
         raise WireError("the header is not a group")
+    if version == v4.VERSION:
+        return *v4.converted(header, view[offset:]), 0
     return header, view, offset
 
 
 def _meta(header: dict[str, Any], view: memoryview, offset: int) -> GroupMeta:
     """Check every rule behind the envelope, types first, so that only WireError is raised."""
-    if header.keys() != _KEYS:
-        raise WireError(
-            "the header has other keys than those of a group; missing: "
-            f"{sorted(_KEYS - header.keys())}"
-        )
-    prompt_length, lengths = _natural(header, "prompt_length"), _list(header, "lengths", _INTEGER)
-    n_rows = len(lengths)
-    if prompt_length < 1 or n_rows < 1 or min(lengths) < 1:
-        raise WireError(
-            f"{prompt_length} prompt tokens and {n_rows} rollouts; both, and every "
-            "response, must have at least 1"
-        )
-    bounds = list(accumulate(lengths))
-    ids, logprobs, mask = _arrays(view, offset, prompt_length, bounds[-1])
+    meta = facts(header, nbytes=len(view))
+    ids, logprobs, _ = _arrays(header, view, offset, meta)
     if ids.min() < 0:
         raise WireError("a token id is negative")
     # both comparisons are false for NaN; no copy of the array is made
     if not (logprobs.min() > -np.inf and logprobs.max() <= 1e-3):
+        bad = ~((logprobs > -np.inf) & (logprobs <= 1e-3))
+        ends = list(accumulate(row.length for row in meta.rows))
         raise WireError(
-            f"rollout {_row_of(~((logprobs > -np.inf) & (logprobs <= 1e-3)), bounds)} has "
-            "a log-prob that is not finite or positive"
+            f"row {bisect_right(ends, int(bad.argmax()))} has a log-prob that is not finite or "
+            "positive"
         )
-    if mask.max() > 1:
-        raise WireError(f"rollout {_row_of(mask > 1, bounds)} has a loss mask other than 0 and 1")
-    roles = _one_of(header, "roles", n_rows, _ROLES)
-    finish_reasons = _one_of(header, "finish_reasons", n_rows, _FINISH_REASONS)
-    mask_tokens = np.add.reduceat(mask, [0, *bounds[:-1]], dtype=np.int64).tolist()
-    rewards, verdicts = _rewards(header, n_rows), _finite(header, "verdicts", n_rows)
-    rows = map(
-        RowMeta,
-        roles,
-        lengths,
-        mask_tokens,
-        rewards,
-        verdicts,
-        finish_reasons,
-        _versions(header, bounds),
-    )
-    actor_id = header["actor_id"]
-    if type(actor_id) is not str:
-        raise WireError("actor_id must be a string")
-    return GroupMeta(
-        _natural(header, "group_id"),
-        _natural(header, "attempt"),
-        _natural(header, "policy_version"),
-        actor_id,
-        prompt_length,
-        tuple(rows),
-        _times(header["times"]),
-        len(view),
-        _natural(header, "run_epoch"),
-    )
-
-
-def _times(times: Any) -> dict[str, float]:
-    if (
-        type(times) is not dict
-        or not _TEXT.issuperset(map(type, times))
-        or not _NUMBER.issuperset(map(type, times.values()))
-    ):
-        raise WireError("times must be numbers by name")
-    if not all(map(math.isfinite, times.values())):
-        raise WireError("times must be finite")
-    return {name: float(value) for name, value in times.items()}
+    return meta
 
 
 def _arrays(
-    view: memoryview, offset: int, prompt_length: int, n_tokens: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return views of token ids, log-probs and mask, once the announced lengths agree with the
+    header: dict[str, Any], view: memoryview, offset: int, meta: GroupMeta
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Return views of token ids, log-probs and planes, once the announced lengths agree with the
     frame's.
     """
-    expected = offset + 4 * prompt_length + 9 * n_tokens
-    if expected != len(view):
+    sampled = sum([row.length for row in meta.rows])
+    tokens = sum(meta.prompt_lengths) + sampled + sum([row.context for row in meta.rows])
+    end = offset + 4 * (tokens + sampled)
+    found: dict[str, np.ndarray] = {}
+    if end <= len(view):
+        found, end = planes.read(header, view, end, {"tokens": tokens, "sampled": sampled})
+    if end != len(view):
         raise WireError(
-            f"a frame with {prompt_length} + {n_tokens} tokens has {expected} bytes, this "
-            f"one {len(view)}"
+            f"a frame with {tokens} tokens, {sampled} of them sampled, has {end} bytes, this one "
+            f"{len(view)}"
         )
-    n_ids = prompt_length + n_tokens
     return (
-        np.frombuffer(view, _INT32, n_ids, offset),
-        np.frombuffer(view, _FLOAT32, n_tokens, offset + 4 * n_ids),
-        np.frombuffer(view, _UINT8, n_tokens, offset + 4 * (n_ids + n_tokens)),
+        np.frombuffer(view, _INT32, tokens, offset),
+        np.frombuffer(view, _FLOAT32, sampled, offset + 4 * tokens),
+        found,
     )
-
-
-def _row_of(bad: np.ndarray, bounds: list[int]) -> int:
-    """Return the rollout of the first bad token."""
-    return bisect_right(bounds, int(bad.argmax()))
-
-
-def _list(
-    header: dict[str, Any], name: str, types: frozenset[type], count: int | None = None
-) -> list[Any]:
-    """Return a flat list of `count` values, all exactly of these types. A boolean is not an
-    integer.
-    """
-    column = header[name]
-    if type(column) is not list or not types.issuperset(map(type, column)):
-        raise WireError(
-            f"{name} must be a list of {' or '.join(sorted(kind.__name__ for kind in types))}"
-        )
-    if count is not None and len(column) != count:
-        raise WireError(f"{name} has {len(column)} entries instead of {count}")
-    return column
-
-
-def _one_of(header: dict[str, Any], name: str, count: int, allowed: frozenset[str]) -> list[str]:
-    column = _list(header, name, _TEXT, count)
-    if not allowed.issuperset(column):
-        index = next(index for index, value in enumerate(column) if value not in allowed)
-        raise WireError(
-            f"rollout {index} has {column[index]!r:.40} in {name}, not one of {sorted(allowed)}"
-        )
-    return column
-
-
-def _finite(header: dict[str, Any], name: str, count: int) -> list[float | None]:
-    """Return a column of finite numbers, or None where a rollout has none."""
-    column = _list(header, name, _NUMBER_OR_NONE, count)
-    # the filter takes None away, and zeros, which are finite
-    if not all(map(math.isfinite, filter(None, column))):
-        raise WireError(f"{name} must be finite")
-    return [None if value is None else float(value) for value in column]
-
-
-def _rewards(header: dict[str, Any], n_rows: int) -> list[dict[str, float]]:
-    names = _list(header, "reward_names", _TEXT)
-    width = len(names)
-    if width < 1 or len(set(names)) != width:
-        raise WireError("reward_names must name at least one component, and none of them twice")
-    values = _finite(header, "rewards", n_rows * width)
-    columns = [values[start : start + n_rows] for start in range(0, len(values), n_rows)]
-    rewards = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-    if None in values:
-        rewards = [
-            {name: value for name, value in row.items() if value is not None} for row in rewards
-        ]
-        if not all(rewards):
-            raise WireError(f"rollout {rewards.index({})} has no reward")
-    return rewards
-
-
-def _versions(header: dict[str, Any], bounds: list[int]) -> list[tuple[tuple[int, int], ...]]:
-    """(version, tokens) of each span of each rollout; they cover all tokens up to its bound."""
-    counts = _list(header, "span_counts", _INTEGER, len(bounds))
-    versions = _list(header, "span_versions", _INTEGER)
-    tokens = _list(header, "span_tokens", _INTEGER, len(versions))
-    if min(counts) < 1 or sum(counts) != len(versions) or min(versions) < 0 or min(tokens) < 1:
-        raise WireError(
-            f"{len(versions)} version spans for {len(bounds)} rollouts, or a negative "
-            "version, or a span without tokens"
-        )
-    stops, covered = list(accumulate(counts)), list(accumulate(tokens))
-    for index, (stop, bound) in enumerate(zip(stops, bounds, strict=True)):
-        if covered[stop - 1] != bound:
-            raise WireError(f"rollout {index} has version spans that do not cover its tokens")
-    spans = list(zip(versions, tokens, strict=True))
-    return [tuple(spans[stop - count : stop]) for count, stop in zip(counts, stops, strict=True)]
 
 
 def _spans(row: RowMeta) -> list[VersionSpan]:
@@ -493,10 +385,3 @@ def _spans(row: RowMeta) -> list[VersionSpan]:
         VersionSpan(version, end - tokens, end)
         for (version, tokens), end in zip(row.versions, ends, strict=True)
     ]
-
-
-def _natural(header: dict[str, Any], name: str) -> int:
-    value = header[name]
-    if type(value) is not int or value < 0:
-        raise WireError(f"{name} must be a natural number")
-    return value
