@@ -365,7 +365,7 @@ def _arrays(
     tokens = sum(meta.prompt_lengths) + sampled + sum([row.context for row in meta.rows])
     end = offset + 4 * (tokens + sampled)
     found: dict[str, np.ndarray] = {}
-    if end <= len(view):
+    if end <= len(view) and any(header[name] != [] for name in planes.COLUMNS):
         found, end = planes.read(header, view, end, {"tokens": tokens, "sampled": sampled})
     if end != len(view):
         raise WireError(

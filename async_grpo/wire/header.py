@@ -7,9 +7,8 @@ msgpack gave, the result is a group's facts or a WireError.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_grpo.groups import FINISH_REASONS, GroupMeta, RowMeta, WireError
 
@@ -116,8 +115,7 @@ def _row_prompts(header: dict[str, Any], n_rows: int) -> list[int]:
     return prompts
 
 
-@dataclass(frozen=True, slots=True)
-class _Segments:
+class _Segments(NamedTuple):
     """The turns of n rows: sampled and context tokens, number of turns and their rewards."""
 
     lengths: list[int]
@@ -144,7 +142,7 @@ def _segments(header: dict[str, Any]) -> _Segments:
     values = _finite(header, "turn_rewards", len(lengths)) if header["turn_rewards"] != [] else []
     if None in values:
         raise WireError("turn_rewards must be numbers")
-    if len(lengths) == len(turns) and not values:
+    if len(lengths) == len(turns) and not values:  # the usual case, and so the fast one
         return _Segments(lengths, contexts, turns, [None] * len(turns))
     cuts = list(pairwise([0, *accumulate(turns)]))
     return _Segments(
@@ -221,15 +219,17 @@ def _rewards(header: dict[str, Any], n_rows: int) -> list[dict[str, float]]:
 
 def _versions(header: dict[str, Any], lengths: list[int]) -> list[tuple[tuple[int, int], ...]]:
     """(version, tokens) of each span of each row; they cover the tokens that were sampled."""
-    bounds = list(accumulate(lengths))
-    counts = column(header, "span_counts", INTEGER, len(bounds))
+    counts = column(header, "span_counts", INTEGER, len(lengths))
     versions = column(header, "span_versions", INTEGER)
     tokens = column(header, "span_tokens", INTEGER, len(versions))
     if min(counts) < 1 or sum(counts) != len(versions) or min(versions) < 0 or min(tokens) < 1:
         raise WireError(
-            f"{len(versions)} version spans for {len(bounds)} rows, or a negative "
+            f"{len(versions)} version spans for {len(lengths)} rows, or a negative "
             "version, or a span without tokens"
         )
+    if tokens == lengths and len(counts) == len(tokens):
+        return [(span,) for span in zip(versions, tokens, strict=True)]
+    bounds = list(accumulate(lengths))
     stops, covered = list(accumulate(counts)), list(accumulate(tokens))
     for index, (stop, bound) in enumerate(zip(stops, bounds, strict=True)):
         if covered[stop - 1] != bound:

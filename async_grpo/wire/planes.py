@@ -16,6 +16,9 @@ import numpy as np
 from async_grpo.groups import WireError
 from async_grpo.wire.header import INTEGER, TEXT, column
 
+COLUMNS = ("plane_names", "plane_types", "plane_widths")
+"""Of the header; all empty in a frame without planes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plane:
