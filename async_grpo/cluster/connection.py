@@ -34,13 +34,13 @@ class Connection:
         """Join or start Ray while `event_loop`, in another thread, imports. check: called while
         Ray's node is waited for; what it raises ends the start. Raises SetupError.
         """
-        from async_grpo.cluster.session import Session
+        from async_grpo.cluster.session import RaySession
 
         self._config, self.key = config, uuid.uuid4().hex[:8]
         self._stacks = stacks.home(config.run.dir)
         importing = asyncio.run_coroutine_threadsafe(_import_system(), event_loop)
         processes = config.learner.ranks + 1 if learner_only else room_for(config)
-        self.session = Session.open(processes=processes, check=check)
+        self.session = RaySession.open(processes=processes, check=check)
         try:
             importing.result()
         except BaseException:

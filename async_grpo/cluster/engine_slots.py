@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.cluster.placement import Node, Placement, Slot, another
-from async_grpo.cluster.session import Session
+from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 
 
@@ -48,7 +48,7 @@ class EngineSlots:
         self,
         config: Config,
         *,
-        session: Session,
+        session: RaySession,
         placement: Placement,
         options: Sequence[dict[str, Any]],
     ) -> None:

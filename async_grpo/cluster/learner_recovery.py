@@ -30,7 +30,7 @@ from async_grpo.cluster.placement import Placement
 from async_grpo.cluster.post_mortem import examine, findings_of
 from async_grpo.cluster.queue import DriverQueue
 from async_grpo.cluster.rollout_actors import RemoteEngine, back_off_s
-from async_grpo.cluster.session import Session
+from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, LearnerLost, Stalled
 from async_grpo.loop import Loop
@@ -52,7 +52,7 @@ class LearnerSupervisor:
         loop: Loop,
         coordinator: Coordinator[RemoteEngine],
         queue: DriverQueue,
-        session: Session,
+        session: RaySession,
         placement: Placement,
         origin: Origin,
         saver: Saver,

@@ -22,7 +22,7 @@ from async_grpo.cluster.learner_group import LearnerGroup
 from async_grpo.cluster.placement import without_engines
 from async_grpo.cluster.processes import MAX_CALLS
 from async_grpo.cluster.queue import REOPEN_TIMEOUT_S
-from async_grpo.cluster.session import Session
+from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import Stalled
 from async_grpo.loop import Comparison, Loop, StepListener
@@ -47,7 +47,7 @@ class Rerun:
 
     async def run(
         self,
-        session: Session,
+        session: RaySession,
         source: str,
         *,
         model_dir: str,

@@ -36,7 +36,7 @@ from async_grpo.runtime.text import one_line
 if TYPE_CHECKING:
     from async_grpo.cluster.learner_group import LearnerGroup
     from async_grpo.cluster.rollout_actors import ActorManager
-    from async_grpo.cluster.session import Session
+    from async_grpo.cluster.session import RaySession
     from async_grpo.loop import Loop
 
 REASONS = {1: "error", 4: "faults", 5: "stall", 6: "numbers"}
@@ -48,7 +48,7 @@ LIMIT_S, ANSWER_S, EXAMINE_S = 10.0, 3.0, 4.0
 class Scene:
     """The parts of a run, as far as they were started. `queue`: Ray handle."""
 
-    session: Session | None = None
+    session: RaySession | None = None
     queue: Any = None
     actors: ActorManager | None = None
     learner: LearnerGroup | None = None
@@ -196,7 +196,7 @@ def _queue(handle: Any) -> dict[str, Any]:
     )
 
 
-def _other_nodes(session: Session, run_dir: str) -> list[dict[str, Any]]:
+def _other_nodes(session: RaySession, run_dir: str) -> list[dict[str, Any]]:
     others = session.nodes()[1:]  # the first is the driver's
     calls = {_there(node.node_id, run_dir): node.address for node in others}
     if not calls:

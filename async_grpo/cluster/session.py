@@ -66,14 +66,14 @@ START_S = 180.0
 
 
 @dataclass
-class Session:
+class RaySession:
     """A Ray connection. `local` tells whether the cluster was started here."""
 
     local: bool
     _groups: list[PlacementGroup] = field(default_factory=list)
 
     @classmethod
-    def open(cls, *, processes: int, check: Callable[[], None] = lambda: None) -> Session:
+    def open(cls, *, processes: int, check: Callable[[], None] = lambda: None) -> RaySession:
         """Join the cluster of RAY_ADDRESS, or start one for `processes` on loopback. check: called
         while the node is waited for; what it raises ends the start. Raises SetupError.
         """
@@ -460,7 +460,7 @@ class Survey:
 def survey(*, processes: int) -> Survey:
     """Nodes that a run would use. Raises SetupError for a silent RAY_ADDRESS."""
     if address := os.environ.get("RAY_ADDRESS"):
-        session = Session.open(processes=processes)
+        session = RaySession.open(processes=processes)
         try:
             memory = session.gpu_memory()
             nodes = [replace(node, gpu_bytes=memory.get(node.node_id)) for node in session.nodes()]

@@ -47,7 +47,7 @@ from async_grpo.cluster.queue import DriverQueue, QueueProcess
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec
 from async_grpo.cluster.samples import TrainingSamples
-from async_grpo.cluster.session import Session
+from async_grpo.cluster.session import RaySession
 from async_grpo.cluster.verifier_errors import VerifierErrors
 from async_grpo.cluster.watchdog import whole_step
 from async_grpo.config.schema import Config
@@ -86,7 +86,7 @@ class StartFacts:
 class Places:
     """Reserved places, Ray options of each rank and engine, and the weight transport they need."""
 
-    session: Session
+    session: RaySession
     placement: Placement
     backend: str
     learners: list[dict[str, Any]]
@@ -98,7 +98,7 @@ class Places:
         return (*self.placement.learners, *self.placement.engines)
 
 
-async def reserve(config: Config, session: Session) -> Places:
+async def reserve(config: Config, session: RaySession) -> Places:
     """Reserve a place for every learner rank and engine; colocated, rank i and engine i share one.
     Raises SetupError where the cluster or the configuration does not fit.
     """
@@ -443,7 +443,7 @@ class System:
 
 
 def _queue_process(
-    config: Config, facts: StartFacts, *, session: Session, snapshot: dict[str, Any] | None
+    config: Config, facts: StartFacts, *, session: RaySession, snapshot: dict[str, Any] | None
 ) -> Any:
     """Start the queue's process; with a journal, Ray restarts it and repeats open calls."""
     journal, repairs = None, {}

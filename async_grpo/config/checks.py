@@ -408,13 +408,16 @@ def _batches(config: Config) -> Iterator[str]:
             f"multiple of `learner.ppo_mini_batch_size` {config.mini_batch_groups} (both count "
             "groups)."
         )
-    total = rollout.prompt_length + rollout.response_length
+    if rollout.longest_row < rollout.prompt_length + rollout.response_length:
+        yield (
+            f"`rollout.context_length` is {rollout.context_length}, less than "
+            f"`rollout.response_length` {rollout.response_length}, which is a part of it: raise it."
+        )
+    total = rollout.longest_row
     if total > learner.tokens_per_micro_batch:
         yield (
             f"`learner.tokens_per_micro_batch` is {learner.tokens_per_micro_batch}, but one "
-            f"response may need `rollout.prompt_length` {rollout.prompt_length} + "
-            f"`rollout.response_length` {rollout.response_length} = {total} tokens: give at least "
-            f"{total}."
+            f"response may need {rollout.longest_row_in_words} tokens: give at least {total}."
         )
     if rollout.top_p != 1 or rollout.top_k != 0:
         yield (

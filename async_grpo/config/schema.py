@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from async_grpo.config.algorithm import Algorithm
+from async_grpo.config.environment import EnvironmentConfig
 from async_grpo.config.operation import Checkpoint, Cluster, Evaluation, Tracking, Watchdog
 from async_grpo.config.section import (
     FREE,
@@ -226,7 +227,7 @@ class TaskConfig(Section):
     name: Annotated[str, fixed("the group ids of the run stand for problems of the other task")] = (
         "arithmetic"
     )
-    """Built-in task (`arithmetic`, `gsm8k`, `math`, `reasoning_gym`, `jsonl`) or a dotted path
+    """Built-in task (`arithmetic`, `gsm8k`, `math`, `reasoning_gym`, `jsonl`, `chain`) or a path
     `package.module:Class`.
     """
     train: str | None = None
@@ -267,7 +268,19 @@ class RolloutConfig(Section):
     ] = 512
     """Longest prompt in tokens; a longer one is refused."""
     response_length: Positive = 512
-    """Longest response in tokens."""
+    """Longest response in tokens; of an episode, what is sampled in all of its turns."""
+    turn_length: Positive | None = None
+    """Longest turn of an episode in tokens; null: as long as the response may be."""
+    context_length: Positive | None = None
+    """Longest episode in tokens behind its prompt, with what its environment says; null:
+    `response_length`.
+    """
+    max_turns: Positive = 16
+    """Turns after which an episode ends."""
+    max_open_episodes: Annotated[Positive | None, FREE] = None
+    """Episodes that a rollout actor has begun and not ended, those that wait for their environments
+    included; null: twice as many as its engine generates at the same time.
+    """
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the learner's log-probabilities use the same."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -282,6 +295,21 @@ class RolloutConfig(Section):
     """A group that takes longer to generate and score, or is lost, is aborted and issued again;
     null: 600, and with `response_length` above 10,000 more, 60 ms a token.
     """
+
+    @property
+    def longest_row(self) -> int:
+        """Longest prompt with what follows it, in tokens."""
+        return self.prompt_length + (self.context_length or self.response_length)
+
+    @property
+    def longest_row_in_words(self) -> str:
+        """Name the settings that bound a row, with their sum."""
+        name = "response_length" if self.context_length is None else "context_length"
+        behind = self.longest_row - self.prompt_length
+        return (
+            f"`rollout.prompt_length` {self.prompt_length} + `rollout.{name}` {behind} = "
+            f"{self.longest_row}"
+        )
 
     @property
     def longest_group_s(self) -> float:
@@ -322,7 +350,8 @@ class Wire(Section):
 
     on_resume = FREE
     max_frame_bytes: Annotated[int, Field(ge=2**16)] = 2**28
-    """Largest group on its way to the queue, in bytes (9 per token, and facts of its rows)."""
+    """Largest group on its way to the queue, in bytes (8 per sampled token, 4 per
+    token of context, and facts of its rows)."""
 
 
 class Journal(Section):
@@ -430,6 +459,7 @@ class Config(Section):
     model: Model = Model()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     wire: Wire = Wire()
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()

@@ -176,7 +176,7 @@ class Learner:
         return load_model(
             directory,
             dtype=self._dtype,
-            longest_row=self.config.rollout.prompt_length + self.config.rollout.response_length,
+            longest_row=self.config.rollout.longest_row,
             gradient_checkpointing=gradient_checkpointing,
             trust_remote_code=self.config.model.trust_remote_code,
             float32_head=self.config.model.lm_head_fp32,

@@ -204,8 +204,8 @@ def _check_supported(hf: PreTrainedModel, longest_row: int) -> None:
     if "sliding_attention" in layers and window is not None and window < longest_row:
         raise ValueError(
             f"rows of up to {longest_row} tokens (rollout.prompt_length + "
-            "rollout.response_length) are longer than the model's sliding window "
-            f"of {window}; shorten them or train another model"
+            "rollout.response_length, or context_length) are longer than the model's sliding "
+            f"window of {window}; shorten them or train another model"
         )
     for name in _LOGIT_SETTINGS:
         if getattr(config, name, None) not in (None, 1, 1.0):

@@ -212,7 +212,7 @@ def activation_bytes(config: Config, shape: Shape, *, size: int) -> int:
     """
     rollout = config.rollout
     rows = config.mini_batch_groups * rollout.group_size // config.learner.ranks or 1
-    longest = rows * (rollout.prompt_length + rollout.response_length)
+    longest = rows * rollout.longest_row
     budget = config.learner.tokens_per_micro_batch
     tokens, positions = min(budget, longest), min(REPEATED * budget, longest)
     layer = tokens * (HIDDEN_PER_TOKEN * shape.hidden + INTERMEDIATE_PER_TOKEN * shape.intermediate)
@@ -237,7 +237,7 @@ def engine_memory(
         weights=shape.parameters * size // tensor_parallel,
         kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
         kv_token=2 * shape.layers * heads * shape.head_dim * size,
-        longest=config.rollout.prompt_length + config.rollout.response_length,
+        longest=config.rollout.longest_row,
         rest=0 if device == "cpu" else ENGINE_BYTES,
     )
 

@@ -253,11 +253,9 @@ def _check_positions(config: Config, model: str, architecture: dict[str, Any]) -
     rope = architecture.get("rope_scaling") or architecture.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
     limit = architecture.get("max_position_embeddings", architecture.get("n_positions"))
-    prompt, response = config.rollout.prompt_length, config.rollout.response_length
-    if kind in _PLAIN_ROPE and isinstance(limit, int) and prompt + response > limit:
+    if kind in _PLAIN_ROPE and isinstance(limit, int) and config.rollout.longest_row > limit:
         raise SetupError(
-            f"`rollout.prompt_length` {prompt} + `rollout.response_length` {response} = "
-            f"{prompt + response} tokens, but {model} has "
+            f"{config.rollout.longest_row_in_words} tokens, but {model} has "
             f"max_position_embeddings {limit}: make them shorter, or train another model"
         )
 

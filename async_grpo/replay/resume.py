@@ -327,6 +327,10 @@ def _identity(config: Config, fingerprint: str) -> str:
         "baseline": config.algorithm.has_baseline,
         "rollout": config.rollout.model_dump(
             include={"group_size", "prompt_length", "response_length", "temperature"}
+        )
+        # those that older runs do not have count where they are set
+        | config.rollout.model_dump(
+            include={"turn_length", "context_length", "max_turns"}, exclude_defaults=True
         ),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -55,6 +55,7 @@ CAUSES = {
     "paused": "#79aad9",
     "checkpointing": PURPLE,
     "verifying": "#c79a1b",
+    "environment": "#8a6d3b",
     "evaluating": "#2aa198",
     "restarting": RED,
     "other": GREY,

@@ -29,22 +29,25 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_grpo.algo.accuracy import ProblemOutcome
-from async_grpo.config.schema import Config
+from async_grpo.config.schema import Config, TaskConfig
+from async_grpo.environments.base import HasEnvironment
+from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
 from async_grpo.errors import SetupError, VerifierFailed
 from async_grpo.replay.actor_reports import ActorReport
 from async_grpo.replay.partial import PartialStart
 from async_grpo.replay.rules import Verdict
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling, stop_tokens
-from async_grpo.rollout.evaluator import EngineEvaluator, PromptTooLong, probe_sequences
+from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PromptTooLong, as_rows
+from async_grpo.rollout.evaluator import EngineEvaluator, probe_sequences
 from async_grpo.rollout.partial import PartialFile, PartialGeneration, encode_all
 from async_grpo.rollout.time_accounting import EngineTime
 from async_grpo.runtime.text import first_line, shortened
-from async_grpo.tasks.base import Problem, Score, Task
+from async_grpo.tasks.base import Problem, Score, Task, task_weights
 from async_grpo.tasks.chat import prompt_ids
 from async_grpo.tasks.registry import create_task, load_task, problem_index
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
 from async_grpo.weights.transport import Announcement, Receipt, TokenSequence
-from async_grpo.wire.codec import Buffer, Group, GroupTicket, Row, WireError, encode_group
+from async_grpo.wire.codec import Buffer, Group, GroupTicket, WireError, encode_group
 
 POLL_S = 0.02
 """Between two requests for tickets; the queue's process lets each wait a while for its answer."""
@@ -82,6 +85,8 @@ class Parts:
     task: Task
     verifiers: VerifierPool
     evaluator: EngineEvaluator
+    player: EpisodePlayer | None = None
+    """Of a task with environments."""
 
 
 @dataclass(eq=False)
@@ -94,6 +99,7 @@ class _GroupWork:
     begun: float
     task: asyncio.Task[None] | None = None
     generation: PartialGeneration | None = None
+    play: GroupPlay | None = None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -137,6 +143,9 @@ class RolloutActor:
         self._time = EngineTime()
         self._verifier_errors: dict[str, str] = {}
         """The first error of every kind."""
+        self._environments: list[EnvironmentPool] = []
+        self._weights: dict[str, float] = {}
+        """Of the reward components."""
 
     @property
     def parts(self) -> Parts:
@@ -168,7 +177,8 @@ class RolloutActor:
         everywhere = os.sched_getaffinity(0)
         others = everywhere - self._cores or everywhere
         verifiers = VerifierPool(config.task, seed=config.seed, cpu=others)
-        starting = asyncio.create_task(verifiers.start())
+        plays, self._weights = isinstance(task, HasEnvironment), task_weights(config.task, task)
+        starting = asyncio.gather(*[] if plays else [verifiers.start()])
         engine = await Engine.start(
             config,
             model_dir=self._model_dir,
@@ -187,9 +197,13 @@ class RolloutActor:
             verifiers=verifiers,
             encode=self._encode,
             text=self._text,
+            player=self._player,
             cpu=others,
         )
         self._parts = Parts(engine, tokenizer, task, verifiers, evaluator)
+        if plays:
+            player = await self._player(config.task, task)
+            self._parts = replace(self._parts, player=player)
         return engine.max_num_seqs
 
     async def run(self) -> None:
@@ -320,6 +334,8 @@ class RolloutActor:
         """Stop the engine and the verifiers."""
         await self.parts.evaluator.close()
         await self.parts.verifiers.close()
+        for pool in self._environments:
+            await pool.close()
         self.parts.engine.close()
 
     async def _acquire(self, want: int) -> list[GroupTicket] | None:
@@ -340,7 +356,12 @@ class RolloutActor:
         engine = self.parts.engine
         unfinished = engine.unfinished + queued * self._responses
         free = -(-(engine.max_num_seqs - unfinished) // self._responses)
-        return max(0, min(free, engine.max_num_seqs - len(self._groups)) + 1)
+        room = max(0, min(free, engine.max_num_seqs - len(self._groups)) + 1)
+        if self.parts.player is None or not self._groups:
+            return room
+        limit = self._config.rollout.max_open_episodes or 2 * engine.max_num_seqs
+        begun = self.parts.player.open_episodes + queued * self._responses
+        return min(room, max(0, (limit - begun) // self._responses))
 
     def _start_group(self, ticket: GroupTicket) -> None:
         now = time.monotonic()
@@ -366,7 +387,8 @@ class RolloutActor:
         except TimeoutError:
             timeout_s = config.rollout.longest_group_s
             # Not one slow group but an engine that hangs: this actor is replaced.
-            if work.stage != "verifying" and time.monotonic() - self._produced_at > timeout_s:
+            thinks = work.stage in ("verifying", "environment")
+            if not thinks and time.monotonic() - self._produced_at > timeout_s:
                 raise EngineError(
                     f"no group came out of the engine for rollout.group_timeout_s = {timeout_s:g} s"
                 ) from None
@@ -382,6 +404,10 @@ class RolloutActor:
                     f"scored ({error}) and task.verifier.on_error is fail"
                 ) from error
             await self._fail(work, f"verifier: {error}")
+        except EnvironmentFailed as error:
+            if error.reason == "start":  # of a child; the next group would not have one either
+                raise VerifierFailed(f"the environments of {self.actor_id}: {error}") from error
+            await self._fail(work, f"environment: {error}")
         except (EngineError, WireError, PromptTooLong) as error:
             # a dead engine ends the run of this actor instead of failing group after group
             await self.parts.engine.check()
@@ -398,48 +424,77 @@ class RolloutActor:
         problem = task.train(
             problem_index(config.seed, task.fingerprint, ticket.group_id, len(task))
         )
-        prompt = self._encode(problem)
-        self._enter(work, "generating")
-        completions = await self._generate(work, prompt)
-        done = time.time()
-        self._enter(work, "verifying")
-        scores = await self._score(problem, completions)
+        if self.parts.player is None:
+            episodes = await self._respond(work, problem)
+        else:
+            episodes = await self._play(work, problem, self.parts.player)
         size = config.rollout.group_size
-        lengths = [len(completion.token_ids) for completion in completions]
+        lengths = [episode.session.sampled for episode in episodes]
         self._counts["groups"] += 1
         self._counts["tokens"] += sum(lengths[:size])
         self._counts["baseline_tokens"] += sum(lengths[size:])
+        prompts, rows = as_rows(episodes, trained=size, weights=self._weights)
         return Group(
             group_id=ticket.group_id,
             attempt=ticket.attempt,
             policy_version=ticket.policy_version,
             actor_id=self.actor_id,
             run_epoch=ticket.run_epoch,
-            prompts=[np.asarray(prompt, np.int32)],
-            rows=[
-                Row(
-                    response_ids=completion.token_ids,
-                    behavior_logprobs=completion.logprobs,
-                    segments=[(0, len(completion.token_ids))],
-                    versions=completion.versions,
-                    rewards=score.rewards,
-                    verdict=score.verdict,
-                    finish_reason=completion.finish_reason,
-                    role="train" if index < size else "baseline",
-                )
-                for index, (completion, score) in enumerate(zip(completions, scores, strict=True))
-            ],
+            prompts=prompts,
+            rows=rows,
             times={
                 "queued": queued,
-                "first_token": min(completion.first_token for completion in completions),
-                "done": done,
+                "first_token": min(episode.first_token for episode in episodes),
+                "done": max(episode.last_token for episode in episodes),
                 "scored": time.time(),
             },
         )
 
+    async def _respond(self, work: _GroupWork, problem: Problem) -> list[Episode]:
+        """Generate and score the responses to a plain prompt: episodes of one turn."""
+        prompt = self._encode(problem)
+        self._enter(work, "generating")
+        completions = await self._generate(work, prompt)
+        done = time.time()
+        self._enter(work, "verifying")
+        scores = await self._score(problem, completions)
+        return [
+            Episode.of(prompt, completion, score, ended=done)
+            for completion, score in zip(completions, scores, strict=True)
+        ]
+
+    async def _play(
+        self, work: _GroupWork, problem: Problem, player: EpisodePlayer
+    ) -> list[Episode]:
+        """Play the episodes of a group, whose environments all begin with the same seed."""
+        config, ticket = self._config, work.ticket
+
+        def changed(generating: bool) -> None:
+            self._enter(work, "generating" if generating else "environment")
+
+        work.play = GroupPlay(changed)
+        wanted = [one for sampling in self._wanted(ticket) for one in [sampling] * sampling.n]
+        seed = _hash63(config.seed, "environment", ticket.group_id)
+        plays = []
+        for number, one in enumerate(wanted):
+            own = None if one.seed is None else _hash63(one.seed, number)
+            sampling = replace(one, n=1, seed=own)
+            plays.append(player.play(problem, sampling, seed=seed, group=work.play))
+        return await work.play.all(plays)
+
     async def _generate(self, work: _GroupWork, prompt: list[int]) -> list[Completion]:
         """Generate samples, then greedy responses, from partial ones where the ticket has some."""
-        config, rollout, ticket = self._config, self._config.rollout, work.ticket
+        ticket, wanted = work.ticket, self._wanted(work.ticket)
+        prefixes: list[Completion] = []
+        if self._partials is not None:
+            prefixes = self._partials.take(ticket, prompt, wanted, self._counts)
+        engine = self.parts.engine
+        work.generation = PartialGeneration(engine, ticket, prompt, wanted, prefixes=prefixes)
+        return await work.generation.finish()
+
+    def _wanted(self, ticket: GroupTicket) -> list[Sampling]:
+        """How the responses of a group are sampled: samples, then the greedy ones."""
+        config, rollout = self._config, self._config.rollout
         samples = Sampling(
             n=rollout.group_size,
             max_tokens=rollout.response_length,
@@ -448,13 +503,7 @@ class RolloutActor:
             top_k=rollout.top_k,
             seed=_hash63(config.seed, ticket.group_id) if config.seeded else None,
         )
-        wanted = [samples, *[replace(samples, n=1, temperature=0.0, seed=None)] * self._baselines]
-        prefixes: list[Completion] = []
-        if self._partials is not None:
-            prefixes = self._partials.take(ticket, prompt, wanted, self._counts)
-        engine = self.parts.engine
-        work.generation = PartialGeneration(engine, ticket, prompt, wanted, prefixes=prefixes)
-        return await work.generation.finish()
+        return [samples, *[replace(samples, n=1, temperature=0.0, seed=None)] * self._baselines]
 
     async def _score(self, problem: Problem, completions: list[Completion]) -> list[Score]:
         results = await self.parts.verifiers.score_many(
@@ -490,10 +539,37 @@ class RolloutActor:
     async def _fail(self, work: _GroupWork, reason: str) -> None:
         self._counts["failed"] += 1
         self._enter(work, "fail")
-        # no generation: its prompt was too long
-        tokens = 0 if work.generation is None else work.generation.tokens
+        # neither: its prompt was too long
+        sampling = work.generation or work.play
+        tokens = 0 if sampling is None else sampling.tokens
         await self._queue.fail(self.actor_id, [work.ticket], reason, [tokens])
         self._leave(work)
+
+    async def _player(self, settings: TaskConfig, task: Any) -> EpisodePlayer:
+        """Return the player of a task with environments, which it starts; of the task that is
+        trained there is one.
+        """
+        parts, config = self.parts, self._config
+        if task is parts.task and parts.player is not None:
+            return parts.player
+        everywhere = os.sched_getaffinity(0)
+        pool = EnvironmentPool(
+            settings,
+            config.environment,
+            weights=task.weights,
+            seed=config.seed,
+            cpu=everywhere - self._cores or everywhere,
+        )
+        self._environments.append(pool)
+        await pool.start()
+        return EpisodePlayer(
+            config,
+            engine=parts.engine,
+            pool=pool,
+            tokenizer=parts.tokenizer,
+            weights=task.weights,
+            counts=self._counts,
+        )
 
     def _enter(self, work: _GroupWork, stage: str) -> None:
         work.stage, work.since = stage, time.monotonic()

@@ -180,7 +180,7 @@ class Engine:
         directory: Path | None = None,
     ) -> None:
         """directory: temporary files of the engine."""
-        self._llm, self._stop_token_ids = llm, list(stop_token_ids)
+        self._llm, self.stop_token_ids = llm, list(stop_token_ids)
         self._caches, self._deadlines = CacheChoice(kv_cache), deadlines
         self._counted, self._directory = counted or CountedRequests(), directory
         self._requests = 0
@@ -302,7 +302,7 @@ class Engine:
         await self._steady.wait()  # the salt below must be that of the weights that will serve it
         params = SamplingParams(
             **asdict(sampling),
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=self.stop_token_ids,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

@@ -60,7 +60,7 @@ def engine_arguments(
         "model": model_dir,
         "dtype": dtype,
         "seed": seed,
-        "max_model_len": config.rollout.prompt_length + config.rollout.response_length,
+        "max_model_len": config.rollout.longest_row,
         "max_num_seqs": max_num_seqs(config, device=device),
         "skip_tokenizer_init": True,
         "trust_remote_code": config.model.trust_remote_code,

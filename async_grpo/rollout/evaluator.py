@@ -10,23 +10,22 @@ Invariant: every answer comes whole from the weights that the caller names, or t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from async_grpo.algo.accuracy import ProblemOutcome
-from async_grpo.config.schema import Config, RolloutConfig
+from async_grpo.config.schema import Config, RolloutConfig, TaskConfig
+from async_grpo.environments.base import HasEnvironment
+from async_grpo.environments.pool import EnvironmentFailed
 from async_grpo.errors import SetupError
 from async_grpo.rollout.engine import Completion, Engine, EngineError, Sampling
+from async_grpo.rollout.episodes import Episode, EpisodePlayer, PromptTooLong
 from async_grpo.tasks.base import Problem, Score, Task
 from async_grpo.tasks.registry import create_task
 from async_grpo.tasks.verifier import VerifierError, VerifierPool
-
-
-class PromptTooLong(ValueError):
-    """A prompt has more tokens than `rollout.prompt_length`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +49,16 @@ class EngineEvaluator:
         verifiers: VerifierPool,
         encode: Callable[[Problem], list[int]],
         text: Callable[[Completion], str],
+        player: Callable[[TaskConfig, Task], Awaitable[EpisodePlayer]],
         cpu: set[int] | None,
     ) -> None:
-        """task, verifiers: of training. encode: or PromptTooLong. cpu: for more verifiers."""
+        """task, verifiers: of training. encode: or PromptTooLong. player: of a
+        task with environments. cpu: for more verifiers.
+        """
         self._config, self._engine = config, engine
         self._cpu = cpu
         self._encode, self._text = encode, text
+        self._player = player
         self._own = config.evaluation.task is not None
         self._task = create_task(config.evaluated_task, config.seed) if self._own else task
         self._verifiers: VerifierPool | None = None if self._own else verifiers
@@ -75,7 +78,7 @@ class EngineEvaluator:
         # so few that training groups come soon after
         slots = asyncio.Semaphore(max(1, 2 * self._engine.max_num_seqs // (n + 1)))
         judged = await asyncio.gather(
-            *[self._one(problems[index], label, slots) for index in indices]
+            *[self._one(problems[index], index, label, slots) for index in indices]
         )
         shown = list(zip(indices, judged, strict=True))[:samples]
         rows = [_row(problems[index], *one) for index, one in shown]
@@ -87,7 +90,7 @@ class EngineEvaluator:
             await self._verifiers.close()
 
     async def _one(
-        self, problem: Problem, label: str, slots: asyncio.Semaphore
+        self, problem: Problem, index: int, label: str, slots: asyncio.Semaphore
     ) -> tuple[_Answer, list[Score | VerifierError]]:
         """Answer and score a problem, inside one slot: training groups need the verifiers too."""
         evaluation, rollout = self._config.evaluation, self._config.rollout
@@ -101,6 +104,9 @@ class EngineEvaluator:
         temperature = evaluation.temperature or rollout.temperature
         sampled = replace(greedy, n=evaluation.n, temperature=temperature)
         async with slots:
+            if isinstance(self._task, HasEnvironment):
+                wanted = [greedy, *[replace(sampled, n=1)] * sampled.n]
+                return await self._played(problem, wanted, index, label)
             try:
                 prompt = self._encode(problem)
             except PromptTooLong as error:
@@ -113,12 +119,7 @@ class EngineEvaluator:
                 ]
             )
             responses = [completion for answer in answers for completion in answer]
-            labels = {other for completion in responses for other, _, _ in completion.labels}
-            if others := labels - {label}:
-                raise EngineError(
-                    f"the evaluation of {label} got tokens that "
-                    f"{', '.join(sorted(others))} has sampled"
-                )
+            _check_labels({one for done in responses for one, _, _ in done.labels}, label)
             answer = _Answer(
                 [self._text(completion) for completion in responses],
                 [len(completion.token_ids) for completion in responses],
@@ -126,6 +127,36 @@ class EngineEvaluator:
             return answer, await (await self._scorer()).score_many(
                 [(text, problem.reference) for text in answer.texts]
             )
+
+    async def _played(
+        self, problem: Problem, wanted: Sequence[Sampling], index: int, label: str
+    ) -> tuple[_Answer, list[Score | VerifierError]]:
+        """Play a problem's episodes; an environment that fails is an error like a verifier's."""
+        player = await self._player(self._config.evaluated_task, self._task)
+
+        async def one(sampling: Sampling) -> Episode | EnvironmentFailed | PromptTooLong:
+            try:
+                return await player.play(problem, sampling, seed=index, purpose="evaluated")
+            except (EnvironmentFailed, PromptTooLong) as error:
+                return error
+
+        played = await asyncio.gather(*[one(sampling) for sampling in wanted])
+        refused = next((each for each in played if isinstance(each, PromptTooLong)), None)
+        if refused is not None:
+            return _Answer([], [], refused), []
+        answer = _Answer([], [])
+        results: list[Score | VerifierError] = []
+        for each in played:
+            if isinstance(each, Episode):
+                _check_labels(each.labels, label)
+                results.append(Score(each.rewards, each.verdict))
+                answer.texts.append("\n".join(each.said))
+                answer.lengths.append(each.session.sampled)
+            elif isinstance(each, EnvironmentFailed):
+                results.append(VerifierError(each.reason, str(each)))
+                answer.texts.append("")
+                answer.lengths.append(0)
+        return answer, results
 
     async def _scorer(self) -> VerifierPool:
         async with self._starting:
@@ -136,6 +167,13 @@ class EngineEvaluator:
                 await pool.start()
                 self._verifiers = pool
         return self._verifiers
+
+
+def _check_labels(labels: set[str], label: str) -> None:
+    if others := labels - {label}:
+        raise EngineError(
+            f"the evaluation of {label} got tokens that {', '.join(sorted(others))} has sampled"
+        )
 
 
 def _outcome(answer: _Answer, results: list[Score | VerifierError], *, n: int) -> ProblemOutcome:
@@ -176,7 +214,7 @@ async def probe_sequences(
     temperature).
     """
     # to score a row, the engine generates one more token, for which the longest one has no room
-    room = rollout.prompt_length + rollout.response_length - 1
+    room = rollout.longest_row - 1
     limit, refused = min(rollout.response_length, TOKENS), "there is no room for an answer"
     prompts = []
     for problem in map(task.train, range(min(CANDIDATES, len(task)))):

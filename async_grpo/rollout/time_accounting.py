@@ -1,7 +1,7 @@
 """An actor's report: tokens and counters, and what its engine spends its time on.
 
 Runs in: rollout actors. Derives the cause from the stages of the actor's groups. Hides which cause
-wins where several hold: weights, generation, evaluation, the verifier, no ticket.
+wins where several hold: weights, generation, evaluation, environments, verifiers, no ticket.
 """
 
 from __future__ import annotations
@@ -104,4 +104,5 @@ class EngineTime:
             return "evaluating"
         if not self.is_producing:
             return "other"
-        return "verifying" if self._count["verifying"] else "blocked"
+        waits = (stage for stage in ("environment", "verifying") if self._count[stage])
+        return next(waits, "blocked")

@@ -23,7 +23,16 @@ LEARNER_CAUSES = (
     "other",
 )
 """starved: the queue has no batch. restarting: the ranks are brought back."""
-ENGINE_CAUSES = ("working", "blocked", "verifying", "paused", "evaluating", "restarting", "other")
+ENGINE_CAUSES = (
+    "working",
+    "blocked",
+    "verifying",
+    "environment",
+    "paused",
+    "evaluating",
+    "restarting",
+    "other",
+)
 """working: a group is generated. verifying: all wait for the verifier. blocked: no ticket."""
 LEARNER_PREFIX, ENGINE_PREFIX = "time/learner/", "time/engine/"
 """Begin the names of logged metrics: seconds by cause since the start of the run."""

@@ -30,13 +30,14 @@ class TaskError(ValueError):
 class Problem:
     """One prompt: text, or chat messages with `role` and `content`.
 
-    `reference` is what the verifier needs and must be msgpack-able; `solution` is a worked answer
-    for the supervised warm start.
+    `reference` is what the verifier (or the environment) needs and must be msgpack-able; `solution`
+    is a worked answer for the supervised warm start, of an episode what policy and environment say
+    in turn.
     """
 
     prompt: Prompt
     reference: Any
-    solution: str | None = None
+    solution: str | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ class Task(Protocol):
         """
 
     def score(self, response: str, reference: Any) -> Score:
-        """Score one response. Pure; runs in a verifier child."""
+        """Score one response. Pure; runs in a verifier child. A task with `environment` (see
+        `environments.base.HasEnvironment`) has none.
+        """
 
 
 @runtime_checkable

@@ -22,6 +22,7 @@ BUILT_IN = {
     "math": "async_grpo.tasks.math:Math",
     "reasoning_gym": "async_grpo.tasks.reasoning_gym:ReasoningGym",
     "jsonl": "async_grpo.tasks.jsonl:Jsonl",
+    "chain": "async_grpo.environments.chain:Chain",
 }
 HELD_OUT = {"gsm8k": "openai/gsm8k:main:test", "math": "HuggingFaceH4/MATH-500:default:test"}
 """Held-out rows of an evaluation that names no more than the task."""
@@ -76,6 +77,8 @@ def create_task(settings: schema.TaskConfig, seed: int) -> Task:
     # a property may read the data, which is not for this moment
     own = {*dir(type(task)), *getattr(task, "__dict__", ())}
     lacking = [name for name in _PARTS if name not in own]
+    if "environment" in own and "score" in lacking:
+        lacking.remove("score")
     if lacking and settings.name not in BUILT_IN:
         raise TaskError(
             f"{settings.name} is no task: it has no {', '.join(lacking)} (docs/tasks.md shows one)"

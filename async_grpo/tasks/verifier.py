@@ -10,39 +10,29 @@ for the run (`task.verifier.on_error`) is decided by the caller.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import sys
 import time
 from collections import Counter
 from typing import Any
 
 from async_grpo.config import schema
-from async_grpo.runtime import stacks
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Score, check_score
+from async_grpo.tasks.children import Child, ChildError, ChildKind
 
-START_TIMEOUT_S = 120.0
-"""Longest time a child may take to import the task and be ready."""
-_STOP_TIMEOUT_S = 10.0
-_GRACE_S = 0.2
-_LAST_WORDS_S = 2.0
 _LONGEST_DETAIL = 1000
 _CHUNK_ITEMS = 64
 _CHUNK_BYTES = pipe.MAX_MESSAGE // 2
-_KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG")
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 ScoreRequest = tuple[str, Any]
 
 
-class VerifierError(RuntimeError):
+class VerifierError(ChildError):
     """One response could not be scored. `reason` is one of `VerifierPool.REASONS`."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+
+_KIND = ChildKind(
+    "verifier", "async_grpo.tasks.verifier_child", "task.verifier.timeout_s", VerifierError
+)
 
 
 class VerifierPool:
@@ -68,9 +58,14 @@ class VerifierPool:
         """Responses that could not be scored, by reason."""
         self._timeout = settings.verifier.timeout_s
         self._setup = pipe.pack(
-            {"settings": settings.model_dump(), "seed": seed, "cpu": sorted(cpu) if cpu else None}
+            {
+                "settings": settings.model_dump(),
+                "seed": seed,
+                "cpu": sorted(cpu) if cpu else None,
+                "memory_mb": settings.verifier.memory_mb,
+            }
         )
-        self._children: list[_Child | None] = [None] * settings.verifier.workers
+        self._children: list[Child | None] = [None] * settings.verifier.workers
         self._free: asyncio.Queue[int] = asyncio.Queue()
         self._started = False
         self._closed = False
@@ -179,10 +174,12 @@ class VerifierPool:
             return [error] * len(bodies)
         done: list[Score | VerifierError] = []
         try:
-            await child.send_batch(bodies, self._timeout)
+            # msgpack: an array of this many values
+            head = b"\xdd" + len(bodies).to_bytes(4, "big")
+            await child.send(head + b"".join(bodies), self._timeout)
             while len(done) < len(bodies):
                 child.asked = time.monotonic()
-                done.append(_outcome(await child.receive(self._timeout), child.components))
+                done.append(_outcome(await child.receive(self._timeout), child.greeting))
                 if isinstance(done[-1], VerifierError) and done[-1].reason == "memory":
                     await self._discard(slot)
                     break
@@ -192,7 +189,7 @@ class VerifierPool:
         child.asked = None
         return done
 
-    async def _child(self, slot: int) -> _Child:
+    async def _child(self, slot: int) -> Child:
         """Return the child of a slot, started if there is none. Raises VerifierError start or
         closed.
         """
@@ -202,7 +199,7 @@ class VerifierPool:
         if child is not None and child.alive:
             return child
         await self._discard(slot)
-        child = await _Child.spawn(self._setup)
+        child = await Child.spawn(_KIND, self._setup)
         if self._closed:
             await child.kill()
             raise VerifierError("closed", "the verifier pool has been closed")
@@ -213,136 +210,6 @@ class VerifierPool:
         child, self._children[slot] = self._children[slot], None
         if child is not None:
             await child.kill()
-
-
-class _Child:
-    """One verifier process and its pipe."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.pid = process.pid
-        self.asked: float | None = None
-        """Since when the child owes an answer (monotonic seconds)."""
-        self.components: list[str] = []
-        """Reward components of the task."""
-        self._expected: int | None = None
-        """Length of a message whose head has been read and whose body has not."""
-
-    @classmethod
-    async def spawn(cls, setup: bytes) -> _Child:
-        """Start a child and let it import the task. Raises VerifierError("start")."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "async_grpo.tasks.verifier_child",
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,
-        )
-        child = cls(process)
-        try:
-            await child._send(pipe.frame(setup), START_TIMEOUT_S)
-            kind, detail = await child.receive(START_TIMEOUT_S)
-        except VerifierError as error:
-            await child.kill()
-            raise VerifierError(
-                "start",
-                f"a verifier child did not get ready ({error}); its own output is on stderr",
-            ) from error
-        except asyncio.CancelledError:
-            await child.kill()
-            raise
-        if kind != "ready":
-            await child.kill()
-            raise VerifierError("start", f"a verifier child could not construct the task: {detail}")
-        child.components = detail
-        return child
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.returncode is None
-
-    async def send_batch(self, bodies: list[bytes], timeout: float) -> None:
-        """Send packed (response, reference) pairs as one message. Raises VerifierError."""
-        head = b"\xdd" + len(bodies).to_bytes(4, "big")  # msgpack: an array of this many values
-        await self._send(pipe.frame(head + b"".join(bodies)), timeout)
-
-    async def receive(self, timeout: float) -> list[Any]:
-        """Return the next message within `timeout` seconds. Raises VerifierError timeout or
-        crash.
-        """
-        reader = self._process.stdout
-        assert reader is not None
-        try:
-            try:
-                return await self._read(reader, timeout)
-            except TimeoutError:
-                # A parent that was busy itself may find the answer waiting in the pipe.
-                return await self._read(reader, _GRACE_S)
-        except TimeoutError as error:
-            raise VerifierError(
-                "timeout", f"no answer within {timeout:g} s (task.verifier.timeout_s)"
-            ) from error
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise await self._gone() from error
-        except ValueError as error:
-            raise VerifierError(
-                "crash", f"the verifier child wrote something else than an answer: {error}"
-            ) from error
-
-    async def kill(self) -> None:
-        """Kill the process and what it started, and wait for its end."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself
-                os.killpg(self._process.pid, signal.SIGKILL)
-        async with asyncio.timeout(_STOP_TIMEOUT_S):
-            await self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
-    async def _send(self, data: bytes, timeout: float) -> None:
-        writer = self._process.stdin
-        assert writer is not None
-        try:
-            async with asyncio.timeout(timeout):
-                writer.write(data)
-                await writer.drain()
-        except TimeoutError as error:
-            raise VerifierError(
-                "timeout", f"the verifier child took no message within {timeout:g} s"
-            ) from error
-        except ConnectionError as error:
-            raise await self._gone() from error
-
-    async def _read(self, reader: asyncio.StreamReader, timeout: float) -> list[Any]:
-        async with asyncio.timeout(timeout):
-            if self._expected is None:
-                self._expected = pipe.checked_length(
-                    pipe.LENGTH.unpack(await reader.readexactly(pipe.LENGTH.size))[0]
-                )
-            message = pipe.unpack(await reader.readexactly(self._expected))
-            self._expected = None
-        if not isinstance(message, list) or len(message) < 2:
-            raise ValueError(f"{message!r:.80}")
-        return message
-
-    async def _gone(self) -> VerifierError:
-        """Return the error for a child that closed its pipe."""
-        try:
-            async with asyncio.timeout(_LAST_WORDS_S):
-                code = await self._process.wait()
-        except TimeoutError:
-            return VerifierError("crash", "the verifier child closed its pipe")
-        if code == -signal.SIGXCPU:
-            return VerifierError(
-                "timeout", "the response took more CPU time than task.verifier.timeout_s allows"
-            )
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return VerifierError("crash", f"the verifier child {how}")
 
 
 def _outcome(message: list[Any], components: list[str]) -> Score | VerifierError:
@@ -358,10 +225,3 @@ def _outcome(message: list[Any], components: list[str]) -> Score | VerifierError
             f"the verifier child answered what its task cannot say: {str(error)[:_LONGEST_DETAIL]}",
         ) from error
     raise VerifierError("crash", f"the verifier child answered {str(message)[:80]}")
-
-
-def _environment() -> dict[str, str]:
-    """Return a clean environment in which the child can import what this process can."""
-    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
-    path = [os.path.abspath(entry) for entry in sys.path]
-    return {**kept, **stacks.environment(), **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}

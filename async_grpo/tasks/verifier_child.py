@@ -25,29 +25,29 @@ _SPARE_CPU_S = 2
 def main() -> None:
     """Serve until the parent closes the pipe."""
     die_with_parent(int(sys.argv[1]))  # end of file on the pipe ends it only when it is idle
-    requests, replies = _take_protocol()
+    requests, replies = take_protocol()
     stacks.register_child("verifier")
-    setup = _receive(requests)
+    setup = receive(requests)
     if setup is None:
         return
     try:
-        task = _prepare(setup)
+        task = prepare(setup)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it with this text
-        _send(replies, ["failed", f"{type(error).__name__}: {error}"])
+        send(replies, ["failed", f"{type(error).__name__}: {error}"])
         return
     components = sorted(task.weights)
-    _send(replies, ["ready", components])
-    while (batch := _receive(requests)) is not None:
+    send(replies, ["ready", components])
+    while (batch := receive(requests)) is not None:
         for response, reference in batch:
             _limit_cpu(setup["settings"]["verifier"]["timeout_s"])
             reply = _score(task, components, response, reference)
-            _send(replies, reply)
+            send(replies, reply)
             if reply[0] == "memory":
                 return  # what is left of this process is not to be trusted
 
 
-def _take_protocol() -> tuple[BinaryIO, BinaryIO]:
-    """Private copies of stdin and stdout; task code reads nothing, and prints to stderr."""
+def take_protocol() -> tuple[BinaryIO, BinaryIO]:
+    """Take private copies of stdin and stdout; task code reads nothing, and prints to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -56,10 +56,11 @@ def _take_protocol() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _prepare(setup: dict[str, Any]) -> Any:
+def prepare(setup: dict[str, Any]) -> Any:
+    """Bound this process, and construct its task."""
     if setup["cpu"]:
         os.sched_setaffinity(0, setup["cpu"])
-    limit = setup["settings"]["verifier"]["memory_mb"] * 2**20
+    limit = setup["memory_mb"] * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -99,7 +100,8 @@ def _score(task: Any, components: list[str], response: str, reference: Any) -> l
     return ["ok", score.rewards, score.verdict]
 
 
-def _receive(requests: BinaryIO) -> Any:
+def receive(requests: BinaryIO) -> Any:
+    """Return the next message; None when the parent has closed the pipe."""
     head = requests.read(pipe.LENGTH.size)
     if len(head) < pipe.LENGTH.size:
         return None
@@ -108,7 +110,8 @@ def _receive(requests: BinaryIO) -> Any:
     return pipe.unpack(body) if len(body) == length else None
 
 
-def _send(replies: BinaryIO, message: list[Any]) -> None:
+def send(replies: BinaryIO, message: list[Any]) -> None:
+    """Send a message to the parent."""
     replies.write(pipe.frame(pipe.pack(message)))
 
 

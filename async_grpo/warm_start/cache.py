@@ -34,6 +34,8 @@ from async_grpo.tasks.registry import load_task, problem_index
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=%^()<>[]{}.,:;?!'\"_ \n"
 """The characters that a warm-started model knows, each a token."""
+Pair = tuple[str, str | tuple[str, ...]]
+"""Prompt and solution: a text, or what policy and environment say in turn."""
 RECIPE_VERSION = 3
 """Raised whenever the same settings would lead to other weights."""
 
@@ -140,7 +142,7 @@ def _settings(config: Config) -> WarmStart:
     return config.model.warm_start
 
 
-def _pairs(seed: int, task: Task, start: int, count: int) -> list[tuple[str, str]]:
+def _pairs(seed: int, task: Task, start: int, count: int) -> list[Pair]:
     """Training pairs at these positions of an order that RL's order of problems does not follow."""
     pairs = []
     for position in range(start, start + count):
@@ -156,7 +158,8 @@ def unfit(problem: Problem) -> str:
     """Why a model cannot be warm-started on this problem; "" where it can."""
     prompt, solution = problem.prompt, problem.solution
     if isinstance(prompt, str) and solution is not None:
-        return next((unknown(letter) for letter in prompt + solution if letter not in ALPHABET), "")
+        text = prompt + "".join(solution)
+        return next((unknown(letter) for letter in text if letter not in ALPHABET), "")
     lack = "solutions" if isinstance(prompt, str) else "plain-text prompts"
     return (
         f"the task has no {lack}, on which model.warm_start would train a model: give its problems "

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from async_grpo.config.schema import WARM_START_POSITIONS, WarmStart
-from async_grpo.warm_start.cache import ALPHABET, unknown
+from async_grpo.warm_start.cache import ALPHABET, Pair, unknown
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 
@@ -41,8 +41,6 @@ _CHECK_EVERY = 20
 _CHECK_PROBLEMS = 384
 _IGNORE = -100
 _BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a"}  # how byte-level BPE writes these two
-
-Pair = tuple[str, str]  # prompt, solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,8 @@ def measure(model: Qwen2ForCausalLM, data: Encoded) -> Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Right-padded rows of prompt, solution and end token; `labels` are -100 on prompt and padding.
+    """Right-padded rows of prompt, solution and end token; `labels` are -100 on prompt, padding and
+    what an environment says.
     Attention is causal, so padding on the right needs no mask.
     """
 
@@ -183,8 +182,8 @@ class Encoder:
 
     def encode(self, pairs: list[Pair]) -> Encoded:
         """Tensors of pairs; ValueError names the first unknown character or too long pair."""
-        rows = [(self._ids(prompt), [*self._ids(solution), self.eos]) for prompt, solution in pairs]
-        width = max(len(prompt) + len(solution) for prompt, solution in rows)
+        rows = [self._row(prompt, solution) for prompt, solution in pairs]
+        width = max(len(tokens) for tokens, _ in rows)
         if width > WARM_START_POSITIONS:
             raise ValueError(
                 f"a prompt with its solution has {width} tokens; a warm-started model "
@@ -192,11 +191,20 @@ class Encoder:
             )
         tokens = torch.full((len(rows), width), self.pad)
         labels = torch.full_like(tokens, _IGNORE)
-        for row, (prompt, solution) in enumerate(rows):
-            end = len(prompt) + len(solution)
-            tokens[row, :end] = torch.tensor(prompt + solution)
-            labels[row, len(prompt) : end] = torch.tensor(solution)
+        for row, (ids, wanted) in enumerate(rows):
+            tokens[row, : len(ids)] = torch.tensor(ids)
+            labels[row, : len(ids)] = torch.tensor(wanted)
         return Encoded(tokens, labels)
+
+    def _row(self, prompt: str, solution: str | tuple[str, ...]) -> tuple[list[int], list[int]]:
+        """Tokens and labels of a pair; every turn of the policy has an end token."""
+        ids = self._ids(prompt)
+        labels = [_IGNORE] * len(ids)
+        for number, text in enumerate((solution,) if isinstance(solution, str) else solution):
+            said = [*self._ids(text), *[self.eos] * (number % 2 == 0)]
+            ids += said
+            labels += said if number % 2 == 0 else [_IGNORE] * len(said)
+        return ids, labels
 
     def _ids(self, text: str) -> list[int]:
         try:
@@ -295,9 +303,13 @@ def _stream(
 
 def _blurred(pairs: list[Pair], share: float, noise: random.Random) -> list[Pair]:
     """Replace this share of solution characters by characters of other solutions."""
-    pool = "".join(solution for _, solution in pairs)
+    turns = [(solution,) if isinstance(solution, str) else solution for _, solution in pairs]
+    pool = "".join(text for one in turns for text in one[::2])
 
     def blur(text: str) -> str:
         return "".join(noise.choice(pool) if noise.random() < share else one for one in text)
 
-    return [(prompt, blur(solution)) for prompt, solution in pairs]
+    return [
+        (prompt, tuple(text if number % 2 else blur(text) for number, text in enumerate(one)))
+        for (prompt, _), one in zip(pairs, turns, strict=True)
+    ]

@@ -252,6 +252,7 @@ def answers(parts: Parts, settings: Config, indices: list[int]) -> Any:
             verifiers=parts,
             encode=encode,
             text=lambda c: "".join(map(chr, c.token_ids)),
+            player=None,
             cpu=None,
         )
         try:

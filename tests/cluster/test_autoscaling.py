@@ -111,7 +111,7 @@ def growing(monkeypatch) -> Iterator[None]:
 SCRIPT = """
 import asyncio, json, ray, time
 from async_grpo.cluster.placement import PlacementError, place
-from async_grpo.cluster.session import Session
+from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 
 config = Config.model_validate({
@@ -119,7 +119,7 @@ config = Config.model_validate({
     "cluster": {"device": "cuda", "layout": "split", "rollout_actors": {"min": 1},
                 "resources_timeout_s": 90},
 })
-session = Session.open(processes=3)
+session = RaySession.open(processes=3)
 try:
     place(config, session.nodes())
     at_first = "room"

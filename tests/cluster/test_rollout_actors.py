@@ -27,7 +27,7 @@ from async_grpo.cluster.engine_slots import EngineSlots
 from async_grpo.cluster.placement import PlacementError
 from async_grpo.cluster.relays import Relays
 from async_grpo.cluster.rollout_actors import ActorManager, ActorSpec, RemoteEngine
-from async_grpo.cluster.session import Session
+from async_grpo.cluster.session import RaySession
 from async_grpo.config.schema import Config
 from async_grpo.errors import FaultBudgetSpent, RunError
 from async_grpo.weights.shared_memory import SegmentReader, SharedMemorySender, remove_segments
@@ -66,7 +66,7 @@ class Fleet:
     """A manager on the test's cluster, with what it said and whether it gave up."""
 
     def __init__(
-        self, cluster: Cluster, session: Session, manager: ActorManager, client: Client
+        self, cluster: Cluster, session: RaySession, manager: ActorManager, client: Client
     ) -> None:
         self.cluster, self.session, self.manager, self.client = cluster, session, manager, client
         self.listener = RecordingListener()
@@ -151,7 +151,7 @@ async def fleet(cluster: Cluster, directory: Path, **settings: Any) -> AsyncIter
             "cluster": {"resources_timeout_s": 20} | settings,
         }
     )
-    session, client = Session(local=False), Client()
+    session, client = RaySession(local=False), Client()
     where = await session.wait_for_room(config)
     options = [(await session.reserve([slot], timeout_s=20))[0] for slot in where.engines]
     here = Fleet(cluster, session, None, client)
@@ -322,7 +322,7 @@ def test_relays_bring_the_bytes_once_to_every_node(cluster, extra, tmp_path) -> 
         return one
 
     async def scenario() -> None:
-        session = Session(local=False)
+        session = RaySession(local=False)
         home = session.nodes()[0].node_id
         relays = Relays(
             home=home,

@@ -21,9 +21,9 @@ from async_grpo.runtime.stopping import Stop
 SCRIPT = """
 import json, psutil, ray
 from ray._private import parameter
-from async_grpo.cluster.session import Session
+from async_grpo.cluster.session import RaySession
 usual = parameter.RayParams
-session = Session.open(processes=2)
+session = RaySession.open(processes=2)
 lines = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
 answer = ray.get(ray.remote(lambda: 42).remote())
 session.close()
@@ -73,7 +73,7 @@ def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(SetupError) as caught:
-        session.Session.open(processes=2)
+        session.RaySession.open(processes=2)
     said = str(caught.value)
     assert said.startswith(
         "Ray did not start on this machine (The current node timed out during startup)"
@@ -94,7 +94,7 @@ def test_a_stop_ends_the_wait_for_a_node(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(services, "get_node", get_node)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(StopRequested):
-        session.Session.open(processes=2, check=stop.check)
+        session.RaySession.open(processes=2, check=stop.check)
 
 
 def test_a_cluster_that_cannot_be_joined_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_a_cluster_that_cannot_be_joined_is_one_sentence(monkeypatch: pytest.Mon
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(SetupError) as caught:
-        session.Session.open(processes=2)
+        session.RaySession.open(processes=2)
     said = str(caught.value)
     assert said.startswith("RAY_ADDRESS is auto, and that cluster cannot be joined (Version")
     assert "\n" not in said
@@ -125,7 +125,7 @@ async def test_a_node_that_may_not_use_the_run_directory_is_named(
 
     monkeypatch.setattr(session, "_probe_storage", Probe())
     monkeypatch.setattr(session, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
-    opened = session.Session(local=True)
+    opened = session.RaySession(local=True)
     monkeypatch.setattr(opened, "nodes", lambda: [Node("n0", "10.0.0.7", 1.0, 0.0)])
     with pytest.raises(
         SetupError, match=r"node 10\.0\.0\.7 cannot use run\.dir .*Permission denied"

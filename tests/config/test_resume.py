@@ -52,7 +52,8 @@ WARNED = {
     *(
         name
         for name in marks()
-        if name.startswith("rollout.") and name != "rollout.group_timeout_s"
+        if name.startswith("rollout.")
+        and name not in ("rollout.group_timeout_s", "rollout.max_open_episodes")
     ),
     "replay.max_staleness",
     "replay.order",
@@ -72,6 +73,8 @@ WARNED = {
         and name not in ("learner.gradient_checkpointing", "learner.activation_offload")
         and name not in FIXED
     ),
+    "environment.on_timeout",
+    "environment.max_invalid",
     "weight_sync.every_steps",
     "weight_sync.kv_cache",
     "cluster.device",
@@ -95,6 +98,9 @@ TRAINS = FIXED | {
             "rollout_batch_size",
             "group_size",
             "response_length",
+            "turn_length",
+            "context_length",
+            "max_turns",
             "temperature",
             "top_p",
             "top_k",
@@ -188,6 +194,7 @@ def test_the_marks_cover_the_schema() -> None:
         "task",
         "rollout",
         "wire",
+        "environment",
         "replay",
         "learner",
         "weight_sync",
@@ -202,6 +209,7 @@ def test_the_marks_cover_the_schema() -> None:
         "model.warm_start.cache_dir",
         "model.trust_remote_code",
         "rollout.group_timeout_s",
+        "rollout.max_open_episodes",
         "learner.activation_offload",
         "learner.gradient_checkpointing",
     }

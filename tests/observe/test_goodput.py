@@ -224,6 +224,8 @@ def test_the_time_of_an_engine_follows_its_groups() -> None:
         passes(4.0)
     engine.stage(other, "verifying")
     passes(8.0)
+    engine.stage(key, "environment")
+    passes(0.5)
     engine.stage(key, None)
     engine.stage(other, None)
     with engine.during("evaluating"):
@@ -240,6 +242,7 @@ def test_the_time_of_an_engine_follows_its_groups() -> None:
         "working": 2.0,
         "blocked": 1.0,
         "verifying": 8.0,
+        "environment": 0.5,
         "paused": 4.0,
         "evaluating": 16.0,
         "restarting": 0.0,

@@ -17,7 +17,7 @@ import ray
 from async_grpo.algo.rewards import Shaping
 from async_grpo.cluster.processes import MAX_CALLS
 from async_grpo.cluster.queue import ActorQueue, QueueProcess
-from async_grpo.cluster.session import Session
+from async_grpo.cluster.session import RaySession
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire.codec import Group, Row, VersionSpan, encode_group, unpack_frames
 
@@ -119,7 +119,7 @@ async def crowd() -> dict[str, float]:
 
 
 def main() -> None:
-    session = Session.open(processes=2)
+    session = RaySession.open(processes=2)
     try:
         small = asyncio.run(drive(60))
         large = asyncio.run(drive(58_000))

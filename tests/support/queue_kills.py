@@ -28,7 +28,7 @@ import ray
 
 from async_grpo.algo.rewards import Shaping
 from async_grpo.cluster.queue import ActorQueue, QueueProcess
-from async_grpo.cluster.session import Session
+from async_grpo.cluster.session import RaySession
 from async_grpo.replay.resume import JournalSettings
 from async_grpo.replay.rules import QueueSettings
 from async_grpo.wire.codec import decode_group, unpack_frames
@@ -307,7 +307,7 @@ async def all_schedules(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 def main() -> None:
     count, seed = int(sys.argv[1]), int(sys.argv[2])
-    session = Session.open(processes=2)
+    session = RaySession.open(processes=2)
     try:
         with tempfile.TemporaryDirectory() as folder:
             print(

@@ -118,8 +118,8 @@ def row_of(prompt: np.ndarray, response: Response, advantage: float) -> LearnerR
     return LearnerRow(
         prompt,
         response.tokens,
+        np.arange(length),
         response.logprobs,
-        np.ones(length, np.uint8),
         np.zeros(length, np.int64),
         advantages=np.full(length, advantage, np.float32),
     )

@@ -22,7 +22,8 @@ import pytest_asyncio
 from async_grpo.config import schema
 from async_grpo.tasks import pipe
 from async_grpo.tasks.base import Problem, Score
-from async_grpo.tasks.verifier import _ONE_THREAD, VerifierError, VerifierPool
+from async_grpo.tasks.children import _ONE_THREAD
+from async_grpo.tasks.verifier import VerifierError, VerifierPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TIMEOUT_S = 2.0
@@ -395,7 +396,14 @@ async def test_what_a_child_could_not_have_said_is_a_crash(pool, payload, tmp_pa
 
 
 async def test_the_kernel_ends_a_busy_child_whose_parent_is_not_there_to_do_it():
-    setup = pipe.pack({"settings": settings(timeout_s=1.0).model_dump(), "seed": 0, "cpu": None})
+    setup = pipe.pack(
+        {
+            "settings": settings(timeout_s=1.0).model_dump(),
+            "seed": 0,
+            "cpu": None,
+            "memory_mb": 2048,
+        }
+    )
     child = start_child()
     try:
         child.stdin.write(pipe.frame(setup) + pipe.frame(pipe.pack([["burn", None]])))

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from tests.support.wiring import Wire
-from tests.wiring import algorithm, cluster, learner, replay, rollout, run, tasks, weights
+from tests.wiring import (
+    algorithm,
+    cluster,
+    environment,
+    learner,
+    replay,
+    rollout,
+    run,
+    tasks,
+    weights,
+)
 
 WIRES: list[Wire] = [
     *algorithm.WIRES,
@@ -11,6 +21,7 @@ WIRES: list[Wire] = [
     *replay.WIRES,
     *rollout.WIRES,
     *tasks.WIRES,
+    *environment.WIRES,
     *weights.WIRES,
     *cluster.WIRES,
     *run.wires(),

@@ -70,6 +70,7 @@ def _asked(config: Config, task: Any) -> list[Any]:
         verifiers=VerifierPool(config.task, seed=0),
         encode=lambda problem: [problem.prompt, problem.reference],
         text=str,
+        player=None,
         cpu=None,
     )
     try:

@@ -1,0 +1,32 @@
+"""Settings of the processes in which the environments of episodes run.
+
+Runs in: any process. Hides nothing; `schema` puts the section into a `Config`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from async_grpo.config.section import FREE, NonNegative, Positive, Seconds, Section, warn
+
+
+class EnvironmentConfig(Section):
+    """Bound the environments of tasks whose responses are episodes; no other task has any."""
+
+    on_resume = FREE
+    workers: Positive = 2
+    """Processes per rollout actor in which environments live, many in each."""
+    reset_timeout_s: Seconds = 60.0
+    """Longest time an environment may take to begin; then the group is issued again."""
+    step_timeout_s: Seconds = 30.0
+    """Longest time an environment may take to answer one turn; see `on_timeout`."""
+    memory_mb: Positive = 4096
+    """Address-space limit of a process with environments in MiB."""
+    on_timeout: Annotated[
+        Literal["score_zero", "fail_group"], warn("what an episode is worth that hangs")
+    ] = "score_zero"
+    """When an environment's answer takes too long: the episode ends with what it has earned so far,
+    since an action may have caused it, or its group is issued again.
+    """
+    max_invalid: Annotated[NonNegative, warn("when episodes end")] = 3
+    """End an episode after this many invalid actions in a row; 0: never."""

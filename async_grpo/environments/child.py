@@ -1,0 +1,179 @@
+"""Runs environments for a pool: `python -m async_grpo.environments.child <parent pid>`.
+
+Runs in: an environment child, one fresh interpreter with many episodes. Hides the far end of the
+pipe. Requests are [call, episode, name of the call, argument]; replies are [call, "ok", value] or
+[call, reason, detail].
+
+Plain methods run one at a time, in one thread. One that takes longer than its deadline keeps that
+thread, and another one goes on with the others: the episode is lost, its neighbours are not. The
+pool ends the process once these have ended. Invariants: every request gets one reply, as long as
+the process can run Python at all; a deadline begins with the call, not with the wait for its turn;
+`close` is called once for every environment that was made and whose calls have returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from async_grpo.environments.base import Action, check_observation, to_wire
+from async_grpo.runtime import stacks
+from async_grpo.runtime.lifetime import die_with_parent
+from async_grpo.tasks.verifier_child import prepare, receive, send, take_protocol
+
+_LONGEST_DETAIL = 500
+
+
+class TooLong(Exception):
+    """A call did not return before its deadline."""
+
+
+class OneAtATime:
+    """Runs plain calls in one thread; a call that does not return leaves it for another thread."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._calls = self._thread()
+
+    @staticmethod
+    def _thread() -> queue.SimpleQueue[Any]:
+        calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def work() -> None:
+            while True:
+                call, loop, done = calls.get()
+                try:
+                    value, error = call(), None
+                except BaseException as raised:  # noqa: BLE001 - the caller gets it
+                    value, error = None, raised
+                loop.call_soon_threadsafe(_settle, done, value, error)
+
+        threading.Thread(target=work, name="environments", daemon=True).start()
+        return calls
+
+    async def run(self, call: Callable[[], Any], timeout_s: float) -> Any:
+        """Call in the thread, when it is free. Raises TooLong."""
+        async with self._turn:
+            loop = asyncio.get_running_loop()
+            done: asyncio.Future[Any] = loop.create_future()
+            self._calls.put((call, loop, done))
+            try:
+                async with asyncio.timeout(timeout_s) as deadline:
+                    return await done
+            except TimeoutError:
+                if not deadline.expired():
+                    raise  # the call's own
+                self._calls = self._thread()
+                raise TooLong from None
+
+
+def _settle(done: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if done.done():  # nobody waits any more
+        return
+    if error is None:
+        done.set_result(value)
+    else:
+        # StopIteration cannot be put into a future, and SystemExit would end this process
+        usual = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        done.set_exception(error if usual else RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+class Episodes:
+    """The environments of this process, by episode."""
+
+    def __init__(self, task: Any, timeouts: dict[str, float]) -> None:
+        self._task, self._timeouts = task, timeouts
+        self._open: dict[int, Any] = {}
+        self._plain = OneAtATime()
+
+    async def call(self, episode: int, name: str, argument: Any) -> list[Any]:
+        """Answer one request: ["ok", value] or [reason, detail]."""
+        try:
+            if name == "close":
+                return await self._close(episode)
+            if name == "reset":
+                self._open[episode] = await self._plain.run(
+                    self._task.environment, self._timeouts["reset"]
+                )
+                value = await self._of(episode, "reset", argument["reference"], argument["seed"])
+            else:
+                value = await self._of(episode, "step", Action(**argument))
+        except TooLong:
+            self._open.pop(episode, None)  # its thread is in it
+            return ["timeout", f"{name}() took longer than {self._timeouts[name]:g} s"]
+        except MemoryError:
+            return ["memory", "the environments ran out of environment.memory_mb"]
+        except Exception as error:  # noqa: BLE001 - an error of the user's code is an answer
+            return ["exception", f"{name}(): {type(error).__name__}: {error}"[:_LONGEST_DETAIL]]
+        try:
+            return ["ok", to_wire(check_observation(value, self._task.weights))]
+        except (TypeError, ValueError, OverflowError) as error:
+            return ["wrong_type", f"{name}(): {error}"[:_LONGEST_DETAIL]]
+
+    async def _of(self, episode: int, name: str, *arguments: Any) -> Any:
+        method, timeout_s = getattr(self._open[episode], name), self._timeouts[name]
+        if not inspect.iscoroutinefunction(method):
+            return await self._plain.run(lambda: method(*arguments), timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                return await method(*arguments)
+        except TimeoutError:
+            if deadline.expired():
+                raise TooLong from None
+            raise  # the environment's own
+
+    async def _close(self, episode: int) -> list[Any]:
+        if episode in self._open:
+            try:
+                await self._of(episode, "close")
+            finally:
+                self._open.pop(episode, None)
+        return ["ok", None]
+
+
+async def serve(
+    requests: BinaryIO, replies: BinaryIO, task: Any, timeouts: dict[str, float]
+) -> None:
+    """Answer requests as they come, until the parent closes the pipe."""
+    episodes = Episodes(task, timeouts)
+    running: set[asyncio.Task[None]] = set()
+
+    async def answer(call: int, episode: int, name: str, argument: Any) -> None:
+        reply = [call, *await episodes.call(episode, name, argument)]
+        try:
+            send(replies, reply)
+        except (TypeError, ValueError, OverflowError) as error:
+            send(replies, [call, "not_sendable", str(error)[:_LONGEST_DETAIL]])
+
+    while (message := await asyncio.to_thread(receive, requests)) is not None:
+        one = asyncio.create_task(answer(*message))
+        running.add(one)
+        one.add_done_callback(running.discard)
+
+
+def main() -> None:
+    """Serve until the parent closes the pipe."""
+    die_with_parent(int(sys.argv[1]))
+    requests, replies = take_protocol()
+    stacks.register_child("environments")
+    setup = receive(requests)
+    if setup is None:
+        return
+    try:
+        task = prepare(setup)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it with this text
+        send(replies, ["failed", f"{type(error).__name__}: {error}"])
+        return
+    send(replies, ["ready", sorted(task.weights)])
+    asyncio.run(serve(requests, replies, task, setup["timeouts"]))
+    os._exit(0)  # a thread may still be in a call that does not return
+
+
+if __name__ == "__main__":
+    main()

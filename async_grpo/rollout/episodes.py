@@ -1,0 +1,311 @@
+"""Plays episodes: the policy's turns from the engine, the answers from an environment.
+
+Runs in: rollout actors. Hides the limits that end an episode, and what a failure means:
+
+    environment: reset -> prompt -> engine: a turn -> environment: step -> context -> a turn ...
+
+What the policy can have caused is scored, with a finish reason of its own: a limit of turns, tokens
+or invalid actions, and (`environment.on_timeout`) an answer that takes too long. What it cannot
+have caused never is: EnvironmentFailed, and the group is issued again. Invariants: an environment
+that was opened is closed; while one thinks, its episode holds no place in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from async_grpo.config.schema import Config
+from async_grpo.environments.base import Action, Observation
+from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool, OpenEpisode
+from async_grpo.groups import Row
+from async_grpo.rollout.conversation import ContentError, Conversation
+from async_grpo.rollout.engine import Completion, Engine, Purpose, Sampling
+from async_grpo.rollout.session import Session
+from async_grpo.tasks.base import Problem, Score
+
+_NUMBERS = itertools.count()
+
+
+def as_rows(
+    episodes: Sequence[Episode], *, trained: int, weights: Mapping[str, float]
+) -> tuple[list[np.ndarray], list[Row]]:
+    """Return the prompts and rows of a group; the first `trained` episodes are to be trained, the
+    others are baselines. weights: of the reward components, for rewards of turns.
+    """
+    prompts: dict[tuple[int, ...], int] = {}
+    rows: list[Row] = []
+    forked = any(len(episode.session.rows) > 1 for episode in episodes)
+    turned = any(episode.turn_rewards for episode in episodes)
+    for number, episode in enumerate(episodes):
+        values = [
+            sum(weights[name] * value for name, value in turn.items())
+            for turn in episode.turn_rewards
+        ]
+        for one in episode.session.rows:
+            count = len(one.segments)
+            rows.append(
+                Row(
+                    response_ids=one.response_ids,
+                    behavior_logprobs=one.behavior_logprobs,
+                    segments=one.segments,
+                    versions=one.versions,
+                    rewards=episode.rewards,
+                    verdict=episode.verdict,
+                    finish_reason=episode.finish_reason,
+                    role="train" if number < trained else "baseline",
+                    prompt=prompts.setdefault(tuple(one.prompt), len(prompts)),
+                    episode=number if forked else None,
+                    turn_rewards=values[:count] if turned else None,
+                )
+            )
+            del values[:count]
+    return [np.asarray(prompt, np.int32) for prompt in prompts], rows
+
+
+class PromptTooLong(ValueError):
+    """A prompt has more tokens than `rollout.prompt_length`."""
+
+
+@dataclass
+class Episode:
+    """An episode while it is played, and afterwards. last_token: Unix seconds of its last turn."""
+
+    session: Session
+    rewards: dict[str, float]
+    verdict: float | None = None
+    finish_reason: str = ""
+    turn_rewards: list[dict[str, float]] = field(default_factory=list)
+    metrics: Counter[str] = field(default_factory=Counter)
+    first_token: float = 0.0
+    last_token: float = 0.0
+    labels: set[str] = field(default_factory=set)
+    said: list[str] = field(default_factory=list)
+    """What policy and environment said in turn, for tables."""
+
+    @classmethod
+    def of(cls, prompt: list[int], response: Completion, score: Score, *, ended: float) -> Episode:
+        """Make the episode of one turn that a response to a plain prompt is. ended: Unix s."""
+        session = Session(prompt)
+        session.take(response)
+        return cls(
+            session,
+            score.rewards,
+            score.verdict,
+            response.finish_reason,
+            first_token=response.first_token,
+            last_token=ended,
+        )
+
+
+class GroupPlay:
+    """The episodes of one group while they are played."""
+
+    def __init__(self, changed: Callable[[bool], None]) -> None:
+        """Take what is told whether a turn is generated now, whenever that changes."""
+        self.sessions: list[Session] = []
+        self._changed, self._running = changed, 0
+        self._cut_off = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were sampled, those of aborted requests included."""
+        return self._cut_off + sum(session.sampled for session in self.sessions)
+
+    async def all(self, episodes: Sequence[Coroutine[Any, Any, Episode]]) -> list[Episode]:
+        """Play them at the same time; when one fails, nobody needs the others."""
+        tasks = [asyncio.ensure_future(one) for one in episodes]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def turn(self, engine: Engine, tokens: list[int], sampling: Sampling) -> Completion:
+        """Generate one turn."""
+        name = f"e{next(_NUMBERS)}"
+        self._running += 1
+        self._changed(True)
+        try:
+            [done] = await engine.generate(tokens, sampling, name=name)
+            return done
+        except BaseException:
+            self._cut_off += engine.cut_off(name)
+            raise
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._changed(False)
+
+
+class EpisodePlayer:
+    """Plays the episodes of one task on one engine."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine: Engine,
+        pool: EnvironmentPool,
+        tokenizer: Any,
+        weights: dict[str, float],
+        counts: Counter[str],
+    ) -> None:
+        """weights: of the task's reward components. counts: where episodes by finish reason, turns,
+        forks, and failures by reason are added up.
+        """
+        self._config, self._engine = config, engine
+        self._pool = pool
+        self._tokenizer, self._weights = tokenizer, weights
+        self._stops = frozenset(engine.stop_token_ids)
+        self._counts = counts
+
+    @property
+    def open_episodes(self) -> int:
+        """Count the episodes that have an environment."""
+        return self._pool.open_episodes
+
+    async def play(
+        self,
+        problem: Problem,
+        sampling: Sampling,
+        *,
+        seed: int,
+        purpose: Purpose = "rollouts",
+        group: GroupPlay | None = None,
+    ) -> Episode:
+        """Play one episode. seed: of the environment. group: what it belongs to. Raises
+        EnvironmentFailed, PromptTooLong, EngineError.
+        """
+        opened, first = await self._pool.open(problem.reference, seed)
+        try:
+            talk = self._begun(problem, first)
+            episode = Episode(Session(talk.prompt_ids), dict.fromkeys(self._weights, 0.0))
+            if group is not None:
+                group.sessions.append(episode.session)
+            invalid = 0
+            for turn in itertools.count(1):
+                done = await self._turn(episode, sampling, turn, purpose, group)
+                answer = await self._answer(opened, episode, done)
+                if answer is None:
+                    break
+                invalid = invalid + 1 if answer.invalid else 0
+                episode.finish_reason = self._end(episode, answer, done, turn, invalid)
+                if episode.finish_reason:
+                    break
+                self._follow(episode, talk, done, answer)
+                room, reason = self._room(episode)
+                if room < 1:  # the answer leaves no place for another turn
+                    episode.finish_reason = reason
+                    break
+            self._counts[f"episodes_{episode.finish_reason}"] += 1
+            return episode
+        except ContentError as error:
+            raise EnvironmentFailed("wrong_type", str(error)) from error
+        except EnvironmentFailed as error:
+            self._counts[f"environment_{error.reason}"] += 1
+            raise
+        finally:
+            await asyncio.shield(opened.close())
+
+    def _begun(self, problem: Problem, first: Observation) -> Conversation:
+        talk = Conversation(self._tokenizer, problem.prompt, first.content)
+        limit = self._config.rollout.prompt_length
+        if len(talk.prompt_ids) > limit:
+            raise PromptTooLong(
+                f"a prompt with what its environment says first has {len(talk.prompt_ids)} tokens, "
+                f"rollout.prompt_length is {limit}"
+            )
+        return talk
+
+    def _room(self, episode: Episode) -> tuple[int, str]:
+        """Tokens of the next turn, and the finish reason when they are used up."""
+        rollout, session = self._config.rollout, episode.session
+        left = rollout.response_length - session.sampled
+        context = (rollout.context_length or rollout.response_length) - session.behind
+        context = min(context, rollout.longest_row - session.length)  # a fork's prompt is long
+        turn = rollout.turn_length or left
+        return min(left, context, turn), "context" if context < min(left, turn) else "length"
+
+    async def _turn(
+        self,
+        episode: Episode,
+        sampling: Sampling,
+        turn: int,
+        purpose: Purpose,
+        group: GroupPlay | None,
+    ) -> Completion:
+        room, _ = self._room(episode)
+        seed = None if sampling.seed is None else (sampling.seed + turn) % 2**63
+        one = replace(sampling, n=1, max_tokens=room, seed=seed)
+        if group is None:
+            tokens = episode.session.tokens
+            [done] = await self._engine.generate(tokens, one, purpose=purpose)
+        else:
+            done = await group.turn(self._engine, episode.session.tokens, one)
+        episode.session.take(done)
+        episode.first_token = episode.first_token or done.first_token
+        episode.last_token = time.time()
+        episode.labels |= {label for label, _, _ in done.labels}
+        self._counts["turns"] += 1
+        return done
+
+    async def _answer(
+        self, opened: OpenEpisode, episode: Episode, done: Completion
+    ) -> Observation | None:
+        """Ask the environment, and note what it says; None after an answer that took too long."""
+        ids = done.token_ids.tolist()
+        text = self._text(ids)
+        episode.said.append(text)
+        try:
+            answer = await opened.step(Action(text, ids, done.finish_reason))
+        except EnvironmentFailed as error:
+            if error.reason != "timeout" or self._config.environment.on_timeout == "fail_group":
+                raise
+            episode.finish_reason = "env_timeout"
+            episode.turn_rewards.append({})
+            return None
+        episode.turn_rewards.append(answer.rewards)
+        for name, value in answer.rewards.items():
+            episode.rewards[name] += value
+        episode.metrics.update(answer.metrics)
+        episode.verdict = episode.verdict if answer.verdict is None else answer.verdict
+        return answer
+
+    def _end(
+        self, episode: Episode, answer: Observation, done: Completion, turn: int, invalid: int
+    ) -> str:
+        """Say why the episode ends with this turn; "" where it goes on."""
+        limit = self._config.environment.max_invalid
+        if answer.done:
+            return "env_done"
+        if limit and invalid >= limit:
+            return "invalid_action"
+        if turn >= self._config.rollout.max_turns:
+            return "max_turns"
+        return self._room(episode)[1] if done.finish_reason == "length" else ""
+
+    def _follow(
+        self, episode: Episode, talk: Conversation, done: Completion, answer: Observation
+    ) -> None:
+        """Append what the environment said, or begin a row where the template wants another."""
+        ids = talk.follow(episode.said[-1], int(done.token_ids[-1]), answer.content)
+        if ids is None:
+            self._counts["forks"] += 1
+            episode.session.fork(talk.whole())
+        else:
+            episode.session.feed(ids)
+        episode.said.append(str(answer.content))
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Decode a turn with its special tokens, but without the one that ended it."""
+        kept = ids[:-1] if ids and ids[-1] in self._stops else ids
+        return self._tokenizer.decode(kept, skip_special_tokens=False)

@@ -1,0 +1,345 @@
+"""Episodes as they are played: limits, faults of environments, and what of them is scored. The
+engine says what it is told; environments are real ones, in children.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_grpo.config import schema
+from async_grpo.config.schema import Config
+from async_grpo.environments.pool import EnvironmentFailed, EnvironmentPool
+from async_grpo.rollout.actor import Parts as LoadedParts
+from async_grpo.rollout.actor import RolloutActor
+from async_grpo.rollout.engine import Completion, EngineError, Sampling
+from async_grpo.rollout.episodes import Episode, EpisodePlayer, GroupPlay, PromptTooLong
+from async_grpo.tasks.base import Problem
+from async_grpo.wire.codec import decode_group
+from tests.support.environments import TaskOfTold
+from tests.support.rollout_parts import Parts
+
+STOP = 1
+STEP_S = 1.0
+
+
+class Letters:
+    """A tokenizer of single characters."""
+
+    eos_token_id = STOP
+    chat_template = None
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [*text.encode()]}
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(ids).decode()
+
+
+class Saying:
+    """An engine that says these turns, in order; one episode's after the other's where several are
+    played. A turn that has no room is cut off. Every turn is of the next version.
+    """
+
+    stop_token_ids = (STOP,)
+    max_num_seqs, serving_version = 64, 0
+
+    def __init__(self, *turns: str | Exception, slow_s: float = 0.0) -> None:
+        self.turns, self.slow_s = list(turns), slow_s
+        self.asked: list[tuple[str, Sampling]] = []
+        self.running = self.unfinished = 0
+
+    async def generate(
+        self, tokens: list[int], sampling: Sampling, *, name: str = "", purpose: str = "rollouts"
+    ) -> list[Completion]:
+        self.asked.append((bytes(tokens).decode(), sampling))
+        said = self.turns.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        await asyncio.sleep(self.slow_s)
+        ids = [*said.encode(), STOP][: sampling.max_tokens]
+        ended = "stop" if len(ids) == len(said) + 1 else "length"
+        version = len(self.asked) - 1
+        return [
+            Completion(
+                np.array(ids, np.int32),
+                -np.arange(len(ids), dtype=np.float32) - version,
+                [(f"v0.{version}", 0, len(ids))],
+                ended,
+                float(len(self.asked)),
+            )
+        ]
+
+    def cut_off(self, name: str) -> int:
+        return 3
+
+    async def check(self) -> None: ...
+
+
+def config_of(*, environment: dict[str, Any] | None = None, **rollout: Any) -> Config:
+    limits = {"prompt_length": 20, "response_length": 60, "context_length": 100, "max_turns": 5}
+    return Config.model_validate(
+        {
+            "run": {"total_steps": 2},
+            "model": {"path": "m"},
+            "task": {"name": "tests.support.environments:TaskOfTold"},
+            "rollout": limits | {"rollout_batch_size": 2, "group_size": 2} | rollout,
+            "environment": {"workers": 1, "step_timeout_s": STEP_S} | (environment or {}),
+        }
+    )
+
+
+@asynccontextmanager
+async def player_of(
+    engine: Any, config: Config, *, options: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[EpisodePlayer, EnvironmentPool, Counter[str]]]:
+    task = schema.TaskConfig(name=config.task.name, options=options or {})
+    pool = EnvironmentPool(task, config.environment, weights={"value": 1.0}, seed=0)
+    counts: Counter[str] = Counter()
+    await pool.start()
+    player = EpisodePlayer(
+        config, engine=engine, pool=pool, tokenizer=Letters(), weights={"value": 1.0}, counts=counts
+    )
+    try:
+        yield player, pool, counts
+    finally:
+        async with asyncio.timeout(10):  # those whose episode was cut off are being closed
+            while pool.open_episodes:
+                await asyncio.sleep(0.01)
+        await pool.close()
+
+
+SAMPLING = Sampling(n=1, max_tokens=0, temperature=1.0, seed=40)
+
+
+def play(
+    *turns: str | Exception,
+    reference: Any = None,
+    prompt: str = "ask ",
+    seed: int = 7,
+    environment: dict[str, Any] | None = None,
+    **rollout: Any,
+) -> tuple[Episode, Saying, Counter[str]]:
+    """One episode in which the policy says these turns."""
+    engine = Saying(*turns)
+
+    async def main() -> tuple[Episode, Saying, Counter[str]]:
+        config = config_of(environment=environment, **rollout)
+        async with asyncio.timeout(60), player_of(engine, config) as (player, _, counts):
+            episode = await player.play(Problem(prompt, reference), SAMPLING, seed=seed)
+            return episode, engine, counts
+
+    return asyncio.run(main())
+
+
+def test_an_episode_turn_by_turn() -> None:
+    episode, engine, counts = play("say a", "say bb", "end 2")
+    assert [asked for asked, _ in engine.asked] == [
+        "ask seed 7",
+        "ask seed 7say a\x01a 1",
+        "ask seed 7say a\x01a 1say bb\x01bb 2",
+    ], "nothing is rendered again"
+    [row] = episode.session.rows
+    assert row.prompt == [*b"ask seed 7"]
+    assert bytes(row.response_ids.tolist()) == b"say a\x01a 1say bb\x01bb 2end 2\x01"
+    assert row.segments == [(0, 6), (3, 7), (4, 6)]
+    assert [(span.policy_version, span.start, span.end) for span in row.versions] == [
+        (0, 0, 6),
+        (1, 6, 13),
+        (2, 13, 19),
+    ]
+    assert row.behavior_logprobs.tolist() == [
+        -float(at + turn) for turn, length in enumerate((6, 7, 6)) for at in range(length)
+    ]
+    assert (episode.rewards, episode.verdict, episode.finish_reason) == (
+        {"value": 3.0},
+        1.0,
+        "env_done",
+    )
+    assert episode.turn_rewards == [{"value": 0.5}, {"value": 0.5}, {"value": 2.0}]
+    assert (episode.first_token, episode.session.turns) == (1.0, 3)
+    assert len({sampling.seed for _, sampling in engine.asked}) == 3, "a turn is no other's copy"
+    assert counts == {"turns": 3, "episodes_env_done": 1}
+
+
+@pytest.mark.parametrize(
+    ("turns", "limits", "reason", "sampled"),
+    [
+        (["say a"] * 9, {"max_turns": 3}, "max_turns", 18),
+        (["say a"] * 9, {"response_length": 15}, "length", 15),
+        (["say a"] * 9, {"response_length": 18}, "length", 18),
+        (["say a long turn"], {"turn_length": 8}, "length", 8),
+        (["say a"] * 9, {"context_length": 24, "response_length": 24}, "context", 18),
+        (["say a"] * 9, {"context_length": 30, "response_length": 30}, "context", 21),
+        (["say " + "x" * 30], {"context_length": 66}, "context", 35),
+        (["say " + "x" * 30, "end 1"], {"context_length": 80}, "env_done", 41),
+    ],
+)
+def test_limits_end_an_episode_that_is_scored(
+    turns: list[str], limits: dict[str, Any], reason: str, sampled: int
+) -> None:
+    episode, engine, counts = play(*turns, **limits)
+    assert (episode.finish_reason, episode.session.sampled) == (reason, sampled)
+    assert counts[f"episodes_{reason}"] == 1
+    [row] = episode.session.rows
+    config = config_of(**limits)
+    assert len(row.response_ids) <= (config.rollout.context_length or 0)
+    assert row.segments[-1][1] > 0 and len(row.response_ids) == sum(map(sum, row.segments))
+    assert len(episode.turn_rewards) == episode.session.turns == len(engine.asked)
+
+
+@pytest.mark.parametrize(("limit", "turns"), [(1, 1), (2, 2), (0, 5)])
+def test_invalid_actions_in_a_row_end_an_episode(limit: int, turns: int) -> None:
+    episode, *_ = play(*["invalid"] * 5, environment={"max_invalid": limit})
+    assert episode.session.turns == turns
+    assert episode.finish_reason == ("max_turns" if limit == 0 else "invalid_action")
+    broken, *_ = play(
+        "invalid", "say a", "invalid", "say b", "end 1", environment={"max_invalid": 2}
+    )
+    assert broken.finish_reason == "env_done", "only those in a row count"
+
+
+def test_a_step_that_takes_too_long_is_scored_with_what_was_earned() -> None:
+    episode, _, counts = play("say a", "sleep 600")
+    assert (episode.finish_reason, episode.rewards) == ("env_timeout", {"value": 0.5})
+    assert episode.turn_rewards == [{"value": 0.5}, {}] and counts["episodes_env_timeout"] == 1
+
+
+@pytest.mark.parametrize(
+    ("turns", "reference", "settings", "reason"),
+    [
+        (["say a", "sleep 600"], None, {"on_timeout": "fail_group"}, "timeout"),
+        (["say a", "raise no"], None, {}, "exception"),
+        (["crash"], None, {}, "crash"),
+        (["eat 9000"], None, {"memory_mb": 3000}, "memory"),
+        (["give text"], None, {}, "wrong_type"),
+        (["give messages"], None, {}, "wrong_type"),
+        ([], {"verb": "raise"}, {}, "exception"),
+        ([], {"verb": "sleep", "argument": "600"}, {"reset_timeout_s": STEP_S}, "timeout"),
+        ([], {"verb": "crash"}, {}, "crash"),
+    ],
+)
+def test_what_the_policy_cannot_have_caused_is_never_scored(
+    turns: list[str], reference: Any, settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(EnvironmentFailed) as caught:
+        play(*turns, reference=reference, environment=settings)
+    assert caught.value.reason == reason
+
+
+def test_a_prompt_that_is_too_long_with_what_the_environment_says_first() -> None:
+    with pytest.raises(PromptTooLong, match=r"21 tokens, rollout\.prompt_length is 20"):
+        play("end 1", prompt="x" * 15, seed=7)
+
+
+def test_the_engines_error_closes_the_environment() -> None:
+    with pytest.raises(EngineError):
+        play("say a", EngineError("dead"))
+
+
+def test_one_episode_that_hangs_is_the_only_one_it_harms() -> None:
+    engine = Saying(*[f"say {number}" for number in range(7)], "sleep 600", *["end 1"] * 7)
+
+    async def main() -> list[Episode]:
+        async with asyncio.timeout(60), player_of(engine, config_of()) as (player, *_):
+            group = GroupPlay(lambda generating: None)
+            plays = [
+                player.play(Problem("ask ", None), SAMPLING, seed=7, group=group) for _ in range(8)
+            ]
+            episodes = await group.all(plays)
+            assert group.tokens == sum(one.session.sampled for one in episodes)
+            return episodes
+
+    reasons = Counter(one.finish_reason for one in asyncio.run(main()))
+    assert reasons == {"env_done": 7, "env_timeout": 1}
+
+
+def test_when_one_fails_the_others_are_cut_off_and_their_tokens_counted() -> None:
+    engine = Saying("raise no", "say b", "say c", "say d", slow_s=0.2)
+
+    async def main() -> tuple[GroupPlay, int]:
+        async with asyncio.timeout(60), player_of(engine, config_of()) as (player, pool, _):
+            group = GroupPlay(lambda generating: None)
+            plays = [
+                player.play(Problem("ask ", None), SAMPLING, seed=7, group=group) for _ in range(2)
+            ]
+            with pytest.raises(EnvironmentFailed):
+                await group.all(plays)
+            return group, pool.open_episodes
+
+    group, left = asyncio.run(main())
+    assert left == 0 and group.tokens == 9 + 6 + 3, "two turns, and one that was cut off"
+
+
+# ---- in an actor ----
+
+
+def actor_of(engine: Saying, config: Config, queue: Parts, player: EpisodePlayer) -> RolloutActor:
+    actor = RolloutActor(config, actor_id="a", queue=queue, model_dir="m", device="cpu", cores=())
+    actor._parts = LoadedParts(
+        engine=engine,
+        tokenizer=Letters(),
+        task=TaskOfTold(config.task, 0),
+        verifiers=queue,
+        evaluator=None,
+        player=player,
+    )
+    actor._weights = {"value": 1.0}
+    return actor
+
+
+class Frames(Parts):
+    """A queue that keeps whole frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    async def put(self, actor_id: str, frames: list[Any]) -> Any:
+        self.kept += [decode_group(frame) for frame in frames]
+        return await super().put(actor_id, frames)
+
+
+def produce(engine: Saying, config: Config) -> tuple[Frames, RolloutActor]:
+    queue = Frames()
+    engine.sampled = Counter()
+
+    async def main() -> RolloutActor:
+        async with asyncio.timeout(60), player_of(engine, config) as (player, *_):
+            actor = actor_of(engine, config, queue, player)
+            actor._player = None
+            await actor.run()
+            return actor
+
+    return queue, asyncio.run(main())
+
+
+def test_an_actor_puts_groups_of_episodes() -> None:
+    queue, _ = produce(Saying(*["end 1", "end 0"] * 2), config_of(prompt_length=40))
+    assert sorted(group.group_id for group in queue.kept) == [0, 1] and not queue.failed
+    for group in queue.kept:
+        assert [bytes(prompt.tolist()).decode()[:17] for prompt in group.prompts] == [
+            "do something seed"
+        ]
+        assert {row.finish_reason for row in group.rows} == {"env_done"}
+        assert [row.episode for row in group.rows] == [None, None]
+        assert sorted(group.times) == ["done", "first_token", "queued", "scored"]
+        assert all(len(row.turn_rewards) == 1 for row in group.rows)
+    seeds = {bytes(group.prompts[0].tolist()).decode().split()[-1] for group in queue.kept}
+    assert len(seeds) == 2, "every group has a seed of its own, and its episodes the same"
+
+
+def test_a_group_whose_environment_fails_is_failed_with_its_reason_and_tokens() -> None:
+    queue, actor = produce(Saying(*["raise no"] * 4), config_of(prompt_length=40))
+    assert set(queue.failed) == {0, 1} and not queue.kept
+    assert all(
+        "environment: exception: step(): ValueError: no" in why for why in queue.failed.values()
+    )
+    assert all(tokens >= 9 for tokens in queue.wasted.values())
+    assert actor._groups == {}
