@@ -325,7 +325,7 @@ def test_an_actor_puts_groups_of_episodes() -> None:
     assert sorted(group.group_id for group in queue.kept) == [0, 1] and not queue.failed
     for group in queue.kept:
         assert [bytes(prompt.tolist()).decode()[:17] for prompt in group.prompts] == [
-            "do something seed"
+            "do somethingseed "
         ]
         assert {row.finish_reason for row in group.rows} == {"env_done"}
         assert [row.episode for row in group.rows] == [None, None]
